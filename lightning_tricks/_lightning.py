@@ -1,0 +1,39 @@
+"""Which Lightning the collection builds on: `lightning` or `pytorch_lightning`, decided once, at first import.
+
+The two packages hold the same code, but a Trainer of one refuses plugins and strategies of the other. So we follow the
+program: the package that it has imported already, `lightning` if it has imported neither or both. The environment
+variable `LIGHTNING_TRICKS_BACKEND` (`lightning` or `pytorch_lightning`) forces the choice.
+"""
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._errors import UsageError
+
+_PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+def _choose() -> str:
+    forced = os.environ.get("LIGHTNING_TRICKS_BACKEND")
+    if forced:
+        if forced not in _PACKAGES:
+            raise UsageError(f"LIGHTNING_TRICKS_BACKEND={forced!r}: give one of {', '.join(_PACKAGES)}")
+        return forced
+    only_classic = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+    return "pytorch_lightning" if only_classic else "lightning"
+
+
+BACKEND = _choose()
+
+
+def pl_import(submodule: str) -> Any:
+    """The module `submodule` (such as `"callbacks"`) of the chosen package."""
+    return importlib.import_module(f"{_PACKAGES[BACKEND]}.{submodule}")
+
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+else:
+    pl = importlib.import_module(_PACKAGES[BACKEND])
