@@ -1,0 +1,56 @@
+"""The command line's door: help, version, `ls` and `cp` answer at once, everything else loads torch and goes to `cli`."""
+
+import sys
+
+import lightning_tricks
+from lightning_tricks._errors import UsageError
+
+HELP = """\
+usage: python -m lightning_tricks COMMAND --config RECIPE.yaml [--config MORE.yaml] [--key.subkey VALUE ...]
+
+Train and evaluate language models from YAML recipes, with PyTorch Lightning.
+
+  fit        train; --ckpt_path last takes up the latest checkpoint
+  validate   validation figures of a checkpoint (--ckpt_path FILE)
+  test       the same on the test set
+  predict    log-probability of each token of the test set
+  prepare    turn the recipe's text into token shards, and stop
+
+  ls         list the recipes that come with the collection
+  cp NAME    copy one, to change it
+
+  COMMAND --help prints all that a command takes; --help and --version work alone.
+
+first run: python -m lightning_tricks cp tiny . && python -m lightning_tricks fit --config tiny.yaml
+"""
+
+
+def run(args: list[str]) -> None:
+    """Carry out one command line, without the program's name."""
+    if not args or args[0] in ("-h", "--help"):
+        print(HELP, end="")
+    elif args[0] == "--version":
+        print(f"lightning-tricks {lightning_tricks.__version__}")
+    elif args[0] in ("ls", "cp"):
+        from lightning_tricks.commands import recipes
+
+        getattr(recipes, args[0])(args[1:])
+    else:
+        from lightning_tricks.cli import main as lightning_main
+
+        lightning_main(args)
+
+
+def main() -> None:
+    """Entry point of `python -m lightning_tricks` and `lightning-tricks`: a user's mistake is one line and exit code 2."""
+    try:
+        run(sys.argv[1:])
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""FLOPs that training spends on one token, in closed form and in two stated definitions.
+
+Divide tokens/s times this number by the device's peak to get MFU, the fraction of the silicon that is at work.
+"""
+
+from typing import Literal, Protocol, get_args
+
+from lightning_tricks._errors import UsageError
+
+Attention = Literal["causal", "full"]
+
+
+class DecoderShape(Protocol):
+    """The numbers that decide the FLOPs of a decoder; `Llama` and `GPT2` have them, and so may any object."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head."""
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+
+    @property
+    def n_layers(self) -> int:
+        """Number of blocks."""
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+
+    @property
+    def ffn_width(self) -> int:
+        """Hidden width of the MLP."""
+
+    @property
+    def activation(self) -> str:
+        """`swiglu` has three matrices in its MLP, every other name two."""
+
+
+def matmul_parameters(shape: DecoderShape) -> int:
+    """Weights that each token is multiplied with: blocks and head, without embeddings, biases and norms.
+
+    The head counts also where it is tied: the embedding is a look-up, the head a product. Llama-2-7B: 6,607,077,376.
+    """
+    query_width, kv_width = shape.n_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = 2 * shape.d_model * query_width + 2 * shape.d_model * kv_width
+    mlp = (3 if shape.activation == "swiglu" else 2) * shape.d_model * shape.ffn_width
+    return shape.n_layers * (attention + mlp) + shape.vocab_size * shape.d_model
+
+
+def attention_flops_per_token(shape: DecoderShape, seq_len: int, attention: Attention) -> int:
+    """FLOPs of the two products between tokens, scores and weighted values, forward and backward, for one token.
+
+    A product with n keys takes 2 n head_dim a head; two products, and twice as much again backward, make
+    12 n_layers n_heads head_dim n. With `full`, n is `seq_len`; with `causal`, its half: what the mean token may see.
+
+    Args:
+        shape: the decoder.
+        seq_len: T, tokens in a row.
+        attention: `causal` or `full`.
+
+    Raises:
+        UsageError: another definition, or a length below 1.
+    """
+    if attention not in get_args(Attention):
+        raise UsageError(f"attention={attention!r}: give one of {', '.join(get_args(Attention))}")
+    if seq_len < 1:
+        raise UsageError(f"seq_len={seq_len}: give a length of at least 1 token")
+    full = 12 * shape.n_layers * shape.n_heads * shape.head_dim * seq_len
+    return full // 2 if attention == "causal" else full
+
+
+def training_flops_per_token(shape: DecoderShape, seq_len: int, attention: Attention) -> int:
+    """FLOPs of forward and backward pass for one token: 6 x `matmul_parameters` + `attention_flops_per_token`.
+
+    State the definition beside every figure; there is no default. `causal` counts what a causal model needs. `full`
+    counts attention as if no token were masked, as PaLM, nanoGPT and torchtitan do: use it to compare with published
+    MFU. Neither counts what activation checkpointing or flash attention computes twice, nor norms, activations,
+    softmax and the optimizer. Llama-2-7B at 4096 tokens: 42.86 G causal, 46.09 G full.
+
+    Args:
+        shape: `Llama(...)`, `GPT2(...)` or any object with the fields of `DecoderShape`.
+        seq_len: T, tokens in a row; rows of packed documents count as one row.
+        attention: `causal` or `full`.
+
+    Raises:
+        UsageError: see `attention_flops_per_token`.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> one = SimpleNamespace(vocab_size=10, d_model=4, n_layers=1, n_heads=2, kv_heads=1, head_dim=2,
+        ...                       ffn_width=8, activation="gelu")
+        >>> training_flops_per_token(one, seq_len=6, attention="full")  # 6 * (48 + 64 + 40) + 12 * 2 * 2 * 6
+        1200
+
+    Source: `estimate_mfu` in https://github.com/karpathy/nanoGPT/blob/master/model.py and
+        `quadratic_attention_flops_per_token` in
+        https://github.com/pytorch/torchtitan/blob/main/torchtitan/models/utils.py, both full; nanoGPT cites PaLM,
+        appendix B (Chowdhery et al. 2022).
+    """
+    return 6 * matmul_parameters(shape) + attention_flops_per_token(shape, seq_len, attention)

@@ -1,0 +1,187 @@
+"""`fit`, `validate`, `test`, `predict` and `prepare` on a YAML recipe: Lightning's own command line, made kinder.
+
+What it adds to LightningCLI: short class names for the whole collection, one line instead of a page for a mistake, our
+progress bar, no automatic optimizer (the module owns it), and checkpoints that never override what the recipe says.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+# Imported for their class names, which a recipe then writes without the module's path.
+import lightning_tricks.callbacks
+import lightning_tricks.data
+import lightning_tricks.language_model
+import lightning_tricks.precision  # noqa: F401
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._parse_errors import did_you_mean, one_line, parse_message
+from lightning_tricks.callbacks import TrainingProgressBar
+from lightning_tricks.models import DecoderConfig
+from lightning_tricks.schedules import Schedule
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+else:
+    LightningArgumentParser = pl_import("cli").LightningArgumentParser
+    LightningCLI = pl_import("cli").LightningCLI
+    MisconfigurationException = pl_import("utilities.exceptions").MisconfigurationException
+    # So that recipes may name Lightning's own classes shortly, too.
+    pl_import("callbacks"), pl_import("loggers"), pl_import("strategies")
+
+
+class RecipeParser(LightningArgumentParser):
+    """A parser whose errors are one line, with the nearest known name."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the cause of a failed parse as a UsageError; a parser nested in another one reports to that one."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        options = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
+        raise UsageError(one_line(parse_message(message), options, nameable_classes())) from None
+
+
+def nameable_classes() -> dict[str, list[str]]:
+    """Every class that a recipe may name shortly, with its parameters' names."""
+    bases: list[type] = [
+        pl.Callback,
+        pl.LightningModule,
+        pl.LightningDataModule,
+        pl_import("loggers").Logger,
+        pl_import("strategies").Strategy,
+        pl_import("plugins").Precision,
+        torch.optim.Optimizer,
+        Schedule,
+        DecoderConfig,
+    ]
+    return {cls.__name__: _parameters(cls) for base in bases for cls in _subclasses(base)}
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    for child in base.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+def _parameters(cls: type) -> list[str]:
+    """Names of the constructor's parameters, with those that `**kwargs` hands to the next class in the bases."""
+    return [
+        name
+        for owner in cls.__mro__
+        if "__init__" in vars(owner)
+        for name, parameter in inspect.signature(owner.__init__).parameters.items()  # type: ignore[misc]
+        if name != "self" and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+
+
+class RecipeTrainer(pl.Trainer):
+    """Lightning's Trainer, and the signature of our own `prepare`."""
+
+    def prepare(self, model: "pl.LightningModule", datamodule: "pl.LightningDataModule | None" = None) -> None:
+        """Turn the recipe's text into token shards, and stop."""
+        if datamodule is None:
+            raise UsageError("prepare: the recipe has no data")
+        datamodule.prepare_data()
+
+
+class RecipeCLI(LightningCLI):
+    """Run one recipe. Use it in place of LightningCLI to get the same command line around your own classes.
+
+    Args:
+        **kwargs: Those of LightningCLI.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        usage = "%(prog)s --config RECIPE.yaml [--config MORE.yaml] [--key.subkey VALUE ...]"
+        common = {"allow_abbrev": False, "prog": "lightning-tricks"}
+        kwargs.setdefault("parser_kwargs", common | {name: {"usage": usage, "allow_abbrev": False} for name in self.subcommands()})
+        kwargs.setdefault("parser_class", RecipeParser)
+        kwargs.setdefault("trainer_class", RecipeTrainer)
+        kwargs.setdefault("save_config_kwargs", {"overwrite": True})
+        super().__init__(subclass_mode_model=True, subclass_mode_data=True, auto_configure_optimizers=False, **kwargs)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, and `prepare`."""
+        return {**LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the recipe alone: LightningCLI would let a checkpoint's hyper-parameters override it silently."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> "pl.Trainer":
+        """Lightning's Trainer with our progress bar, unless the recipe brings one or wants none."""
+        config = self._get(self.config_init, "trainer")
+        bars = pl_import("callbacks").ProgressBar
+        callbacks = config.get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        if config.get("enable_progress_bar") is not False and not any(isinstance(c, bars) for c in callbacks):
+            config["callbacks"] = [TrainingProgressBar(), *callbacks]
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ValueError, TypeError) as error:
+            raise UsageError("trainer: " + re.sub(r"\s+", " ", str(error))) from error
+
+    def after_fit(self) -> None:
+        """Say where the results are and what to do with them."""
+        trainer = self.trainer
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, pl_import("loggers").TensorBoardLogger):
+                print(f"\nTensorBoard: tensorboard --logdir {logger.root_dir}   then open http://localhost:6006")
+        checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "") or getattr(
+            trainer.checkpoint_callback, "best_model_path", ""
+        )
+        if checkpoint:
+            config = next((a for a in self._recipe_paths()), "RECIPE.yaml")
+            print(f"Checkpoint:  {checkpoint}")
+            print(f"Evaluate it: python -m lightning_tricks validate --config {config} --ckpt_path {checkpoint}")
+
+    def _recipe_paths(self) -> list[str]:
+        return [str(path) for path in self.config[self.subcommand].get("config") or []]
+
+
+class _Untrained(RecipeCLI):
+    """Builds what a recipe says, but no Trainer: its devices need not exist here."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        return None
+
+
+def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModule | None", dict[str, Any]]:
+    """Build a recipe's module and data without a Trainer, on any machine.
+
+    Args:
+        *args: As on the command line, without the command: `"--config", "recipes/tiny.yaml"`, and overrides.
+
+    Returns:
+        The module (its decoder not built yet), the data module, and the Trainer's arguments with strategy, plugins,
+        callbacks and logger as objects.
+    """
+    argv, sys.argv = sys.argv, sys.argv[:1]  # LightningCLI warns where both are given
+    try:
+        cli = _Untrained(run=False, args=list(args))
+    finally:
+        sys.argv = argv
+    return cli.model, cli.datamodule, dict(cli.config_init["trainer"])
+
+
+def main(args: list[str]) -> None:
+    """Run `args` (a subcommand and its options); what the user can mend becomes a UsageError."""
+    if args and args[0] not in RecipeCLI.subcommands() and not args[0].startswith("-"):
+        names = [*RecipeCLI.subcommands(), "ls", "cp"]
+        raise UsageError(f"unknown command {args[0]!r}{did_you_mean(args[0], names)}: --help lists them")
+    sys.argv[1:] = args
+    try:
+        RecipeCLI()
+    except MisconfigurationException as error:
+        raise UsageError(re.sub(r"\s+", " ", str(error))) from error
+    finally:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -1,0 +1,66 @@
+"""`ls` and `cp`: show the recipes that come with the collection, and copy one to start from. Imports no torch."""
+
+import argparse
+import shutil
+from pathlib import Path
+
+from lightning_tricks._errors import UsageError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def recipes_folder() -> Path:
+    """Where the recipes are: inside an installed package, or beside the package in a clone."""
+    installed = _PACKAGE / "recipes"
+    return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
+
+
+def title(recipe: Path) -> str:
+    """The recipe's first line, without the comment sign."""
+    with recipe.open(encoding="utf-8") as file:
+        return file.readline().lstrip("#").strip()
+
+
+def ls(args: list[str]) -> None:
+    """Print a line a recipe: its name and what it is for."""
+    argparse.ArgumentParser("lightning-tricks ls", description="List the recipes that come with the collection.").parse_args(
+        args
+    )
+    recipes = sorted(recipes_folder().glob("*.yaml"))
+    width = max(len(recipe.stem) for recipe in recipes)
+    for recipe in recipes:
+        print(f"{recipe.stem:{width}s}  {title(recipe)}")
+
+
+def cp(args: list[str]) -> None:
+    """Copy a recipe, with the parts it includes."""
+    parser = argparse.ArgumentParser("lightning-tricks cp", description="Copy a recipe, to change it.")
+    parser.add_argument("recipe", help="its name, as `ls` prints it")
+    parser.add_argument("to", nargs="?", default=".", help="folder or new file name (default: this folder)")
+    options = parser.parse_args(args)
+    source = recipes_folder() / f"{options.recipe.removesuffix('.yaml')}.yaml"
+    if not source.is_file():
+        raise UsageError(f"no recipe named {options.recipe!r}{did_you_mean(options.recipe)}: `ls` prints the names")
+    target = Path(options.to)
+    if target.is_dir() or options.to.endswith("/"):
+        target = target / source.name
+    for origin, copy in [(source, target), *((p, target.parent / "parts" / p.name) for p in parts_of(source))]:
+        if copy.exists():
+            raise UsageError(f"{copy} exists: name another place, or remove it first")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(origin, copy)
+        print(copy)
+
+
+def parts_of(recipe: Path) -> list[Path]:
+    """The files in parts/ that a recipe includes by name."""
+    text = recipe.read_text(encoding="utf-8")
+    return [part for part in sorted((recipe.parent / "parts").glob("*.yaml")) if f"parts/{part.name}" in text]
+
+
+def did_you_mean(name: str) -> str:
+    """', did you mean X?' where a recipe's name is close, else nothing."""
+    import difflib
+
+    near = difflib.get_close_matches(name, [recipe.stem for recipe in recipes_folder().glob("*.yaml")], n=1)
+    return f", did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,8 @@
+"""Text -> tokens -> batches addressed by position."""
+
+from lightning_tricks.data.order import permute
+from lightning_tricks.data.shards import ShardWriter, open_shard
+from lightning_tricks.data.text_data import TextData
+from lightning_tricks.data.token_data import TokenData
+
+__all__ = ["ShardWriter", "TextData", "TokenData", "open_shard", "permute"]

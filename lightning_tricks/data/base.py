@@ -1,0 +1,164 @@
+"""What TextData and TokenData share: Lightning's loaders over a training and a validation stream of tokens.
+
+Batches are addressed by position; `resume.py` says where a run stands, `batches.py` what a batch is.
+"""
+
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl
+from lightning_tricks.data.batches import Batch, TrainBatches, ValidationBatches
+from lightning_tricks.data.bpe import token_bytes, token_texts, vocabulary_size
+from lightning_tricks.data.loader import TrainLoader, ValidationLoader
+from lightning_tricks.data.order import WindowOrder
+from lightning_tricks.data.resume import ENDLESS, DataPosition, data_rank, micro_batch_positions
+from lightning_tricks.data.stream import TokenStream
+
+_SCANNED_TOKENS = 1 << 30  # of the training tokens before the start; the rest is looked at batch by batch
+
+
+class ShardData(pl.LightningDataModule):
+    """Training and validation loaders over token streams; a subclass calls `use` in its `setup`.
+
+    Args:
+        seq_len: T, tokens in a row.
+        micro_batch_size: B, rows in a batch of one process.
+        num_workers: processes that fetch batches.
+        seed: of the order of the training rows.
+        document_ids: add `document_ids` to the batches.
+    """
+
+    def __init__(self, seq_len: int, micro_batch_size: int, num_workers: int, seed: int, document_ids: bool) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("seq_len", seq_len, 1),
+            ("micro_batch_size", micro_batch_size, 1),
+            ("num_workers", num_workers, 0),
+        ):
+            if value < least:
+                raise UsageError(f"{name}={value}: it must be at least {least}")
+        self.seq_len, self.micro_batch_size, self.num_workers = seq_len, micro_batch_size, num_workers
+        self.seed, self.document_ids = seed, document_ids
+        self.tokenizer: Tokenizer | None = None
+        self.eot_id: int | None = None
+        self.streams: dict[str, TokenStream] = {}
+        self.token_texts: list[bytes] | None = None
+        self._id_bound: int | None = None
+        self._position = DataPosition(micro_batch_size, {"seed": seed, "seq_len": seq_len})
+
+    def use(self, streams: dict[str, TokenStream], tokenizer: Tokenizer | None, fingerprint: str) -> None:
+        """Serve these streams from now on.
+
+        Args:
+            streams: `train`, and `val` if there is one.
+            tokenizer: the one that wrote them, None when not known.
+            fingerprint: identifies the data in checkpoints.
+
+        Raises:
+            UsageError: too little text for one row, or ids that the tokenizer does not have.
+        """
+        self.streams, self.tokenizer = streams, tokenizer
+        self._position.identity["data"] = fingerprint
+        if (tokens := len(streams["train"])) <= self.seq_len:
+            raise UsageError(f"seq_len={self.seq_len}: the training data has {tokens} tokens; shorten it or add text")
+        if tokenizer is not None:
+            self.token_texts = token_texts(tokenizer)
+            self.check_ids(vocabulary_size(tokenizer), "the tokenizer")
+
+    def check_ids(self, vocab_size: int, whose: str = "the model") -> None:
+        """Refuse token ids that a vocabulary lacks: in the shards now, and in every batch from now on.
+
+        The first 2**30 training tokens and all validation tokens are looked at once; the result is remembered.
+
+        Args:
+            vocab_size: the bound; ids 0..vocab_size-1 are good.
+            whose: vocabulary it is, for the message.
+
+        Raises:
+            UsageError: names the shard, the position and the id of the first one that is too large.
+        """
+        for split, stream in self.streams.items():
+            limit = _SCANNED_TOKENS if split == "train" else len(stream)
+            if (position := stream.first_at_least(vocab_size, limit)) is not None:
+                raise _bad_id(stream, position, vocab_size, whose)
+        self._id_bound = min(vocab_size, self._id_bound or vocab_size)
+
+    def _check_batch(self, batches: TrainBatches | ValidationBatches, position: int, batch: Batch) -> None:
+        if self._id_bound is None:
+            return
+        # the labels hold every token of a row but its first
+        largest = max(int(batch["labels"].max()), int(batch["input_ids"][:, 0].max()))
+        if largest < self._id_bound:
+            return
+        for start in batches.starts(position).tolist():
+            (hits,) = np.nonzero(batches.stream.read(start, self.seq_len + 1) >= self._id_bound)
+            if len(hits):
+                raise _bad_id(batches.stream, start + int(hits[0]), self._id_bound, "the model")
+
+    def train_dataloader(self) -> TrainLoader:
+        """Micro-batches from where the run stands; they end where the run does."""
+        train = self.streams["train"]
+        order = WindowOrder(len(train), self.seq_len, self.seed)
+        batches = TrainBatches(train, order, self.micro_batch_size, self.eot_id if self.document_ids else None)
+        if self.trainer is not None:
+            self._position.begin(self.trainer)
+
+        def positions() -> range:
+            if self.trainer is None:
+                return micro_batch_positions(0, ENDLESS, 1, self.micro_batch_size, rank=0, world=1)
+            return self._position.positions(self.trainer, order.windows)
+
+        return TrainLoader(batches, positions, self.num_workers, self._check_batch)
+
+    def val_dataloader(self) -> ValidationLoader | list[Any]:
+        """Every validation token but the first as a label once; an empty list when there is no validation stream."""
+        if "val" not in self.streams:
+            return []
+        lengths = None if self.token_texts is None else token_bytes(self.token_texts)
+        rank, world = data_rank(self.trainer)
+        batches = ValidationBatches(
+            self.streams["val"],
+            self.seq_len,
+            self.micro_batch_size,
+            token_bytes=lengths,
+            eot_id=self.eot_id,
+            with_document_ids=self.document_ids,
+            rank=rank,
+            world=world,
+        )
+        return ValidationLoader(batches, self.num_workers, self._check_batch)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows consumed at the last completed optimizer step, and what that number refers to."""
+        return {} if self.trainer is None else self._position.state_dict(self.trainer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the row after those of the checkpoint."""
+        self._position.load_state_dict(state_dict)
+
+    def training_text(self) -> bytes:
+        """The UTF-8 text of the training documents, one after the other, special tokens left out."""
+        return self._text("train")
+
+    def validation_text(self) -> bytes:
+        """The UTF-8 text of the validation documents, one after the other, special tokens left out."""
+        return self._text("val")
+
+    def _text(self, split: str) -> bytes:
+        if self.token_texts is None:
+            raise UsageError("tokenizer: the text behind the tokens needs a byte-level tokenizer; give its file")
+        stream = self.streams[split]
+        return b"".join(map(self.token_texts.__getitem__, stream.read(0, len(stream)).tolist()))
+
+
+def _bad_id(stream: TokenStream, position: int, vocab_size: int, whose: str) -> UsageError:
+    number = int(stream.read(position, 1)[0])
+    return UsageError(
+        f"{stream.describe(position)}: id {number} does not fit {whose}, whose vocab_size is {vocab_size}; "
+        "raise vocab_size or use the tokenizer that wrote the shard"
+    )

@@ -1,0 +1,120 @@
+"""What a batch is: rows of tokens, the tokens that follow them, and the bytes that those stand for.
+
+Two map-style datasets: training rows addressed by sample position, validation windows in their order.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_tricks.data.order import WindowOrder
+from lightning_tricks.data.stream import TokenStream
+
+IGNORED = -100  # the ignore_index of torch's cross_entropy
+Batch = dict[str, Tensor]
+
+
+def document_ids(input_ids: NDArray[np.int64], eot_id: int) -> NDArray[np.int32]:
+    """Number of end-of-text tokens before each position of its row: equal within a document.
+
+    Args:
+        input_ids: (B, T).
+        eot_id: the end-of-text token; it still belongs to the document that it ends.
+
+    Returns:
+        (B, T) int32, 0 at the first position of each row.
+    """
+    ends = input_ids == eot_id
+    return (np.cumsum(ends, axis=1) - ends).astype(np.int32)
+
+
+class TrainBatches(Dataset[Batch]):
+    """Micro-batches by the sample position of their first row: rows position..position+micro_batch_size-1.
+
+    Each is `input_ids` (B, T) and `labels` (B, T), int64; `labels[:, t]` is the token after `input_ids[:, t]`. With
+    `eot_id`, also `document_ids` (B, T) int32.
+    """
+
+    def __init__(self, stream: TokenStream, order: WindowOrder, micro_batch_size: int, eot_id: int | None) -> None:
+        self.stream, self.order, self.micro_batch_size, self.eot_id = stream, order, micro_batch_size, eot_id
+
+    def starts(self, position: int) -> NDArray[np.int64]:
+        """Where in the stream the rows of the micro-batch at `position` start, (B,)."""
+        return self.order.starts(np.arange(position, position + self.micro_batch_size))
+
+    def __getitem__(self, position: int) -> Batch:
+        length = self.order.seq_len + 1
+        rows = np.stack([self.stream.read(start, length) for start in self.starts(position).tolist()])
+        batch: dict[str, NDArray] = {"input_ids": rows[:, :-1].copy(), "labels": rows[:, 1:].copy()}
+        if self.eot_id is not None:
+            batch["document_ids"] = document_ids(batch["input_ids"], self.eot_id)
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+class ValidationBatches(Dataset[Batch]):
+    """Batches of the validation stream's windows, side by side: every token but the first is a label once.
+
+    Rank r of W gets windows r, r + W, ... All ranks have equally many batches of equal shape: what lacks is filled
+    with rows of which every label is -100. Labels of special tokens are -100 too. `n_bytes` (B,) int64 is the number
+    of UTF-8 bytes behind the row's other labels; it is there when `token_bytes` is given.
+
+    Args:
+        stream: the validation tokens.
+        seq_len: T, tokens in a window; the last window is filled up with -100.
+        micro_batch_size: B, rows in a batch.
+        token_bytes: (vocab_size,) int64, bytes of each token, 0 for special ones; None when not known.
+        eot_id: the end-of-text token, None when not known.
+        with_document_ids: add `document_ids` (B, T) int32; needs `eot_id`.
+        rank: this process among those that share the windows.
+        world: how many share them.
+
+    Source: bits per byte without special tokens as nanochat counts it,
+    https://github.com/karpathy/nanochat/blob/master/nanochat/loss_eval.py.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        seq_len: int,
+        micro_batch_size: int,
+        token_bytes: NDArray[np.int64] | None = None,
+        eot_id: int | None = None,
+        with_document_ids: bool = False,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.stream, self.seq_len, self.micro_batch_size = stream, seq_len, micro_batch_size
+        self.token_bytes, self.eot_id, self.with_document_ids = token_bytes, eot_id, with_document_ids
+        self.rank, self.world = rank, world
+
+    def __len__(self) -> int:
+        windows = -(-max(len(self.stream) - 1, 0) // self.seq_len)
+        return -(-windows // (self.world * self.micro_batch_size))
+
+    def starts(self, index: int) -> NDArray[np.int64]:
+        """Where in the stream the rows of batch `index` start, (B,); past its end for rows that are filling."""
+        rows = np.arange(index * self.micro_batch_size, (index + 1) * self.micro_batch_size)
+        return (rows * self.world + self.rank) * self.seq_len
+
+    def __getitem__(self, index: int) -> Batch:
+        shape = (self.micro_batch_size, self.seq_len)
+        input_ids, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+        for row, start in enumerate(self.starts(index).tolist()):
+            tokens = self.stream.read(start, self.seq_len + 1)
+            if len(tokens) > 1:
+                input_ids[row, : len(tokens) - 1] = tokens[:-1]
+                labels[row, : len(tokens) - 1] = tokens[1:]
+        batch: dict[str, NDArray] = {"input_ids": input_ids, "labels": labels}
+        if self.token_bytes is not None:
+            counted = labels != IGNORED
+            lengths = np.zeros(shape, dtype=np.int64)
+            lengths[counted] = self.token_bytes[labels[counted]]
+            batch["n_bytes"] = lengths.sum(axis=1)
+            labels[lengths == 0] = IGNORED
+        elif self.eot_id is not None:
+            labels[labels == self.eot_id] = IGNORED
+        if self.with_document_ids and self.eot_id is not None:
+            batch["document_ids"] = document_ids(input_ids, self.eot_id)
+        return {name: torch.from_numpy(array) for name, array in batch.items()}

@@ -1,0 +1,138 @@
+"""Where text comes from: the standard library, files, or a Hugging Face dataset, as a stream of documents.
+
+A corpus says what it is (for the record), what identifies it (for the cache) and yields its documents.
+"""
+
+import hashlib
+import importlib.util
+import platform
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.data.readers import expand, is_rows, read_file, read_pieces, read_rows
+
+_MANY_FILES = 100
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents and what is known of them before they are read.
+
+    Args:
+        description: one line for the record.
+        fingerprint: changes when the documents may have changed.
+        n_bytes: about how much text there is, for the progress bar; None when unknown.
+        documents: called for each pass, yields the non-empty documents in a fixed order.
+    """
+
+    description: str
+    fingerprint: str
+    n_bytes: int | None
+    documents: Callable[[], Iterator[str]]
+
+
+def _fingerprint(paths: list[Path], *more: str) -> str:
+    stats = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
+    return hashlib.sha256(repr((stats, more)).encode()).hexdigest()
+
+
+def standard_library() -> Corpus:
+    """The Python sources of the standard library, without its tests and what is installed beside it.
+
+    On every machine that has Python, 11 to 12 MB, a document a file. It varies with the Python version, so compare
+    figures only between runs whose recorded hash is the same.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    paths = sorted(p for p in root.rglob("*.py") if skipped.isdisjoint(p.relative_to(root).parts))
+    if not paths:
+        raise UsageError(f"files: no standard library sources under {root}; give text files of your own")
+
+    def documents() -> Iterator[str]:
+        seen = set()
+        for path in paths:
+            text = path.read_bytes().decode("utf-8", errors="replace")
+            if text.strip() and text not in seen:
+                seen.add(text)
+                yield text
+
+    version = platform.python_version()
+    return Corpus(
+        description=f"the standard library of Python {version}",
+        fingerprint=_fingerprint(paths, version),
+        n_bytes=sum(path.stat().st_size for path in paths),
+        documents=documents,
+    )
+
+
+def text_files(patterns: list[str], text_field: str) -> Corpus:
+    """Files, folders and globs.
+
+    A row of a .jsonl or .parquet file is a document. Any other file is plain UTF-8 text: a document each where there
+    are 100 or more of them. Where there are fewer, each is cut after blank lines into documents of about a two
+    hundredth of the whole (2 to 64 KiB), so that one big file has a validation part too.
+
+    Args:
+        patterns: as the user gave them.
+        text_field: the key or column that holds the text of a row.
+
+    Raises:
+        UsageError: a pattern matches nothing, a file is empty, unreadable or not UTF-8, a row lacks the field.
+    """
+    paths = expand(patterns)
+    plain = [path for path in paths if not is_rows(path)]
+    piece = min(max(sum(path.stat().st_size for path in plain) // 200, 2 << 10), 64 << 10)
+
+    def documents() -> Iterator[str]:
+        for path in paths:
+            if is_rows(path):
+                texts = read_rows(path, text_field)
+            elif len(plain) >= _MANY_FILES:
+                texts = read_file(path)
+            else:
+                texts = read_pieces(path, piece)
+            yield from (text for text in texts if text.strip())
+
+    return Corpus(
+        description=f"{len(paths)} file(s): {', '.join(patterns)}",
+        fingerprint=_fingerprint(paths, text_field),
+        n_bytes=sum(path.stat().st_size for path in paths),
+        documents=documents,
+    )
+
+
+def hugging_face(name: str, text_field: str) -> Corpus:
+    """The `train` split of a dataset on the Hub, or of a local dataset folder, streamed.
+
+    Args:
+        name: `owner/dataset` or `owner/dataset:config`.
+        text_field: the column that holds the text.
+
+    Raises:
+        UsageError: `datasets` is not installed, the dataset cannot be had or has no such column.
+    """
+    if importlib.util.find_spec("datasets") is None:
+        raise UsageError(f'hf_dataset={name!r} needs: pip install "lightning-tricks[datasets]"')
+    path, _, config = name.partition(":")
+
+    def documents() -> Iterator[str]:
+        import datasets
+
+        try:
+            rows = datasets.load_dataset(path, config or None, split="train", streaming=True)
+            for row in rows:
+                if not isinstance(row.get(text_field), str):
+                    raise UsageError(f"text_field={text_field!r}: {name} has the columns {', '.join(row)}")
+                if row[text_field].strip():
+                    yield row[text_field]
+        except UsageError:
+            raise
+        except Exception as error:  # the Hub, the network and the formats each raise their own
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise UsageError(f"hf_dataset={name!r}: cannot be read ({reason})") from error
+
+    fingerprint = hashlib.sha256(repr((name, text_field)).encode()).hexdigest()
+    return Corpus(f"Hugging Face dataset {name}", fingerprint, None, documents)

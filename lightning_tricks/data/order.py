@@ -1,0 +1,97 @@
+"""A shuffle without memory: which window of the text a sample position stands for.
+
+Position p, an integer counted over the whole run, names the same window whatever the number of workers, of processes
+or of restarts. Nothing is stored: the order is a keyed permutation that is evaluated where it is needed.
+"""
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 4
+
+
+def derive_key(*parts: int) -> int:
+    """64-bit key from integers; any change of any part gives an unrelated key."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def permute(index: NDArray[np.integer], n: int, key: int) -> NDArray[np.int64]:
+    """Where a keyed shuffle of 0..n-1 sends each index: a bijection for every n and key.
+
+    A four-round Feistel network over the smallest power of two that holds n; values that fall outside are sent through
+    it again until they are inside ("cycle walking"), less than once on average.
+
+    Args:
+        index: any shape, values in [0, n).
+        n: size of the domain, at least 1.
+        key: 64 bits, see `derive_key`.
+
+    Returns:
+        Same shape as `index`, int64, values in [0, n).
+
+    Source: Black & Rogaway, Ciphers with Arbitrary Finite Domains, https://eprint.iacr.org/2001/012.
+    """
+    bits = max(2, (n - 1).bit_length())
+    keys = [np.uint64(derive_key(key, number)) for number in range(_ROUNDS)]
+    with np.errstate(over="ignore"):
+        out = _feistel(np.asarray(index, dtype=np.uint64), bits, keys)
+        while (outside := out >= np.uint64(n)).any():
+            out = np.where(outside, _feistel(out, bits, keys), out)
+    return out.astype(np.int64)
+
+
+def _feistel(x: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> NDArray[np.uint64]:
+    """One pass over [0, 2**bits). With an odd number of bits the halves differ by one and change places each round."""
+    left_bits, right_bits = bits // 2, bits - bits // 2
+    left, right = x >> np.uint64(right_bits), x & np.uint64((1 << right_bits) - 1)
+    for key in keys:
+        # the finalizer of MurmurHash3, cut to the bits of the other half
+        mixed = (right + key) * np.uint64(0xFF51AFD7ED558CCD)
+        mixed = (mixed ^ (mixed >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+        mixed ^= mixed >> np.uint64(33)
+        left, right = right, left ^ (mixed & np.uint64((1 << left_bits) - 1))
+        left_bits, right_bits = right_bits, left_bits
+    return (left << np.uint64(right_bits)) | right
+
+
+class WindowOrder:
+    """From sample position to the place in the stream where its window starts.
+
+    The stream is cut into windows of `seq_len` tokens, whose targets reach one token further. Each pass over them
+    (epoch) has its own shuffle and its own offset of the cuts in [0, seq_len), so that a second pass does not see the
+    same windows again. In one pass no token is a target twice; at most 2 * seq_len - 1 tokens at the ends of the
+    stream are not seen.
+
+    Args:
+        tokens: length of the stream, more than `seq_len`.
+        seq_len: tokens in a window.
+        seed: any integer.
+    """
+
+    def __init__(self, tokens: int, seq_len: int, seed: int) -> None:
+        self.seq_len, self.seed = seq_len, seed
+        # one window is given up for the offset, unless it is the only one
+        self.windows = max(tokens // seq_len - 1, 1)
+        self._offsets = min(seq_len, tokens - self.windows * seq_len)
+        if self._offsets < 1:
+            raise ValueError(f"{tokens} tokens hold no window of {seq_len} tokens and the token after it")
+
+    def starts(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
+        """First token of each position's window.
+
+        Args:
+            positions: (n,) sample positions, counted from the start of the run.
+
+        Returns:
+            (n,) int64 positions in the stream; `seq_len + 1` tokens can be read from each.
+        """
+        epochs, inside = np.divmod(np.asarray(positions, dtype=np.int64), self.windows)
+        out = np.empty_like(inside)
+        for epoch in np.unique(epochs):
+            rows = epochs == epoch
+            window = permute(inside[rows], self.windows, derive_key(self.seed, int(epoch)))
+            offset = derive_key(self.seed, int(epoch), 1) % self._offsets
+            out[rows] = window * self.seq_len + offset
+        return out

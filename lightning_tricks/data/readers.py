@@ -1,0 +1,132 @@
+"""Read documents from files: whole, in pieces, or row by row.
+
+Every mistake in a file is named with the file in one line.
+"""
+
+import glob
+import gzip
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO, cast
+
+from lightning_tricks._errors import UsageError
+
+# what a folder is searched for; a glob takes any name
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def is_rows(path: Path) -> bool:
+    """Whether a row of the file is a document."""
+    return _suffix(path) in (".jsonl", ".parquet")
+
+
+def expand(patterns: list[str]) -> list[Path]:
+    """The files behind paths, folders and globs: sorted, each once.
+
+    Raises:
+        UsageError: a pattern matches nothing, or a file that was named itself is empty.
+    """
+    found: set[Path] = set()
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_dir():
+            matches = [p for p in path.rglob("*") if _suffix(p) in TEXT_SUFFIXES and _is_visible(p, path)]
+        elif path.exists():
+            if path.stat().st_size == 0:
+                raise UsageError(f"files: {pattern} is empty; remove it from the list or fill it")
+            matches = [path]
+        else:
+            matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        files = {p.resolve() for p in matches if p.is_file() and p.stat().st_size}
+        if not files:
+            kinds = f" ending in {' '.join(TEXT_SUFFIXES)}" if path.is_dir() else ""
+            raise UsageError(f"files: {pattern!r} matches no file with text in it{kinds}; check the path")
+        found |= files
+    return sorted(found)
+
+
+def _is_visible(path: Path, folder: Path) -> bool:
+    return not any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(folder).parts)
+
+
+def _open(path: Path) -> TextIO:
+    # newline="": line ends stay what they are, the text comes back byte for byte
+    if path.suffix == ".gz":
+        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8", newline=""))
+    return path.open(encoding="utf-8", newline="")
+
+
+def _lines(path: Path, limit: int = -1) -> Iterator[str]:
+    try:
+        with _open(path) as file:
+            while line := file.readline(limit):
+                yield line
+    except UnicodeDecodeError as error:
+        raise UsageError(f"files: {path} is not UTF-8 text ({error.reason}); convert it or leave it out") from error
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"files: {path} cannot be read ({reason})") from error
+
+
+def read_file(path: Path) -> Iterator[str]:
+    """The whole file as one document."""
+    yield "".join(_lines(path))
+
+
+def read_pieces(path: Path, size: int) -> Iterator[str]:
+    """The file in pieces of about `size` characters; joined, they are the file.
+
+    A piece ends after a blank line; where none comes within twice the size, at a line's end or within a long line.
+    """
+    piece: list[str] = []
+    length = 0
+    for line in _lines(path, limit=size):
+        piece.append(line)
+        length += len(line)
+        if length >= 2 * size or (length >= size and not line.strip()):
+            yield "".join(piece)
+            piece, length = [], 0
+    if piece:
+        yield "".join(piece)
+
+
+def read_rows(path: Path, text_field: str) -> Iterator[str]:
+    """The text of each row of a .jsonl or .parquet file."""
+    return _read_parquet(path, text_field) if _suffix(path) == ".parquet" else _read_jsonl(path, text_field)
+
+
+def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UsageError(f"files: {path}, line {number} is not JSON ({error})") from error
+        if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
+            keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            raise UsageError(f"text_field={text_field!r}: {path}, line {number} has {keys}; name the key of its text")
+        # JSON can spell half a surrogate pair, which is no character
+        yield row[text_field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UsageError(f'files: {path} needs: pip install "lightning-tricks[parquet]"')
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if text_field not in file.schema_arrow.names:
+                raise UsageError(f"text_field={text_field!r}: {path} has {', '.join(file.schema_arrow.names)}")
+            for rows in file.iter_batches(columns=[text_field]):
+                yield from (text for text in rows.column(0).to_pylist() if text)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UsageError(f"files: {path} cannot be read as Parquet ({str(error).splitlines()[0]})") from error

@@ -1,0 +1,153 @@
+"""Where a run stands in its data: counted in rows at the last optimizer step, so that any split resumes any other.
+
+Lightning's own batch counters cannot say it: they depend on the number of processes and on how far a window of
+accumulated micro-batches had come when the checkpoint was written.
+"""
+
+import warnings
+from typing import Any
+
+from lightning_tricks._lightning import pl
+
+ENDLESS = 1 << 48  # steps: more than any run takes, and a range of them costs nothing
+
+
+def data_rank(trainer: pl.Trainer | None) -> tuple[int, int]:
+    """(rank, world) among the processes that see different data; with tensor parallelism fewer than all."""
+    kwargs = trainer.distributed_sampler_kwargs if trainer is not None else None
+    return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
+
+
+def micro_batches_per_step(trainer: pl.Trainer) -> int:
+    """Micro-batches between two counted steps; a module that optimizes by hand is counted by micro-batch."""
+    return trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+
+
+def steps_done(trainer: pl.Trainer) -> int:
+    """Optimizer steps done in this run and those it was resumed from (micro-batches under manual optimization)."""
+    if trainer.lightning_module.automatic_optimization:
+        return trainer.global_step
+    return trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined]
+
+
+def steps_to_come(trainer: pl.Trainer, steps_in_pass: int) -> int:
+    """Steps that the loader should serve now: to `max_steps`; else to the end of this pass over the data; else no end.
+
+    The loader has to know the end, for only then does Lightning see the last batch coming and validate after it.
+    """
+    done = steps_done(trainer)
+    if trainer.max_steps >= 0 and trainer.lightning_module.automatic_optimization:
+        return max(trainer.max_steps - done, 0)
+    if trainer.max_steps < 0 and (trainer.max_epochs or 0) > 0:
+        return steps_in_pass - done % steps_in_pass
+    return ENDLESS
+
+
+def micro_batch_positions(
+    start: int, steps: int, micro_batches: int, micro_batch_size: int, rank: int, world: int
+) -> range:
+    """Position of the first row of each of this process's micro-batches.
+
+    A step takes `world * micro_batches * micro_batch_size` consecutive positions, of which micro-batch m of rank r
+    takes `micro_batch_size` from `(m * world + r) * micro_batch_size` on. So a step sees the same rows for every split
+    of the same global batch into processes and micro-batches.
+
+    Args:
+        start: first position of the first step.
+        steps: how many steps.
+        micro_batches: accumulated for one step, in each process.
+        micro_batch_size: rows in one.
+        rank: this process.
+        world: number of processes.
+    """
+    first, stride = start + rank * micro_batch_size, world * micro_batch_size
+    return range(first, first + steps * micro_batches * stride, stride)
+
+
+def align_accumulation(trainer: pl.Trainer, saved_micro_batches: int) -> None:
+    """After a restart, put Lightning's batch counters back to the last whole step.
+
+    Gradients of a half-done window are not in a checkpoint, but its count is: Lightning would step after the missing
+    part of the window only, and from there on out of phase. A checkpoint can stand in mid-window since a resumed
+    ModelCheckpoint saves again at its first micro-batch.
+
+    Args:
+        trainer: its fit loop has loaded its state and has not yet run.
+        saved_micro_batches: micro-batches per step in the run that wrote the checkpoint.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    if trainer.max_steps > trainer.global_step and trainer.limit_train_batches == 1.0:
+        progress.is_last_batch = False  # it was the last of a shorter run
+    if progress.is_last_batch:
+        return  # Lightning begins a new epoch, whose counters are 0
+    steps, rest = divmod(progress.current.ready, saved_micro_batches)
+    shift = steps * micro_batches_per_step(trainer) - progress.current.ready
+    for tracker in (progress.current, progress.total):
+        if rest:
+            # the step before the window is done and so is all that belongs to it: nothing of it is to be done again
+            values = dict.fromkeys(vars(tracker), tracker.ready)
+        else:
+            values = dict(vars(tracker))
+        vars(tracker).update({name: value + shift for name, value in values.items()})
+
+
+class DataPosition:
+    """Rows consumed, as a function of the optimizer step; saved and loaded with the checkpoint.
+
+    Args:
+        micro_batch_size: rows in one micro-batch of one process.
+        identity: what the meaning of a position depends on (seed, data, seq_len); a checkpoint that says otherwise is
+            told of in a warning, and the recipe wins.
+    """
+
+    def __init__(self, micro_batch_size: int, identity: dict[str, Any]) -> None:
+        self.micro_batch_size, self.identity = micro_batch_size, identity
+        self._loaded: dict[str, Any] | None = None
+        self._rows = self._steps = 0  # consumed when this run began, and its first step
+
+    def rows_per_step(self, trainer: pl.Trainer) -> int:
+        """Rows that all processes together take for one step."""
+        return self.micro_batch_size * data_rank(trainer)[1] * micro_batches_per_step(trainer)
+
+    def rows(self, trainer: pl.Trainer) -> int:
+        """Rows consumed at the last completed step; 0 while overfitting, which takes the same batches every epoch."""
+        if _overfits(trainer):
+            return 0
+        return self._rows + (steps_done(trainer) - self._steps) * self.rows_per_step(trainer)
+
+    def state_dict(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """What a later run, split in another way, needs to go on with the next row."""
+        return {"samples": self.rows(trainer), "micro_batches": micro_batches_per_step(trainer), **self.identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it over at the next `begin`, when Lightning has restored its own counters too."""
+        self._loaded = state
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Fix where this run starts; call when the training loader is asked for."""
+        if (state := self._loaded) is None:
+            return
+        self._loaded = None
+        align_accumulation(trainer, state["micro_batches"])
+        self._rows, self._steps = state["samples"], steps_done(trainer)
+        changed = [f"{key} {state.get(key)} -> {now}" for key, now in self.identity.items() if state.get(key) != now]
+        if changed:
+            warnings.warn(
+                f"The checkpoint's batches came from other data settings ({', '.join(changed)}); the recipe's are "
+                "used, so rows may repeat or be left out in this pass.",
+                stacklevel=2,
+            )
+
+    def positions(self, trainer: pl.Trainer, windows: int) -> range:
+        """Positions of this process's micro-batches from the last completed step on; `windows` are a pass."""
+        rank, world = data_rank(trainer)
+        steps = ENDLESS
+        if not _overfits(trainer):
+            steps = steps_to_come(trainer, max(windows // self.rows_per_step(trainer), 1))
+        return micro_batch_positions(
+            self.rows(trainer), steps, micro_batches_per_step(trainer), self.micro_batch_size, rank, world
+        )
+
+
+def _overfits(trainer: pl.Trainer) -> bool:
+    return trainer.overfit_batches > 0  # type: ignore[attr-defined]

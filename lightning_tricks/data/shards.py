@@ -1,0 +1,124 @@
+"""Token files: read and write the shards of llm.c, read the headerless ones of nanoGPT.
+
+A shard is a row of token ids on disk. It is memory-mapped, so a terabyte of it costs no memory.
+"""
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_tricks._errors import UsageError
+
+HEADER_INTS = 256  # int32 values: magic, version, number of tokens, zeros
+FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, dtype)
+SHARD_TOKENS = 100_000_000  # 200 MB a file, as llm.c cuts FineWeb
+
+
+def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
+    """Smallest dtype of the format that holds every id below `vocab_size`: uint16 up to 65536, then uint32."""
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+
+def write_header(file: BinaryIO, dtype: type[np.unsignedinteger], tokens: int) -> None:
+    """Write the 1024-byte header of llm.c at the start of `file`."""
+    magic, version = next((magic, version) for magic, (version, known) in FORMATS.items() if known is dtype)
+    header = np.zeros(HEADER_INTS, dtype="<i4")
+    header[:3] = magic, version, tokens
+    file.seek(0)
+    file.write(header.tobytes())
+
+
+def open_shard(path: Path, shard_format: str = "auto") -> NDArray[np.unsignedinteger]:
+    """Memory-map the tokens of one shard, read-only.
+
+    Args:
+        path: the file.
+        shard_format: `auto` reads llm.c's header and refuses a file without it; `llm.c` means the same; `nanogpt`
+            takes the whole file as uint16, for it has no header that could tell.
+
+    Returns:
+        (tokens,) uint16 or uint32.
+
+    Raises:
+        UsageError: the file is missing, has a wrong magic or version, or is cut short.
+
+    Source: `write_datafile` in https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py (GPT-2: magic
+    20240520, version 1, uint16; Llama 3: 20240801, version 7, uint32) and
+    https://github.com/karpathy/nanoGPT/blob/master/data/openwebtext/prepare.py (bare uint16).
+    """
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    except OSError as error:
+        raise UsageError(f"shard {path}: cannot be read ({error.strerror}); check the path") from error
+    if shard_format == "nanogpt":
+        if size == 0 or size % 2:
+            raise UsageError(f"shard {path}: {size} bytes are no row of 2-byte tokens; write the file again")
+        return np.memmap(path, dtype="<u2", mode="r")
+    magic = int(header[0]) if len(header) else None
+    if len(header) < HEADER_INTS or magic not in FORMATS:
+        raise UsageError(
+            f"shard {path}: wrong magic {magic} (llm.c's are {', '.join(map(str, FORMATS))}); "
+            "if it is nanoGPT's headerless uint16, set shard_format: nanogpt"
+        )
+    version, dtype = FORMATS[magic]
+    if header[1] != version:
+        raise UsageError(f"shard {path}: version {header[1]} of magic {magic}, expected {version}; write it again")
+    tokens, present = int(header[2]), (size - 4 * HEADER_INTS) // np.dtype(dtype).itemsize
+    if tokens < 1 or present < tokens:
+        raise UsageError(f"shard {path}: cut short, {present} tokens where its header says {tokens}; copy it again")
+    return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r", offset=4 * HEADER_INTS, shape=(tokens,))
+
+
+class ShardWriter:
+    """Write a stream of token ids as `<name>_000000.bin`, `<name>_000001.bin`, ...
+
+    A header gets its true count only when its shard is complete, so a file that a crash cut off is refused by
+    `open_shard`. Use it as a context manager.
+
+    Args:
+        folder: where the shards go; it exists.
+        name: first part of the file names, such as `train`.
+        vocab_size: decides between uint16 and uint32.
+        shard_tokens: tokens in a full shard, at most 2**31 - 1, which is all that the header can say.
+    """
+
+    def __init__(self, folder: Path, name: str, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> None:
+        self.folder, self.name, self.dtype, self.shard_tokens = folder, name, token_dtype(vocab_size), shard_tokens
+        self.tokens = 0
+        self._file: BinaryIO | None = None
+
+    def append(self, ids: NDArray[np.integer]) -> None:
+        """Write ids, shape (n,), each below `vocab_size`."""
+        while len(ids):
+            room = self.shard_tokens - self.tokens % self.shard_tokens
+            if self._file is None:
+                self._file = (self.folder / f"{self.name}_{self.tokens // self.shard_tokens:06d}.bin").open("wb")
+                write_header(self._file, self.dtype, 0)
+            part, ids = ids[:room], ids[room:]
+            self._file.write(part.astype(self.dtype).tobytes())
+            self.tokens += len(part)
+            if self.tokens % self.shard_tokens == 0:
+                self._finish(self.shard_tokens)
+
+    def _finish(self, tokens: int) -> None:
+        assert self._file is not None
+        with self._file as file:
+            write_header(file, self.dtype, tokens)
+            file.flush()
+            os.fsync(file.fileno())
+        self._file = None
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        if self._file is None:
+            return
+        if error is None:
+            self._finish(self.tokens % self.shard_tokens)
+        else:
+            self._file.close()

@@ -1,0 +1,81 @@
+"""Many shards as one long row of tokens, read at any position.
+
+Windows may cross from one shard into the next, so no token is lost at the seams.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_tricks.data.shards import open_shard
+
+_CHUNK = 1 << 24  # tokens looked at at once in a scan
+
+
+class TokenStream:
+    """The tokens of several shards, one after the other.
+
+    Pickles as paths, so that loader workers map the files themselves instead of receiving a copy.
+
+    Args:
+        paths: the shards, in order.
+        shard_format: see `open_shard`.
+
+    Raises:
+        UsageError: a shard is missing, of a wrong format or cut short.
+    """
+
+    def __init__(self, paths: list[Path], shard_format: str = "auto") -> None:
+        self.paths, self.shard_format = paths, shard_format
+        self._shards = [open_shard(path, shard_format) for path in paths]
+        self._ends = np.cumsum([len(shard) for shard in self._shards])
+        self._maxima: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"paths": self.paths, "shard_format": self.shard_format}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self._ends, position, side="right"))
+        return shard, position - int(self._ends[shard - 1] if shard else 0)
+
+    def read(self, start: int, count: int) -> NDArray[np.int64]:
+        """Tokens start..start+count-1, shape (count,); fewer where the stream ends."""
+        stop = min(start + count, len(self))
+        out = np.empty(max(stop - start, 0), dtype=np.int64)
+        done = 0
+        while done < len(out):
+            shard, offset = self._locate(start + done)
+            part = self._shards[shard][offset : offset + len(out) - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+        return out
+
+    def describe(self, position: int) -> str:
+        """Name the shard that holds `position` and the place in it, for messages."""
+        shard, offset = self._locate(position)
+        return f"shard {self.paths[shard]}, token {offset}"
+
+    def first_at_least(self, bound: int, limit: int) -> int | None:
+        """Position of the first id >= `bound` among the first `limit` tokens, None when there is none.
+
+        The largest id of each shard is remembered, so a second question is answered without reading.
+        """
+        ends = self._ends.tolist()
+        for number, (shard, end) in enumerate(zip(self._shards, ends, strict=True)):
+            before = end - len(shard)
+            if before >= limit:
+                break
+            if number not in self._maxima:
+                self._maxima[number] = max(int(shard[i : i + _CHUNK].max()) for i in range(0, len(shard), _CHUNK))
+            if self._maxima[number] >= bound:
+                i = next(i for i in range(0, len(shard), _CHUNK) if shard[i : i + _CHUNK].max() >= bound)
+                return before + i + int(np.argmax(shard[i : i + _CHUNK] >= bound))
+        return None

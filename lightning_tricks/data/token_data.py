@@ -1,0 +1,95 @@
+"""Batches from token shards that are there already: llm.c's, nanoGPT's, or those that TextData wrote."""
+
+import glob
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.data.base import ShardData
+from lightning_tricks.data.bpe import end_of_text, load_tokenizer, vocabulary_size
+from lightning_tricks.data.stream import TokenStream
+from lightning_tricks.data.tokenize import tokenizer_sha256
+
+
+class TokenData(ShardData):
+    """Language-model batches from token files; they are what TextData's are.
+
+    Args:
+        train: training shards: a path or glob, or a list of them, read in sorted order.
+        val: validation shards, likewise; None means no validation.
+        tokenizer: the `tokenizers` JSON file that wrote them; with it, validation batches carry `n_bytes`.
+        vocab_size: smallest vocabulary of a model for these shards; None takes the tokenizer's.
+        seq_len: tokens in a row.
+        micro_batch_size: rows in a batch of one process.
+        num_workers: processes that fetch batches.
+        seed: of the order of the training rows.
+        document_ids: add `document_ids`, so that attention can stay within documents.
+        eot_id: the end-of-text token; None takes the tokenizer's.
+        shard_format: `auto` and `llm.c` read llm.c's header, `nanogpt` takes files as bare uint16.
+
+    Raises:
+        UsageError: bad options, no such shard, a wrong magic, a file cut short, ids or a tokenizer that do not fit.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str],
+        val: str | list[str] | None = None,
+        tokenizer: str | None = None,
+        vocab_size: int | None = None,
+        seq_len: int = 1024,
+        micro_batch_size: int = 8,
+        num_workers: int = 0,
+        seed: int = 0,
+        document_ids: bool = False,
+        eot_id: int | None = None,
+        shard_format: Literal["auto", "llm.c", "nanogpt"] = "auto",
+    ) -> None:
+        super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids)
+        self.train, self.val, self.shard_format = train, val, shard_format
+        self.tokenizer_path = None if tokenizer is None else Path(tokenizer).expanduser()
+        self._given = None if self.tokenizer_path is None else load_tokenizer(self.tokenizer_path)
+        sizes = [size for size in (vocab_size, self._given and vocabulary_size(self._given)) if size is not None]
+        self.vocab_size = min(sizes, default=None)
+        self.eot_id = end_of_text(self._given) if eot_id is None and self._given is not None else eot_id
+        if document_ids and self.eot_id is None:
+            raise UsageError("document_ids=True: documents end at the end-of-text token; give eot_id or tokenizer")
+
+    def setup(self, stage: str | None = None) -> None:
+        """Map the shards into memory and check them."""
+        streams = {"train": self._open("train", self.train)}
+        if self.val is not None:
+            streams["val"] = self._open("val", self.val)
+        files = [(path.name, path.stat().st_size) for stream in streams.values() for path in stream.paths]
+        self.use(streams, self._given, fingerprint=hashlib.sha256(repr(files).encode()).hexdigest()[:16])
+        if self.vocab_size is not None:
+            self.check_ids(self.vocab_size, "vocab_size")
+
+    def _open(self, option: str, patterns: str | list[str]) -> TokenStream:
+        paths: list[Path] = []
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            found = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+            if not found:
+                raise UsageError(f"{option}={pattern!r}: matches no file; check the path")
+            paths += map(Path, found)
+        for folder in {path.parent for path in paths}:
+            self._check_tokenizer(folder)
+        return TokenStream(paths, self.shard_format)
+
+    def _check_tokenizer(self, folder: Path) -> None:
+        """Where TextData wrote the shards, its record says by which tokenizer."""
+        if self._given is None or not (folder / "meta.json").is_file():
+            return
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        if meta.get("tokenizer_sha256", "") not in ("", tokenizer_sha256(self._given)):
+            raise UsageError(
+                f"tokenizer={str(self.tokenizer_path)!r}: it did not write the shards in {folder}; "
+                f"use {folder / 'tokenizer.json'}"
+            )
+
+    def data_summary(self) -> str:
+        """One line on what is trained on; after `setup`."""
+        parts = [f"{len(s):,} {name} tokens in {len(s.paths)} shard(s)" for name, s in self.streams.items()]
+        return f"{' and '.join(parts)}; {self.streams['train'].paths[0].parent}"

@@ -1,0 +1,197 @@
+"""The ready LightningModule: a decoder, its loss per token, and the mixins that own optimizer and clipping."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl
+from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
+from lightning_tricks.models import Decoder, DecoderConfig
+from lightning_tricks.strategies import shard_blocks
+
+Batch = dict[str, Tensor]
+IGNORED = -100
+
+
+class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.LightningModule):
+    """Pretrain a decoder on next-token prediction.
+
+    Logs `train/loss` (mean over the tokens of the whole accumulated, global batch), `train/grad_norm` (before the
+    clip) and `train/lr` every `log_every_n_steps`; `val/loss` and `val/bits_per_byte` over the whole validation set.
+    A batch is a dict of `input_ids` and `labels`, both (B, T) int64, labels of -100 not counted; optional are
+    `document_ids` (B, T), to attend within documents only, and `n_bytes` (B,), the bytes that the labels stand for.
+    The initial weights depend on the seed alone, not on what ran before they were made.
+
+    Args:
+        decoder: Architecture, such as `Llama` or `GPT2`.
+        activation_checkpointing: What of each block is recomputed in the backward pass: `none`, `full` (everything) or
+            `selective` (all but the matrix products and attention).
+        compile_blocks: Compile each block with `torch.compile`.
+        **kwargs: Those of `OptimizerMixin`.
+
+    Raises:
+        UsageError: the data has longer sequences or a larger vocabulary than the decoder, or a checkpoint holds
+            another architecture.
+    """
+
+    def __init__(
+        self,
+        decoder: DecoderConfig,
+        activation_checkpointing: Literal["none", "full", "selective"] = "none",
+        compile_blocks: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.config = decoder
+        self.activation_checkpointing = activation_checkpointing
+        self.compile_blocks = compile_blocks
+        self.decoder: Decoder | None = None
+        self._evaluated: Tensor | None = None
+        self._lr = 0.0
+
+    def configure_model(self) -> None:
+        """Build the decoder, once; where a strategy brings a device mesh, on the meta device first and in shards."""
+        if self.decoder is not None:
+            return
+        mesh = self.device_mesh
+        # On the meta device no weights are drawn, so the random state that training sees does not depend on the shape.
+        with torch.device("meta"):
+            decoder = Decoder(self.config)
+        decoder.set_activation_checkpointing(self.activation_checkpointing)
+        if self.compile_blocks:
+            decoder.compile_blocks()
+        if mesh is not None:
+            shard_blocks(decoder, decoder.blocks, mesh["data_parallel"], bf16=self.trainer.precision == "bf16-mixed")
+        device = torch.empty(0).device if mesh is None else self.trainer.strategy.root_device
+        if device.type != "meta":
+            decoder.to_empty(device=device)
+            decoder.init_weights(torch.Generator(device).manual_seed(torch.initial_seed()))
+        self.decoder = decoder
+
+    def setup(self, stage: str) -> None:
+        """Refuse data that does not fit the decoder, before anything runs."""
+        super().setup(stage)
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        seq_len, vocab_size = getattr(data, "seq_len", 0), getattr(data, "vocab_size", None) or 0
+        if seq_len > self.config.max_seq_len:
+            raise UsageError(
+                f"data.seq_len={seq_len} is longer than the decoder's max_seq_len={self.config.max_seq_len}: "
+                "shorten the one or raise the other"
+            )
+        if vocab_size > self.config.vocab_size:
+            raise UsageError(
+                f"the data's vocabulary of {vocab_size} exceeds the decoder's vocab_size={self.config.vocab_size}: "
+                "make them equal"
+            )
+        if hasattr(data, "check_ids"):
+            data.check_ids(self.config.vocab_size)
+
+    def forward(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """Logits (B, T, vocabulary) of token ids (B, T)."""
+        assert self.decoder is not None, "call configure_model() first, or let a Trainer do it"
+        return self.decoder(input_ids, document_ids)
+
+    def _sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Nats and number of the labels that count, both scalars on the device."""
+        assert self.decoder is not None
+        labels = batch["labels"]
+        nats = self.decoder(batch["input_ids"], batch.get("document_ids"), labels=labels)
+        return nats, (labels != IGNORED).sum()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss of one micro-batch, so scaled that the accumulated gradient is that of the mean over tokens."""
+        nats, tokens = self._sums(batch)
+        return self.token_mean(nats, tokens, capacity=batch["labels"].numel())
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the lr that this step uses: the schedule moves on before the step is logged."""
+        super().on_before_optimizer_step(optimizer)
+        self._lr = max(group["lr"] for group in optimizer.param_groups)
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        """Log the step that has just ended, on logging steps only."""
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        trainer = self.trainer
+        if trainer.fit_loop._should_accumulate() or not self._logs_this_step():
+            return
+        self.log("train/loss", self.step_mean())
+        self.log("train/lr", self._lr)
+        if self.grad_norm is not None:
+            self.log("train/grad_norm", self.grad_norm)
+
+    def _logs_this_step(self) -> bool:
+        every = self.trainer.log_every_n_steps
+        step = self.trainer.global_step
+        return step == self.trainer.max_steps or (every > 0 and step % every == 0)
+
+    def on_validation_epoch_start(self) -> None:
+        """Start the sums over the validation set."""
+        self._evaluated = None
+
+    def on_test_epoch_start(self) -> None:
+        """Start the sums over the test set."""
+        self._evaluated = None
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to the sums."""
+        self._evaluate(batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to the sums."""
+        self._evaluate(batch)
+
+    def _evaluate(self, batch: Batch) -> None:
+        nats, tokens = self._sums(batch)
+        n_bytes = batch["n_bytes"].sum() if "n_bytes" in batch else torch.zeros_like(tokens)
+        sums = torch.stack([nats.double(), tokens.double(), n_bytes.double()])
+        self._evaluated = sums if self._evaluated is None else self._evaluated + sums
+
+    def on_validation_epoch_end(self) -> None:
+        """Log `val/loss` and `val/bits_per_byte`."""
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log `test/loss` and `test/bits_per_byte`."""
+        self._log_evaluation("test")
+
+    def _log_evaluation(self, stage: str) -> None:
+        if self._evaluated is None:
+            return
+        nats, tokens, n_bytes = self.trainer.strategy.reduce(self._evaluated, reduce_op="sum").tolist()
+        self.log(f"{stage}/loss", nats / max(tokens, 1.0))
+        if n_bytes:
+            self.log(f"{stage}/bits_per_byte", nats / (math.log(2) * n_bytes))
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Log-probability, in nats, of each label given the tokens before it: (B, T) fp32, 0 where it does not count."""
+        logits = self(batch["input_ids"], batch.get("document_ids")).float()
+        labels = batch["labels"]
+        chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+        return torch.where(labels == IGNORED, 0.0, chosen)
+
+    def _architecture(self) -> dict[str, Any]:
+        return {"class": type(self.config).__name__, **dataclasses.asdict(self.config)}  # type: ignore[call-overload]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write the architecture into the checkpoint, in plain types."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["decoder_config"] = self._architecture()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say in one line where the checkpoint's architecture is another, instead of a page of tensor shapes."""
+        super().on_load_checkpoint(checkpoint)
+        here, there = self._architecture(), checkpoint.get("decoder_config")
+        if there is None:
+            return
+        of_the_first_weights_only = {"init_std", "zero_init_outputs"}
+        names = ["class", *sorted((here.keys() | there.keys()) - {"class"} - of_the_first_weights_only)]
+        for name in names:
+            if here.get(name) != there.get(name):
+                raise UsageError(
+                    f"the checkpoint's decoder has {name}={there.get(name)!r}, the recipe's {here.get(name)!r}: "
+                    "make them equal, or start without the checkpoint"
+                )

@@ -1,0 +1,28 @@
+"""What the mixins share: their base class for type checkers, and the check that they stand before the LightningModule.
+
+A mixin behind it in the bases would lose to LightningModule's own method, silently.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl
+
+if TYPE_CHECKING:
+    _Base = pl.LightningModule
+else:
+    _Base = object
+
+
+class Mixin(_Base):
+    """Base of the mixins. Refuses, when a class is defined, bases in which a LightningModule comes first."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if pl.LightningModule not in order:
+            return
+        lightning = order.index(pl.LightningModule)
+        late = [c.__name__ for c in order[lightning:] if issubclass(c, Mixin) and c is not Mixin]
+        if late:
+            raise UsageError(f"class {cls.__name__}: put {', '.join(late)} before the LightningModule in its bases")

@@ -1,0 +1,70 @@
+"""Clip once and keep the gradient norm from before the clip: what to log costs no second pass over the gradients."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl_import
+from lightning_tricks.mixins._base import Mixin
+from lightning_tricks.optim import clip_grad_norm
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+else:
+    DeepSpeedStrategy = pl_import("strategies").DeepSpeedStrategy
+    FSDPStrategy = pl_import("strategies").FSDPStrategy
+
+
+class GradientClippingMixin(Mixin):
+    """Own `configure_gradient_clipping`: clip as the Trainer is told, and keep the norm in `grad_norm`.
+
+    Put it before the LightningModule in the bases. `trainer.gradient_clip_val` and `gradient_clip_algorithm` mean what
+    they always mean (a value of 0 or none does not clip); the norm is kept in each case. Works with fused optimizers
+    under bf16, which Lightning refuses to clip, and with FSDP2's sharded gradients.
+
+    Attributes:
+        grad_norm: L2 norm of all gradients of the last optimizer step before its clip, a 0-dim tensor on their device;
+            None before the first step, in manual optimization, and under DeepSpeed, whose engine clips by itself.
+
+    Raises:
+        UsageError: at the first step: a negative clip value; a fused optimizer under fp16, whose gradients are still
+            scaled here; FSDP1, where each rank sees only its own shards' norm.
+
+    Source: see `clip_grad_norm`.
+    """
+
+    grad_norm: Tensor | None = None
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of `optimizer`; Lightning calls it once before each optimizer step, after unscaling."""
+        if isinstance(self.trainer.strategy, DeepSpeedStrategy):
+            return
+        self._refuse_unreadable_gradients(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if gradient_clip_algorithm == "value" and gradient_clip_val:
+            if not gradient_clip_val > 0:
+                raise UsageError(f"gradient_clip_val={gradient_clip_val!r}: give a number above 0, or none")
+            self.grad_norm = clip_grad_norm(parameters, None)
+            torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+        else:
+            self.grad_norm = clip_grad_norm(parameters, gradient_clip_val or None)  # 0: no clipping, as in Lightning
+
+    def _refuse_unreadable_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        # such an optimizer unscales in its own step, so the gradients are still multiplied by the scaler's scale
+        unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if unscales_itself and getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            raise UsageError(
+                f"fused {type(optimizer).__name__} under fp16 (trainer.precision={self.trainer.precision}) cannot be "
+                "clipped: set fused to false, or train in bf16"
+            )
+        if isinstance(self.trainer.strategy, FSDPStrategy):
+            raise UsageError(
+                "trainer.strategy=fsdp (FSDP1) hides the gradient norm of the whole model: use ModelParallelStrategy"
+            )

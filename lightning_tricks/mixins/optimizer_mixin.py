@@ -1,0 +1,68 @@
+"""Give any LightningModule its optimizer and schedule: groups by role, a learning rate per step, a safe resume."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from lightning_tricks._lightning import pl_import
+from lightning_tricks.mixins._base import Mixin
+from lightning_tricks.optim import ParamRule, build_optimizer, groups_table
+from lightning_tricks.schedules import Schedule, ScheduleLR
+
+rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
+
+
+class OptimizerMixin(Mixin):
+    """Own `configure_optimizers`: parameter groups by role, the optimizer, and the schedule, set at every step.
+
+    Put it before the LightningModule in the bases: `class Model(OptimizerMixin, LightningModule)`. The length of the
+    run is `trainer.max_steps`, read when training starts. A resume follows the settings given here, not the
+    checkpoint's: learning rate, decay, betas, length and shape of the schedule. The groups are logged once, at start.
+
+    Under `fast_dev_run`, which cuts the run to a few steps, the learning rate stays constant: the length that the
+    schedule is meant for is not known then.
+
+    Args:
+        optimizer: makes the optimizer from parameter groups; None for AdamW with lr 3e-4, betas (0.9, 0.95), eps 1e-8.
+        schedule: the learning rate's curve over the run; None for a constant learning rate.
+        weight_decay: of matrices and embeddings; biases and norms never decay.
+        decay_embeddings: whether embeddings decay with the matrices.
+        param_rules: other learning rates or decays by parameter name; the first rule that matches a name counts.
+        **kwargs: for the next class in the bases.
+
+    Raises:
+        UsageError: when training starts: see `build_optimizer` and `Schedule.check`.
+
+    Source: see `default_adamw` and `decay_groups`.
+    """
+
+    def __init__(
+        self,
+        *,
+        optimizer: Callable[[Iterable], torch.optim.Optimizer] | None = None,
+        schedule: Schedule | None = None,
+        weight_decay: float = 0.1,
+        decay_embeddings: bool = True,
+        param_rules: list[ParamRule] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.weight_decay = weight_decay
+        self.decay_embeddings = decay_embeddings
+        self.param_rules = param_rules
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer, and the schedule stepped once after each of its steps."""
+        optimizer = build_optimizer(
+            self, self.optimizer, self.weight_decay, self.decay_embeddings, rules=self.param_rules
+        )
+        table = groups_table(optimizer.param_groups, lr=0.0)
+        rank_zero_info(f"{type(optimizer).__name__}\n{table}")
+        # fast_dev_run has replaced max_steps by its own
+        if self.schedule is None or getattr(self.trainer, "fast_dev_run", False):
+            return {"optimizer": optimizer}
+        scheduler = ScheduleLR(optimizer, self.schedule, self.trainer.max_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

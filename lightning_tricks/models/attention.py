@@ -1,0 +1,110 @@
+"""Causal self-attention, within documents where asked: queries, keys and values in, what they gather out."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_tricks.models.decoder_config import DecoderConfig
+from lightning_tricks.models.norm import RMSNorm
+from lightning_tricks.models.rope import rotate
+
+Rope = tuple[Tensor, Tensor]
+
+# Longest row for `_attention_by_products`. torch's fused CPU kernel takes 2.8 times as long at 256 tokens, 1.4 times at
+# 512, and no longer at 1024 (bf16, forward and backward, torch 2.13, one core of an AMD EPYC with avx512_bf16).
+PRODUCTS_MAX_LENGTH = 512
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """Which earlier tokens each token may see: those of its own document, itself included.
+
+    Dense, so a row of T tokens costs T^2 bytes, and on CUDA attention leaves the flash kernel for the
+    memory-efficient one.
+
+    Args:
+        document_ids: (batch, length) integers, equal for tokens of the same document.
+
+    Returns:
+        (batch, 1, length, length) bool, True where query (third) may see key (fourth).
+    """
+    return (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Softmax-weighted mean of the values at earlier positions, the own one included.
+
+    Args:
+        q: (batch, heads, length, head_dim).
+        k: (batch, kv_heads, length, head_dim); each serves heads / kv_heads neighbouring query heads.
+        v: as `k`.
+        mask: as `document_mask` gives it, already causal. None: every earlier position.
+
+    Returns:
+        (batch, heads, length, head_dim).
+    """
+    by_products = q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= PRODUCTS_MAX_LENGTH
+    repeats = q.shape[1] // k.shape[1]
+    if repeats > 1 and (by_products or mask is not None):
+        # With a mask CUDA's fused kernels refuse grouped heads, and the fallback is slow and large.
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        repeats = 1
+    if by_products:
+        return _attention_by_products(q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=repeats > 1)
+
+
+def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The textbook form, faster than torch's fused kernel where rows are short.
+
+    Scores are rounded to bf16 before the softmax, as in any bf16 model without a fused kernel, and the weights are kept
+    for the backward pass: heads * length^2 numbers a row.
+    """
+    batch, heads, length, head_dim = q.shape
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+    if bias.dim() == 4:
+        bias = bias.expand(batch, heads, length, length).flatten(0, 1)
+    scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=head_dim**-0.5)
+    return torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1)).view(batch, heads, length, head_dim)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with grouped keys and values, rotary positions and normalised queries where asked.
+
+    Queries, keys and values have a matrix each: Muon treats them as three, tensor parallelism splits each by heads,
+    and one joined product was no faster (3 % slower on a CPU at d_model 256 and 2048 tokens).
+
+    Args:
+        config: shape and options of the decoder.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        kv_width = config.kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.q = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.k = nn.Linear(config.d_model, kv_width, bias=config.bias)
+        self.v = nn.Linear(config.d_model, kv_width, bias=config.bias)
+        self.o = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+        """Map (batch, length, d_model) to the same shape.
+
+        Args:
+            x: normalised residual stream.
+            rope: tables of `RotaryPositions`; None: positions came with the embedding.
+            mask: as `document_mask` gives it, or None.
+        """
+        q = self.q_norm(self._split_heads(self.q(x)))
+        k = self.k_norm(self._split_heads(self.k(x)))
+        v = self._split_heads(self.v(x))
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        return self.o(causal_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        # -1, not n_heads: under tensor parallelism a rank holds some of the heads.
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -1,0 +1,203 @@
+"""The reference language model: token ids in, logits out; Llama or GPT-2 by its config, in plain PyTorch."""
+
+from collections.abc import Callable
+from typing import Any, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.models.attention import Attention, Rope, document_mask
+from lightning_tricks.models.checkpointing import Mode, checkpointed
+from lightning_tricks.models.decoder_config import DecoderConfig
+from lightning_tricks.models.draw_normal import draw_normal
+from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
+from lightning_tricks.models.norm import block_norm, matmul_dtype
+from lightning_tricks.models.rope import RotaryPositions
+
+
+class MLP(nn.Module):
+    """The feed-forward half of a block, position by position.
+
+    Args:
+        config: shape and options of the decoder.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        if config.activation == "swiglu":
+            self.gate = nn.Linear(config.d_model, config.ffn_width, bias=config.bias)
+        self.up = nn.Linear(config.d_model, config.ffn_width, bias=config.bias)
+        self.down = nn.Linear(config.ffn_width, config.d_model, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, length, d_model) to the same shape."""
+        if self.activation == "swiglu":
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.activation == "gelu":
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.relu(self.up(x)).square())
+
+
+class Block(nn.Module):
+    """Attention and MLP, each reading a normalised residual stream and adding to it.
+
+    Args:
+        config: shape and options of the decoder.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attn_norm = block_norm(config)
+        self.attn = Attention(config)
+        self.mlp_norm = block_norm(config)
+        self.mlp = MLP(config)
+        self.checkpointing: Mode = "none"
+        self.n_linears = 7 if config.activation == "swiglu" else 6
+
+    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+        """Map the residual stream (batch, length, d_model) to the next one; `rope` and `mask` as in `Attention`."""
+        # Inside forward, so that what shards or compiles the block sees the checkpoint as a part of it.
+        return checkpointed(self.checkpointing, self.n_linears, self._layer, x, rope, mask)
+
+    def _layer(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+        dtype = matmul_dtype(x)
+        x = x + self.attn(self.attn_norm(x).to(dtype), rope, mask)
+        return x + self.mlp(self.mlp_norm(x).to(dtype))
+
+
+class Decoder(nn.Module):
+    """A causal transformer: `forward(input_ids)` gives the logits of every next token.
+
+    Weights are drawn as it is built, from torch's random state. Under `torch.device("meta")` nothing is allocated:
+    call `to_empty(device=...)` and `init_weights()` later, which give the values that building it there would have.
+
+    Args:
+        config: `Llama(...)` or `GPT2(...)`.
+
+    Raises:
+        UsageError: more tokens in a row than `max_seq_len`.
+
+    Source: Radford et al. 2019 (https://github.com/openai/gpt-2/blob/master/src/model.py); Touvron et al. 2023
+    (https://github.com/meta-llama/llama/blob/main/llama/model.py).
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        device = torch.empty(0).device
+        # Built on meta first: torch would draw weights of its own choice, only for them to be drawn again.
+        with torch.device("meta"):
+            self.embed = nn.Embedding(config.vocab_size, config.d_model)
+            self.positions: nn.Module
+            if config.positions == "learned":
+                self.positions = nn.Embedding(config.max_seq_len, config.d_model)
+            else:
+                self.positions = RotaryPositions(config.head_dim, config.max_seq_len, config.rope_theta)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+            self.norm = block_norm(config)
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self._tie()
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
+
+    def forward(self, input_ids: Tensor, document_ids: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """Logits of the token after each position, or with `labels` the sum of their cross-entropies.
+
+        Args:
+            input_ids: (batch, length) int64 in [0, vocab_size).
+            document_ids: (batch, length) integers; a token sees tokens of its own document only. None: all before it.
+            labels: (batch, length) int64, the token after each position; -100 does not count. The loss is made here,
+                and the head applied in slices, so that the logits never exist and shards of the head stay gathered.
+
+        Returns:
+            (batch, length, vocab_size), or a scalar in nats.
+        """
+        features = self.features(input_ids, document_ids)
+        if labels is None:
+            return self.head(features)
+        return linear_cross_entropy(features.flatten(0, 1), self.head.weight, labels.flatten())
+
+    def compile_blocks(self) -> None:
+        """Compile each block in place with `torch.compile`: all blocks share one compilation, names stay clean."""
+        for block in self.blocks:
+            block.compile()
+
+    def features(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """What `head` turns into logits, (batch, length, d_model), for a loss that applies the head in chunks."""
+        length = input_ids.shape[1]
+        if length > self.config.max_seq_len:
+            raise UsageError(
+                f"a row of {length} tokens, but max_seq_len={self.config.max_seq_len}: shorten the rows or raise it"
+            )
+        x = self.embed(input_ids)
+        mask = None if document_ids is None else document_mask(document_ids)
+        rope = None
+        if isinstance(self.positions, RotaryPositions):
+            rope = self.positions(length, matmul_dtype(x))
+        else:
+            x = x + self.positions(_places(input_ids, document_ids))
+        for block in self.blocks:
+            x = block(x, rope, mask)
+        return self.norm(x).to(matmul_dtype(x))
+
+    def set_activation_checkpointing(self, mode: Mode) -> None:
+        """Choose what the blocks keep for the backward pass; see `checkpointed`. Gradients are the same.
+
+        Args:
+            mode: `none`, `selective` (about half of the activations) or `full` (only what enters each block).
+
+        Raises:
+            UsageError: another mode.
+        """
+        if mode not in get_args(Mode):
+            raise UsageError(f"activation_checkpointing={mode!r}: give one of {', '.join(get_args(Mode))}")
+        for block in self.blocks:
+            cast(Block, block).checkpointing = mode
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Draw every weight anew, and fill the tables of positions; shards get what one device would have drawn.
+
+        Matrices and embeddings are normal with `init_std`; those that write to the residual stream (`attn.o`,
+        `mlp.down`), of which there are 2 n_layers, with `init_std / sqrt(2 n_layers)`, or zero with
+        `zero_init_outputs`. Biases are zero, scales of norms one. Both families use this rule: Llama's own was not
+        published.
+
+        Args:
+            generator: source of randomness on the weights' device, in the same state on every rank. Default: torch's.
+
+        Source: GPT-2's "scale the weights of residual layers at initialization by 1/sqrt(N)", as in
+        https://github.com/karpathy/nanoGPT/blob/master/model.py.
+        """
+        scaled = 0.0 if self.config.zero_init_outputs else self.config.init_std / (2 * self.config.n_layers) ** 0.5
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                std = scaled if name.endswith(("attn.o", "mlp.down")) else self.config.init_std
+                draw_normal(module.weight, std, generator)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, (nn.LayerNorm, nn.RMSNorm, RotaryPositions)):
+                module.reset_parameters()
+
+    def _tie(self) -> None:
+        if self.config.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Decoder":
+        # Leaving the meta device makes a new parameter for each name, which would part the tied pair.
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
+
+
+def _places(input_ids: Tensor, document_ids: Tensor | None) -> Tensor:
+    """Position of each token in its document, counted from 0: (length,), or (batch, length) with documents."""
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    if document_ids is None:
+        return places
+    starts = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
+    return places - torch.where(starts, places, 0).cummax(dim=1).values

@@ -1,0 +1,88 @@
+"""Output head and cross-entropy in one, a slice of tokens at a time: the full logits never exist.
+
+At vocabulary 50304 and 65536 tokens the logits and their gradient alone would take 26 GB in fp32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def nats_and_gradient(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Sum of cross-entropies and its gradient with respect to the logits, both in fp32.
+
+    Args:
+        logits: (N, V), any float type; a copy in fp32 is worked on.
+        labels: (N,) int64.
+        ignore_index: Label that counts nothing.
+
+    Returns:
+        Scalar and (N, V).
+    """
+    counted = labels != ignore_index
+    target = torch.where(counted, labels, 0).unsqueeze(1)
+    z = logits.float()
+    z = z - z.amax(1, keepdim=True)
+    at_target = z.gather(1, target).squeeze(1)
+    z.exp_()
+    total = z.sum(1)
+    nats = torch.where(counted, total.log() - at_target, 0.0).sum()
+    z *= (counted / total).unsqueeze(1)
+    z.scatter_add_(1, target, -counted.to(z.dtype).unsqueeze(1))
+    return nats, z
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, rows: int) -> Tensor:
+        wants_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        head = weight.to(x.dtype)
+        nats = torch.zeros((), dtype=torch.float32, device=x.device)
+        grad_x = torch.empty_like(x) if wants_gradient else x
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_gradient else weight
+        for begin in range(0, len(x), rows):
+            piece = slice(begin, begin + rows)
+            some_nats, grad_logits = nats_and_gradient(x[piece] @ head.T, labels[piece], ignore_index)
+            nats += some_nats
+            if wants_gradient:
+                grad_logits = grad_logits.to(x.dtype)
+                torch.mm(grad_logits, head, out=grad_x[piece])
+                grad_weight += grad_logits.T @ x[piece]
+        if wants_gradient:
+            ctx.save_for_backward(grad_x, grad_weight)
+            ctx.weight_dtype = weight.dtype
+        return nats
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad_x * grad.to(grad_x.dtype), (grad_weight * grad).to(ctx.weight_dtype), None, None, None
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int = -100, rows: int | None = None
+) -> Tensor:
+    """Sum over tokens of -log softmax(x @ weight.T)[label], in nats.
+
+    The gradient is made in the forward pass, slice by slice, so no logits are kept or computed twice. Products run in
+    the type of `x` (under autocast: in its type), the softmax and the sums in fp32.
+
+    Args:
+        x: (N, d) features.
+        weight: (V, d) of the output head.
+        labels: (N,) int64.
+        ignore_index: Label that counts nothing.
+        rows: Tokens in a slice. Default: 256 on CPU, where a slice then stays in cache; 8192 elsewhere.
+
+    Returns:
+        Scalar fp32 tensor.
+
+    Source: Liger Kernel (Hsu et al. 2024), src/liger_kernel/ops/fused_linear_cross_entropy.py of
+    https://github.com/linkedin/Liger-Kernel, which does the same in Triton.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        return _LinearCrossEntropy.apply(x, weight, labels, ignore_index, rows or (256 if device == "cpu" else 8192))  # type: ignore[no-untyped-call]

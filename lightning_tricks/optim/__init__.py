@@ -1,0 +1,25 @@
+"""Who decays, which optimizer, and the one clip: torch only."""
+
+from lightning_tricks.optim.build_optimizer import OptimizerFactory, build_optimizer, default_adamw
+from lightning_tricks.optim.clip import clip_grad_norm
+from lightning_tricks.optim.decay_groups import check_each_parameter_once, decay_groups
+from lightning_tricks.optim.follow_recipe import follow_recipe
+from lightning_tricks.optim.groups_table import groups_table
+from lightning_tricks.optim.param_roles import RoledParam, clean_name, param_roles
+from lightning_tricks.optim.param_rule import ParamRule, match_rules
+
+__all__ = [
+    "OptimizerFactory",
+    "ParamRule",
+    "RoledParam",
+    "build_optimizer",
+    "check_each_parameter_once",
+    "clean_name",
+    "clip_grad_norm",
+    "decay_groups",
+    "default_adamw",
+    "follow_recipe",
+    "groups_table",
+    "match_rules",
+    "param_roles",
+]

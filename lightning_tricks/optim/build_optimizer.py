@@ -1,0 +1,81 @@
+"""The optimizer of a run from a module and a few settings: groups by role, checks, and a safe resume."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.optim.decay_groups import check_each_parameter_once, decay_groups
+from lightning_tricks.optim.follow_recipe import follow_recipe
+from lightning_tricks.optim.param_rule import ParamRule
+
+OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
+
+
+def default_adamw(params: Iterable) -> torch.optim.Optimizer:
+    """AdamW with Llama-7B's learning rate and betas, 3e-4 and (0.9, 0.95), and Adam's own eps, 1e-8.
+
+    Source: Touvron et al. 2023, https://arxiv.org/abs/2302.13971; AdamW: Loshchilov and Hutter 2017,
+        https://arxiv.org/abs/1711.05101; eps: torch's default for AdamW.
+    """
+    return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95), eps=1e-8)
+
+
+def build_optimizer(
+    module: nn.Module,
+    optimizer: OptimizerFactory | None = None,
+    weight_decay: float = 0.1,
+    decay_embeddings: bool = True,
+    rules: Sequence[ParamRule] | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer of `module`'s trainable parameters, grouped by `decay_groups` and guarded by `follow_recipe`.
+
+    Args:
+        module: any module.
+        optimizer: makes the optimizer from parameter groups; None for `default_adamw`.
+        weight_decay: of the matrices; the only place where the decay is set.
+        decay_embeddings: whether embeddings decay.
+        rules: exceptions by name; their `lr_scale` multiplies the optimizer's learning rate.
+
+    Raises:
+        UsageError: the optimizer refuses its settings; its learning rate is negative, NaN or infinite; it has a weight
+            decay of its own; it leaves a parameter out; or what `decay_groups` refuses.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        >>> optimizer = build_optimizer(model, lambda groups: torch.optim.SGD(groups, lr=0.1), weight_decay=0.01)
+        >>> [(group["name"], group["param_names"], group["weight_decay"]) for group in optimizer.param_groups]
+        [('decay', ['0.weight'], 0.01), ('no_decay', ['0.bias', '1.weight', '1.bias'], 0.0)]
+    """
+    groups = decay_groups(module, weight_decay, decay_embeddings, rules)
+    try:
+        built = (optimizer or default_adamw)(groups)
+    except ValueError as error:  # torch's own checks: "Invalid learning rate: -1.0"
+        raise UsageError(f"the optimizer refuses its settings (lr, betas, eps, ...): {error}") from error
+    _refuse_own_decay(built)
+    check_each_parameter_once(module, built.param_groups)
+    for group in built.param_groups:
+        group["lr"] = _scaled_lr(group)
+    return follow_recipe(built)
+
+
+def _scaled_lr(group: dict[str, Any]) -> float | Tensor:
+    lr = group["lr"]
+    if not (float(lr) >= 0 and math.isfinite(float(lr))):
+        raise UsageError(f"lr={float(lr)!r} of the optimizer: give a finite number, 0 or more")
+    # the product is a tensor of the group's own where lr is a tensor: torch shares one among all groups
+    return lr * group.get("lr_scale", 1.0)
+
+
+def _refuse_own_decay(optimizer: torch.optim.Optimizer) -> None:
+    parameter = inspect.signature(type(optimizer)).parameters.get("weight_decay")
+    own = optimizer.defaults.get("weight_decay")
+    if parameter is not None and own != parameter.default:
+        raise UsageError(
+            f"weight_decay={own} of {type(optimizer).__name__} would have no effect: "
+            "set the weight_decay beside the optimizer, which leaves out biases and norms"
+        )

@@ -1,0 +1,72 @@
+"""Make an optimizer's resume safe: state goes to the right parameters, and the recipe's settings beat the checkpoint's.
+
+torch restores state by position and takes lr, betas and weight decay from the checkpoint; both are silent.
+"""
+
+import inspect
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from lightning_tricks._errors import UsageError
+
+_OURS = {"lr", "weight_decay", "lr_scale", "name", "param_names"}
+
+
+def follow_recipe(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Guard every later `optimizer.load_state_dict`; without Lightning too. Returns the optimizer.
+
+    - The names in the checkpoint (`param_names`, which groups of `decay_groups` hold and `state_dict` stores) must be
+      those of this optimizer, in the same groups and order; a state dict keyed by names, as torch's distributed
+      checkpoints are, has been matched by name already.
+    - Each group keeps its settings of this moment: the learning rate, the decay and whatever else the optimizer's
+      constructor takes (betas, eps, fused). What an optimizer counts in its groups comes from the checkpoint.
+
+    Args:
+        optimizer: with `param_names` in each group.
+
+    Raises:
+        UsageError: at load: naming the first difference between the checkpoint's parameters and these.
+    """
+    settings = (_OURS | set(inspect.signature(type(optimizer)).parameters)) - {"params"}
+    recipe = [deepcopy({k: v for k, v in group.items() if k in settings}) for group in optimizer.param_groups]
+
+    def before_load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        saved = state_dict["param_groups"]
+        _check_names(saved, optimizer.param_groups)
+        # before the load, not after it: torch reads `fused` and `capturable` to decide where state belongs
+        groups = [{**old, **deepcopy(own)} for old, own in zip(saved, recipe, strict=True)]
+        for group in groups:
+            group.pop("initial_lr", None)  # a scheduler made after the load takes it for the recipe's learning rate
+        return {**state_dict, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(before_load)
+    return optimizer
+
+
+def _check_names(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]) -> None:
+    if all(isinstance(param, str) for group in saved for param in group["params"]) and len(saved) == len(own):
+        return
+    if any("param_names" not in group for group in saved):
+        raise UsageError(
+            "the checkpoint's optimizer state does not name its parameters, so its order cannot be checked: "
+            "load the weights only and start with a fresh optimizer"
+        )
+    for (place, theirs), (own_place, ours) in zip_longest(_flat(saved), _flat(own), fillvalue=(None, None)):
+        if (place, theirs) != (own_place, ours):
+            raise UsageError(
+                f"the checkpoint's optimizer has {_spot(theirs, place, saved)} where this model has "
+                f"{_spot(ours, own_place, own)}: resume with the model, decay_embeddings and param_rules it was saved "
+                "with, or load the weights only"
+            )
+
+
+def _flat(groups: Sequence[dict[str, Any]]) -> list[tuple[int | None, str | None]]:
+    return [(place, name) for place, group in enumerate(groups) for name in group["param_names"]]
+
+
+def _spot(name: str | None, place: int | None, groups: Sequence[dict[str, Any]]) -> str:
+    return "no more parameter" if place is None else f"'{name}' (group '{groups[place].get('name', place)}')"

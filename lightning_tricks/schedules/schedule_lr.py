@@ -1,0 +1,81 @@
+"""Drive any torch optimizer with a `Schedule`: a torch scheduler whose only state is the step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_tricks.schedules.schedule import Schedule
+
+
+class ScheduleLR(LRScheduler):
+    """Set the learning rate of each group to the schedule's value for that group's own learning rate.
+
+    The state dict holds `last_epoch` (torch's word for the step) and nothing else, so a resume with another learning
+    rate, length or shape follows the recipe and not the checkpoint. That holds whether the optimizer's state is loaded
+    before or after the scheduler's: loading it puts the old `lr` and `initial_lr` into the groups, and both are set
+    again. A checkpoint of any torch scheduler serves as well, as they all keep `last_epoch`.
+
+    Call `step()` once after each optimizer step. A learning rate held in a Tensor is filled in place.
+
+    Args:
+        optimizer: any torch optimizer; each group's `lr` at this moment is its peak.
+        schedule: the curve.
+        total_steps: optimizer steps in the whole run (`trainer.max_steps`); None where the schedule needs no length.
+
+    Raises:
+        UsageError: the run does not fit the schedule (`Schedule.check`).
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = torch.optim.AdamW([weight], lr=1.0)
+        >>> from lightning_tricks.schedules import WarmupLinear
+        >>> scheduler = ScheduleLR(optimizer, WarmupLinear(warmup_steps=2), total_steps=4)
+        >>> for step in range(4):
+        ...     print(step, optimizer.param_groups[0]["lr"])
+        ...     optimizer.step()
+        ...     scheduler.step()
+        0 0.5
+        1 1.0
+        2 1.0
+        3 0.5
+        >>> scheduler.state_dict()
+        {'last_epoch': 4}
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, total_steps: int | None = None) -> None:
+        schedule.check(total_steps)
+        self.schedule = schedule
+        self.total_steps = total_steps
+        # read once: float() of a learning rate on a GPU waits for the GPU
+        self._peaks = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        super().__init__(optimizer)
+        optimizer.register_load_state_dict_post_hook(lambda _: self._apply())
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rate of each group at the present step."""
+        return [self.schedule.lr(peak, self.last_epoch, self.total_steps) for peak in self._peaks]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, and nothing that the recipe says."""
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the step from `state_dict` and set the learning rates that the recipe has for it."""
+        self.last_epoch = state_dict["last_epoch"]
+        self._step_count = self.last_epoch + 1
+        self._apply()
+
+    def _apply(self) -> None:
+        last: list[float | Tensor] = []
+        for group, base, lr in zip(self.optimizer.param_groups, self.base_lrs, self.get_lr(), strict=True):
+            group["initial_lr"] = base.clone() if isinstance(base, Tensor) else base
+            if not isinstance(base, Tensor):
+                group["lr"] = lr
+            elif isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)  # in place: a compiled optimizer step has captured this tensor
+            else:
+                group["lr"] = torch.full_like(base, float(lr))
+            last.append(group["lr"].clone() if isinstance(group["lr"], Tensor) else lr)
+        self._last_lr = last

@@ -1,0 +1,108 @@
+"""Warmup, the peak for most of the run, then a sharp fall (WSD): decide late how long to train, branch the end off."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, cast
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.schedules._settings import check_share, check_whole
+from lightning_tricks.schedules.schedule import Schedule, floor_lr, warmup_lr
+
+_SHAPES: dict[str, Callable[[float], float]] = {  # share of the way left above the floor, at progress 0 to 1
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "1-sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+_DEFAULT_DECAY_FRACTION = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupStableDecay(Schedule):
+    """Linear warmup, the peak, and a decay over the last part of the run to `min_ratio` of the peak.
+
+    Give the decay by its length (`decay_steps`), by its share of the run (`decay_fraction`) or by the step at which it
+    starts (`decay_start`); it always ends with the run. To branch a decay off a checkpoint of the stable part, resume
+    it with `decay_start` at the checkpoint's step and `max_steps` where the decay shall end: the curve before
+    `decay_start` does not depend on `max_steps`.
+
+    First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. Peak: steps warmup_steps - 1 to the
+    decay's first. Last step (total - 1): above the floor by what `decay_shape` leaves one step before its end. From
+    step `total` on: the floor.
+
+    Args:
+        warmup_steps: length of the warmup in optimizer steps; 0 for none.
+        decay_shape: `linear`, `cosine` (half a period) or `1-sqrt`. Default: `1-sqrt`, better than linear in the
+            second source.
+        decay_steps: length of the decay in optimizer steps.
+        decay_fraction: length of the decay as a share of the whole run, rounded to a whole step. 0.1 where none of the
+            three is given: 10 % of the tokens were enough in the first source.
+        decay_start: the step at which the decay starts, counted from the start of the run that is branched off.
+        min_ratio: the floor as a share of the peak.
+
+    Raises:
+        UsageError: a setting out of range; two of the three given; no `max_steps`; warmup and decay longer than the
+            run.
+
+    Source: Hu et al. 2024, https://arxiv.org/abs/2404.06395 (WSD); Haegele et al. 2024,
+        https://arxiv.org/abs/2405.18392 (the 1-sqrt shape).
+    """
+
+    warmup_steps: int
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "1-sqrt"
+    decay_steps: int | None = None
+    decay_fraction: float | None = None
+    decay_start: int | None = None
+    min_ratio: float = 0.0
+
+    needs_total: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_whole(self, "warmup_steps")
+        check_share(self, "min_ratio")
+        if self.decay_shape not in _SHAPES:
+            raise UsageError(f"WarmupStableDecay.decay_shape={self.decay_shape!r}: give one of {', '.join(_SHAPES)}")
+        given = [o for o in ("decay_steps", "decay_fraction", "decay_start") if getattr(self, o) is not None]
+        if len(given) > 1:
+            raise UsageError(f"WarmupStableDecay: {' and '.join(given)} are both given: keep one of them")
+        for option in given:
+            if option == "decay_fraction":
+                check_share(self, option)
+            else:
+                check_whole(self, option, least=1 if option == "decay_steps" else 0)
+
+    def check(self, total_steps: int | None) -> None:
+        """Refuse, besides what every schedule refuses, a decay that starts in the warmup or never."""
+        super().check(total_steps)
+        total = cast(int, total_steps)
+        start = self._start(total)
+        if start < self.warmup_steps:
+            raise UsageError(
+                f"WarmupStableDecay: the decay starts at step {start}, before warmup_steps={self.warmup_steps} is over "
+                f"(trainer.max_steps={total}): shorten the warmup or the decay"
+            )
+        if start >= total:
+            raise UsageError(
+                f"WarmupStableDecay: the decay starts at step {start}, not before trainer.max_steps={total}: "
+                "let it start earlier or lengthen the run"
+            )
+
+    def _start(self, total: int) -> int:
+        if self.decay_start is not None:
+            return self.decay_start
+        if self.decay_steps is not None:
+            return total - self.decay_steps
+        fraction = _DEFAULT_DECAY_FRACTION if self.decay_fraction is None else self.decay_fraction
+        return total - round(fraction * total)
+
+    def lr(self, peak: float, step: int, total_steps: int | None) -> float:
+        """Learning rate at `step`; see the class."""
+        total = self._checked(total_steps)
+        if step < self.warmup_steps:
+            return warmup_lr(peak, step, self.warmup_steps)
+        start = self._start(total)
+        if step < start:
+            return peak
+        floor = floor_lr(peak, self.min_ratio)
+        progress = min(1.0, (step - start) / (total - start))
+        return floor + _SHAPES[self.decay_shape](progress) * (peak - floor)

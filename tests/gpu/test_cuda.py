@@ -1,0 +1,194 @@
+"""What must hold on a CUDA device: the same numbers as on the CPU, training that trains, and no waiting in between."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_tricks._lightning import pl
+from lightning_tricks.cli import RecipeCLI
+from lightning_tricks.data import ShardWriter
+from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.models import GPT2, Decoder, Llama
+from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
+from lightning_tricks.schedules import WarmupCosine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE = torch.device("cuda")
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+FAMILIES = [
+    Llama(vocab_size=512, d_model=128, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=128),
+    GPT2(vocab_size=512, d_model=128, n_layers=2, n_heads=2, max_seq_len=128),
+]
+by_family = pytest.mark.parametrize("config", FAMILIES, ids=["llama", "gpt2"])
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_each_time():
+    torch.manual_seed(0)
+
+
+def pair(config):
+    """The same decoder on the CPU and on the GPU, and tokens for it."""
+    here, there = Decoder(config), Decoder(config).to(DEVICE)
+    there.load_state_dict(here.state_dict())
+    return here, there, torch.randint(0, config.vocab_size, (2, 128))
+
+
+def relative_error(value, reference):
+    value, reference = value.detach().double().cpu(), reference.detach().double().cpu()
+    return float((value - reference).norm() / reference.norm())
+
+
+def gradients(decoder):
+    return torch.cat([parameter.grad.flatten() for parameter in decoder.parameters()])
+
+
+@by_family
+def test_fp32_logits_and_gradients_are_those_of_the_cpu(config):
+    here, there, tokens = pair(config)
+    torch.testing.assert_close(there(tokens.to(DEVICE)).cpu(), here(tokens), atol=2e-4, rtol=2e-4)
+    here(tokens, labels=tokens).backward()
+    there(tokens.to(DEVICE), labels=tokens.to(DEVICE)).backward()
+    assert relative_error(gradients(there), gradients(here)) < 1e-4
+
+
+@by_family
+def test_documents_do_not_see_each_other_on_cuda_either(config):
+    here, there, tokens = pair(config)
+    documents = torch.arange(128).div(50, rounding_mode="floor").expand(2, -1)
+    expected = here(tokens, documents)
+    torch.testing.assert_close(there(tokens.to(DEVICE), documents.to(DEVICE)).cpu(), expected, atol=2e-4, rtol=2e-4)
+    assert relative_error(here(tokens), expected) > 1e-2  # so that the mask does something
+
+
+@by_family
+def test_bf16_autocast_stays_within_bf16_of_fp32(config):
+    _, there, tokens = pair(config)
+    tokens = tokens.to(DEVICE)
+    reference = there(tokens)
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = there(tokens)
+    assert logits.dtype == torch.bfloat16
+    # bf16 has 8 bits: 2^-9 = 0.2 % a rounding, and a few of them in a row
+    assert 0 < relative_error(logits, reference) < 0.02
+
+
+@by_family
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_compiled_blocks_equal_eager_ones(config, checkpointing):
+    _, eager, tokens = pair(config)
+    compiled = Decoder(config).to(DEVICE)
+    compiled.load_state_dict(eager.state_dict())
+    compiled.set_activation_checkpointing(checkpointing)
+    compiled.compile_blocks()
+    tokens = tokens.to(DEVICE)
+    losses = [decoder(tokens, labels=tokens) for decoder in (eager, compiled)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    assert relative_error(gradients(compiled), gradients(eager)) < 1e-4
+
+
+@pytest.mark.parametrize("rows", [None, 100], ids=["one_slice", "slices"])
+def test_the_fused_loss_is_cross_entropy(rows):
+    x, weight = torch.randn(257, 64, device=DEVICE, requires_grad=True), torch.randn(999, 64, device=DEVICE)
+    weight = (0.1 * weight).requires_grad_()
+    labels = torch.randint(0, 999, (257,), device=DEVICE)
+    labels[::7] = -100
+    expected = F.cross_entropy(x @ weight.T, labels, reduction="sum")
+    wanted = torch.autograd.grad(expected, (x, weight))
+    loss = linear_cross_entropy(x, weight, labels, rows=rows)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for got, want in zip(torch.autograd.grad(loss, (x, weight)), wanted, strict=True):
+        assert relative_error(got, want) < 1e-5
+
+
+def language_model(**kwargs):
+    adamw = lambda groups: torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), fused=True)  # noqa: E731
+    return LanguageModel(decoder=FAMILIES[0], optimizer=adamw, schedule=WarmupCosine(warmup_steps=4), **kwargs)
+
+
+def pinned_batches(count):
+    tokens = torch.randint(0, 16, (4, 129))  # the same rows in each batch: there is something to learn
+    batch = {"input_ids": tokens[:, :-1].contiguous().pin_memory(), "labels": tokens[:, 1:].contiguous().pin_memory()}
+    return [batch] * count
+
+
+def fit(model, folder, *callbacks, steps=40, accumulate=1, **kwargs):
+    trainer = pl.Trainer(
+        max_steps=steps, accumulate_grad_batches=accumulate, accelerator="gpu", devices=1, precision="bf16-mixed",
+        gradient_clip_val=1.0, log_every_n_steps=10, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks), default_root_dir=folder,
+        **kwargs,
+    )  # fmt: skip
+    trainer.fit(model, pinned_batches(accumulate * steps))
+    return trainer
+
+
+@pytest.mark.parametrize("options", [{}, {"compile_blocks": True, "activation_checkpointing": "selective"}], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_fused_adamw_with_a_clip_under_bf16_mixed_learns_its_batch(tmp_path, options, accumulate):
+    model = language_model(**options)
+    trainer = fit(model, tmp_path, accumulate=accumulate)
+    assert trainer.callback_metrics["train/loss"] < 2.0  # from log(512) = 6.2; log(16) = 2.8 knows only which ids occur
+    assert model.grad_norm is not None
+    assert torch.isfinite(model.grad_norm)
+
+
+class Silence(pl.Callback):
+    """From one step to another, any wait for the device is an error: data, training and Lightning's own loop."""
+
+    def __init__(self, first, last):
+        self.first, self.last, self.steps = first, last, 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == self.first:
+            torch.cuda.set_sync_debug_mode("error")
+        if batch_idx == self.last:
+            torch.cuda.set_sync_debug_mode("default")
+        self.steps += torch.cuda.get_sync_debug_mode() == 2
+
+
+@pytest.fixture
+def _sync_mode_restored():
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.usefixtures("_sync_mode_restored")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_nothing_waits_for_the_device_between_logged_steps(tmp_path, accumulate):
+    # batches are numbered from 0 and logged after the tenth step, so these lie between two logged steps
+    silence = Silence(10 * accumulate + 1, 19 * accumulate)
+    fit(language_model(), tmp_path, silence, steps=22, accumulate=accumulate)
+    assert silence.steps == 9 * accumulate - 1
+
+
+@pytest.mark.usefixtures("_sync_mode_restored")
+def test_a_wait_would_have_been_noticed(tmp_path):
+    class Curious(Silence):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            outputs["loss"].item()
+
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        fit(language_model(), tmp_path, Curious(11, 19), steps=22)
+
+
+def test_the_tiny_recipe_learns_on_cuda_in_bf16(tmp_path):
+    with ShardWriter(tmp_path, "train", 4096) as writer:
+        writer.append(np.arange(60_000) * 7 % 97)
+    options = {
+        "data": "TokenData", "data.init_args.train": str(tmp_path / "train_*.bin"), "data.init_args.val": "null",
+        "trainer.callbacks": "[]", "trainer.enable_checkpointing": "false", "trainer.limit_val_batches": "0",
+        "trainer.logger": "false", "trainer.max_steps": "60", "trainer.default_root_dir": str(tmp_path),
+    }  # fmt: skip
+    arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
+    cli = RecipeCLI(run=False, args=["--config", str(RECIPES / "tiny.yaml"), *arguments])
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert cli.trainer.precision == "bf16-mixed"
+    assert next(cli.model.parameters()).dtype == torch.float32
+    assert cli.trainer.callback_metrics["train/loss"] < 1.0  # from log(4096) = 8.3

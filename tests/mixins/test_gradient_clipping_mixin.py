@@ -1,0 +1,152 @@
+"""Clipping in a Trainer: the same training as Lightning's own clip, with the norm kept."""
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.mixins import GradientClippingMixin
+
+
+class Plain(LightningModule):
+    """Two weights whose gradients are the batch: (3, 4) times its number."""
+
+    def __init__(self, fused=False, lr=1.0):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(1))
+        self.second = torch.nn.Parameter(torch.zeros(1))
+        self.fused, self.lr = fused, lr
+        self.norms, self.gradients = [], []
+
+    def training_step(self, batch, _):
+        return (3 * self.first + 4 * self.second).sum() * batch.mean()
+
+    def configure_optimizers(self):
+        if self.fused:
+            return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=True)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if self.first.grad is not None:
+            self.gradients.append((self.first.grad.item(), self.second.grad.item()))
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+
+class Model(GradientClippingMixin, Plain):
+    def on_before_zero_grad(self, optimizer):
+        if self.grad_norm is not None:
+            self.norms.append(self.grad_norm.item())
+
+
+def fit(model, steps=3, **settings):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    run = Trainer(max_steps=steps, accelerator="cpu", enable_model_summary=False, **quiet, **settings)
+    data = torch.utils.data.DataLoader(torch.arange(1.0, 13.0).unsqueeze(1), batch_size=1)
+    run.fit(model, data)
+    return model
+
+
+def weights(model):
+    return [model.first.item(), model.second.item()]
+
+
+def test_the_norm_is_each_steps_own_before_the_clip():
+    model = fit(Model(), gradient_clip_val=1.0)
+    assert model.norms[-2:] == [5.0, 10.0]  # read before the next step's gradients are cleared
+    assert model.grad_norm.item() == 15.0
+    assert model.grad_norm.shape == ()
+
+
+def test_training_is_bit_for_bit_lightnings_own():
+    for settings in ({"gradient_clip_val": 1.0}, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, {}):
+        assert weights(fit(Model(), **settings)) == weights(fit(Plain(), **settings))
+
+
+def test_the_clip_is_the_trainers():
+    free, clipped = fit(Model()), fit(Model(), gradient_clip_val=1.0)
+    assert weights(free) == [-3.0 * 6, -4.0 * 6]
+    assert weights(clipped) == pytest.approx([-0.6 * 3, -0.8 * 3], rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [None, 0, 0.0])
+def test_without_a_clip_value_it_measures_all_the_same(value):
+    model = fit(Model(), gradient_clip_val=value)
+    assert model.grad_norm.item() == 15.0
+    assert weights(model) == [-18.0, -24.0]
+
+
+def test_clipping_by_value_keeps_the_norm_too():
+    model = fit(Model(), gradient_clip_val=3.5, gradient_clip_algorithm="value", steps=1)
+    assert model.grad_norm.item() == 5.0
+    assert weights(model) == [-3.0, -3.5]
+
+
+def test_the_norm_is_that_of_the_accumulated_gradient():
+    model = fit(Model(), steps=1, accumulate_grad_batches=3)
+    assert model.grad_norm.item() == 5.0 * (1 + 2 + 3) / 3
+
+
+def test_before_the_first_step_there_is_no_norm():
+    assert Model().grad_norm is None
+
+
+def test_a_fused_optimizer_is_clipped_under_bf16_where_lightning_refuses():
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        fit(Plain(fused=True), precision="bf16-mixed", gradient_clip_val=1.0)
+    model = fit(Model(fused=True), precision="bf16-mixed", gradient_clip_val=1.0)
+    assert model.grad_norm.item() == 15.0
+    assert model.gradients[-1] == pytest.approx((0.6, 0.8), rel=1e-5)
+
+
+def scaled():
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+
+@pytest.mark.parametrize("value", [1.0, None])
+def test_a_fused_optimizer_under_fp16_is_refused_in_one_line(value):
+    with pytest.raises(UsageError, match=r"^fused AdamW under fp16 \(trainer\.precision=16-mixed\)[^\n]*$"):
+        fit(Model(fused=True), plugins=[scaled()], gradient_clip_val=value)
+
+
+def test_fp16_gradients_are_unscaled_before_they_are_measured():
+    model = fit(Model(), plugins=[scaled()], gradient_clip_val=1.0)
+    assert model.grad_norm.item() == 15.0
+    assert weights(model) == pytest.approx([-1.8, -2.4], rel=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_negative_clip_value_is_refused(algorithm):
+    with pytest.raises(UsageError, match=r"gradient_clip_val=-1\.0"):
+        fit(Model(), gradient_clip_val=-1.0, gradient_clip_algorithm=algorithm)
+
+
+def on_strategy(kind):
+    """A model whose Trainer says that it runs on a strategy that this machine could not start."""
+    model = Model()
+    model._trainer = Mock(strategy=Mock(spec=kind), precision_plugin=Mock(scaler=None))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(1)
+    model.configure_gradient_clipping(model.configure_optimizers(), 1e-3)
+    return model
+
+
+def test_fsdp1_is_refused_because_its_norm_would_be_one_ranks():
+    with pytest.raises(UsageError, match=r"fsdp.*use ModelParallelStrategy"):
+        on_strategy(FSDPStrategy)
+
+
+def test_deepspeed_clips_by_itself_and_leaves_no_norm():
+    model = on_strategy(DeepSpeedStrategy)
+    assert model.grad_norm is None
+    assert model.first.grad.item() == 1.0
+
+
+def test_a_mixin_behind_the_lightning_module_is_refused():
+    with pytest.raises(UsageError, match=r"class Late: put GradientClippingMixin before the LightningModule"):
+
+        class Late(Plain, GradientClippingMixin):
+            pass

@@ -1,0 +1,282 @@
+"""The optimizer of any LightningModule: what it trains with, what a resume follows, what is refused."""
+
+import logging
+import math
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.mixins import OptimizerMixin
+from lightning_tricks.optim import ParamRule
+from lightning_tricks.schedules import WarmupConstant, WarmupCosine, WarmupLinear, WarmupStableDecay
+
+
+class Plain(LightningModule):
+    """A LightningModule that knows nothing of ours, with an optimizer of its own that must lose."""
+
+    def __init__(self, width: int = 2):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(width, 2), torch.nn.LayerNorm(2))
+        self.seen = []
+
+    def training_step(self, batch, _):
+        return self.net(batch).square().sum() * 0.01
+
+    def configure_optimizers(self):
+        raise AssertionError("the mixin owns this method")
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append([(float(group["lr"]), group["weight_decay"]) for group in optimizer.param_groups])
+
+
+class Model(OptimizerMixin, Plain):
+    pass
+
+
+def adamw(lr=1.0, **settings):
+    return lambda groups: torch.optim.AdamW(groups, lr=lr, **settings)
+
+
+def trainer(max_steps, **settings):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(max_steps=max_steps, accelerator="cpu", enable_model_summary=False, **{**quiet, **settings})
+
+
+def batches(count=100):
+    return torch.utils.data.DataLoader(torch.ones(count, 2), batch_size=1)
+
+
+def fit(model, max_steps, resume=None, **settings):
+    torch.manual_seed(0)
+    run = trainer(max_steps, **settings)
+    run.fit(model, batches(), ckpt_path=resume)
+    return run
+
+
+def lrs(model):
+    return [groups[0][0] for groups in model.seen]
+
+
+def test_every_step_trains_with_the_schedules_learning_rate():
+    model = Model(optimizer=adamw(0.5), schedule=WarmupLinear(warmup_steps=2))
+    fit(model, 6)
+    assert lrs(model) == [0.25, 0.5, 0.5, 0.375, 0.25, 0.125]
+
+
+def test_the_schedule_counts_optimizer_steps_not_batches():
+    model = Model(optimizer=adamw(1.0), schedule=WarmupLinear(warmup_steps=2))
+    fit(model, 4, accumulate_grad_batches=3)
+    assert lrs(model) == [0.5, 1.0, 1.0, 0.5]
+
+
+def test_the_mixin_beats_the_modules_own_optimizer_and_groups_by_role():
+    model = Model(optimizer=adamw(), weight_decay=0.3, schedule=WarmupConstant(warmup_steps=0))
+    run = fit(model, 1)
+    assert [(g["param_names"], g["weight_decay"]) for g in run.optimizers[0].param_groups] == [
+        (["net.0.weight"], 0.3),
+        (["net.0.bias", "net.1.weight", "net.1.bias"], 0.0),
+    ]
+
+
+def test_without_settings_it_is_adamw_with_a_constant_learning_rate():
+    model = Model()
+    run = fit(model, 3)
+    assert type(run.optimizers[0]) is torch.optim.AdamW
+    assert model.seen == [[(3e-4, 0.1), (3e-4, 0.0)]] * 3
+    assert run.lr_scheduler_configs == []
+
+
+def test_settings_reach_the_groups():
+    model = Model(
+        optimizer=adamw(0.5), weight_decay=0.2, decay_embeddings=False, param_rules=[ParamRule("bias", lr_scale=0.5)]
+    )
+    model.embed = torch.nn.Embedding(2, 2)
+    run = trainer(1)
+    run.strategy.connect(model)
+    model.trainer = run
+    groups = model.configure_optimizers()["optimizer"].param_groups
+    found = {name: (group["lr"], group["weight_decay"]) for group in groups for name in group["param_names"]}
+    assert found == {
+        "net.0.weight": (0.5, 0.2),
+        "net.0.bias": (0.25, 0.0),
+        "net.1.weight": (0.5, 0.0),
+        "net.1.bias": (0.25, 0.0),
+        "embed.weight": (0.5, 0.0),
+    }
+
+
+def test_the_groups_are_logged_once_at_start(caplog):
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        fit(Model(optimizer=adamw(0.5)), 3)
+    tables = [record.message for record in caplog.records if record.message.startswith("AdamW\n")]
+    assert len(tables) == 1
+    assert tables[0].splitlines()[2].split() == ["decay", "1", "4", "0.5", "0.1"]
+    assert tables[0].splitlines()[-1].split() == ["total", "4", "10"]
+
+
+# ---- a resume follows the recipe
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A run of 4 of 10 steps, stopped."""
+    model = Model(optimizer=adamw(1.0, betas=(0.5, 0.6)), schedule=WarmupLinear(warmup_steps=2), weight_decay=0.3)
+
+    run = trainer(10, limit_train_batches=4, max_epochs=1)
+    torch.manual_seed(0)
+    run.fit(model, batches())
+    assert run.global_step == 4
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    return tmp_path / "run.ckpt"
+
+
+def test_the_checkpoint_holds_the_step_and_no_curve(checkpoint):
+    state = torch.load(checkpoint, weights_only=True)
+    assert state["lr_schedulers"] == [{"last_epoch": 4}]
+
+
+def test_a_resume_with_the_same_recipe_goes_on(checkpoint):
+    model = Model(optimizer=adamw(1.0), schedule=WarmupLinear(warmup_steps=2), weight_decay=0.3)
+    fit(model, 10, resume=checkpoint)
+    assert lrs(model) == [0.75, 0.625, 0.5, 0.375, 0.25, 0.125]
+
+
+def test_a_resume_follows_the_recipes_learning_rate(checkpoint):
+    model = Model(optimizer=adamw(0.5), schedule=WarmupLinear(warmup_steps=2))
+    fit(model, 10, resume=checkpoint)
+    assert lrs(model) == [0.375, 0.3125, 0.25, 0.1875, 0.125, 0.0625]
+
+
+def test_a_resume_follows_the_recipes_length(checkpoint):
+    model = Model(optimizer=adamw(1.0), schedule=WarmupLinear(warmup_steps=2))
+    fit(model, 6, resume=checkpoint)
+    assert lrs(model) == [0.5, 0.25]
+
+
+def test_a_resume_follows_the_recipes_shape(checkpoint):
+    branch = WarmupStableDecay(warmup_steps=2, decay_start=4, decay_shape="linear")
+    model = Model(optimizer=adamw(1.0), schedule=branch)
+    fit(model, 6, resume=checkpoint)
+    assert lrs(model) == [1.0, 0.5]
+
+
+def test_a_resume_follows_the_recipes_decay_and_betas(checkpoint):
+    model = Model(optimizer=adamw(1.0, betas=(0.7, 0.8)), schedule=WarmupLinear(warmup_steps=2), weight_decay=0.05)
+    run = fit(model, 6, resume=checkpoint)
+    assert [[decay for _, decay in groups] for groups in model.seen] == [[0.05, 0.0]] * 2
+    assert run.optimizers[0].param_groups[0]["betas"] == (0.7, 0.8)
+
+
+def test_a_resume_without_a_schedule_follows_the_recipes_learning_rate(checkpoint):
+    model = Model(optimizer=adamw(0.25))
+    fit(model, 6, resume=checkpoint)
+    assert lrs(model) == [0.25, 0.25]
+
+
+def test_a_resume_keeps_the_optimizers_state(checkpoint):
+    model = Model(optimizer=adamw(1.0), schedule=WarmupLinear(warmup_steps=2))
+    run = fit(model, 6, resume=checkpoint)
+    assert {state["step"].item() for state in run.optimizers[0].state.values()} == {6.0}
+
+
+def test_a_resume_of_a_changed_model_is_refused(checkpoint):
+    class Renamed(Model):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.other, self.net = self.net, None
+
+        def training_step(self, batch, _):
+            return self.other(batch).sum()
+
+    model = Renamed(optimizer=adamw(1.0))
+    model.strict_loading = False  # as after a rename: the weights alone would load without a word
+    with pytest.raises(UsageError, match=r"'net\.0\.weight' .* where this model has 'other\.0\.weight'"):
+        fit(model, 6, resume=checkpoint)
+
+
+# ---- refusals
+
+
+def test_a_missing_max_steps_is_refused_before_training():
+    model = Model(schedule=WarmupCosine(warmup_steps=1))
+    with pytest.raises(UsageError, match=r"trainer\.max_steps \(now -1\)"):
+        fit(model, -1, max_epochs=1)
+    assert model.seen == []
+
+
+def test_a_warmup_as_long_as_the_run_is_refused_before_training():
+    with pytest.raises(UsageError, match=r"warmup_steps=6 is not below trainer\.max_steps=6"):
+        fit(Model(schedule=WarmupConstant(warmup_steps=6)), 6)
+
+
+@pytest.mark.parametrize("lr", [-1.0, math.nan])
+def test_a_bad_learning_rate_is_refused(lr):
+    with pytest.raises(UsageError, match=rf"\blr\b.*{lr}"):
+        fit(Model(optimizer=adamw(lr)), 2)
+
+
+def test_a_mixin_behind_the_lightning_module_is_refused():
+    with pytest.raises(UsageError, match=r"class Late: put OptimizerMixin before the LightningModule"):
+
+        class Late(Plain, OptimizerMixin):
+            pass
+
+
+def test_fast_dev_run_trains_with_a_constant_learning_rate_whatever_the_schedule():
+    model = Model(optimizer=adamw(0.5), schedule=WarmupCosine(warmup_steps=715))
+    fit(model, 1000, fast_dev_run=2)
+    assert lrs(model) == [0.5, 0.5]
+
+
+# ---- from a recipe
+
+
+class Recipe(OptimizerMixin, LightningModule):
+    """A model.
+
+    Args:
+        width: of the layer.
+    """
+
+    def __init__(self, width: int = 2, **kwargs):
+        super().__init__(**kwargs)
+        self.net = torch.nn.Linear(width, 2)
+
+
+@pytest.fixture
+def parser():
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_lightning_class_args(Recipe, "model")
+    return parser
+
+
+def test_a_recipe_sets_optimizer_schedule_and_rules(parser):
+    settings = {
+        "width": 3,
+        "optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.5, "betas": [0.9, 0.8], "fused": True}},
+        "schedule": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 7}},
+        "weight_decay": 0.2,
+        "param_rules": [{"pattern": "bias", "lr_scale": 0.5}],
+    }
+    model = parser.instantiate(parser.parse_object({"model": settings})).model
+    assert model.net.in_features == 3
+    assert model.schedule == WarmupCosine(warmup_steps=7)
+    assert model.param_rules == [ParamRule("bias", lr_scale=0.5)]
+    model.trainer = trainer(100)
+    optimizer = model.configure_optimizers()["optimizer"]
+    assert type(optimizer) is torch.optim.AdamW
+    assert [(g["betas"], g["fused"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        ((0.9, 0.8), True, 0.2),
+        ((0.9, 0.8), True, 0.0),
+    ]
+
+
+def test_every_option_has_its_line_of_help(parser, capsys):
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in ("None for AdamW with lr 3e-4", "the learning rate's curve", "biases and norms never decay"):
+        assert words in shown

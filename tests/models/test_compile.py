@@ -1,0 +1,56 @@
+"""torch.compile sees one graph: of the whole model, and of each block, with and without checkpointing."""
+
+import pytest
+import torch
+
+from lightning_tricks.models import GPT2, Decoder, Llama
+
+SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 16}
+CONFIGS = {"llama": Llama(**SHAPE, n_kv_heads=2, qk_norm=True), "gpt2": GPT2(**SHAPE)}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+
+
+def trained(name, *, compiled, mode="none", documents=False, autocast=False):
+    """Logits and gradients of one step."""
+    torch.manual_seed(0)
+    decoder = Decoder(CONFIGS[name])
+    decoder.set_activation_checkpointing(mode)
+    model = decoder
+    if compiled == "whole":
+        model = torch.compile(decoder, fullgraph=True, backend="aot_eager")
+    elif compiled == "blocks":
+        for block in decoder.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+    input_ids = torch.randint(61, (2, 16))
+    document_ids = torch.arange(16).div(6, rounding_mode="floor").expand(2, 16) if documents else None
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model(input_ids, document_ids)
+    logits.float().square().mean().backward()
+    return {"logits": logits.detach()} | {name: p.grad for name, p in decoder.named_parameters()}
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("compiled", ["whole", "blocks"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_graph_gives_the_same_logits_and_gradients(name, compiled, mode):
+    torch.testing.assert_close(trained(name, compiled=compiled, mode=mode), trained(name, compiled="no"))
+
+
+def test_compile_blocks_compiles_each_block_and_keeps_the_names(monkeypatch):
+    decoder = Decoder(CONFIGS["llama"])
+    names, compiled = list(decoder.state_dict()), []
+    monkeypatch.setattr(type(decoder.blocks[0]), "compile", lambda self: compiled.append(self))
+    decoder.compile_blocks()
+    assert compiled == list(decoder.blocks)
+    assert list(decoder.state_dict()) == names
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_graph_with_documents_and_autocast(name):
+    options = {"documents": True, "autocast": True}
+    found, expected = trained(name, compiled="whole", **options), trained(name, compiled="no", **options)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=2e-3)

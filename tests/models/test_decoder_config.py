@@ -1,0 +1,115 @@
+"""The configs: what they refuse, what their defaults are, and how a recipe writes them."""
+
+import dataclasses
+
+import jsonargparse
+import pytest
+import torch
+from torch import nn
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.models import GPT2, Decoder, DecoderConfig, Llama
+
+
+class Model(nn.Module):
+    """A LightningModule's constructor, as far as the parser sees it."""
+
+    def __init__(self, decoder: DecoderConfig):
+        super().__init__()
+        self.config = decoder
+
+
+@pytest.fixture
+def parse(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("decoder: {class_path: Llama, init_args: {d_model: 256, n_layers: 4, n_heads: 4}}\n")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(Model, as_group=False)
+
+    def parse(*arguments):
+        parsed = parser.parse_args([f"--config={recipe}", *arguments])
+        return parser.instantiate(parsed).decoder
+
+    return parse
+
+
+@pytest.mark.parametrize(("config", "parameters"), [(Llama(), 6_738_415_616), (GPT2(), 124_439_808)])
+def test_defaults_are_the_published_models(config, parameters):
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    assert sum(p.numel() for p in decoder.parameters()) == parameters
+    assert all(p.is_meta for p in decoder.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        (Llama(), 11008),
+        (Llama(d_model=256, n_heads=4), 768),  # 682 rounded up to 3 * 256
+        (Llama(d_model=256, n_heads=4, activation="relu2"), 1024),
+        (GPT2(), 3072),
+        (GPT2(d_ff=100), 100),
+    ],
+)
+def test_ffn_width_follows_the_familys_rule_unless_given(config, width):
+    assert config.ffn_width == width
+
+
+def test_key_and_value_heads_default_to_query_heads():
+    assert (Llama(n_heads=32).kv_heads, Llama(n_heads=32, n_kv_heads=8).kv_heads) == (32, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size=0: give a whole number of at least 1"),
+        ({"d_model": -1}, "d_model=-1: give a whole number of at least 1"),
+        ({"n_layers": 1.5}, "n_layers=1.5: give a whole number of at least 1"),
+        ({"n_heads": 0}, "n_heads=0: give a whole number of at least 1"),
+        ({"n_kv_heads": 0}, "n_kv_heads=0: give a whole number of at least 1"),
+        ({"d_ff": 0}, "d_ff=0: give a whole number of at least 1"),
+        ({"max_seq_len": 0}, "max_seq_len=0: give a whole number of at least 1"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0: give a positive number"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf: give a positive number"),
+        ({"init_std": float("nan")}, "init_std=nan: give a positive number"),
+        ({"activation": "silu"}, "activation='silu': give one of swiglu, gelu, relu2"),
+        ({"n_heads": 3}, "d_model=4096 is no multiple of n_heads=3: change one of them"),
+        ({"n_kv_heads": 5}, "n_kv_heads=5 does not divide n_heads=32: give a divisor"),
+        (
+            {"d_model": 12, "n_heads": 4},
+            "d_model=12 over n_heads=4 makes heads 3 wide: rotary positions need an even width, change one of them",
+        ),
+    ],
+)
+def test_a_shape_that_cannot_be_built_is_refused_in_one_line(options, message):
+    with pytest.raises(UsageError) as error:
+        Llama(**options)
+    assert str(error.value) == message
+
+
+def test_learned_positions_allow_odd_heads():
+    assert GPT2(d_model=12, n_heads=4).head_dim == 3
+
+
+def test_a_recipe_names_a_family_by_its_short_name(parse):
+    assert parse() == Llama(d_model=256, n_layers=4, n_heads=4)
+
+
+def test_the_command_line_overrides_one_field(parse):
+    assert parse("--decoder.init_args.n_layers=2") == Llama(d_model=256, n_layers=2, n_heads=4)
+
+
+def test_another_family_keeps_what_was_written_and_takes_its_own_defaults(parse):
+    assert parse("--decoder=GPT2") == GPT2(d_model=256, n_layers=4, n_heads=4)
+
+
+@pytest.mark.parametrize("family", [Llama, GPT2])
+def test_the_help_has_a_line_for_every_field(family):
+    for field in dataclasses.fields(family):
+        assert f"\n        {field.name}: " in family.__doc__
+
+
+def test_a_field_of_the_wrong_type_is_refused_by_the_parser(parse):
+    with pytest.raises(jsonargparse.ArgumentError, match="activation"):
+        parse("--decoder.init_args.activation=silu")

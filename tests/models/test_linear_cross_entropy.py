@@ -1,0 +1,65 @@
+"""Head and loss in slices give the value and gradients of the plain formula."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
+
+
+def problem(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(37, 12, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(50, 12, generator=generator).requires_grad_()
+    labels = torch.randint(0, 50, (37,), generator=generator)
+    labels[::5] = -100
+    return x, weight, labels
+
+
+def reference(x, weight, labels):
+    return F.cross_entropy((x @ weight.to(x.dtype).T).float(), labels, ignore_index=-100, reduction="sum")
+
+
+@pytest.mark.parametrize("rows", [1, 8, 37, 100])
+def test_value_and_gradients_equal_the_plain_formula_for_every_slicing(rows):
+    x, weight, labels = problem()
+    (0.3 * linear_cross_entropy(x, weight, labels, rows=rows)).backward()
+    y, head, _ = problem()
+    loss = reference(y, head, labels)
+    (0.3 * loss).backward()
+    assert linear_cross_entropy(x, weight, labels, rows=rows).item() == pytest.approx(loss.item(), rel=1e-6)
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weight.grad, head.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_large_logits_do_not_overflow():
+    x, weight, labels = problem()
+    loss = linear_cross_entropy(x.detach() * 1000, weight, labels)
+    assert loss.item() == pytest.approx(reference(x.detach() * 1000, weight, labels).item(), rel=1e-5)
+
+
+def test_all_labels_ignored_give_zero_and_zero_gradients():
+    x, weight, labels = problem()
+    loss = linear_cross_entropy(x, weight, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert not x.grad.any()
+    assert not weight.grad.any()
+
+
+def test_under_bf16_autocast_the_products_are_bf16_and_the_sums_are_not():
+    x, weight, labels = problem()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, labels)
+    loss.backward()
+    assert (loss.dtype, x.grad.dtype, weight.grad.dtype) == (torch.float32,) * 3
+    assert loss.item() == pytest.approx(reference(*problem()).item(), rel=1e-2)
+    assert loss.item() == pytest.approx(reference(problem()[0].bfloat16(), *problem()[1:]).item(), rel=1e-3)
+
+
+def test_without_gradients_nothing_is_kept():
+    x, weight, labels = problem()
+    with torch.no_grad():
+        loss = linear_cross_entropy(x, weight, labels)
+    assert not loss.requires_grad
+    assert loss.item() == pytest.approx(reference(x, weight, labels).item(), rel=1e-6)

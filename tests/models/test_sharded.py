@@ -1,0 +1,55 @@
+"""The decoder in shards, two processes on a CPU: the same weights, logits and gradients as whole."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+
+from lightning_tricks.models import GPT2, Decoder, Llama
+
+SHAPE = {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 16}
+CONFIGS = [GPT2(**SHAPE), Llama(**SHAPE, n_kv_heads=2)]
+
+
+def sharded(config, mode):
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    decoder.set_activation_checkpointing(mode)
+    for module in (*decoder.blocks, decoder):
+        fully_shard(module, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+    decoder.to_empty(device="cpu")
+    torch.manual_seed(0)
+    decoder.init_weights()
+    return decoder
+
+
+def compare(rank, store):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    input_ids = torch.arange(32).view(2, 16)
+    for config in CONFIGS:
+        torch.manual_seed(0)
+        whole = Decoder(config)
+        expected = whole(input_ids)
+        expected.square().mean().backward()
+        for mode in ("none", "selective"):
+            shards = sharded(config, mode)
+            assert (shards.head.weight is shards.embed.weight) is config.tie_embeddings
+            for (name, part), (_, tensor) in zip(shards.named_parameters(), whole.named_parameters(), strict=True):
+                assert torch.equal(part.full_tensor(), tensor), name
+            found = shards(input_ids)
+            torch.testing.assert_close(found, expected)
+            found.square().mean().backward()
+            for (name, part), (_, tensor) in zip(shards.named_parameters(), whole.named_parameters(), strict=True):
+                torch.testing.assert_close(part.grad.full_tensor(), tensor.grad, msg=lambda m, n=name: f"{n}: {m}")
+    dist.barrier()
+    os._exit(0)  # gloo's threads sometimes abort an orderly exit
+
+
+@pytest.mark.slow
+def test_two_shards_hold_the_weights_logits_and_gradients_of_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    mp.start_processes(compare, args=(tmp_path / "store",), nprocs=2, start_method="spawn")

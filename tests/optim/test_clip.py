@@ -1,0 +1,116 @@
+"""The one clip: torch's arithmetic, the norm from before it, and gradients of every kind at once."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.optim import clip_grad_norm
+
+
+def parameters(*grads):
+    made = []
+    for grad in grads:
+        grad = torch.as_tensor(grad)
+        made.append(torch.nn.Parameter(torch.zeros_like(grad)))
+        made[-1].grad = grad.clone()
+    return made
+
+
+def grads(params):
+    return [parameter.grad for parameter in params]
+
+
+def test_the_norm_is_that_of_the_joined_vector_before_the_clip():
+    params = parameters([3.0], [[0.0, 4.0]])
+    norm = clip_grad_norm(params, 1.0)
+    assert norm.item() == 5.0
+    assert norm.shape == ()
+    assert torch.cat([grad.flatten() for grad in grads(params)]).tolist() == pytest.approx([0.6, 0, 0.8], rel=1e-6)
+
+
+def test_gradients_below_the_limit_keep_their_bits():
+    params = parameters([0.3], [[0.1, 0.4]])
+    before = [grad.clone() for grad in grads(params)]
+    clip_grad_norm(params, 1.0)
+    assert all(torch.equal(now, then) for now, then in zip(grads(params), before, strict=True))
+
+
+def test_without_a_limit_it_only_measures():
+    params = parameters([3e6], [4e6])
+    assert clip_grad_norm(params, None).item() == 5e6
+    assert torch.cat(grads(params)).tolist() == [3e6, 4e6]
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=5), min_size=1, max_size=4),
+    st.floats(0.01, 50),
+)
+def test_it_is_torchs_clip_bit_for_bit(values, limit):
+    ours, theirs = parameters(*values), parameters(*values)
+    assert torch.equal(clip_grad_norm(ours, limit), torch.nn.utils.clip_grad_norm_(theirs, limit))
+    assert all(torch.equal(a, b) for a, b in zip(grads(ours), grads(theirs), strict=True))
+
+
+def test_parameters_without_a_gradient_count_for_nothing_and_an_iterator_will_do():
+    params = [*parameters([3.0], [4.0]), torch.nn.Parameter(torch.ones(2))]
+    assert clip_grad_norm(iter(params), 1.0).item() == 5.0
+    assert params[-1].grad is None
+
+
+def test_no_gradients_have_the_norm_0():
+    assert clip_grad_norm([torch.nn.Parameter(torch.ones(2))], 1.0).item() == 0
+    assert clip_grad_norm([], 1.0).item() == 0
+
+
+def test_the_norm_stays_on_the_gradients_device_without_being_read():
+    param = torch.nn.Parameter(torch.zeros(3, device="meta"))
+    param.grad = torch.ones(3, device="meta")  # reading a value of a meta tensor would raise
+    assert clip_grad_norm([param], 1.0).device.type == "meta"
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, math.nan])
+def test_a_limit_that_is_not_above_0_is_refused(bad):
+    with pytest.raises(UsageError, match=rf"gradient_clip_val={bad}"):
+        clip_grad_norm(parameters([1.0]), bad)
+
+
+def test_sharded_and_plain_gradients_are_clipped_by_one_norm(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        one, two = init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        plain = parameters([2.0])
+        sharded = []
+        for value, mesh in (([4.0, 0.0], one), ([[4.0]], two["tp"])):
+            sharded.append(
+                torch.nn.Parameter(distribute_tensor(torch.zeros_like(torch.tensor(value)), mesh, [Shard(0)]))
+            )
+            sharded[-1].grad = distribute_tensor(torch.tensor(value), mesh, [Shard(0)])
+        norm = clip_grad_norm([*plain, *sharded], 3.0)
+        assert type(norm) is torch.Tensor
+        assert norm.item() == 6.0
+        clipped = [plain[0].grad, *(param.grad.full_tensor().flatten() for param in sharded)]
+        assert torch.cat(clipped).tolist() == pytest.approx([1, 2, 0, 2], rel=1e-6)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_nothing_waits():
+    params = [torch.nn.Parameter(torch.zeros(3, device="cuda")) for _ in range(3)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norm = clip_grad_norm(params, 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert norm.item() == pytest.approx(3.0)

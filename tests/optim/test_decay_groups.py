@@ -1,0 +1,181 @@
+"""Parameter groups: nanoGPT's rule on the two model families, each parameter once, rules by name."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.optim import ParamRule, check_each_parameter_once, decay_groups, groups_table
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=6))
+
+
+def llama(tied=False):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8}
+    return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=12, vocab_size=11, tie_word_embeddings=tied))
+
+
+def names(groups):
+    return {group["name"]: group["param_names"] for group in groups}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.norm = nn.LayerNorm(4)
+
+
+@pytest.mark.parametrize("build", [gpt2, llama, lambda: llama(tied=True)], ids=["gpt2", "llama", "llama tied"])
+def test_gpt2_and_llama_get_nanogpts_groups(build):
+    model = build()
+    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    decay, no_decay = decay_groups(model, weight_decay=0.1)
+    assert decay["param_names"] == [name for name, param in trainable if param.dim() >= 2]
+    assert no_decay["param_names"] == [name for name, param in trainable if param.dim() < 2]
+    assert [id(p) for p in decay["params"]] == [id(param) for _, param in trainable if param.dim() >= 2]
+    assert (decay["weight_decay"], no_decay["weight_decay"]) == (0.1, 0.0)
+
+
+def test_embeddings_stay_out_when_told_so():
+    embeddings = {"transformer.wte.weight", "transformer.wpe.weight"}
+    with_them, without = names(decay_groups(gpt2())), names(decay_groups(gpt2(), decay_embeddings=False))
+    assert set(with_them["decay"]) - set(without["decay"]) == embeddings
+    assert embeddings <= set(without["no_decay"])
+
+
+def test_groups_by_hand():
+    groups = decay_groups(Model(), weight_decay=0.3)
+    assert names(groups) == {
+        "decay": ["embed.weight", "layers.0.weight", "layers.1.weight"],
+        "no_decay": ["layers.0.bias", "layers.1.bias", "norm.weight", "norm.bias"],
+    }
+    assert [(group["weight_decay"], group["lr_scale"]) for group in groups] == [(0.3, 1.0), (0.0, 1.0)]
+
+
+def test_an_empty_group_is_left_out():
+    assert [group["name"] for group in decay_groups(nn.Linear(2, 2, bias=False))] == ["decay"]
+    assert [group["name"] for group in decay_groups(nn.LayerNorm(2))] == ["no_decay"]
+
+
+def test_the_default_decay_is_a_tenth():
+    assert decay_groups(Model())[0]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("bad", [-0.1, math.nan, math.inf])
+def test_a_decay_that_is_no_finite_number_from_0_is_refused(bad):
+    with pytest.raises(UsageError, match=f"weight_decay={bad}"):
+        decay_groups(Model(), weight_decay=bad)
+
+
+# ---- rules
+
+
+def test_a_rule_scales_the_learning_rate_and_keeps_the_roles():
+    groups = decay_groups(Model(), 0.1, rules=[ParamRule(r"layers\.1", lr_scale=0.5)])
+    assert names(groups) == {
+        "decay": ["embed.weight", "layers.0.weight"],
+        "no_decay": ["layers.0.bias", "norm.weight", "norm.bias"],
+        r"decay:layers\.1": ["layers.1.weight"],
+        r"no_decay:layers\.1": ["layers.1.bias"],
+    }
+    assert [(group["weight_decay"], group["lr_scale"]) for group in groups] == [(0.1, 1), (0, 1), (0.1, 0.5), (0, 0.5)]
+
+
+def test_a_rule_with_a_decay_beats_the_roles():
+    decays = {
+        name: group["weight_decay"]
+        for group in decay_groups(Model(), 0.1, rules=[ParamRule("embed|norm", weight_decay=0.02)])
+        for name in group["param_names"]
+    }
+    assert decays["embed.weight"] == decays["norm.weight"] == decays["norm.bias"] == 0.02
+    assert decays["layers.0.weight"] == 0.1
+
+
+def test_the_first_matching_rule_wins():
+    groups = decay_groups(Model(), rules=[ParamRule("embed", lr_scale=2), ParamRule("weight", lr_scale=3)])
+    scale = {name: group["lr_scale"] for group in groups for name in group["param_names"]}
+    assert (scale["embed.weight"], scale["layers.0.weight"], scale["layers.0.bias"]) == (2, 3, 1)
+
+
+def test_a_rule_that_matches_nothing_names_its_pattern_and_near_names():
+    with pytest.raises(UsageError, match=r"pattern 'embd\.weight' matches no parameter: near names are embed\.weight"):
+        decay_groups(Model(), rules=[ParamRule("norm"), ParamRule(r"embd\.weight".replace("\\", ""))])
+
+
+def test_a_rule_that_earlier_rules_leave_nothing_is_refused():
+    with pytest.raises(UsageError, match=r"take all 1 parameters that rule 1 \(pattern 'embed'\)"):
+        decay_groups(Model(), rules=[ParamRule("weight"), ParamRule("embed")])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pattern": "("}, r"pattern='\(' is no regular expression"),
+        ({"pattern": "a", "lr_scale": -1.0}, r"lr_scale=-1\.0 \(pattern 'a'\)"),
+        ({"pattern": "a", "lr_scale": math.nan}, "lr_scale=nan"),
+        ({"pattern": "a", "weight_decay": -0.1}, r"weight_decay=-0\.1"),
+        ({"pattern": "a", "weight_decay": math.inf}, "weight_decay=inf"),
+    ],
+)
+def test_a_rule_refuses_a_bad_setting(settings, message):
+    with pytest.raises(UsageError, match=message):
+        ParamRule(**settings)
+
+
+# ---- each once
+
+
+def test_a_parameter_left_out_is_named():
+    model = Model()
+    groups = decay_groups(model)
+    check_each_parameter_once(model, groups)
+    groups[0]["params"] = groups[0]["params"][1:]
+    with pytest.raises(UsageError, match=r"'embed\.weight' is in no group"):
+        check_each_parameter_once(model, groups)
+
+
+def test_a_parameter_in_two_groups_is_named():
+    model = Model()
+    groups = decay_groups(model)
+    groups[1]["params"] = [*groups[1]["params"], model.embed.weight]
+    with pytest.raises(UsageError, match=r"'embed\.weight' is in 2 groups"):
+        check_each_parameter_once(model, groups)
+
+
+def test_a_frozen_parameter_need_not_be_in_a_group():
+    model = Model()
+    model.embed.weight.requires_grad_(False)
+    check_each_parameter_once(model, decay_groups(model))
+
+
+# ---- the table
+
+
+def test_the_table_by_hand():
+    groups = decay_groups(Model(), 0.1, rules=[ParamRule("embed", lr_scale=0.5)])
+    assert groups_table(groups, lr=3e-4) == (
+        "group        tensors  parameters       lr  decay\n"
+        "decay              2          32   0.0003    0.1\n"
+        "no_decay           4          16   0.0003      0\n"
+        "decay:embed        1          20  0.00015    0.1\n"
+        "total              7          68"
+    )
+
+
+def test_the_table_shows_an_optimizers_own_learning_rates():
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1234, 1))], "lr": torch.tensor(0.25)}], lr=1)
+    assert groups_table(optimizer.param_groups, lr=9).splitlines()[1].split() == [
+        "group",
+        "0",
+        "1",
+        "1,234",
+        "0.25",
+        "0",
+    ]

@@ -1,0 +1,171 @@
+"""Resume: state goes to the right parameters or not at all, and the recipe's settings beat the checkpoint's."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.optim import ParamRule, build_optimizer
+
+
+class Net(nn.Module):
+    def __init__(self, *names):
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(2, 2))
+
+
+def trained(net, factory=None, **settings):
+    torch.manual_seed(0)
+    optimizer = build_optimizer(net, factory, **settings)
+    for number, parameter in enumerate(net.parameters()):
+        parameter.grad = torch.full_like(parameter, float(number + 1))
+    optimizer.step()
+    return optimizer
+
+
+def adamw(**settings):
+    return lambda groups: torch.optim.AdamW(groups, **settings)
+
+
+def moments(optimizer):
+    return [optimizer.state[p]["exp_avg"] for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_the_state_dict_names_its_parameters_and_survives_safe_loading():
+    file = io.BytesIO()
+    torch.save(trained(Net("a", "b")).state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert [g["param_names"] for g in state["param_groups"]] == [["a.weight", "b.weight"], ["a.bias", "b.bias"]]
+
+
+def test_state_comes_back_and_settings_are_the_recipes():
+    saved = trained(Net("a", "b"), adamw(lr=0.1, betas=(0.8, 0.9), eps=1e-3), weight_decay=0.3)
+    resumed = build_optimizer(Net("a", "b"), adamw(lr=0.2, betas=(0.7, 0.6), eps=1e-4), weight_decay=0.05)
+    resumed.load_state_dict(saved.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(moments(saved), moments(resumed), strict=True))
+    for group, decay in zip(resumed.param_groups, (0.05, 0.0), strict=True):
+        assert (group["lr"], group["betas"], group["eps"]) == (0.2, (0.7, 0.6), 1e-4)
+        assert group["weight_decay"] == decay
+
+
+def test_a_scheduler_made_after_the_load_starts_from_the_recipes_learning_rate():
+    saved = trained(Net("a"), adamw(lr=0.1))
+    torch.optim.lr_scheduler.LambdaLR(saved, lambda step: 1.0)  # writes initial_lr into the groups
+    resumed = build_optimizer(Net("a"), adamw(lr=0.2))
+    resumed.load_state_dict(saved.state_dict())
+    assert torch.optim.lr_scheduler.LambdaLR(resumed, lambda step: 1.0).base_lrs == [0.2, 0.2]
+
+
+def test_a_rules_learning_rate_is_the_recipes_too():
+    saved = trained(Net("a", "b"), rules=[ParamRule(r"^a", lr_scale=0.5)])
+    resumed = build_optimizer(Net("a", "b"), adamw(lr=0.2), rules=[ParamRule(r"^a", lr_scale=0.1)])
+    resumed.load_state_dict(saved.state_dict())
+    assert [group["lr"] for group in resumed.param_groups] == pytest.approx([0.2, 0.2, 0.02, 0.02])
+
+
+def test_a_resume_may_turn_fused_on_and_train_on():
+    saved = trained(Net("a"), adamw(lr=0.1))
+    net = Net("a")
+    resumed = build_optimizer(net, adamw(lr=0.1, fused=True))
+    resumed.load_state_dict(saved.state_dict())
+    assert all(group["fused"] for group in resumed.param_groups)
+    assert all(torch.is_tensor(state["step"]) for state in resumed.state.values())
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    resumed.step()
+    assert [state["step"].item() for state in resumed.state.values()] == [2.0, 2.0]
+
+
+def test_what_an_optimizer_counts_in_its_groups_comes_from_the_checkpoint():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+
+    saved = trained(Net("a"), lambda groups: Counting(groups, lr=0.1))
+    resumed = build_optimizer(Net("a"), lambda groups: Counting(groups, lr=0.2))
+    resumed.load_state_dict(saved.state_dict())
+    assert [(group["k"], group["lr"]) for group in resumed.param_groups] == [(1, 0.2), (1, 0.2)]
+
+
+def test_loading_leaves_the_state_dict_as_it_was():
+    state = trained(Net("a")).state_dict()
+    before = copy.deepcopy(state["param_groups"])
+    build_optimizer(Net("a"), adamw(lr=0.2)).load_state_dict(state)
+    assert state["param_groups"] == before
+
+
+def test_a_later_load_is_not_led_astray_by_an_earlier_one():
+    state = trained(Net("a"), adamw(lr=0.1)).state_dict()
+    resumed = build_optimizer(Net("a"), adamw(lr=torch.tensor(0.2)))
+    for _ in range(2):
+        resumed.load_state_dict(state)
+        resumed.param_groups[0]["lr"].fill_(9.0)
+    resumed.load_state_dict(state)
+    assert float(resumed.param_groups[0]["lr"]) == pytest.approx(0.2)
+
+
+def test_swapped_order_is_refused_naming_the_first_difference():
+    resumed = build_optimizer(Net("b", "a"))
+    with pytest.raises(
+        UsageError, match=r"^[^\n]*'a\.weight' \(group 'decay'\)[^\n]*'b\.weight' \(group 'decay'\)[^\n]*$"
+    ):
+        resumed.load_state_dict(trained(Net("a", "b")).state_dict())
+    assert not resumed.state
+
+
+def test_a_renamed_parameter_is_refused():
+    with pytest.raises(UsageError, match=r"'a\.weight' .* where this model has 'c\.weight'"):
+        build_optimizer(Net("c")).load_state_dict(trained(Net("a")).state_dict())
+
+
+@pytest.mark.parametrize(("saved", "own"), [(("a", "b"), ("a",)), (("a",), ("a", "b"))])
+def test_another_number_of_parameters_is_refused(saved, own):
+    with pytest.raises(UsageError, match=r"'b\.weight'"):
+        build_optimizer(Net(*own)).load_state_dict(trained(Net(*saved)).state_dict())
+
+
+def test_a_parameter_more_at_the_end_is_refused():
+    saved = trained(nn.Sequential(nn.Linear(2, 2, bias=False)))
+    with pytest.raises(UsageError, match=r"has no more parameter where this model has '0\.bias'"):
+        build_optimizer(nn.Sequential(nn.Linear(2, 2))).load_state_dict(saved.state_dict())
+
+
+def test_other_groups_of_the_same_parameters_are_refused():
+    saved = trained(Net("a"), rules=[ParamRule("weight", lr_scale=1.0)])
+    with pytest.raises(UsageError, match="param_rules it was saved with"):
+        build_optimizer(Net("a")).load_state_dict(saved.state_dict())
+
+
+def test_a_state_dict_without_names_is_refused():
+    stock = torch.optim.AdamW(Net("a").parameters())
+    with pytest.raises(UsageError, match="does not name its parameters"):
+        build_optimizer(Net("a")).load_state_dict(stock.state_dict())
+
+
+def test_a_compiled_model_resumes_from_the_plain_ones_state():
+    saved, net = trained(Net("a")), Net("a")
+    net.a = torch.compile(net.a)
+    resumed = build_optimizer(net)
+    resumed.load_state_dict(saved.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(moments(saved), moments(resumed), strict=True))
+
+
+def test_a_state_dict_keyed_by_name_loads_into_another_order_and_keeps_the_recipe():
+    net, other = Net("a", "b"), Net("b", "a")
+    state = get_optimizer_state_dict(net, trained(net, adamw(lr=0.1)))
+    resumed = build_optimizer(other, adamw(lr=0.2), weight_decay=0.05)
+    set_optimizer_state_dict(other, resumed, optim_state_dict=state)
+    assert resumed.param_groups[0]["param_names"] == ["b.weight", "a.weight"]
+    assert [group["lr"] for group in resumed.param_groups] == [0.2, 0.2]
+    assert resumed.param_groups[0]["weight_decay"] == 0.05
+    by_name = dict(zip(["a.weight", "b.weight"], [0.1 * 1.0, 0.1 * 3.0], strict=True))  # gradients 1 and 3, 1 - beta1
+    for name, parameter in [("b.weight", other.b.weight), ("a.weight", other.a.weight)]:
+        assert resumed.state[parameter]["exp_avg"].mean().item() == pytest.approx(by_name[name])

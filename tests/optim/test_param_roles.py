@@ -1,0 +1,220 @@
+"""Roles: what each parameter is for, seen through types, names, wrappers and ties."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.optim import clean_name, param_roles
+
+
+def roles(module):
+    return {name: role for name, _, role in param_roles(module)}
+
+
+class MyRMSNorm(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(*shape))
+
+
+class Holder(nn.Module):
+    """A module with the given parameters and submodules as attributes."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, nn.Parameter(value) if isinstance(value, torch.Tensor) else value)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.LayerNorm(4),
+        nn.RMSNorm(4),
+        nn.GroupNorm(2, 4),
+        nn.BatchNorm1d(4),
+        nn.BatchNorm2d(4),
+        nn.SyncBatchNorm(4),
+        nn.InstanceNorm2d(4, affine=True),
+        MyRMSNorm(4),
+        MyRMSNorm(3, 4),  # stacked: one row a layer
+        nn.LayerNorm((3, 4)),
+    ],
+    ids=lambda norm: repr(norm).splitlines()[0],
+)
+def test_norms_are_known_by_type_whatever_their_shape(norm):
+    assert set(roles(Holder(inner=norm)).values()) == {"norm"}
+
+
+def test_a_subclass_of_a_norm_is_a_norm():
+    class Fancy(MyRMSNorm):
+        pass
+
+    assert roles(Fancy(2, 3)) == {"scale": "norm"}
+
+
+def test_raw_norm_parameters_of_stacked_blocks_are_known_by_name():
+    module = Holder(attn_norm=torch.ones(3, 4), norm_weight=torch.ones(3, 4), normal=torch.ones(3, 4))
+    assert roles(module) == {"attn_norm": "norm", "norm_weight": "norm", "normal": "matrix"}
+
+
+def test_biases_are_known_by_name_whatever_their_shape():
+    experts, out = 3, 5
+    module = Holder(
+        bias=torch.zeros(experts, out),
+        gate_up_proj_bias=torch.zeros(experts, out),
+        relative_bias_table=torch.zeros(9, 2),
+        unbiased=torch.zeros(2, 2),
+        biases=nn.ParameterList([nn.Parameter(torch.zeros(2, 2))]),
+        weights=nn.ParameterList([nn.Parameter(torch.zeros(2, 2))]),
+    )
+    assert roles(module) == {
+        "bias": "bias",
+        "gate_up_proj_bias": "bias",
+        "relative_bias_table": "bias",
+        "unbiased": "matrix",
+        "biases.0": "bias",
+        "weights.0": "matrix",
+    }
+
+
+def test_torchs_own_layers_fall_as_they_should():
+    attention, lstm = nn.MultiheadAttention(4, 2, add_bias_kv=True), nn.LSTM(2, 3)
+    biases = {name for name, role in roles(Holder(attention=attention, lstm=lstm)).items() if role == "bias"}
+    assert biases == {
+        "attention.in_proj_bias",
+        "attention.out_proj.bias",
+        "attention.bias_k",
+        "attention.bias_v",
+        "lstm.bias_ih_l0",
+        "lstm.bias_hh_l0",
+    }
+    assert roles(nn.Conv2d(1, 2, 3)) == {"weight": "matrix", "bias": "bias"}
+
+
+def test_embeddings_matrices_and_vectors():
+    module = Holder(
+        embed=nn.Embedding(3, 2),
+        bag=nn.EmbeddingBag(3, 2),
+        head=nn.Linear(2, 3, bias=False),
+        experts=torch.zeros(4, 2, 3),
+        gain=torch.ones(2),
+        temperature=torch.tensor(1.0),
+    )
+    assert roles(module) == {
+        "embed.weight": "embedding",
+        "bag.weight": "embedding",
+        "head.weight": "matrix",
+        "experts": "matrix",
+        "gain": "vector",
+        "temperature": "vector",
+    }
+
+
+def test_a_tied_parameter_comes_once_under_its_first_name_and_first_role():
+    module = Holder(head=nn.Linear(2, 3, bias=False), embed=nn.Embedding(3, 2))
+    module.embed.weight = module.head.weight
+    assert roles(module) == {"head.weight": "embedding"}
+
+
+def test_frozen_parameters_are_left_out():
+    module = nn.Linear(2, 2)
+    module.weight.requires_grad_(False)
+    assert roles(module) == {"bias": "bias"}
+
+
+def test_the_order_is_that_of_named_parameters():
+    module = nn.Sequential(nn.Embedding(3, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+    assert list(roles(module)) == [name for name, _ in module.named_parameters()]
+
+
+def test_a_marked_parameter_is_exempt():
+    module = Holder(a_log=torch.zeros(2, 2), other=torch.zeros(2, 2))
+    module.a_log._no_weight_decay = True
+    module.other._no_weight_decay = False
+    assert roles(module) == {"a_log": "exempt", "other": "matrix"}
+
+
+def test_a_module_exempts_parameters_by_their_names_below_it():
+    inner = Holder(mix=torch.zeros(2, 2), proj=nn.Linear(2, 2, bias=False), keep=torch.zeros(2, 2))
+    inner._no_weight_decay = {"mix", "proj.weight"}
+    assert roles(Holder(inner=inner)) == {
+        "inner.mix": "exempt",
+        "inner.keep": "matrix",
+        "inner.proj.weight": "exempt",
+    }
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        (["weigth"], "of module 'inner' names 'weigth', which is no parameter"),
+        ("weight", "is 'weight': give a collection"),
+        (True, "is True: give a collection"),
+    ],
+)
+def test_a_wrong_exemption_is_refused(listed, message):
+    inner = nn.Linear(2, 2)
+    inner._no_weight_decay = listed
+    with pytest.raises(UsageError, match=message):
+        roles(Holder(inner=inner))
+
+
+def test_names_and_roles_are_those_of_the_plain_model_under_compile_and_checkpointing():
+    plain = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), MyRMSNorm(2, 2))
+    plain[0]._no_weight_decay = ["weight"]
+    expected = roles(plain)
+    wrapped = nn.Sequential(torch.compile(plain[0]), checkpoint_wrapper(plain[1]), checkpoint_wrapper(plain[2]))
+    assert any("_orig_mod" in name for name, _ in wrapped.named_parameters())
+    assert roles(wrapped) == expected
+    assert roles(torch.compile(wrapped)) == expected
+
+
+def test_only_whole_parts_of_a_name_are_prefixes():
+    assert clean_name("a._orig_mod.b._fsdp_wrapped_module._checkpoint_wrapped_module.c") == "a.b.c"
+    assert clean_name("_orig_mod.w") == "w"
+    assert clean_name("my_orig_mod.w") == "my_orig_mod.w"
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_parameters_flattened_by_fsdp1_are_refused_in_one_line(process_group, use_orig_params):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    sharded = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    for module in (sharded, model):
+        with pytest.raises(UsageError, match=r"^parameter '[^\n]*' was flattened by FSDP1[^\n]*FSDP2[^\n]*$"):
+            roles(module)
+
+
+def test_fsdp2_keeps_the_roles(process_group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Embedding(4, 4), MyRMSNorm(2, 4), nn.Linear(4, 4))
+    expected = roles(model)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert roles(model) == expected
+
+
+def test_a_lazy_parameter_is_refused_by_name():
+    with pytest.raises(UsageError, match=r"'0\.weight' has no shape yet"):
+        roles(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_a_model_without_trainable_parameters_is_refused():
+    with pytest.raises(UsageError, match="Linear has no trainable parameter"):
+        roles(nn.Linear(2, 2).requires_grad_(False))

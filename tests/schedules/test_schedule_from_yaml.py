@@ -1,0 +1,62 @@
+"""A schedule in a recipe: short class names, nested in a model, and help for each option."""
+
+import pytest
+from jsonargparse import ArgumentParser
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.schedules import Schedule, WarmupCosine, WarmupStableDecay
+
+
+class Model:
+    def __init__(self, schedule: Schedule | None = None):
+        self.schedule = schedule
+
+
+@pytest.fixture
+def parser():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--schedule", type=Schedule)
+    parser.add_class_arguments(Model, "model")
+    return parser
+
+
+def read(parser, settings):
+    return parser.instantiate(parser.parse_object(settings))
+
+
+def test_a_short_class_name_and_its_settings_make_the_schedule(parser):
+    recipe = {"schedule": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 715}}}
+    assert read(parser, recipe).schedule == WarmupCosine(warmup_steps=715)
+
+
+def test_a_schedule_nests_in_a_model_and_is_none_by_default(parser):
+    settings = {"warmup_steps": 3, "decay_shape": "linear", "decay_fraction": 0.5}
+    recipe = {"model": {"schedule": {"class_path": "WarmupStableDecay", "init_args": settings}}}
+    assert read(parser, recipe).model.schedule == WarmupStableDecay(**settings)
+    assert read(parser, {}).model.schedule is None
+
+
+def test_the_command_line_sets_one_option(parser):
+    arguments = ["--model.schedule=WarmupCosine", "--model.schedule.warmup_steps=5"]
+    assert parser.instantiate(parser.parse_args(arguments)).model.schedule == WarmupCosine(warmup_steps=5)
+
+
+def test_a_bad_value_keeps_its_one_line(parser):
+    recipe = {"schedule": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": -4}}}
+    with pytest.raises(UsageError, match=r"^WarmupCosine\.warmup_steps=-4: [^\n]*$"):
+        read(parser, recipe)
+
+
+def test_help_describes_every_option(capsys):
+    parser = ArgumentParser()
+    parser.add_argument("--schedule", type=Schedule)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--schedule.help=WarmupStableDecay"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "length of the warmup in optimizer steps",
+        "`linear`, `cosine`",
+        "share of the whole run",
+        "branched",
+    ):
+        assert words in shown

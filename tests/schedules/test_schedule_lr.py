@@ -1,0 +1,149 @@
+"""The torch scheduler around a curve: right at every step, and the recipe beats the checkpoint."""
+
+import copy
+
+import pytest
+import torch
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.schedules import Schedule, ScheduleLR, WarmupConstant, WarmupCosine, WarmupLinear
+
+
+def make(lr=1.0, schedule=None, total=10, other_lr=0.5):
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": weights[:1]}, {"params": weights[1:], "lr": other_lr}], lr=lr)
+    return optimizer, ScheduleLR(optimizer, schedule or WarmupLinear(warmup_steps=2), total)
+
+
+def train(optimizer, scheduler, steps):
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        scheduler.step()
+
+
+def lrs(optimizer):
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def test_each_group_follows_the_curve_from_its_own_learning_rate():
+    optimizer, scheduler = make()
+    seen = []
+    for _ in range(12):
+        seen.append(lrs(optimizer))
+        assert scheduler.get_last_lr() == seen[-1]
+        train(optimizer, scheduler, 1)
+    curve = [WarmupLinear(warmup_steps=2).factor(step, 10) for step in range(12)]
+    assert seen == [[factor, 0.5 * factor] for factor in curve]
+
+
+def test_the_state_is_the_step_and_nothing_else():
+    optimizer, scheduler = make()
+    train(optimizer, scheduler, 3)
+    assert scheduler.state_dict() == {"last_epoch": 3}
+
+
+@pytest.mark.parametrize("order", ["optimizer first", "scheduler first"])
+def test_a_resume_follows_the_recipe_in_lr_length_and_shape(order):
+    optimizer, scheduler = make()
+    train(optimizer, scheduler, 5)
+    saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
+
+    schedule = WarmupCosine(warmup_steps=1)
+    resumed, follower = make(lr=0.2, schedule=schedule, total=50, other_lr=0.3)
+    loads = [lambda: resumed.load_state_dict(saved[0]), lambda: follower.load_state_dict(saved[1])]
+    for load in loads if order == "optimizer first" else loads[::-1]:
+        load()
+    assert lrs(resumed) == [schedule.lr(0.2, 5, 50), schedule.lr(0.3, 5, 50)] == follower.get_last_lr()
+    train(resumed, follower, 1)
+    assert lrs(resumed) == [schedule.lr(0.2, 6, 50), schedule.lr(0.3, 6, 50)]
+
+
+def test_a_load_leaves_no_old_learning_rate_for_a_later_scheduler():
+    optimizer, scheduler = make()
+    train(optimizer, scheduler, 5)
+    resumed, _ = make(lr=0.2)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert [group["initial_lr"] for group in resumed.param_groups] == [0.2, 0.5]
+
+
+def test_the_same_recipe_resumes_as_if_never_stopped():
+    optimizer, scheduler = make()
+    train(optimizer, scheduler, 4)
+    saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
+    train(optimizer, scheduler, 3)
+    resumed, follower = make()
+    resumed.load_state_dict(saved[0])
+    follower.load_state_dict(saved[1])
+    train(resumed, follower, 3)
+    assert lrs(resumed) == lrs(optimizer)
+    assert follower.state_dict() == scheduler.state_dict()
+
+
+def test_the_step_of_another_torch_scheduler_is_taken_over():
+    optimizer, _ = make()
+    stock = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.123)
+    train(optimizer, stock, 4)
+    resumed, follower = make()
+    follower.load_state_dict(stock.state_dict())
+    assert lrs(resumed) == [WarmupLinear(warmup_steps=2).factor(4, 10) * peak for peak in (1.0, 0.5)]
+
+
+def test_a_tensor_learning_rate_is_filled_in_place():
+    lr = torch.tensor(0.5)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=lr)
+    scheduler = ScheduleLR(optimizer, WarmupLinear(warmup_steps=2), 10)
+    held = optimizer.param_groups[0]["lr"]
+    train(optimizer, scheduler, 3)
+    assert optimizer.param_groups[0]["lr"] is held
+    assert held.item() == pytest.approx(0.5 * 7 / 8)
+    scheduler.load_state_dict({"last_epoch": 6})
+    assert optimizer.param_groups[0]["lr"] is held
+    assert held.item() == pytest.approx(0.5 * 4 / 8)
+    assert scheduler.get_last_lr()[0] is not held
+
+
+@pytest.mark.parametrize("tensor_saved", [True, False])
+def test_a_resume_keeps_the_recipes_kind_of_learning_rate(tensor_saved):
+    def build(tensor):
+        lr = torch.tensor(0.5) if tensor else 0.5
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=lr)
+        return optimizer, ScheduleLR(optimizer, WarmupLinear(warmup_steps=2), 10)
+
+    saved, resumed = build(tensor_saved)[0], build(not tensor_saved)[0]
+    resumed.load_state_dict(saved.state_dict())
+    lr = resumed.param_groups[0]["lr"]
+    assert isinstance(lr, torch.Tensor) is not tensor_saved
+    assert float(lr) == 0.25
+
+
+def test_a_run_that_does_not_fit_fails_before_training():
+    with pytest.raises(UsageError, match="warmup_steps=10"):
+        make(schedule=WarmupLinear(warmup_steps=10))
+    with pytest.raises(UsageError, match=r"trainer\.max_steps"):
+        make(total=-1)
+
+
+def test_a_curve_without_an_end_runs_without_a_length():
+    optimizer, scheduler = make(schedule=WarmupConstant(warmup_steps=4), total=None)
+    train(optimizer, scheduler, 20)
+    assert lrs(optimizer) == [1.0, 0.5]
+
+
+def test_the_learning_rates_are_the_bits_of_the_schedules_lr():
+    class Exact(Schedule):
+        def lr(self, peak, step, total_steps):
+            return 6e-5 if step else peak
+
+    optimizer, scheduler = make(lr=6e-4, schedule=Exact())
+    train(optimizer, scheduler, 1)
+    assert lrs(optimizer)[0] == 6e-5  # not 6e-4 times a rounded 0.1
+
+
+def test_stepping_gives_no_warning(recwarn):
+    optimizer, scheduler = make()
+    scheduler.load_state_dict({"last_epoch": 3})
+    train(optimizer, scheduler, 2)
+    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]

@@ -1,0 +1,116 @@
+"""The curves against transformers' and torch's, with the offset by one stated where they differ."""
+
+import pytest
+import torch
+from transformers import optimization as hf
+
+from lightning_tricks.schedules import (
+    CosineRestarts,
+    WarmupConstant,
+    WarmupCosine,
+    WarmupInverseSqrt,
+    WarmupLinear,
+    WarmupStableDecay,
+)
+
+WARMUP, TOTAL = 7, 40
+
+
+def optimizer():
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def theirs(make, steps=TOTAL, **settings):
+    """Factors of a transformers scheduler (a LambdaLR) at steps 0, 1, ..."""
+    factor = make(optimizer(), **settings).lr_lambdas[0]
+    return [factor(step) for step in range(steps)]
+
+
+def torchs(make, steps=TOTAL, **settings):
+    """Learning rates that a torch scheduler sets at steps 0, 1, ... for a peak of 1."""
+    opt = optimizer()
+    scheduler, values = make(opt, **settings), []
+    for _ in range(steps):
+        values.append(opt.param_groups[0]["lr"])
+        opt.step()
+        scheduler.step()
+    return values
+
+
+def ours(schedule, steps=TOTAL, total=TOTAL):
+    return [schedule.factor(step, total) for step in range(steps)]
+
+
+def assert_warmup_is_one_step_ahead(mine, other):
+    """theirs starts at 0 / warmup, ours at 1 / warmup: our warmup at step s is theirs at s + 1."""
+    assert other[0] == 0
+    assert mine[:WARMUP] == pytest.approx(other[1 : WARMUP + 1], abs=1e-14)
+
+
+def test_cosine_is_transformers_after_a_warmup_one_step_ahead():
+    mine = ours(WarmupCosine(warmup_steps=WARMUP, min_ratio=0.0))
+    other = theirs(hf.get_cosine_schedule_with_warmup, num_warmup_steps=WARMUP, num_training_steps=TOTAL)
+    assert_warmup_is_one_step_ahead(mine, other)
+    assert mine[WARMUP:] == pytest.approx(other[WARMUP:], abs=1e-14)
+
+
+def test_cosine_to_a_floor_is_transformers_too():
+    mine = ours(WarmupCosine(warmup_steps=WARMUP, min_ratio=0.1))
+    settings = {"num_warmup_steps": WARMUP, "num_training_steps": TOTAL, "min_lr_rate": 0.1}
+    other = theirs(hf.get_cosine_with_min_lr_schedule_with_warmup, **settings)
+    assert mine[WARMUP:] == pytest.approx(other[WARMUP:], abs=1e-14)
+
+
+def test_linear_is_transformers_after_a_warmup_one_step_ahead():
+    mine = ours(WarmupLinear(warmup_steps=WARMUP))
+    other = theirs(hf.get_linear_schedule_with_warmup, num_warmup_steps=WARMUP, num_training_steps=TOTAL)
+    assert_warmup_is_one_step_ahead(mine, other)
+    assert mine[WARMUP:] == pytest.approx(other[WARMUP:], abs=1e-14)
+
+
+def test_inverse_sqrt_is_transformers_one_step_ahead_all_along():
+    mine = ours(WarmupInverseSqrt(warmup_steps=WARMUP))
+    other = theirs(hf.get_inverse_sqrt_schedule, steps=TOTAL + 1, num_warmup_steps=WARMUP)
+    assert mine == pytest.approx(other[1:], abs=1e-14)
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "1-sqrt"])
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+def test_stable_decay_is_transformers_wsd_after_the_warmup(shape, floor):
+    schedule = WarmupStableDecay(warmup_steps=WARMUP, decay_steps=12, decay_shape=shape, min_ratio=floor)
+    settings = {
+        "num_warmup_steps": WARMUP,
+        "num_decay_steps": 12,
+        "num_training_steps": TOTAL,
+        "decay_type": shape,
+        "min_lr_ratio": floor,
+    }
+    mine, other = ours(schedule, steps=TOTAL + 5), theirs(hf.get_wsd_schedule, steps=TOTAL + 5, **settings)
+    assert mine[WARMUP:] == pytest.approx(other[WARMUP:], abs=1e-14)
+    if floor == 0:  # with a floor, theirs warms up from the floor, ours from 0
+        assert_warmup_is_one_step_ahead(mine, other)
+
+
+def test_constant_is_torchs_linear_lr_without_offset():
+    settings = {"start_factor": 1 / WARMUP, "total_iters": WARMUP - 1}
+    other = torchs(torch.optim.lr_scheduler.LinearLR, **settings)
+    assert ours(WarmupConstant(warmup_steps=WARMUP)) == pytest.approx(other, abs=1e-14)
+
+
+def test_linear_without_warmup_is_torchs_linear_lr():
+    settings = {"start_factor": 1.0, "end_factor": 0.2, "total_iters": TOTAL}
+    other = torchs(torch.optim.lr_scheduler.LinearLR, steps=TOTAL + 3, **settings)
+    assert ours(WarmupLinear(warmup_steps=0, min_ratio=0.2), TOTAL + 3) == pytest.approx(other, abs=1e-14)
+
+
+def test_cosine_without_warmup_is_torchs_cosine_annealing():
+    other = torchs(torch.optim.lr_scheduler.CosineAnnealingLR, steps=TOTAL + 1, T_max=TOTAL, eta_min=0.1)
+    assert ours(WarmupCosine(warmup_steps=0, min_ratio=0.1), TOTAL + 1) == pytest.approx(other, abs=1e-13)
+
+
+@pytest.mark.parametrize("mult", [1, 2, 3])
+def test_restarts_are_torchs_warm_restarts(mult):
+    settings = {"T_0": 5, "T_mult": mult, "eta_min": 0.1}
+    other = torchs(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, steps=100, **settings)
+    mine = ours(CosineRestarts(cycle_steps=5, cycle_mult=mult, min_ratio=0.1), steps=100, total=None)
+    assert mine == pytest.approx(other, abs=1e-14)

@@ -1,0 +1,181 @@
+"""LanguageModel: its loss is the mean over tokens whatever the split, its figures are those worked out by hand."""
+
+import math
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.models import GPT2, Llama
+
+SHAPE = {"vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 8}
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def make(**kwargs) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(Llama(**SHAPE), optimizer=sgd, weight_decay=0.0, **kwargs)
+
+
+def ragged(rows: int, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Rows of 8 tokens of which a varying number count."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 32, (rows, 9), generator=generator)
+    labels = ids[:, 1:].clone()
+    for row in range(rows):
+        labels[row, 1 + (row * 3) % 8 :] = -100
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
+
+
+class Batches(torch.utils.data.Dataset):
+    def __init__(self, whole: dict[str, torch.Tensor], rows: int) -> None:
+        self.whole, self.rows = whole, rows
+
+    def __len__(self) -> int:
+        return len(self.whole["labels"]) // self.rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: value[index * self.rows : (index + 1) * self.rows] for name, value in self.whole.items()}
+
+
+def fit(model: LanguageModel, batches, **kwargs) -> pl.Trainer:
+    options = {
+        "accelerator": "cpu", "devices": 1, "max_steps": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1,
+    }  # fmt: skip
+    trainer = pl.Trainer(**{**options, **kwargs})
+    trainer.fit(model, DataLoader(batches, batch_size=None))
+    return trainer
+
+
+def plain_step(whole: dict[str, torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
+    """Loss and weights after one SGD step on the mean over all counted tokens, without Lightning."""
+    model = make()
+    model.configure_model()
+    logits = model(whole["input_ids"])
+    loss = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten(), ignore_index=-100)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.5 * parameter.grad
+    return loss.item(), [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_a_step_over_ragged_micro_batches_is_the_step_of_the_mean_over_all_tokens(micro_batches):
+    whole = ragged(8)
+    loss, expected = plain_step(whole)
+    model = make()
+    trainer = fit(model, Batches(whole, 8 // micro_batches), accumulate_grad_batches=micro_batches)
+    assert trainer.callback_metrics["train/loss"].item() == pytest.approx(loss, rel=1e-6)
+    for ours, theirs in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_logged_norm_is_that_of_the_mean_gradient_before_the_clip():
+    whole = ragged(8)
+    model = make()
+    model.configure_model()
+    F.cross_entropy(model(whole["input_ids"]).flatten(0, 1), whole["labels"].flatten(), ignore_index=-100).backward()
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+    trainer = fit(make(), Batches(whole, 2), accumulate_grad_batches=4, gradient_clip_val=norm / 10)
+    assert trainer.callback_metrics["train/grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_micro_batch_without_a_counted_label_changes_nothing():
+    whole = ragged(4)
+    padded = {name: torch.cat([value, value]) for name, value in whole.items()}
+    padded["labels"][4:] = -100
+    _, expected = plain_step(whole)
+    model = make()
+    fit(model, Batches(padded, 4), accumulate_grad_batches=2)
+    for ours, theirs in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_logged_lr_is_the_one_that_the_step_used():
+    from lightning_tricks.schedules import WarmupLinear
+
+    trainer = fit(make(schedule=WarmupLinear(warmup_steps=2)), Batches(ragged(4), 2), max_steps=3)
+    # peak 0.5: steps 0, 1 warm up; step 2 is the first of one step of decay
+    assert trainer.callback_metrics["train/lr"].item() == pytest.approx(0.5)
+
+
+def test_validation_figures_are_sums_over_the_set_not_means_of_batches():
+    whole = ragged(6)
+    whole["n_bytes"] = torch.tensor([3, 1, 4, 1, 5, 9])
+    model = make()
+    model.configure_model()
+    nats = F.cross_entropy(
+        model(whole["input_ids"]).flatten(0, 1), whole["labels"].flatten(), ignore_index=-100, reduction="sum"
+    ).item()
+    tokens = (whole["labels"] != -100).sum().item()
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    metrics = trainer.validate(model, DataLoader(Batches(whole, 2), batch_size=None), verbose=False)[0]
+    assert metrics["val/loss"] == pytest.approx(nats / tokens, rel=1e-6)
+    assert metrics["val/bits_per_byte"] == pytest.approx(nats / math.log(2) / 23, rel=1e-6)
+    metrics = trainer.test(model, DataLoader(Batches(whole, 3), batch_size=None), verbose=False)[0]
+    assert metrics["test/loss"] == pytest.approx(nats / tokens, rel=1e-6)
+
+
+def test_bits_per_byte_is_left_out_where_bytes_are_not_known():
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    metrics = trainer.validate(make(), DataLoader(Batches(ragged(4), 2), batch_size=None), verbose=False)[0]
+    assert metrics.keys() == {"val/loss"}
+
+
+def test_predictions_are_the_log_probabilities_of_the_labels():
+    whole = ragged(2)
+    model = make()
+    model.configure_model()
+    found = model.predict_step(whole, 0)
+    logp = F.log_softmax(model(whole["input_ids"]), -1)
+    assert found[0, 0].item() == pytest.approx(logp[0, 0, whole["labels"][0, 0]].item(), abs=1e-6)
+    assert (found[whole["labels"] == -100] == 0).all()
+
+
+def test_the_first_weights_depend_on_the_seed_alone():
+    first = make()
+    first.configure_model()
+    torch.manual_seed(0)
+    second = LanguageModel(Llama(**SHAPE))
+    torch.rand(100)  # other use of the random state in between
+    second.configure_model()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    torch.manual_seed(1)
+    third = LanguageModel(Llama(**SHAPE))
+    third.configure_model()
+    assert not torch.equal(next(first.parameters()), next(third.parameters()))
+
+
+def test_a_checkpoint_of_another_shape_is_refused_in_one_line(tmp_path):
+    model = make()
+    trainer = fit(model, Batches(ragged(4), 2), enable_checkpointing=True, default_root_dir=tmp_path)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    other = LanguageModel(Llama(**{**SHAPE, "d_model": 32}))
+    with pytest.raises(UsageError, match=r"d_model=16, the recipe's 32"):
+        pl.Trainer(accelerator="cpu", devices=1, logger=False).validate(
+            other, DataLoader(Batches(ragged(4), 2), batch_size=None), ckpt_path=str(tmp_path / "a.ckpt")
+        )
+    gpt = LanguageModel(GPT2(**SHAPE))
+    with pytest.raises(UsageError, match="class='Llama'"):
+        gpt.on_load_checkpoint(torch.load(tmp_path / "a.ckpt", weights_only=True))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_checkpointing_and_compiling_leave_the_step_as_it_was(mode, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))
+    compiled: list[torch.nn.Module] = []
+    _, expected = plain_step(ragged(4))
+    model = make(activation_checkpointing=mode, compile_blocks=True)
+    fit(model, Batches(ragged(4), 4))
+    assert compiled == list(model.decoder.blocks)
+    for ours, theirs in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-6)

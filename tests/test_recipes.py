@@ -1,0 +1,101 @@
+"""Every recipe parses, builds whole on the meta device, fits its own schedule, and says what it is."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_tricks.cli import load_recipe
+from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.data import ShardWriter
+
+RECIPES = sorted(recipes_folder().glob("*.yaml"))
+PARAMETERS = {
+    "tiny": 5_245_696,
+    "gpt2_124m": 124_373_760,  # 50304 rows and no biases: nanoGPT prints 123.59M without the 786,432 of its positions
+    "llama1b": 1_100_048_384,
+    "llama7b": 6_738_415_616,
+    "llama7b_1gpu": 6_738_415_616,
+}
+TOKENS_A_STEP = {"gpt2_124m": 524_288, "llama1b": 2_097_152, "llama7b": 4_194_304, "llama7b_1gpu": 524_288}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_builds_whole_on_meta_and_fits_its_schedule(recipe):
+    model, data, trainer = load_recipe("--config", str(recipe))
+    with torch.device("meta"):
+        model.configure_model()
+    count = sum(p.numel() for p in model.parameters())
+    print(f"{recipe.stem}: {count:,} parameters")
+    if recipe.stem in PARAMETERS:
+        assert count == PARAMETERS[recipe.stem]
+    assert all(p.is_meta for p in model.parameters())
+    model.schedule.check(trainer["max_steps"])
+    assert data.seq_len <= model.config.max_seq_len
+    assert data.vocab_size <= model.config.vocab_size
+    assert trainer["gradient_clip_val"] == 1.0
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.stem in TOKENS_A_STEP], ids=lambda path: path.stem)
+def test_the_batch_is_what_the_header_says(recipe):
+    _, data, trainer = load_recipe("--config", str(recipe))
+    devices = trainer["devices"] if isinstance(trainer["devices"], int) else 1
+    rows = data.micro_batch_size * trainer["accumulate_grad_batches"] * devices
+    assert rows * data.seq_len == TOKENS_A_STEP[recipe.stem]
+    assert f"{TOKENS_A_STEP[recipe.stem]:,} tokens" in recipe.read_text()
+
+
+def test_gpt2_is_nanogpts():
+    model, _, trainer = load_recipe("--config", str(recipes_folder() / "gpt2_124m.yaml"))
+    lr = [model.schedule.lr(6e-4, step, trainer["max_steps"]) for step in (0, 714, 142_999, 143_000)]
+    assert lr[0] == 6e-4 / 715
+    assert lr[1] == 6e-4
+    assert lr[2] == pytest.approx(6e-5, rel=1e-6)
+    assert lr[3] == 6e-5
+    assert model.config.vocab_size == 50304
+    assert model.weight_decay == 0.1
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_is_short_and_its_header_gives_title_and_command(recipe):
+    lines = recipe.read_text().splitlines()
+    assert len(lines) < 60
+    header = [line for line in lines if line.startswith("#")]
+    assert any("lightning_tricks fit --config" in line for line in header)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for name in ("train", "val"):
+        with ShardWriter(folder, name, vocab_size=64) as writer:
+            writer.append(torch.randint(0, 64, (4000,), generator=generator).numpy())
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama7b", "llama1b"])
+def test_trains_at_toy_width_on_two_processes(name, shards):
+    decoder = {"n_layers": 2, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "d_ff": 64, "max_seq_len": 32, "vocab_size": 64}
+    overrides = [f"--model.init_args.decoder.init_args.{key}={value}" for key, value in decoder.items()]
+    if name == "llama7b":
+        overrides += ["--trainer.strategy.init_args.data_parallel_size=2"]
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "lightning_tricks", "fit", "--config", str(recipes_folder() / f"{name}.yaml"),
+            *overrides, "--model.init_args.compile_blocks=false",
+            "--model.init_args.schedule.init_args.warmup_steps=2", "--data.init_args.vocab_size=64",
+            "--data.init_args.seq_len=32", "--data.init_args.num_workers=0", "--data.init_args.micro_batch_size=2",
+            "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_steps=6",
+            "--trainer.accumulate_grad_batches=2", "--trainer.log_every_n_steps=2",
+            "--trainer.val_check_interval=6", "--trainer.limit_val_batches=2",
+        ],
+        capture_output=True, text=True, cwd=shards, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step 6/6" in done.stdout, done.stdout
+    assert "validation  loss" in done.stdout
