@@ -1,4 +1,4 @@
-"""The command line's door: help, version, `ls` and `cp` answer at once, everything else loads torch and goes to `cli`."""
+"""The command line's door: help, `ls` and `cp` answer at once, everything else loads torch and goes to `cli`."""
 
 import sys
 
@@ -42,7 +42,7 @@ def run(args: list[str]) -> None:
 
 
 def main() -> None:
-    """Entry point of `python -m lightning_tricks` and `lightning-tricks`: a user's mistake is one line and exit code 2."""
+    """Entry point of `python -m lightning_tricks` and `lightning-tricks`: a mistake is one line and exit code 2."""
     try:
         run(sys.argv[1:])
     except UsageError as error:

@@ -6,7 +6,7 @@ is the one about what the user wrote; its ancestors say where that stands in the
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 _NOISE = re.compile(
@@ -33,7 +33,9 @@ class ParseError:
 def parse_message(message: str) -> ParseError:
     """Find the innermost complaint in jsonargparse's message and the keys and class around it."""
     if message.startswith("Problems parsing config:"):
-        return ParseError("", "", "the recipe is no valid YAML: " + re.sub(r"\s+", " ", message.split(":", 1)[1]).strip())
+        return ParseError(
+            "", "", "the recipe is no valid YAML: " + re.sub(r"\s+", " ", message.split(":", 1)[1]).strip()
+        )
     ancestors: list[tuple[int, str]] = []
     best: tuple[int, list[str], str] = (-1, [], message.strip().splitlines()[0])
     for line in message.splitlines():
@@ -54,7 +56,7 @@ def parse_message(message: str) -> ParseError:
     return ParseError(".".join(keys), classes[-1].rsplit(".", 1)[-1] if classes else "", complaint)
 
 
-def one_line(error: ParseError, options: Iterable[str], classes: dict[str, Iterable[str]]) -> str:
+def one_line(error: ParseError, options: Iterable[str], classes: Mapping[str, Iterable[str]]) -> str:
     """The line to print.
 
     Args:
@@ -68,7 +70,9 @@ def one_line(error: ParseError, options: Iterable[str], classes: dict[str, Itera
     if match := re.match(r"(?:Option|Key|Group key) '([^']+)' is not (?:accepted|expected)", error.complaint):
         near = did_you_mean(match[1], classes.get(error.class_name, options))
         return f"{place}{error.class_name or 'the recipe'} has no option {match[1]!r}{near}"
-    if match := re.search(r"Option '([^']+)' is not accepted\. Got value: Namespace\(class_path='[\w.]*?(\w+)'", error.complaint):
+    if match := re.search(
+        r"Option '([^']+)' is not accepted\. Got value: Namespace\(class_path='[\w.]*?(\w+)'", error.complaint
+    ):
         return f"{place}{match[2]} has no option {match[1]!r}{did_you_mean(match[1], classes.get(match[2], options))}"
     if match := re.match(r"the following arguments are required: (?:\w+\.)?(\w+)", error.complaint):
         if error.class_name:

@@ -5,6 +5,7 @@ progress bar, no automatic optimizer (the module owns it), and checkpoints that 
 """
 
 import inspect
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -64,7 +65,8 @@ def nameable_classes() -> dict[str, list[str]]:
 
 
 def _subclasses(base: type) -> Iterator[type]:
-    for child in base.__subclasses__():
+    children: list[type] = base.__subclasses__()
+    for child in children:
         yield child
         yield from _subclasses(child)
 
@@ -81,13 +83,10 @@ def _parameters(cls: type) -> list[str]:
 
 
 class RecipeTrainer(pl.Trainer):
-    """Lightning's Trainer, and the signature of our own `prepare`."""
+    """Lightning's Trainer, and the signature of our own `prepare`, which `RecipeCLI` carries out without a Trainer."""
 
     def prepare(self, model: "pl.LightningModule", datamodule: "pl.LightningDataModule | None" = None) -> None:
         """Turn the recipe's text into token shards, and stop."""
-        if datamodule is None:
-            raise UsageError("prepare: the recipe has no data")
-        datamodule.prepare_data()
 
 
 class RecipeCLI(LightningCLI):
@@ -100,7 +99,9 @@ class RecipeCLI(LightningCLI):
     def __init__(self, **kwargs: Any) -> None:
         usage = "%(prog)s --config RECIPE.yaml [--config MORE.yaml] [--key.subkey VALUE ...]"
         common = {"allow_abbrev": False, "prog": "lightning-tricks"}
-        kwargs.setdefault("parser_kwargs", common | {name: {"usage": usage, "allow_abbrev": False} for name in self.subcommands()})
+        kwargs.setdefault(
+            "parser_kwargs", common | {name: {"usage": usage, "allow_abbrev": False} for name in self.subcommands()}
+        )
         kwargs.setdefault("parser_class", RecipeParser)
         kwargs.setdefault("trainer_class", RecipeTrainer)
         kwargs.setdefault("save_config_kwargs", {"overwrite": True})
@@ -116,6 +117,8 @@ class RecipeCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> "pl.Trainer":
         """Lightning's Trainer with our progress bar, unless the recipe brings one or wants none."""
+        if self.subcommand == "prepare":
+            return self.trainer_class  # a class will do: the recipe's devices need not exist here
         config = self._get(self.config_init, "trainer")
         bars = pl_import("callbacks").ProgressBar
         callbacks = config.get("callbacks") or []
@@ -127,24 +130,43 @@ class RecipeCLI(LightningCLI):
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise UsageError("trainer: " + re.sub(r"\s+", " ", str(error))) from error
 
+    def prepare(self, model: "pl.LightningModule", datamodule: "pl.LightningDataModule | None" = None) -> None:
+        """Turn the recipe's text into token shards, and stop."""
+        if datamodule is None:
+            raise UsageError("prepare: the recipe has no data")
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        if hasattr(datamodule, "data_summary"):
+            print(datamodule.data_summary())
+
     def after_fit(self) -> None:
         """Say where the results are and what to do with them."""
         trainer = self.trainer
-        if not trainer.is_global_zero or trainer.fast_dev_run:
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         for logger in trainer.loggers:
             if isinstance(logger, pl_import("loggers").TensorBoardLogger):
-                print(f"\nTensorBoard: tensorboard --logdir {logger.root_dir}   then open http://localhost:6006")
-        checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "") or getattr(
-            trainer.checkpoint_callback, "best_model_path", ""
-        )
+                print(
+                    f"\nTensorBoard: tensorboard --logdir {_short(logger.root_dir)}   then open http://localhost:6006"
+                )
+        saver = trainer.checkpoint_callback
+        checkpoint = _short(getattr(saver, "last_model_path", "") or getattr(saver, "best_model_path", ""))
+        command = f"python -m lightning_tricks fit --config {self._recipe()}"
         if checkpoint:
-            config = next((a for a in self._recipe_paths()), "RECIPE.yaml")
-            print(f"Checkpoint:  {checkpoint}")
-            print(f"Evaluate it: python -m lightning_tricks validate --config {config} --ckpt_path {checkpoint}")
+            print(f"Evaluate:    {command.replace(' fit ', ' validate ')} --ckpt_path {checkpoint}")
+            print(f"Go on:       {command} --ckpt_path last --trainer.max_steps {2 * trainer.global_step}")
+        print(f"Try next:    {command} --model.init_args.optimizer.init_args.lr 1e-3")
+        print("             python -m lightning_tricks ls   lists the other recipes")
 
-    def _recipe_paths(self) -> list[str]:
-        return [str(path) for path in self.config[self.subcommand].get("config") or []]
+    def _recipe(self) -> str:
+        paths = self.config[self.subcommand].get("config") or ["RECIPE.yaml"]
+        return _short(str(paths[0]))
+
+
+def _short(path: str) -> str:
+    """The path from here, where it lies below this folder."""
+    here = os.getcwd() + os.sep
+    return path.removeprefix(here)
 
 
 class _Untrained(RecipeCLI):

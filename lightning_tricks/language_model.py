@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
 from lightning_tricks.models import Decoder, DecoderConfig
 from lightning_tricks.strategies import shard_blocks
 
+rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 Batch = dict[str, Tensor]
 IGNORED = -100
 
@@ -29,7 +30,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     Args:
         decoder: Architecture, such as `Llama` or `GPT2`.
         activation_checkpointing: What of each block is recomputed in the backward pass: `none`, `full` (everything) or
-            `selective` (all but the matrix products and attention).
+            `selective` (all but attention and some of the matrix products, about half of the memory).
         compile_blocks: Compile each block with `torch.compile`.
         **kwargs: Those of `OptimizerMixin`.
 
@@ -89,6 +90,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             )
         if hasattr(data, "check_ids"):
             data.check_ids(self.config.vocab_size)
+        if hasattr(data, "data_summary") and stage == "fit":
+            rank_zero_info(data.data_summary())
 
     def forward(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Logits (B, T, vocabulary) of token ids (B, T)."""
@@ -124,7 +127,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             self.log("train/grad_norm", self.grad_norm)
 
     def _logs_this_step(self) -> bool:
-        every = self.trainer.log_every_n_steps
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         step = self.trainer.global_step
         return step == self.trainer.max_steps or (every > 0 and step % every == 0)
 
@@ -167,7 +170,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             self.log(f"{stage}/bits_per_byte", nats / (math.log(2) * n_bytes))
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Log-probability, in nats, of each label given the tokens before it: (B, T) fp32, 0 where it does not count."""
+        """Log-probability of each label given the tokens before it: (B, T) fp32, in nats, 0 where it does not count."""
         logits = self(batch["input_ids"], batch.get("document_ids")).float()
         labels = batch["labels"]
         chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)

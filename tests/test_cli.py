@@ -72,7 +72,10 @@ def test_a_misspelt_word_is_named_with_the_nearest_right_one(capsys, misspelt, r
         (["fit", str(TINY)], "a recipe is given as --config"),
         (["fit"], "no model: give a recipe"),
         (["fit", "--config", str(TINY), "--trainer.max_step", "3"], "did you mean trainer.max_steps?"),
-        (["fit", "--config", str(TINY), "--data.init_args.seq_len", "1.5"], "data.seq_len=1.5: expected a value of type int"),
+        (
+            ["fit", "--config", str(TINY), "--data.init_args.seq_len", "1.5"],
+            "data.seq_len=1.5: expected a value of type int",
+        ),
         (
             ["fit", "--config", str(TINY), "--model.init_args.decoder.init_args.n_layer", "2"],
             "Llama has no option 'n_layer'; did you mean n_layers?",
@@ -109,7 +112,9 @@ def test_a_recipe_that_is_no_yaml_says_where(capsys, tmp_path):
         ),
     ],
 )
-def test_a_recipe_that_cannot_train_is_refused_before_training(capsys, tmp_path, monkeypatch, text_file, override, expected):
+def test_a_recipe_that_cannot_train_is_refused_before_training(
+    capsys, tmp_path, monkeypatch, text_file, override, expected
+):
     monkeypatch.chdir(tmp_path)
     small = ["--data.init_args.files", text_file, "--data.init_args.cache_dir", str(tmp_path / "cache")]
     argv = ["lightning-tricks", "fit", "--config", str(TINY), *small, *override]

@@ -10,7 +10,7 @@ from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/*.md"))]
 
 
 def blocks(page: Path, *languages: str) -> list[str]:

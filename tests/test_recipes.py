@@ -80,7 +80,8 @@ def shards(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama7b", "llama1b"])
 def test_trains_at_toy_width_on_two_processes(name, shards):
-    decoder = {"n_layers": 2, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "d_ff": 64, "max_seq_len": 32, "vocab_size": 64}
+    decoder = {"n_layers": 2, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "d_ff": 64}
+    decoder |= {"max_seq_len": 32, "vocab_size": 64}
     overrides = [f"--model.init_args.decoder.init_args.{key}={value}" for key, value in decoder.items()]
     if name == "llama7b":
         overrides += ["--trainer.strategy.init_args.data_parallel_size=2"]

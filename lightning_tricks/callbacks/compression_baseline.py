@@ -84,5 +84,3 @@ class CompressionBaseline(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the history up again; its seconds count from the latest start."""
         self.history = [(int(s), float(t), float(b)) for s, t, b in state_dict["history"]]
-
-

@@ -45,7 +45,7 @@ class TrainingProgressBar(ProgressBar):
 
     Shows what was logged under the collection's names (`train/loss`, `train/grad_norm`, `train/lr`, `val/...`), and
     nothing for a module that logs none of them. Metrics are read from the device on those steps only. The rate leaves
-    out validation, checkpoints and everything before the first line.
+    out validation.
     """
 
     TRAIN = {"train/loss": "loss {:.4f}", "train/grad_norm": "norm {:.3f}", "train/lr": "lr {:.1e}"}
@@ -98,7 +98,7 @@ class TrainingProgressBar(ProgressBar):
         if trainer.fit_loop._should_accumulate():
             return
         self._steps += 1
-        every = trainer.log_every_n_steps
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._due = trainer.global_step == trainer.max_steps or (every > 0 and trainer.global_step % every == 0)
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -118,9 +118,7 @@ class TrainingProgressBar(ProgressBar):
         """Print the last interval."""
         self._flush(trainer)
 
-    def on_exception(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """End the redrawn line, so that the error starts on its own."""
         if self._enabled and self._redraw:
             print(flush=True)

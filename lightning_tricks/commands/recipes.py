@@ -23,9 +23,9 @@ def title(recipe: Path) -> str:
 
 def ls(args: list[str]) -> None:
     """Print a line a recipe: its name and what it is for."""
-    argparse.ArgumentParser("lightning-tricks ls", description="List the recipes that come with the collection.").parse_args(
-        args
-    )
+    argparse.ArgumentParser(
+        "lightning-tricks ls", description="List the recipes that come with the collection."
+    ).parse_args(args)
     recipes = sorted(recipes_folder().glob("*.yaml"))
     width = max(len(recipe.stem) for recipe in recipes)
     for recipe in recipes:

@@ -5,19 +5,18 @@ Batches are addressed by position; `resume.py` says where a run stands, `batches
 
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
-from lightning_tricks.data.batches import Batch, TrainBatches, ValidationBatches
+from lightning_tricks.data.batches import TrainBatches, ValidationBatches
 from lightning_tricks.data.bpe import token_bytes, token_texts, vocabulary_size
+from lightning_tricks.data.id_guard import IdGuard
 from lightning_tricks.data.loader import TrainLoader, ValidationLoader
 from lightning_tricks.data.order import WindowOrder
-from lightning_tricks.data.resume import ENDLESS, DataPosition, data_rank, micro_batch_positions
+from lightning_tricks.data.positions import ENDLESS, micro_batch_positions
+from lightning_tricks.data.resume import DataPosition, data_rank
 from lightning_tricks.data.stream import TokenStream
-
-_SCANNED_TOKENS = 1 << 30  # of the training tokens before the start; the rest is looked at batch by batch
 
 
 class ShardData(pl.LightningDataModule):
@@ -46,7 +45,7 @@ class ShardData(pl.LightningDataModule):
         self.eot_id: int | None = None
         self.streams: dict[str, TokenStream] = {}
         self.token_texts: list[bytes] | None = None
-        self._id_bound: int | None = None
+        self._guard = IdGuard()
         self._position = DataPosition(micro_batch_size, {"seed": seed, "seq_len": seq_len})
 
     def use(self, streams: dict[str, TokenStream], tokenizer: Tokenizer | None, fingerprint: str) -> None:
@@ -80,23 +79,7 @@ class ShardData(pl.LightningDataModule):
         Raises:
             UsageError: names the shard, the position and the id of the first one that is too large.
         """
-        for split, stream in self.streams.items():
-            limit = _SCANNED_TOKENS if split == "train" else len(stream)
-            if (position := stream.first_at_least(vocab_size, limit)) is not None:
-                raise _bad_id(stream, position, vocab_size, whose)
-        self._id_bound = min(vocab_size, self._id_bound or vocab_size)
-
-    def _check_batch(self, batches: TrainBatches | ValidationBatches, position: int, batch: Batch) -> None:
-        if self._id_bound is None:
-            return
-        # the labels hold every token of a row but its first
-        largest = max(int(batch["labels"].max()), int(batch["input_ids"][:, 0].max()))
-        if largest < self._id_bound:
-            return
-        for start in batches.starts(position).tolist():
-            (hits,) = np.nonzero(batches.stream.read(start, self.seq_len + 1) >= self._id_bound)
-            if len(hits):
-                raise _bad_id(batches.stream, start + int(hits[0]), self._id_bound, "the model")
+        self._guard.scan(self.streams, vocab_size, whose)
 
     def train_dataloader(self) -> TrainLoader:
         """Micro-batches from where the run stands; they end where the run does."""
@@ -108,10 +91,10 @@ class ShardData(pl.LightningDataModule):
 
         def positions() -> range:
             if self.trainer is None:
-                return micro_batch_positions(0, ENDLESS, 1, self.micro_batch_size, rank=0, world=1)
+                return micro_batch_positions(0, ENDLESS, 1, self.micro_batch_size)
             return self._position.positions(self.trainer, order.windows)
 
-        return TrainLoader(batches, positions, self.num_workers, self._check_batch)
+        return TrainLoader(batches, positions, self.num_workers, self._guard.check)
 
     def val_dataloader(self) -> ValidationLoader | list[Any]:
         """Every validation token but the first as a label once; an empty list when there is no validation stream."""
@@ -129,7 +112,7 @@ class ShardData(pl.LightningDataModule):
             rank=rank,
             world=world,
         )
-        return ValidationLoader(batches, self.num_workers, self._check_batch)
+        return ValidationLoader(batches, self.num_workers, self._guard.check)
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -140,6 +123,14 @@ class ShardData(pl.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the row after those of the checkpoint."""
         self._position.load_state_dict(state_dict)
+
+    def data_summary(self) -> str:
+        """One line on what is trained on; after `setup`."""
+        parts = [f"{len(s):,} {name} tokens in {len(s.paths)} shard(s)" for name, s in self.streams.items()]
+        return f"{' and '.join(parts)}; {self.streams['train'].paths[0].parent}"
+
+    def __str__(self) -> str:
+        return self.data_summary() if self.streams else type(self).__name__
 
     def training_text(self) -> bytes:
         """The UTF-8 text of the training documents, one after the other, special tokens left out."""
@@ -154,11 +145,3 @@ class ShardData(pl.LightningDataModule):
             raise UsageError("tokenizer: the text behind the tokens needs a byte-level tokenizer; give its file")
         stream = self.streams[split]
         return b"".join(map(self.token_texts.__getitem__, stream.read(0, len(stream)).tolist()))
-
-
-def _bad_id(stream: TokenStream, position: int, vocab_size: int, whose: str) -> UsageError:
-    number = int(stream.read(position, 1)[0])
-    return UsageError(
-        f"{stream.describe(position)}: id {number} does not fit {whose}, whose vocab_size is {vocab_size}; "
-        "raise vocab_size or use the tokenizer that wrote the shard"
-    )

@@ -43,7 +43,8 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> None:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
-        raise UsageError(f"cache_dir: cannot write to {folder.parent} ({error.strerror}); set cache_dir") from error
+        reason = error.strerror or error
+        raise UsageError(f"cache_dir: cannot write to {folder.parent} ({reason}); set cache_dir") from error
 
 
 def _publish(aside: Path, folder: Path) -> None:

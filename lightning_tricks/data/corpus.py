@@ -54,7 +54,10 @@ def standard_library() -> Corpus:
     def documents() -> Iterator[str]:
         seen = set()
         for path in paths:
-            text = path.read_bytes().decode("utf-8", errors="replace")
+            try:
+                text = path.read_bytes().decode("utf-8", errors="replace")
+            except OSError as error:
+                raise UsageError(f"files: {path} cannot be read ({error.strerror or error})") from error
             if text.strip() and text not in seen:
                 seen.add(text)
                 yield text
@@ -114,11 +117,11 @@ def hugging_face(name: str, text_field: str) -> Corpus:
     Raises:
         UsageError: `datasets` is not installed, the dataset cannot be had or has no such column.
     """
-    if importlib.util.find_spec("datasets") is None:
-        raise UsageError(f'hf_dataset={name!r} needs: pip install "lightning-tricks[datasets]"')
     path, _, config = name.partition(":")
 
     def documents() -> Iterator[str]:
+        if importlib.util.find_spec("datasets") is None:
+            raise UsageError(f'hf_dataset={name!r} needs: pip install "lightning-tricks[datasets]"')
         import datasets
 
         try:

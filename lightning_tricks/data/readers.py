@@ -85,11 +85,13 @@ def read_pieces(path: Path, size: int) -> Iterator[str]:
     A piece ends after a blank line; where none comes within twice the size, at a line's end or within a long line.
     """
     piece: list[str] = []
-    length = 0
-    for line in _lines(path, limit=size):
-        piece.append(line)
-        length += len(line)
-        if length >= 2 * size or (length >= size and not line.strip()):
+    length, starts_line = 0, True
+    for part in _lines(path, limit=size):  # a line, or a part of one that is longer than the size
+        piece.append(part)
+        length += len(part)
+        blank = starts_line and not part.strip()
+        starts_line = part[-1] in "\r\n"
+        if length >= 2 * size or (length >= size and blank):
             yield "".join(piece)
             piece, length = [], 0
     if piece:
@@ -126,6 +128,9 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
         with pyarrow.parquet.ParquetFile(path) as file:
             if text_field not in file.schema_arrow.names:
                 raise UsageError(f"text_field={text_field!r}: {path} has {', '.join(file.schema_arrow.names)}")
+            kind = file.schema_arrow.field(text_field).type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise UsageError(f"text_field={text_field!r}: {path} holds {kind} there; name the column of its text")
             for rows in file.iter_batches(columns=[text_field]):
                 yield from (text for text in rows.column(0).to_pylist() if text)
     except (pyarrow.ArrowException, OSError) as error:

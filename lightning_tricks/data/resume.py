@@ -8,8 +8,7 @@ import warnings
 from typing import Any
 
 from lightning_tricks._lightning import pl
-
-ENDLESS = 1 << 48  # steps: more than any run takes, and a range of them costs nothing
+from lightning_tricks.data.positions import ENDLESS, micro_batch_positions
 
 
 def data_rank(trainer: pl.Trainer | None) -> tuple[int, int]:
@@ -43,27 +42,6 @@ def steps_to_come(trainer: pl.Trainer, steps_in_pass: int) -> int:
     return ENDLESS
 
 
-def micro_batch_positions(
-    start: int, steps: int, micro_batches: int, micro_batch_size: int, rank: int, world: int
-) -> range:
-    """Position of the first row of each of this process's micro-batches.
-
-    A step takes `world * micro_batches * micro_batch_size` consecutive positions, of which micro-batch m of rank r
-    takes `micro_batch_size` from `(m * world + r) * micro_batch_size` on. So a step sees the same rows for every split
-    of the same global batch into processes and micro-batches.
-
-    Args:
-        start: first position of the first step.
-        steps: how many steps.
-        micro_batches: accumulated for one step, in each process.
-        micro_batch_size: rows in one.
-        rank: this process.
-        world: number of processes.
-    """
-    first, stride = start + rank * micro_batch_size, world * micro_batch_size
-    return range(first, first + steps * micro_batches * stride, stride)
-
-
 def align_accumulation(trainer: pl.Trainer, saved_micro_batches: int) -> None:
     """After a restart, put Lightning's batch counters back to the last whole step.
 
@@ -83,12 +61,10 @@ def align_accumulation(trainer: pl.Trainer, saved_micro_batches: int) -> None:
     steps, rest = divmod(progress.current.ready, saved_micro_batches)
     shift = steps * micro_batches_per_step(trainer) - progress.current.ready
     for tracker in (progress.current, progress.total):
-        if rest:
-            # the step before the window is done and so is all that belongs to it: nothing of it is to be done again
-            values = dict.fromkeys(vars(tracker), tracker.ready)
-        else:
-            values = dict(vars(tracker))
-        vars(tracker).update({name: value + shift for name, value in values.items()})
+        ready = tracker.ready
+        for name, number in vars(tracker).copy().items():
+            # in mid-window, the step before it is done with all that belongs to it: nothing is to be done again
+            setattr(tracker, name, (ready if rest else number) + shift)
 
 
 class DataPosition:
@@ -126,6 +102,9 @@ class DataPosition:
     def begin(self, trainer: pl.Trainer) -> None:
         """Fix where this run starts; call when the training loader is asked for."""
         if (state := self._loaded) is None:
+            if trainer.fit_loop.restarting:
+                # a checkpoint of other data: its steps count as if they had been made with this global batch
+                align_accumulation(trainer, micro_batches_per_step(trainer))
             return
         self._loaded = None
         align_accumulation(trainer, state["micro_batches"])

@@ -88,8 +88,3 @@ class TokenData(ShardData):
                 f"tokenizer={str(self.tokenizer_path)!r}: it did not write the shards in {folder}; "
                 f"use {folder / 'tokenizer.json'}"
             )
-
-    def data_summary(self) -> str:
-        """One line on what is trained on; after `setup`."""
-        parts = [f"{len(s):,} {name} tokens in {len(s.paths)} shard(s)" for name, s in self.streams.items()]
-        return f"{' and '.join(parts)}; {self.streams['train'].paths[0].parent}"

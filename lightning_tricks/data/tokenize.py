@@ -64,7 +64,8 @@ def tokenize_corpus(
     if tokenizer is None:
         _say(f"Learning a tokenizer of {vocab_size} tokens from {corpus.description}")
         tokenizer = train_bpe(_sample(corpus, threshold), vocab_size)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # not tokenizer.save, whose errors do not say that they are the disk's
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     records = _write_splits(corpus, folder, tokenizer, threshold)
     size = vocabulary_size(tokenizer)
     meta = {

@@ -59,9 +59,7 @@ class TokenMeanMixin(_Base):
     def step_mean(self) -> Tensor:
         """Mean nats per token of the latest step, over all ranks: every rank must call. Scalar on the device."""
         assert self._step_nats is not None
-        assert self._step_tokens is not None
-        nats = self.trainer.strategy.reduce(self._step_nats, reduce_op="sum")
-        return nats / self._tokens_of_all_ranks()
+        return self._over_ranks(self._step_nats) / self._tokens_of_all_ranks()
 
     def on_after_backward(self) -> None:
         """Scale the gradients after the step's last backward pass, before anyone clips or logs them."""
@@ -79,4 +77,7 @@ class TokenMeanMixin(_Base):
 
     def _tokens_of_all_ranks(self) -> Tensor:
         assert self._step_tokens is not None
-        return self.trainer.strategy.reduce(self._step_tokens, reduce_op="sum").clamp(min=1)
+        return self._over_ranks(self._step_tokens).clamp(min=1)
+
+    def _over_ranks(self, value: Tensor) -> Tensor:
+        return self.trainer.strategy.reduce(value.clone(), reduce_op="sum")  # it reduces in place

@@ -1,6 +1,5 @@
 """Activation checkpointing: keep less of the forward pass, compute it again in the backward pass."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -24,22 +23,23 @@ ATTENTION_OPS = frozenset(
 )
 # A linear layer without and with bias.
 LINEAR_OPS = frozenset({_aten.mm.default, _aten.addmm.default})
+# Which linear layers `selective` keeps, counted from 1 in the order they run: in a block q, v and gate (or up). Not the
+# last one, down: nothing in the backward pass reads its result.
+KEPT_LINEARS = frozenset({1, 3, 5})
 
 
-def checkpointed(mode: Mode, n_linears: int, function: Callable[..., Tensor], *args: Any) -> Tensor:
+def checkpointed(mode: Mode, function: Callable[..., Tensor], *args: Any) -> Tensor:
     """`function(*args)` with the same gradients to the last bit, keeping what `mode` says for the backward pass.
 
     - `none`: everything autograd asks for.
     - `full`: the arguments only; the backward pass runs `function` again, about a third more compute.
     - `selective`: also the results of attention and of every second linear layer, so that about half of the matrix
-      products run again. The last linear layer is never kept: nothing in the backward pass reads its result. Attention
-      that a CPU in bf16 does by products runs again too.
+      products run again. Attention that a CPU in bf16 does by products runs again too.
 
     Parameters keep their names. Dropout would differ in the second run: the random state is not saved.
 
     Args:
         mode: what to keep.
-        n_linears: how many linear layers `function` runs.
         function: called once now and once in the backward pass, from tensors to one tensor.
         args: its arguments.
 
@@ -51,15 +51,11 @@ def checkpointed(mode: Mode, n_linears: int, function: Callable[..., Tensor], *a
         return function(*args)
     options: dict[str, Any] = {}
     if mode == "selective":
-        options["context_fn"] = functools.partial(_selective_contexts, n_linears)
+        options["context_fn"] = _selective_contexts
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-def _selective_contexts(n_linears: int) -> Any:
-    return create_selective_checkpoint_contexts(_keep_every_second_linear(n_linears))
-
-
-def _keep_every_second_linear(n_linears: int) -> Callable[..., CheckpointPolicy]:
+def _selective_contexts() -> Any:
     seen = {False: 0, True: 0}  # linear layers so far, in the forward pass and when running it again
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -67,9 +63,8 @@ def _keep_every_second_linear(n_linears: int) -> Callable[..., CheckpointPolicy]
             return CheckpointPolicy.MUST_SAVE
         if op in LINEAR_OPS:
             seen[ctx.is_recompute] += 1
-            count = seen[ctx.is_recompute]
-            if count % 2 == 1 and count < n_linears:
+            if seen[ctx.is_recompute] in KEPT_LINEARS:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return policy
+    return create_selective_checkpoint_contexts(policy)

@@ -55,12 +55,11 @@ class Block(nn.Module):
         self.mlp_norm = block_norm(config)
         self.mlp = MLP(config)
         self.checkpointing: Mode = "none"
-        self.n_linears = 7 if config.activation == "swiglu" else 6
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
         """Map the residual stream (batch, length, d_model) to the next one; `rope` and `mask` as in `Attention`."""
         # Inside forward, so that what shards or compiles the block sees the checkpoint as a part of it.
-        return checkpointed(self.checkpointing, self.n_linears, self._layer, x, rope, mask)
+        return checkpointed(self.checkpointing, self._layer, x, rope, mask)
 
     def _layer(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
         dtype = matmul_dtype(x)

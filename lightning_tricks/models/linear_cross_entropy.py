@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tricks.models.norm import matmul_dtype
+
 
 def nats_and_gradient(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Sum of cross-entropies and its gradient with respect to the logits, both in fp32.
@@ -55,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return nats
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_x, grad_weight = ctx.saved_tensors
         return grad_x * grad.to(grad_x.dtype), (grad_weight * grad).to(ctx.weight_dtype), None, None, None
 
@@ -81,8 +83,5 @@ def linear_cross_entropy(
     Source: Liger Kernel (Hsu et al. 2024), src/liger_kernel/ops/fused_linear_cross_entropy.py of
     https://github.com/linkedin/Liger-Kernel, which does the same in Triton.
     """
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
-    with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(x, weight, labels, ignore_index, rows or (256 if device == "cpu" else 8192))  # type: ignore[no-untyped-call]
+    rows = rows or (256 if x.device.type == "cpu" else 8192)
+    return _LinearCrossEntropy.apply(x.to(matmul_dtype(x)), weight, labels, ignore_index, rows)

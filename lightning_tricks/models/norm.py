@@ -37,7 +37,7 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype that a linear layer gives for `x`: its own, or autocast's.
 
     A result used by several layers is cast to it once; left alone, autocast casts it for each of them, forward and
-    backward (5 % of a training step on a CPU).
+    backward (2 to 5 % of a training step on a CPU).
     """
     device = x.device.type
     # The meta device, where a model is planned and not run, knows no autocast and would raise.

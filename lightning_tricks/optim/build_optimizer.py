@@ -17,10 +17,10 @@ OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 
 
 def default_adamw(params: Iterable) -> torch.optim.Optimizer:
-    """AdamW with Llama-7B's learning rate and betas, 3e-4 and (0.9, 0.95), and Adam's own eps, 1e-8.
+    """AdamW with Llama-7B's learning rate and betas, 3e-4 and (0.9, 0.95), and torch's eps, 1e-8.
 
     Source: Touvron et al. 2023, https://arxiv.org/abs/2302.13971; AdamW: Loshchilov and Hutter 2017,
-        https://arxiv.org/abs/1711.05101; eps: torch's default for AdamW.
+        https://arxiv.org/abs/1711.05101.
     """
     return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95), eps=1e-8)
 

@@ -27,7 +27,7 @@ def decay_groups(
 
     Args:
         module: any module, before or after compile, checkpoint and FSDP2 wrapping.
-        weight_decay: of the `decay` group. Default: GPT-3's and Llama's 0.1.
+        weight_decay: of the `decay` group. Default: Llama's 0.1.
         decay_embeddings: whether `nn.Embedding` weights decay, as in nanoGPT; learned positions count too. A weight
             tied to the output head is an embedding. Default: true, which is nanoGPT's rule.
         rules: exceptions by name.

@@ -38,7 +38,7 @@ def follow_recipe(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         saved = state_dict["param_groups"]
         _check_names(saved, optimizer.param_groups)
         # before the load, not after it: torch reads `fused` and `capturable` to decide where state belongs
-        groups = [{**old, **deepcopy(own)} for old, own in zip(saved, recipe, strict=True)]
+        groups = [{**old, **own} for old, own in zip(saved, recipe, strict=True)]
         for group in groups:
             group.pop("initial_lr", None)  # a scheduler made after the load takes it for the recipe's learning rate
         return {**state_dict, "param_groups": groups}

@@ -13,7 +13,6 @@ from lightning_tricks._errors import UsageError
 Role = Literal["exempt", "norm", "bias", "vector", "embedding", "matrix"]
 
 _ORDER: tuple[Role, ...] = ("exempt", "norm", "bias", "vector", "embedding", "matrix")
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 # each part of a name that a wrapper adds: torch.compile, activation checkpointing, FSDP
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
@@ -72,7 +71,8 @@ def _role(owner: nn.Module, name: str, param: Parameter) -> Role:
     classes = [cls.__name__ for cls in type(owner).__mro__]
     # a ParameterList names its members 0, 1, ...: the list's own name tells what they are
     local = next((part for part in reversed(name.split(".")) if not part.isdigit()), name)
-    if isinstance(owner, _NORMS) or any(cls.endswith("Norm") for cls in classes) or _NORM.search(local):
+    # torch's BatchNorm2d and its like derive from classes named so
+    if any(cls.endswith("Norm") for cls in classes) or _NORM.search(local):
         return "norm"
     if _BIAS.search(local):
         return "bias"
@@ -99,8 +99,8 @@ def _exempted(module: nn.Module) -> Iterator[Parameter]:
 
 
 def _refuse_unreadable(name: str, param: Parameter) -> None:
-    # flags that torch sets on FSDP1's parameters; its shards are flat, so neither role nor dimension can be seen
-    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+    # torch's mark on FSDP1's parameters; its shards are flat, so neither role nor dimension can be seen
+    if getattr(param, "_fsdp_flattened", False):
         raise UsageError(
             f"parameter '{name}' was flattened by FSDP1, which hides what decays: "
             "shard with FSDP2 (fully_shard, ModelParallelStrategy) instead"

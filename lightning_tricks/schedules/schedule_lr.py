@@ -64,7 +64,6 @@ class ScheduleLR(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the step from `state_dict` and set the learning rates that the recipe has for it."""
         self.last_epoch = state_dict["last_epoch"]
-        self._step_count = self.last_epoch + 1
         self._apply()
 
     def _apply(self) -> None:

@@ -25,9 +25,7 @@ class FakeTrainer(SimpleNamespace):
 def trainer(bits: float, step: int) -> FakeTrainer:
     data = SimpleNamespace(validation_text=lambda: TEXT, training_text=lambda: BEFORE)
     metrics = {"val/bits_per_byte": torch.tensor(bits)}
-    return FakeTrainer(
-        datamodule=data, callback_metrics=metrics, global_step=step, state=SimpleNamespace(fn="fit")
-    )
+    return FakeTrainer(datamodule=data, callback_metrics=metrics, global_step=step, state=SimpleNamespace(fn="fit"))
 
 
 def test_zlib_counts_the_compressed_size():

@@ -52,7 +52,11 @@ def steps(text: str) -> list[str]:
 def test_prints_one_line_an_interval_with_that_steps_own_values(capsys):
     run(TrainingProgressBar())
     lines = steps(capsys.readouterr().out)
-    assert [re.match(r"step (\d+)/6 \((\d+)%\)", line).groups() for line in lines] == [("2", "33"), ("4", "67"), ("6", "100")]
+    assert [re.match(r"step (\d+)/6 \((\d+)%\)", line).groups() for line in lines] == [
+        ("2", "33"),
+        ("4", "67"),
+        ("6", "100"),
+    ]
     assert [re.search(r"loss ([\d.]+)  norm ([\d.]+)", line).groups() for line in lines] == [
         ("2.0000", "102.000"),
         ("4.0000", "104.000"),

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import multiprocessing
 import os
 import signal
 import warnings
@@ -57,6 +58,9 @@ def run(
     max_steps: int = 8,
     checkpoint: dict | None = None,
     log: str = "batches.txt",
+    rank: int = 0,
+    world: int = 1,
+    port: int = 0,
     **trainer_options,
 ) -> None:
     """Train on `folder`/train.bin from `folder`/run/last.ckpt, if there, to `max_steps`; log into `folder`/`log`."""
@@ -64,6 +68,12 @@ def run(
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    # loader workers forked from here see this process die; those of a fork server would live on
+    multiprocessing.set_start_method("fork", force=True)
+    if world > 1:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "LOCAL_RANK": rank, "NODE_RANK": 0}
+        os.environ.update({name: str(value) for name, value in env.items()})
+        trainer_options |= {"strategy": "ddp", "devices": world}
     micro_batch_size = trainer_options.pop("micro_batch_size", 2)
     data = TokenData(
         train=str(folder / "train.bin"),
@@ -75,7 +85,7 @@ def run(
     )
     saver = ModelCheckpoint(folder / "run", save_last=True, **(checkpoint or {"every_n_train_steps": 2}))
     trainer = pl.Trainer(
-        **({"max_steps": max_steps} if max_steps else {}),
+        max_steps=max_steps or -1,
         accumulate_grad_batches=accumulate,
         callbacks=[saver],
         accelerator="cpu",
@@ -86,3 +96,5 @@ def run(
     )
     module = Recorder(folder / log, kill_at)
     trainer.fit(module, data, ckpt_path="last" if (folder / "run" / "last.ckpt").exists() else None)
+    if world > 1:
+        os._exit(0)  # some builds abort while they tear the process group down

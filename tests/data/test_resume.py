@@ -3,6 +3,8 @@
 import multiprocessing
 import re
 import signal
+import socket
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +16,39 @@ from lightning_tricks.data import ShardWriter
 STEPS = 8
 
 
+class Launcher:
+    """Runs `killed_run.run` in processes of their own; they start from one that has imported everything."""
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["lightning.pytorch.callbacks", "lightning_tricks.data"])
+
+    def __call__(self, *args, **options) -> int:
+        return self._finish([self.context.Process(target=run, args=args, kwargs=options)])[0]
+
+    def many(self, folder: Path, world: int, **options) -> list[int]:
+        options |= {"world": world, "port": free_port()}
+        return self._finish(
+            [self.context.Process(target=run, args=(folder,), kwargs=options | {"rank": r}) for r in range(world)]
+        )
+
+    def _finish(self, processes) -> list[int]:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        return [process.exitcode for process in processes]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @pytest.fixture(scope="module")
 def launch():
-    """Run `killed_run.run` in a process of its own and return its exit code."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning.pytorch.callbacks", "lightning_tricks.data"])
-
-    def start(*args, **options):
-        process = context.Process(target=run, args=args, kwargs=options)
-        process.start()
-        process.join(120)
-        return process.exitcode
-
-    return start
+    return Launcher()
 
 
 def make_data(folder: Path) -> Path:
@@ -84,8 +106,75 @@ def test_killed_twice_and_resumed_the_batches_are_the_unbroken_ones(
     # and in the same order: each run goes on where a checkpoint was, and then batch by batch
     order = list(last_said(unbroken[accumulate]))
     seen = [(int(a), int(b)) for a, b in re.findall(r"^(\d+) (\d+) ", "\n".join(log), re.MULTILINE)]
-    jumps = [(a, b) for a, b in zip(seen, seen[1:], strict=False) if order.index(b) != order.index(a) + 1]
+    jumps = [(a, b) for a, b in pairwise(seen) if order.index(b) != order.index(a) + 1]
     assert len(jumps) == 3
     assert all(b[1] == 0 and b[0] % 2 == 0 for _, b in jumps)
 
 
+def test_a_finished_run_is_carried_on_with_more_steps(launch, unbroken, tmp_path):
+    folder = make_data(tmp_path / "run")
+    once_at_the_end = {"val_check_interval": 1.0, "check_val_every_n_epoch": 1, "accumulate": 4}
+    assert launch(folder, max_steps=4, **once_at_the_end) == 0
+    assert launch(folder, max_steps=STEPS, **once_at_the_end) == 0
+    log = lines(folder)
+    assert [line for line in log if "validation" not in line] == [x for x in unbroken[4] if "validation" not in x]
+    assert [line for line in log if "validation" in line] == ["4 validation", "8 validation"]
+
+
+def test_validation_comes_at_the_same_steps_after_a_kill(launch, unbroken, tmp_path):
+    folder = make_data(tmp_path / "run")
+    launch(folder, kill_at=(4, 2), accumulate=4, max_steps=STEPS)
+    launch(folder, kill_at=(5, 3), accumulate=4, max_steps=STEPS)
+    launch(folder, accumulate=4, max_steps=STEPS)
+    found = [line for line in lines(folder) if "validation" in line]
+    assert found == [line for line in unbroken[4] if "validation" in line] == [f"{s} validation" for s in (2, 4, 6, 8)]
+
+
+def rows_by_step(log: list[str]) -> dict[int, set[str]]:
+    result: dict[int, set[str]] = {}
+    for line in log:
+        if "validation" not in line:
+            step, _, _, *rows = line.split()
+            result.setdefault(int(step), set()).update(rows)
+    return result
+
+
+def test_a_resume_may_split_the_global_batch_in_another_way(launch, unbroken, tmp_path):
+    folder = make_data(tmp_path / "run")
+    launch(folder, kill_at=(5, 0), accumulate=1, micro_batch_size=8, max_steps=STEPS)
+    assert launch(folder, accumulate=4, micro_batch_size=2, max_steps=STEPS, log="after.txt") == 0
+    after = rows_by_step(lines(folder, "after.txt"))
+    assert list(after) == [4, 5, 6, 7]
+    assert after == {step: rows for step, rows in rows_by_step(unbroken[4]).items() if step >= 4}
+
+
+def test_without_max_steps_an_epoch_is_a_pass_over_the_data(launch, tmp_path):
+    folder = make_data(tmp_path / "run")
+    epochs = {
+        "max_steps": 0,
+        "max_epochs": 2,
+        "accumulate": 4,
+        "micro_batch_size": 20,
+        "val_check_interval": 1.0,
+        "check_val_every_n_epoch": 1,
+    }
+    assert launch(folder, kill_at=(7, 1), **epochs) == -signal.SIGKILL
+    assert launch(folder, **epochs) == 0
+    # 3600 // 8 - 1 = 449 windows, 80 a step: 5 steps a pass
+    assert list(last_said(lines(folder))) == [(step, micro) for step in range(10) for micro in range(4)]
+    assert [line for line in lines(folder) if "validation" in line] == ["5 validation", "10 validation"]
+
+
+def test_overfitting_takes_the_same_batches_every_epoch(launch, tmp_path):
+    folder = make_data(tmp_path / "run")
+    assert launch(folder, max_steps=6, overfit_batches=2, val_check_interval=1.0, check_val_every_n_epoch=1) == 0
+    rows = [line.split(" ", 2)[2] for line in lines(folder) if "validation" not in line]
+    assert rows == rows[:2] * 3
+    assert rows[0] != rows[1]
+
+
+@pytest.mark.slow
+def test_two_processes_see_per_step_what_one_sees(launch, unbroken, tmp_path):
+    folder = make_data(tmp_path / "run")
+    assert launch.many(folder, 2, accumulate=2, max_steps=STEPS) == [0, 0]
+    assert rows_by_step(lines(folder)) == rows_by_step(unbroken[4])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
 from lightning_tricks._lightning import pl
 from lightning_tricks.cli import RecipeCLI
@@ -27,8 +28,9 @@ by_family = pytest.mark.parametrize("config", FAMILIES, ids=["llama", "gpt2"])
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_each_time():
+def _fresh_start():
     torch.manual_seed(0)
+    torch._dynamo.reset()  # after eight compilations of one function torch goes on without compiling
 
 
 def pair(config):
@@ -77,8 +79,11 @@ def test_bf16_autocast_stays_within_bf16_of_fp32(config):
     assert 0 < relative_error(logits, reference) < 0.02
 
 
-@by_family
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    ("config", "checkpointing"),
+    [(FAMILIES[0], "none"), (FAMILIES[0], "full"), (FAMILIES[0], "selective"), (FAMILIES[1], "none")],
+    ids=["llama-none", "llama-full", "llama-selective", "gpt2-none"],
+)
 def test_compiled_blocks_equal_eager_ones(config, checkpointing):
     _, eager, tokens = pair(config)
     compiled = Decoder(config).to(DEVICE)
@@ -113,9 +118,9 @@ def language_model(**kwargs):
 
 
 def pinned_batches(count):
-    tokens = torch.randint(0, 16, (4, 129))  # the same rows in each batch: there is something to learn
+    tokens = (5 * torch.arange(129) + torch.arange(4)[:, None]) % 16  # each token tells the next one
     batch = {"input_ids": tokens[:, :-1].contiguous().pin_memory(), "labels": tokens[:, 1:].contiguous().pin_memory()}
-    return [batch] * count
+    return DataLoader([batch] * count, batch_size=None)
 
 
 def fit(model, folder, *callbacks, steps=40, accumulate=1, **kwargs):
@@ -129,12 +134,15 @@ def fit(model, folder, *callbacks, steps=40, accumulate=1, **kwargs):
     return trainer
 
 
-@pytest.mark.parametrize("options", [{}, {"compile_blocks": True, "activation_checkpointing": "selective"}], ids=str)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("accumulate", "options"),
+    [(1, {}), (2, {"compile_blocks": True, "activation_checkpointing": "selective"})],
+    ids=["plain", "accumulated_compiled_checkpointed"],
+)
 def test_fused_adamw_with_a_clip_under_bf16_mixed_learns_its_batch(tmp_path, options, accumulate):
     model = language_model(**options)
     trainer = fit(model, tmp_path, accumulate=accumulate)
-    assert trainer.callback_metrics["train/loss"] < 2.0  # from log(512) = 6.2; log(16) = 2.8 knows only which ids occur
+    assert trainer.callback_metrics["train/loss"] < 1.0  # from log(512) = 6.2; log(16) = 2.8 knows which ids occur
     assert model.grad_norm is not None
     assert torch.isfinite(model.grad_norm)
 
@@ -178,7 +186,7 @@ def test_a_wait_would_have_been_noticed(tmp_path):
         fit(language_model(), tmp_path, Curious(11, 19), steps=22)
 
 
-def test_the_tiny_recipe_learns_on_cuda_in_bf16(tmp_path):
+def test_the_tiny_recipe_learns_on_cuda_in_bf16(tmp_path, monkeypatch):
     with ShardWriter(tmp_path, "train", 4096) as writer:
         writer.append(np.arange(60_000) * 7 % 97)
     options = {
@@ -187,6 +195,7 @@ def test_the_tiny_recipe_learns_on_cuda_in_bf16(tmp_path):
         "trainer.logger": "false", "trainer.max_steps": "60", "trainer.default_root_dir": str(tmp_path),
     }  # fmt: skip
     arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
+    monkeypatch.setattr("sys.argv", ["fit"])  # LightningCLI warns where it has arguments, too
     cli = RecipeCLI(run=False, args=["--config", str(RECIPES / "tiny.yaml"), *arguments])
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     assert cli.trainer.precision == "bf16-mixed"

@@ -89,6 +89,12 @@ def test_without_settings_it_is_adamw_with_a_constant_learning_rate():
     assert run.lr_scheduler_configs == []
 
 
+def test_other_settings_go_on_to_the_module():
+    assert Model(width=3).net[0].in_features == 3
+    with pytest.raises(TypeError, match="wdith"):
+        Model(wdith=3)
+
+
 def test_settings_reach_the_groups():
     model = Model(
         optimizer=adamw(0.5), weight_decay=0.2, decay_embeddings=False, param_rules=[ParamRule("bias", lr_scale=0.5)]

@@ -8,7 +8,15 @@ from torch.utils.data import DataLoader
 from lightning_tricks.precision import AutoPrecision, has_fast_bf16
 
 
-@pytest.mark.parametrize(("capabilities", "fast"), [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx2": True}, False), ({"avx512_bf16": False}, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("capabilities", "fast"),
+    [
+        ({"avx512_bf16": True}, True),
+        ({"amx_bf16": True}, True),
+        ({"avx2": True}, False),
+        ({"avx512_bf16": False}, False),
+    ],
+)
 def test_a_cpu_is_fast_only_with_bf16_instructions(monkeypatch, capabilities, fast):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert has_fast_bf16("cpu") is fast
@@ -40,7 +48,9 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1, fused=True)
 
 
-@pytest.mark.parametrize(("fast", "name", "dtype"), [(True, "bf16-mixed", torch.bfloat16), (False, "32-true", torch.float32)])
+@pytest.mark.parametrize(
+    ("fast", "name", "dtype"), [(True, "bf16-mixed", torch.bfloat16), (False, "32-true", torch.float32)]
+)
 def test_products_run_in_the_chosen_type_and_weights_stay_fp32(monkeypatch, fast, name, dtype):
     monkeypatch.setattr("lightning_tricks.precision.auto_precision.has_fast_bf16", lambda _: fast)
     model = Model()

@@ -1,5 +1,8 @@
 """A schedule in a recipe: short class names, nested in a model, and help for each option."""
 
+import dataclasses
+import inspect
+
 import pytest
 from jsonargparse import ArgumentParser
 
@@ -47,7 +50,13 @@ def test_a_bad_value_keeps_its_one_line(parser):
         read(parser, recipe)
 
 
-def test_help_describes_every_option(capsys):
+@pytest.mark.parametrize("cls", Schedule.__subclasses__())
+def test_every_option_of_every_schedule_is_described(cls):
+    described = inspect.getdoc(cls).partition("Args:")[2]
+    assert all(f"\n    {field.name}: " in described for field in dataclasses.fields(cls))
+
+
+def test_help_shows_the_descriptions(capsys):
     parser = ArgumentParser()
     parser.add_argument("--schedule", type=Schedule)
     with pytest.raises(SystemExit):

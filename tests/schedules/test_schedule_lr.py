@@ -83,12 +83,13 @@ def test_the_same_recipe_resumes_as_if_never_stopped():
 
 
 def test_the_step_of_another_torch_scheduler_is_taken_over():
-    optimizer, _ = make()
+    optimizer, _ = make(lr=9.0)
     stock = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.123)
     train(optimizer, stock, 4)
     resumed, follower = make()
     follower.load_state_dict(stock.state_dict())
     assert lrs(resumed) == [WarmupLinear(warmup_steps=2).factor(4, 10) * peak for peak in (1.0, 0.5)]
+    assert follower.base_lrs == [1.0, 0.5]
 
 
 def test_a_tensor_learning_rate_is_filled_in_place():
@@ -126,6 +127,19 @@ def test_a_run_that_does_not_fit_fails_before_training():
         make(total=-1)
 
 
+def test_a_curves_own_check_is_asked_before_training():
+    class Fussy(WarmupConstant):
+        def check(self, total_steps):
+            if total_steps == 10:
+                raise UsageError("ten is unlucky")
+
+        def lr(self, peak, step, total_steps):
+            return peak
+
+    with pytest.raises(UsageError, match="ten is unlucky"):
+        make(schedule=Fussy(warmup_steps=0))
+
+
 def test_a_curve_without_an_end_runs_without_a_length():
     optimizer, scheduler = make(schedule=WarmupConstant(warmup_steps=4), total=None)
     train(optimizer, scheduler, 20)
@@ -140,10 +154,3 @@ def test_the_learning_rates_are_the_bits_of_the_schedules_lr():
     optimizer, scheduler = make(lr=6e-4, schedule=Exact())
     train(optimizer, scheduler, 1)
     assert lrs(optimizer)[0] == 6e-5  # not 6e-4 times a rounded 0.1
-
-
-def test_stepping_gives_no_warning(recwarn):
-    optimizer, scheduler = make()
-    scheduler.load_state_dict({"last_epoch": 3})
-    train(optimizer, scheduler, 2)
-    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]

@@ -1,0 +1,1 @@
+"""What is measured against whom; README.md says how to run it and what the figures mean."""

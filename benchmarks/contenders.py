@@ -1,0 +1,172 @@
+"""Three ways to train one recipe's decoder: a bare loop, stock Lightning, and ours. Only what is around it differs.
+
+Each contender gets the same initial weights, batches, optimizer, schedule, clip, precision and compilation. It is
+timed from outside, by the batches: `Meter` calls `mark` whenever one is fetched, and once more at their end.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor
+
+from benchmarks.feed import Batch, Mark, Meter
+from lightning_tricks._lightning import pl
+from lightning_tricks.cli import RecipeCLI
+from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.models import Decoder
+from lightning_tricks.optim import build_optimizer
+from lightning_tricks.precision import AutoPrecision
+from lightning_tricks.schedules import Schedule
+
+
+@dataclasses.dataclass
+class Setup:
+    """What a contender that is not ours takes over from a recipe."""
+
+    model: LanguageModel
+    trainer: Any
+
+    @property
+    def device(self) -> torch.device:
+        return self.trainer.strategy.root_device
+
+    @property
+    def schedule(self) -> Schedule:
+        assert self.model.schedule is not None, "the recipe has no schedule"
+        return self.model.schedule
+
+    @property
+    def clip(self) -> float:
+        assert self.trainer.gradient_clip_val, "the recipe does not clip"
+        return float(self.trainer.gradient_clip_val)
+
+    def decoder(self) -> Decoder:
+        """The recipe's decoder with the recipe's initial weights, on the device, compiled if the recipe says so."""
+        with torch.device("meta"):
+            decoder = Decoder(self.model.config)
+        decoder.set_activation_checkpointing(self.model.activation_checkpointing)
+        if self.model.compile_blocks:
+            decoder.compile_blocks()
+        decoder.to_empty(device=self.device)
+        decoder.init_weights(torch.Generator(self.device).manual_seed(torch.initial_seed()))
+        return decoder.train()
+
+    def optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(module, self.model.optimizer, self.model.weight_decay, self.model.decay_embeddings)
+
+
+def run_bare(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -> Decoder:
+    """A loop as one writes it by hand, with a printed line every `log_every_n_steps`."""
+    trainer: Any = cli.trainer
+    setup = Setup(cli.model, trainer)
+    decoder, device, clip = setup.decoder(), setup.device, setup.clip
+    optimizer, schedule, total = setup.optimizer(decoder), setup.schedule, trainer.max_steps
+    parameters, peaks = list(decoder.parameters()), [group["lr"] for group in optimizer.param_groups]
+    bf16, accumulate, step = "bf16" in str(trainer.precision), trainer.accumulate_grad_batches, 0
+    for index, batch in enumerate(Meter(batches, count, mark), start=1):
+        input_ids, labels = (batch[name].to(device, non_blocking=True) for name in ("input_ids", "labels"))
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            loss = decoder(input_ids, labels=labels) / labels.numel()
+        (loss / accumulate).backward()
+        if index % accumulate and index < count:  # the last batches make a step, full or not, as in Lightning
+            continue
+        norm = torch.nn.utils.clip_grad_norm_(parameters, clip)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = schedule.lr(peak, step, total)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if step % trainer.log_every_n_steps == 0:
+            lr = optimizer.param_groups[0]["lr"]
+            print(f"step {step}  loss {loss.item():.4f}  norm {norm.item():.3f}  lr {lr:.1e}")
+    return decoder
+
+
+class StockModule(pl.LightningModule):
+    """What Lightning's documentation makes one write around a decoder."""
+
+    def __init__(self, setup: Setup, log_norm: bool) -> None:
+        super().__init__()
+        self.recipe, self.log_norm = setup, log_norm
+        self.decoder = setup.decoder()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self.decoder(batch["input_ids"], labels=batch["labels"]) / batch["labels"].numel()
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.log_norm:
+            self.log_dict(grad_norm(self, norm_type=2))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.recipe.optimizer(self)
+        schedule, total = self.recipe.schedule, self.trainer.max_steps
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule.factor(step, total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def run_stock(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark, log_norm: bool = False) -> Decoder:
+    """Stock Lightning: its bar, its clip, its LearningRateMonitor; with `log_norm` also its gradient norms.
+
+    The precision plugin is ours: Lightning's own refuses to clip for a fused optimizer under bf16-mixed, and another
+    optimizer would make another comparison.
+    """
+    trainer: Any = cli.trainer
+    logger: Any = False
+    if trainer.logger is not None:
+        logger = TensorBoardLogger(save_dir=trainer.default_root_dir, name="stock")
+    stock = pl.Trainer(
+        accelerator="gpu" if trainer.strategy.root_device.type == "cuda" else "cpu",
+        devices=1,
+        max_steps=trainer.max_steps,
+        max_epochs=1,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        gradient_clip_val=trainer.gradient_clip_val,
+        log_every_n_steps=trainer.log_every_n_steps,
+        plugins=[AutoPrecision()] if "bf16" in str(trainer.precision) else [],
+        logger=logger,
+        callbacks=[LearningRateMonitor("step")] if logger else [],
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        default_root_dir=trainer.default_root_dir,
+    )
+    module = StockModule(Setup(cli.model, trainer), log_norm)
+    stock.fit(module, train_dataloaders=Meter(batches, count, mark))
+    return module.decoder
+
+
+def run_stock_with_norm(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -> Decoder:
+    """Stock Lightning that logs gradient norms, as ours does."""
+    return run_stock(cli, batches, count, mark, log_norm=True)
+
+
+def run_ours(cli: RecipeCLI, batches: Iterable[Batch] | None, count: int, mark: Mark) -> Decoder:
+    """The recipe as `python -m lightning_tricks fit` runs it; without `batches`, with those that it loads by itself."""
+    load = cli.datamodule.train_dataloader
+    cli.datamodule.train_dataloader = lambda: Meter(load() if batches is None else batches, count, mark)
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    decoder = cli.model.decoder
+    assert decoder is not None
+    return decoder
+
+
+def run_ours_with_loader(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -> Decoder:
+    """The recipe with nothing of the benchmark's in it but the marks; `batches` are not used."""
+    return run_ours(cli, None, count, mark)
+
+
+CONTENDERS: dict[str, Callable[[RecipeCLI, Iterable[Batch], int, Mark], Decoder]] = {
+    "bare": run_bare,
+    "bare_again": run_bare,
+    "stock": run_stock,
+    "stock_norm": run_stock_with_norm,
+    "ours": run_ours,
+    "ours_loader": run_ours_with_loader,
+}

@@ -1,0 +1,70 @@
+"""The overhead benchmark's arithmetic by hand, and one short run of it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def overhead():
+    # importing it hides the GPU, which the tests marked gpu still want
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    from benchmarks import overhead
+
+    if before is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES")
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = before
+    return overhead
+
+
+def test_a_window_is_the_mean_of_its_steps_and_a_rest_is_left_out(overhead):
+    stamps = [(0.0, 0.0), (1.0, 0.5), (3.0, 1.0), (4.0, 1.5), (7.0, 3.0), (100.0, 50.0)]
+    assert overhead.windows(stamps, 2) == ([1.5, 2.0], [0.5, 1.0])
+
+
+def test_ratios_are_taken_round_by_round(overhead):
+    # the third round was slow for both: the ratio of the medians would be 3, too, but with a minimum of 0.5
+    assert overhead.ratios([2.0, 3.0, 30.0], [1.0, 1.0, 4.0]) == {
+        "median": 3.0, "min": 2.0, "max": 7.5, "rounds": [2.0, 3.0, 7.5],
+    }  # fmt: skip
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "benchmarks.overhead", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_a_short_run_writes_every_contender_with_the_machine_it_ran_on(tmp_path):
+    out = tmp_path / "new" / "overhead.json"
+    done = run("--sizes", "micro", "--rounds", "1", "--steps", "20", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert {"date", "cpu", "cores", "versions"} <= result["machine"].keys()
+    micro = result["sizes"]["micro"]
+    assert list(micro["figures"]) == ["bare", "bare_again", "stock", "stock_norm", "ours", "ours_loader"]
+    for ratio in ("cpu_ratio", "wall_ratio"):
+        assert micro["figures"]["bare"][ratio]["rounds"] == [1.0]
+    for name, figures in micro["figures"].items():
+        assert figures["wall_ms"] >= 0.95 * figures["cpu_ms"] > 0
+        assert len(figures["wall_ratio"]["rounds"]) == 1
+        assert f"| micro | {name} |" in done.stdout
+    assert micro["figures"]["ours"]["cpu_ratio"]["rounds"] != micro["figures"]["stock"]["cpu_ratio"]["rounds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--sizes", "huge"], "--sizes huge: give some of micro,tiny,small"), (["--rounds", "0"], "give at least 1")],
+)
+def test_bad_options_are_refused_in_a_line(overhead, capsys, arguments, says):
+    with pytest.raises(SystemExit) as stopped:
+        overhead.main(arguments)
+    assert stopped.value.code == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,153 @@
+"""Which rows a step takes, as arithmetic: the same for every split of the global batch."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_tricks.data.positions import micro_batch_positions
+from lightning_tricks.data.resume import DataPosition, steps_to_come
+
+
+def rows_of_steps(start, steps, micro_batches, size, world):
+    """The set of rows of each step, over all ranks."""
+    result = [set() for _ in range(steps)]
+    for rank in range(world):
+        positions = micro_batch_positions(start, steps, micro_batches, size, rank, world)
+        assert len(positions) == steps * micro_batches
+        for number, position in enumerate(positions):
+            rows = set(range(position, position + size))
+            assert not rows & result[number // micro_batches]
+            result[number // micro_batches] |= rows
+    return result
+
+
+def test_two_processes_by_two_micro_batches_by_hand():
+    # global batch of 8 rows, step 5 starts at row 40
+    assert list(micro_batch_positions(40, 2, 2, 2, rank=0, world=2)) == [40, 44, 48, 52]
+    assert list(micro_batch_positions(40, 2, 2, 2, rank=1, world=2)) == [42, 46, 50, 54]
+
+
+@given(
+    st.integers(0, 10**12),
+    st.integers(1, 4),
+    st.sampled_from([(1, 1, 8), (2, 1, 4), (1, 4, 2), (2, 2, 2), (4, 2, 1), (8, 1, 1), (1, 8, 1)]),
+)
+def test_a_step_takes_the_same_rows_however_the_global_batch_is_split(start, steps, split):
+    world, micro_batches, size = split
+    expected = [set(range(start + 8 * step, start + 8 * (step + 1))) for step in range(steps)]
+    assert rows_of_steps(start, steps, micro_batches, size, world) == expected
+
+
+def trainer(**values):
+    automatic = values.pop("automatic", True)
+    defaults = {
+        "global_step": 0,
+        "max_steps": -1,
+        "max_epochs": -1,
+        "accumulate_grad_batches": 1,
+        "overfit_batches": 0.0,
+        "distributed_sampler_kwargs": None,
+        "limit_train_batches": 1.0,
+        "lightning_module": SimpleNamespace(automatic_optimization=automatic),
+        "fit_loop": loop(0, 0),
+    }
+    return SimpleNamespace(**(defaults | values))
+
+
+def loop(ready, completed):
+    def tracker():
+        return SimpleNamespace(ready=ready, started=ready, processed=ready, completed=completed)
+
+    progress = SimpleNamespace(current=tracker(), total=tracker(), is_last_batch=False)
+    return SimpleNamespace(restarting=True, epoch_loop=SimpleNamespace(batch_progress=progress))
+
+
+@pytest.mark.parametrize(
+    ("values", "steps"),
+    [
+        ({"max_steps": 10, "global_step": 4}, 6),
+        ({"max_steps": 10, "global_step": 10}, 0),
+        ({"max_steps": 0}, 0),
+        ({"max_epochs": 3, "global_step": 0}, 7),
+        ({"max_epochs": 3, "global_step": 16}, 5),
+    ],
+)
+def test_the_loader_knows_how_many_steps_are_to_come(values, steps):
+    assert steps_to_come(trainer(**values), steps_in_pass=7) == steps
+
+
+def test_without_an_end_there_is_no_end():
+    assert steps_to_come(trainer(), 7) > 10**12
+    assert steps_to_come(trainer(max_steps=10, automatic=False), 7) > 10**12
+
+
+def position(size=2):
+    return DataPosition(size, {"seed": 0})
+
+
+def test_rows_are_counted_by_step_and_global_batch():
+    ranks = {"rank": 1, "num_replicas": 4}
+    now = trainer(global_step=10, accumulate_grad_batches=3, distributed_sampler_kwargs=ranks)
+    assert position().rows(now) == 10 * 2 * 3 * 4
+    assert position().state_dict(now) == {"samples": 240, "micro_batches": 3, "seed": 0}
+
+
+def test_after_a_change_of_the_global_batch_the_rows_before_it_still_count():
+    resumed = position(size=5)
+    resumed.load_state_dict({"samples": 240, "micro_batches": 3, "seed": 0})
+    now = trainer(global_step=10, fit_loop=loop(30, 29))
+    resumed.begin(now)
+    assert resumed.rows(now) == 240
+    now.global_step = 12
+    assert resumed.rows(now) == 250
+    assert resumed.positions(now, windows=100)[:3] == range(250, 265, 5)
+
+
+def counters(now):
+    progress = now.fit_loop.epoch_loop.batch_progress
+    assert vars(progress.current) == vars(progress.total)
+    return tuple(vars(progress.current).values())
+
+
+@pytest.mark.parametrize(
+    ("ready", "completed", "saved", "now", "expected"),
+    [
+        (8, 7, 4, 4, (8, 8, 8, 7)),  # saved at the end of a window, before the batch was counted
+        (8, 8, 4, 4, (8, 8, 8, 8)),  # saved after validation
+        (10, 9, 4, 4, (8, 8, 8, 8)),  # saved in mid-window
+        (3, 2, 4, 4, (0, 0, 0, 0)),  # saved in the first window
+        (8, 7, 4, 2, (4, 4, 4, 3)),  # the run now accumulates less
+        (3, 2, 1, 4, (12, 12, 12, 11)),  # the run now accumulates more
+    ],
+)
+def test_counters_go_back_to_the_last_whole_step(ready, completed, saved, now, expected):
+    resumed = trainer(max_steps=100, accumulate_grad_batches=now, fit_loop=loop(ready, completed))
+    place = position()
+    place.load_state_dict({"samples": 0, "micro_batches": saved, "seed": 0})
+    place.begin(resumed)
+    assert counters(resumed) == expected
+
+
+def test_a_checkpoint_of_other_data_is_aligned_and_counted_in_today_s_global_batch():
+    now = trainer(global_step=2, max_steps=100, accumulate_grad_batches=4, fit_loop=loop(10, 9))
+    place = position()
+    place.begin(now)
+    assert counters(now) == (8, 8, 8, 8)
+    assert place.rows(now) == 2 * 4 * 2
+
+
+def test_the_last_batch_of_a_shorter_run_is_not_the_last_of_a_longer_one():
+    for max_steps, limit, expected in ((20, 1.0, False), (8, 1.0, True), (20, 6, True)):
+        now = trainer(global_step=8, max_steps=max_steps, limit_train_batches=limit, fit_loop=loop(8, 7))
+        now.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+        position().begin(now)
+        assert now.fit_loop.epoch_loop.batch_progress.is_last_batch is expected
+        assert counters(now) == (8, 8, 8, 7)
+
+
+def test_overfitting_starts_at_row_0_each_time():
+    now = trainer(global_step=10, overfit_batches=2, max_steps=20)
+    assert position().rows(now) == 0
+    assert position().positions(now, windows=100)[0] == 0

@@ -1,0 +1,103 @@
+"""Token files: what is written is what llm.c reads, and what is broken is named."""
+
+import numpy as np
+import pytest
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.data import ShardWriter, open_shard
+from lightning_tricks.data.stream import TokenStream
+
+
+def test_a_shard_is_llm_c_s_header_then_uint16(write_shard):
+    raw = write_shard([5, 6, 7]).read_bytes()
+    assert np.frombuffer(raw[:1024], "<i4").tolist() == [20240520, 1, 3] + [0] * 253
+    assert np.frombuffer(raw[1024:], "<u2").tolist() == [5, 6, 7]
+
+
+def test_a_vocabulary_over_65536_gets_llama_3_s_uint32_header(write_shard):
+    path = write_shard([5, 100_000], vocab_size=65_537)
+    assert np.fromfile(path, "<i4", count=3).tolist() == [20240801, 7, 2]
+    assert open_shard(path).tolist() == [5, 100_000]
+    assert open_shard(write_shard([65_535], vocab_size=65_536)).dtype == np.uint16
+
+
+def test_shards_are_cut_at_shard_tokens_and_read_as_one_stream(tmp_path):
+    with ShardWriter(tmp_path, "train", 256, shard_tokens=4) as writer:
+        writer.append(np.arange(3))
+        writer.append(np.arange(3, 10))
+    paths = sorted(tmp_path.glob("train_*.bin"))
+    assert [len(open_shard(path)) for path in paths] == [4, 4, 2]
+    stream = TokenStream(paths)
+    assert len(stream) == writer.tokens == 10
+    assert stream.read(0, 10).tolist() == list(range(10))
+    assert stream.read(3, 6).tolist() == [3, 4, 5, 6, 7, 8]
+    assert stream.read(8, 5).tolist() == [8, 9]
+    assert stream.describe(5).endswith("train_000001.bin, token 1")
+
+
+def test_a_stream_pickles_as_paths_and_not_as_tokens(write_shard):
+    import pickle
+
+    pickled = pickle.dumps(TokenStream([write_shard(np.zeros(100_000, dtype=int))]))
+    assert len(pickled) < 2000
+    assert len(pickle.loads(pickled)) == 100_000
+
+
+def test_the_first_id_too_large_is_found_wherever_it_is(tmp_path, write_shard):
+    ids = np.zeros(50, dtype=int)
+    ids[[31, 40]] = 200, 201
+    stream = TokenStream([write_shard(np.zeros(20, dtype=int), "a"), write_shard(ids, "b")])
+    assert stream.first_at_least(200, len(stream)) == 51
+    assert stream.first_at_least(201, len(stream)) == 60
+    assert stream.first_at_least(202, len(stream)) is None
+    assert stream.first_at_least(200, limit=20) is None
+
+
+def test_nanogpt_s_headerless_file_is_read_when_told_so(tmp_path):
+    path = tmp_path / "train.bin"
+    np.arange(600, dtype=np.uint16).tofile(path)
+    assert open_shard(path, "nanogpt").tolist() == list(range(600))
+    with pytest.raises(UsageError, match=r"train.bin: wrong magic 65536 .*shard_format: nanogpt"):
+        open_shard(path)
+    path.write_bytes(b"abc")
+    with pytest.raises(UsageError, match="3 bytes"):
+        open_shard(path, "nanogpt")
+
+
+def test_a_shard_cut_short_is_named_with_both_counts(write_shard):
+    path = write_shard(np.arange(100))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UsageError, match=r"train_000000.bin: cut short, 90 tokens where its header says 100"):
+        open_shard(path)
+
+
+def test_a_header_alone_too_short_or_of_another_version_is_refused(tmp_path, write_shard):
+    path = write_shard([1, 2, 3])
+    raw = bytearray(path.read_bytes())
+    path.write_bytes(raw[:40])
+    with pytest.raises(UsageError, match="wrong magic"):
+        open_shard(path)
+    raw[4] = 9
+    path.write_bytes(raw)
+    with pytest.raises(UsageError, match="version 9"):
+        open_shard(path)
+    path.write_bytes(b"")
+    with pytest.raises(UsageError, match="wrong magic None"):
+        open_shard(path)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    with pytest.raises(UsageError, match=r"shard .*none.bin: cannot be read \(No such file"):
+        open_shard(tmp_path / "none.bin")
+
+
+def test_a_shard_whose_writer_was_interrupted_is_refused(tmp_path):
+    def interrupted():
+        with ShardWriter(tmp_path, "train", 256) as writer:
+            writer.append(np.arange(100))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    with pytest.raises(UsageError, match="100 tokens where its header says 0"):
+        open_shard(tmp_path / "train_000000.bin")

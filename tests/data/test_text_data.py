@@ -1,0 +1,416 @@
+"""TextData: from text to batches that stand for exactly that text."""
+
+import errno
+import hashlib
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.data import TextData, TokenData, open_shard
+from lightning_tricks.data.bpe import END_OF_TEXT, train_bpe
+from lightning_tricks.data.corpus import Corpus, standard_library
+
+
+@pytest.fixture
+def make(story, tmp_path):
+    """TextData on the story, small and with its own cache."""
+
+    def build(**options) -> TextData:
+        options = {"files": str(story), "vocab_size": 400, "seq_len": 16, "val_fraction": 0.2} | options
+        return TextData(cache_dir=str(tmp_path / "cache"), **options)
+
+    return build
+
+
+def first_rows(data: TextData, batches: int = 3) -> list:
+    loader = iter(data.train_dataloader())
+    return [next(loader)["input_ids"].tolist() for _ in range(batches)]
+
+
+def test_the_shards_hold_exactly_the_text(make, story):
+    data = make()
+    data.setup()
+    train, val = data.training_text(), data.validation_text()
+    assert sorted(train + val) == sorted(story.read_bytes())
+    assert 0.05 < len(val) / len(train + val) < 0.4
+    pieces = list(data._corpus.documents())
+    assert all((piece.encode() in train) != (piece.encode() in val) for piece in pieces)
+
+
+def test_the_record_says_what_was_tokenized(make, story):
+    data = make()
+    data.prepare_data()
+    data.setup()
+    meta = json.loads((data.folder / "meta.json").read_text())
+    for split, text in (("train", data.training_text()), ("val", data.validation_text())):
+        assert meta[split]["sha256"] == hashlib.sha256(text).hexdigest()
+        assert meta[split]["bytes"] == len(text)
+        assert meta[split]["tokens"] == len(open_shard(data.folder / f"{split}_000000.bin"))
+        ids = open_shard(data.folder / f"{split}_000000.bin")
+        assert meta[split]["documents"] == (ids == data.eot_id).sum()
+        assert ids[-1] == data.eot_id
+    assert meta["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert (meta["vocab_size"], meta["dtype"]) == (400, "uint16")
+    assert str(story) in meta["source"]
+    assert data.vocab_size == 400
+
+
+def test_validation_counts_each_byte_of_the_text_but_those_of_the_first_token(make):
+    data = make(micro_batch_size=3)
+    data.setup()
+    batches = list(data.val_dataloader())
+    assert len(batches) == len(data.val_dataloader())
+    counted = torch.cat([batch["labels"].flatten() for batch in batches])
+    ids = open_shard(data.folder / "val_000000.bin")
+    assert counted[counted != -100].tolist() == [i for i in ids[1:].tolist() if i != data.eot_id]
+    total = sum(int(batch["n_bytes"].sum()) for batch in batches)
+    assert total == len(data.validation_text()) - len(data.token_texts[ids[0]])
+
+
+def test_training_batches_are_dense_rows_of_the_training_text(make):
+    data = make(micro_batch_size=5)
+    data.setup()
+    text = data.training_text()
+    loader = iter(data.train_dataloader())
+    for _ in range(10):
+        batch = next(loader)
+        assert batch["input_ids"].shape == batch["labels"].shape == (5, 16)
+        assert (batch["labels"] >= 0).all()
+        for row in batch["input_ids"].tolist():
+            assert b"".join(data.token_texts[i] for i in row) in text
+
+
+def test_a_second_run_finds_the_shards(make, capsys):
+    make().prepare_data()
+    assert "Tokenizing" in capsys.readouterr().err
+    data = make()
+    data.prepare_data()
+    data.setup()
+    assert capsys.readouterr().err == ""
+    assert len(list(data.cache_dir.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"vocab_size": 300}, {"val_fraction": 0.3}, {"files": __file__}, {"text_field": "body"}]
+)
+def test_another_text_tokenizer_or_split_has_its_own_shards(make, change):
+    assert make().folder == make().folder
+    assert make(**change).folder != make().folder
+
+
+def test_what_does_not_change_the_shards_shares_them(make):
+    assert make(seq_len=8, micro_batch_size=1, seed=9, num_workers=1, document_ids=True).folder == make().folder
+
+
+def test_the_seed_orders_the_rows(make):
+    rows = {}
+    for seed in (0, 0, 1):
+        data = make(seed=seed)
+        data.setup()
+        rows.setdefault(seed, []).append(first_rows(data))
+    assert rows[0][0] == rows[0][1] != rows[1][0]
+
+
+def test_any_number_of_workers_gives_the_same_rows(make):
+    rows = []
+    for num_workers in (0, 1, 2):
+        data = make(num_workers=num_workers)
+        data.setup()
+        rows.append(first_rows(data, 12))
+    assert rows[0] == rows[1] == rows[2]
+    assert len({str(batch) for batch in rows[0]}) == 12
+
+
+def test_loading_draws_nothing_from_the_run_s_random_numbers(make):
+    data = make(num_workers=1)
+    data.setup()
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    first_rows(data)
+    list(data.val_dataloader())
+    assert torch.rand(1) == expected
+
+
+def test_document_ids_are_there_when_asked_for(make):
+    data = make(document_ids=True, seq_len=200)
+    data.setup()
+    for batch in (next(iter(data.train_dataloader())), next(iter(data.val_dataloader()))):
+        ends = batch["input_ids"] == data.eot_id
+        assert torch.equal(batch["document_ids"], (ends.cumsum(1) - ends.long()).to(torch.int32))
+    assert batch["document_ids"].max() > 0
+
+
+def test_a_document_cannot_inject_an_end_of_text(tmp_path):
+    rows = [{"text": f"{n} says {END_OF_TEXT} and goes on"} for n in range(50)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = TextData(str(tmp_path / "a.jsonl"), vocab_size=300, seq_len=8, cache_dir=str(tmp_path / "cache"))
+    data.setup()
+    ids = np.concatenate([open_shard(path) for path in data.folder.glob("*.bin")])
+    assert (ids == data.eot_id).sum() == 50
+    assert (data.training_text() + data.validation_text()).count(END_OF_TEXT.encode()) == 50
+
+
+def test_a_given_tokenizer_is_used_and_sets_the_vocabulary(make, tmp_path):
+    given = train_bpe(["another text, another tokenizer"] * 5, 270)
+    given.save(str(tmp_path / "given.json"))
+    data = make(tokenizer=str(tmp_path / "given.json"))
+    assert data.vocab_size == 270
+    data.setup()
+    assert data.vocab_size == 270
+    assert json.loads((data.folder / "tokenizer.json").read_text()) == json.loads(given.to_str())
+
+
+def test_a_tokenizer_over_65536_tokens_gets_uint32_shards(make, tmp_path):
+    spec = json.loads(train_bpe(["a text"], 300).to_str())
+    del spec["model"]["vocab"][END_OF_TEXT]
+    spec["model"]["vocab"]["</s>"] = 70_000
+    spec["added_tokens"][0] |= {"id": 70_000, "content": "</s>"}
+    (tmp_path / "large.json").write_text(json.dumps(spec))
+    data = make(tokenizer=str(tmp_path / "large.json"))
+    data.setup()
+    assert (data.vocab_size, data.eot_id) == (70_001, 70_000)
+    assert open_shard(data.folder / "train_000000.bin").dtype == np.uint32
+    assert int(open_shard(data.folder / "train_000000.bin")[-1]) == 70_000
+    assert data.meta["dtype"] == "uint32"
+
+
+def test_the_same_text_in_another_order_is_split_the_same(tmp_path):
+    rows = [json.dumps({"text": f"document number {n} of a few"}) for n in range(200)]
+    sides = []
+    for order in (rows, rows[::-1]):
+        (tmp_path / "a.jsonl").write_text("\n".join(order))
+        os.utime(tmp_path / "a.jsonl", (len(sides), len(sides)))
+        data = TextData(str(tmp_path / "a.jsonl"), vocab_size=300, seq_len=8, cache_dir=str(tmp_path / "cache"))
+        data.setup()
+        sides.append(sorted(data.validation_text().split(b"document")))
+    assert sides[0] == sides[1]
+
+
+def test_the_summary_is_one_line_with_the_figures(make, story):
+    data = make()
+    data.setup()
+    line = data.data_summary()
+    documents = data.meta["train"]["documents"] + data.meta["val"]["documents"]
+    assert "\n" not in line
+    assert str(data) == line
+    assert str(make()) == "TextData"
+    for part in (str(story), f"{documents} documents", "0.02 MB", "bytes a token", str(data.folder)):
+        assert part in line
+
+
+def test_it_tokenizes_the_standard_library_with_no_arguments(tmp_path, monkeypatch):
+    # the real corpus, cut down: the whole takes some seconds
+    corpus = standard_library()
+    few = [text for _, text in zip(range(40), corpus.documents(), strict=False)]
+    monkeypatch.setattr(
+        "lightning_tricks.data.text_data.standard_library",
+        lambda: Corpus(corpus.description, corpus.fingerprint, None, lambda: iter(few)),
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data = TextData()
+    data.setup()
+    assert data.folder.parent == tmp_path / "lightning_tricks"
+    assert "the standard library of Python" in data.data_summary()
+    assert next(iter(data.train_dataloader()))["input_ids"].shape == (8, 256)
+
+
+# -- bad input
+
+
+def test_a_kill_while_tokenizing_leaves_no_half_made_set(make, monkeypatch):
+    from lightning_tricks.data import shards
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(shards.os, "fsync", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        make().prepare_data()
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    data = make()
+    assert any(data.cache_dir.iterdir())
+    assert not data.folder.exists()
+    data.setup()
+    assert len(data.training_text()) > 0
+
+
+def test_a_full_disk_names_the_folder_and_leaves_nothing(make, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("lightning_tricks.data.shards.write_header", full)
+    data = make()
+    with pytest.raises(UsageError, match=r"^cache_dir: cannot write to .*cache \(No space left on device\)"):
+        data.prepare_data()
+    assert list(data.cache_dir.iterdir()) == []
+
+
+def test_a_cache_that_is_no_folder_is_named(story):
+    with pytest.raises(UsageError, match=r"^cache_dir: cannot write to"):
+        TextData(str(story), cache_dir=f"{story}/cache").prepare_data()
+
+
+def test_a_damaged_cache_is_named_with_the_remedy(make):
+    data = make()
+    data.prepare_data()
+    shard = data.folder / "train_000000.bin"
+    raw = shard.read_bytes()
+    for damage in (lambda: shard.write_bytes(raw[:-2]), shard.unlink, lambda: (data.folder / "meta.json").unlink()):
+        shard.write_bytes(raw)
+        damage()
+        with pytest.raises(UsageError, match=rf"^cache_dir: {data.folder} is damaged \(.+\); delete that folder$"):
+            make().setup()
+
+
+def test_a_tokenizer_swapped_in_the_cache_is_found_out(make):
+    data = make()
+    data.prepare_data()
+    train_bpe(["something else"], 300).save(str(data.folder / "tokenizer.json"))
+    with pytest.raises(UsageError, match=r"tokenizer.json did not write the shards"):
+        make().setup()
+
+
+def test_a_bad_row_found_late_is_still_named_in_one_line(tmp_path):
+    rows = [json.dumps({"text": f"document {n}"}) for n in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows, "no json"]))
+    data = TextData(str(tmp_path / "a.jsonl"), vocab_size=300, seq_len=8, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UsageError, match=r"^files: .*a.jsonl, line 301 is not JSON \(.+\)$"):
+        data.prepare_data()
+    assert list(data.cache_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 0}, "^seq_len=0: it must be at least 1$"),
+        ({"micro_batch_size": 0}, "^micro_batch_size=0: it must be at least 1$"),
+        ({"num_workers": -1}, "^num_workers=-1: it must be at least 0$"),
+        ({"val_fraction": 0.0}, "^val_fraction=0.0: it must lie between 0 and 1$"),
+        ({"val_fraction": 1.0}, "^val_fraction=1.0"),
+        ({"vocab_size": 256}, "^vocab_size=256: 256 bytes and end-of-text need at least 257$"),
+        ({"hf_dataset": "a/b"}, "^files='.*' and hf_dataset='a/b': give one of them$"),
+        ({"files": []}, r"^files=\[\]: name at least one"),
+        ({"tokenizer": "none.json"}, r"^tokenizer='none.json': cannot be read"),
+    ],
+)
+def test_bad_options_are_refused_at_once(make, options, message):
+    with pytest.raises(UsageError, match=message):
+        make(**options)
+
+
+def test_a_text_shorter_than_a_row_is_refused(make):
+    data = make(seq_len=1_000_000)
+    with pytest.raises(UsageError, match=r"^seq_len=1000000: the training data has \d+ tokens"):
+        data.setup()
+
+
+def test_a_model_with_too_small_a_vocabulary_is_told_before_training(make):
+    data = make()
+    data.setup()
+    with pytest.raises(
+        UsageError, match=r"^shard .*train_000000.bin, token \d+: id \d+ does not fit the model, which has"
+    ):
+        data.check_ids(300)
+    data.check_ids(400)
+
+
+# -- under Lightning
+
+
+class Loss(pl.LightningModule):
+    """A module that knows nothing of ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(400, 400)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch["input_ids"].tolist())
+        return self.validation_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        logits = self.embedding(batch["input_ids"])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return batch["n_bytes"]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(tmp_path, **options) -> pl.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return pl.Trainer(default_root_dir=tmp_path, enable_checkpointing=False, **(quiet | options))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_all_four_commands_run_with_a_foreign_module(make, tmp_path):
+    data, module = make(), Loss()
+    loop = trainer(tmp_path, max_steps=3)
+    loop.fit(module, data)
+    assert module.seen == first_rows(set_up(make()), 3)
+    loop.validate(module, data, verbose=False)
+    loop.test(module, data, verbose=False)
+    predicted = torch.cat(loop.predict(module, data)).sum()
+    assert predicted == sum(batch["n_bytes"].sum() for batch in data.val_dataloader())
+
+
+def set_up(data: TextData) -> TextData:
+    data.setup()
+    return data
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_validation_alone_needs_no_training(make, tmp_path):
+    trainer(tmp_path).validate(Loss(), make(), verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_seed_on_resume_is_told_of_and_the_recipe_wins(make, tmp_path):
+    first = make(seed=0)
+    loop = trainer(tmp_path, max_steps=2)
+    loop.fit(Loss(), first)
+    loop.save_checkpoint(tmp_path / "a.ckpt")
+    module = Loss()
+    with pytest.warns(UserWarning, match=r"other data settings \(seed 0 -> 1\); the recipe's are used"):
+        trainer(tmp_path, max_steps=4).fit(module, make(seed=1), ckpt_path=tmp_path / "a.ckpt")
+    assert module.seen == first_rows(set_up(make(seed=1)), 4)[2:]
+
+
+def test_every_option_is_documented():
+    for data in (TextData, TokenData):
+        for name in inspect.signature(data).parameters:
+            assert f"\n        {name}: " in data.__doc__
+
+
+def test_workers_started_after_tokenizing_print_no_warning(story, tmp_path):
+    script = f"""
+from lightning_tricks.data import TextData
+data = TextData({str(story)!r}, vocab_size=300, seq_len=8, num_workers=2, cache_dir={str(tmp_path / "cache")!r})
+data.setup()
+next(iter(data.train_dataloader()))
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "fork" not in done.stderr
+    assert [line.split()[0] for line in done.stderr.splitlines()] == ["Learning", "Tokenizing"]
+
+
+def test_paths_may_start_with_a_tilde(story, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    data = TextData("~/story.txt", vocab_size=300, seq_len=8, cache_dir="~/cache")
+    data.setup()
+    assert data.folder.parent == Path(tmp_path / "cache")

@@ -1,0 +1,191 @@
+"""TokenData: shards that somebody wrote, and what is wrong with them if anything is."""
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.data import ShardWriter, TextData, TokenData
+from lightning_tricks.data.bpe import train_bpe
+
+
+@pytest.fixture
+def text_data(story, tmp_path):
+    data = TextData(str(story), vocab_size=400, seq_len=16, val_fraction=0.2, cache_dir=str(tmp_path / "cache"))
+    data.setup()
+    return data
+
+
+def test_text_data_s_shards_give_text_data_s_batches(text_data):
+    folder = text_data.folder
+    data = TokenData(
+        train=str(folder / "train_*.bin"),
+        val=str(folder / "val_*.bin"),
+        tokenizer=str(folder / "tokenizer.json"),
+        seq_len=16,
+    )
+    data.setup()
+    for loader in ("train_dataloader", "val_dataloader"):
+        ours, theirs = (next(iter(getattr(d, loader)())) for d in (data, text_data))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (data.vocab_size, data.eot_id) == (400, text_data.eot_id)
+    assert data.validation_text() == text_data.validation_text()
+
+
+def test_several_shards_are_one_stream_in_sorted_order(tmp_path):
+    with ShardWriter(tmp_path, "train", 2000, shard_tokens=300) as writer:
+        writer.append(np.arange(1000))
+    data = TokenData(train=str(tmp_path / "train_*.bin"), seq_len=9, micro_batch_size=4, vocab_size=1000)
+    data.setup()
+    rows = torch.cat([batch["input_ids"] for batch, _ in zip(data.train_dataloader(), range(27), strict=False)])
+    assert torch.equal(rows - rows[:, :1], torch.arange(9).expand_as(rows))  # also across the seams
+    assert len(set(rows[:, 0].tolist())) == 108
+    assert data.data_summary() == f"1,000 train tokens in 4 shard(s); {tmp_path}"
+
+
+def test_without_validation_shards_there_is_no_validation(write_shard):
+    data = TokenData(train=str(write_shard(range(100))), seq_len=8)
+    data.setup()
+    assert data.val_dataloader() == []
+
+
+def test_without_a_tokenizer_there_are_no_byte_counts_and_no_text(write_shard):
+    data = TokenData(train=str(write_shard(range(100))), val=str(write_shard(range(50), "val")), seq_len=8)
+    data.setup()
+    assert data.vocab_size is None
+    assert set(next(iter(data.val_dataloader()))) == {"input_ids", "labels"}
+    with pytest.raises(UsageError, match=r"^tokenizer: the text behind the tokens needs a byte-level tokenizer"):
+        data.validation_text()
+
+
+def test_eot_id_stands_in_for_the_tokenizer(write_shard):
+    path = str(write_shard([5, 6, 0, 7] * 20))
+    data = TokenData(train=path, val=path, seq_len=4, micro_batch_size=1, document_ids=True, eot_id=0)
+    data.setup()
+    batch = next(iter(data.val_dataloader()))
+    assert batch["labels"].tolist() == [[6, -100, 7, 5]]
+    assert batch["document_ids"].tolist() == [[0, 0, 0, 1]]
+
+
+def test_nanogpt_s_files_are_read_when_told_so(tmp_path):
+    np.arange(500, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    data = TokenData(train=str(tmp_path / "train.bin"), seq_len=8, shard_format="nanogpt")
+    data.setup()
+    assert len(data.streams["train"]) == 500
+    data = TokenData(train=str(tmp_path / "train.bin"), seq_len=8)
+    with pytest.raises(UsageError, match=r"train.bin: wrong magic .* set shard_format: nanogpt$"):
+        data.setup()
+
+
+def test_the_declared_vocabulary_bounds_the_tokenizer_s(text_data, tmp_path):
+    shards = {"train": str(text_data.folder / "train_*.bin"), "tokenizer": str(text_data.folder / "tokenizer.json")}
+    assert TokenData(**shards, vocab_size=50_304).vocab_size == 400
+    assert TokenData(**shards, vocab_size=390).vocab_size == 390
+
+
+def test_an_id_beyond_the_declared_vocabulary_is_named_before_training(write_shard):
+    path = write_shard([1, 2, 99, 3] * 10)
+    data = TokenData(train=str(path), seq_len=8, vocab_size=99)
+    message = rf"^shard {path}, token 2: id 99 does not fit vocab_size, which has 99 tokens; raise vocab_size"
+    with pytest.raises(UsageError, match=message):
+        data.setup()
+
+
+def test_an_id_that_the_scan_did_not_reach_is_named_at_its_batch(write_shard, monkeypatch):
+    monkeypatch.setattr("lightning_tricks.data.id_guard.SCANNED_TOKENS", 0)
+    ids = np.zeros(400, dtype=int)
+    ids[333] = 200
+    path = write_shard(ids)
+    for num_workers in (0, 2):
+        data = TokenData(train=str(path), seq_len=8, micro_batch_size=2, vocab_size=200, num_workers=num_workers)
+        data.setup()
+        with pytest.raises(UsageError, match=rf"^shard {path}, token 333: id 200 does not fit vocab_size"):
+            for _ in zip(range(100), data.train_dataloader(), strict=False):
+                pass
+
+
+def test_a_batch_s_first_column_and_last_label_are_looked_at(write_shard, monkeypatch):
+    monkeypatch.setattr("lightning_tricks.data.id_guard.SCANNED_TOKENS", 0)
+    for position in (0, 4):  # of the only row
+        ids = np.zeros(5, dtype=int)
+        ids[position] = 200
+        data = TokenData(train=str(write_shard(ids)), seq_len=4, micro_batch_size=1, vocab_size=200)
+        data.setup()
+        with pytest.raises(UsageError, match=f"token {position}: id 200"):
+            next(iter(data.train_dataloader()))
+
+
+def test_a_tokenizer_too_small_for_the_shards_is_named(write_shard, tmp_path):
+    train_bpe(["some text"], 260).save(str(tmp_path / "small.json"))
+    data = TokenData(
+        train=str(write_shard([1, 300] * 20, vocab_size=400)), seq_len=8, tokenizer=str(tmp_path / "small.json")
+    )
+    with pytest.raises(UsageError, match=r"token 1: id 300 does not fit the tokenizer, which has 260 tokens"):
+        data.setup()
+
+
+def test_a_tokenizer_that_did_not_write_text_data_s_shards_is_found_out(text_data, tmp_path):
+    train_bpe(["some other text"] * 9, 400).save(str(tmp_path / "other.json"))
+    data = TokenData(train=str(text_data.folder / "train_*.bin"), tokenizer=str(tmp_path / "other.json"), seq_len=16)
+    message = rf"^tokenizer='{tmp_path}/other.json': it did not write the shards in {text_data.folder}; use .*json$"
+    with pytest.raises(UsageError, match=message):
+        data.setup()
+
+
+def test_broken_shards_are_refused_in_setup(write_shard):
+    path = write_shard(range(100))
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(UsageError, match="cut short, 99 tokens where its header says 100"):
+        TokenData(train=str(path), seq_len=8).setup()
+
+
+@pytest.mark.parametrize("option", ["train", "val"])
+def test_a_pattern_without_files_is_named(write_shard, tmp_path, option):
+    good = str(write_shard(range(100)))
+    options = {"train": good, "val": good} | {option: [good, f"{tmp_path}/none_*.bin"]}
+    with pytest.raises(UsageError, match=rf"^{option}='{tmp_path}/none_\*.bin': matches no file; check the path$"):
+        TokenData(**options, seq_len=8).setup()
+
+
+def test_document_ids_need_to_know_where_documents_end(write_shard):
+    with pytest.raises(UsageError, match=r"^document_ids=True: .*; give eot_id or tokenizer$"):
+        TokenData(train=str(write_shard(range(100))), document_ids=True)
+
+
+class ByHand(pl.LightningModule):
+    """Optimizes by hand, twice a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch["input_ids"][0, 0].item())
+        for _ in range(2):
+            self.optimizers().step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_that_optimizes_by_hand_resumes_at_its_next_batch(write_shard, tmp_path):
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    path = str(write_shard(np.arange(2000), vocab_size=2000))
+
+    def fit(max_steps, **resume):
+        module, data = ByHand(), TokenData(train=path, seq_len=8, micro_batch_size=2)
+        trainer = pl.Trainer(default_root_dir=tmp_path, max_steps=max_steps, enable_checkpointing=False, **options)
+        trainer.fit(module, data, **resume)
+        return trainer, module.seen
+
+    _, whole = fit(20)
+    trainer, first = fit(8)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    _, second = fit(20, ckpt_path=tmp_path / "a.ckpt")
+    assert (len(first), len(second)) == (4, 6)
+    assert first + second == whole
