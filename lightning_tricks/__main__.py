@@ -1,5 +1,6 @@
 """The command line's door: help, `ls` and `cp` answer at once, everything else loads torch and goes to `cli`."""
 
+import os
 import sys
 
 import lightning_tricks
@@ -36,6 +37,9 @@ def run(args: list[str]) -> None:
 
         getattr(recipes, args[0])(args[1:])
     else:
+        # Before torch loads its thread pool: threads that spin while they wait for each other make a CPU run several
+        # times slower as soon as another program wants a core.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from lightning_tricks.cli import main as lightning_main
 
         lightning_main(args)

@@ -17,11 +17,6 @@ def data_rank(trainer: pl.Trainer | None) -> tuple[int, int]:
     return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
 
 
-def micro_batches_per_step(trainer: pl.Trainer) -> int:
-    """Micro-batches between two counted steps; a module that optimizes by hand is counted by micro-batch."""
-    return trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
-
-
 def steps_done(trainer: pl.Trainer) -> int:
     """Optimizer steps done in this run and those it was resumed from (micro-batches under manual optimization)."""
     if trainer.lightning_module.automatic_optimization:
@@ -59,7 +54,7 @@ def align_accumulation(trainer: pl.Trainer, saved_micro_batches: int) -> None:
     if progress.is_last_batch:
         return  # Lightning begins a new epoch, whose counters are 0
     steps, rest = divmod(progress.current.ready, saved_micro_batches)
-    shift = steps * micro_batches_per_step(trainer) - progress.current.ready
+    shift = steps * trainer.accumulate_grad_batches - progress.current.ready
     for tracker in (progress.current, progress.total):
         ready = tracker.ready
         for name, number in vars(tracker).copy().items():
@@ -83,17 +78,17 @@ class DataPosition:
 
     def rows_per_step(self, trainer: pl.Trainer) -> int:
         """Rows that all processes together take for one step."""
-        return self.micro_batch_size * data_rank(trainer)[1] * micro_batches_per_step(trainer)
+        return self.micro_batch_size * data_rank(trainer)[1] * trainer.accumulate_grad_batches
 
     def rows(self, trainer: pl.Trainer) -> int:
         """Rows consumed at the last completed step; 0 while overfitting, which takes the same batches every epoch."""
-        if _overfits(trainer):
+        if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
             return 0
         return self._rows + (steps_done(trainer) - self._steps) * self.rows_per_step(trainer)
 
     def state_dict(self, trainer: pl.Trainer) -> dict[str, Any]:
         """What a later run, split in another way, needs to go on with the next row."""
-        return {"samples": self.rows(trainer), "micro_batches": micro_batches_per_step(trainer), **self.identity}
+        return {"samples": self.rows(trainer), "micro_batches": trainer.accumulate_grad_batches, **self.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take it over at the next `begin`, when Lightning has restored its own counters too."""
@@ -104,7 +99,7 @@ class DataPosition:
         if (state := self._loaded) is None:
             if trainer.fit_loop.restarting:
                 # a checkpoint of other data: its steps count as if they had been made with this global batch
-                align_accumulation(trainer, micro_batches_per_step(trainer))
+                align_accumulation(trainer, trainer.accumulate_grad_batches)
             return
         self._loaded = None
         align_accumulation(trainer, state["micro_batches"])
@@ -120,13 +115,7 @@ class DataPosition:
     def positions(self, trainer: pl.Trainer, windows: int) -> range:
         """Positions of this process's micro-batches from the last completed step on; `windows` are a pass."""
         rank, world = data_rank(trainer)
-        steps = ENDLESS
-        if not _overfits(trainer):
-            steps = steps_to_come(trainer, max(windows // self.rows_per_step(trainer), 1))
+        steps = steps_to_come(trainer, max(windows // self.rows_per_step(trainer), 1))
         return micro_batch_positions(
-            self.rows(trainer), steps, micro_batches_per_step(trainer), self.micro_batch_size, rank, world
+            self.rows(trainer), steps, trainer.accumulate_grad_batches, self.micro_batch_size, rank, world
         )
-
-
-def _overfits(trainer: pl.Trainer) -> bool:
-    return trainer.overfit_batches > 0  # type: ignore[attr-defined]

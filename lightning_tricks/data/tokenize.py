@@ -103,25 +103,24 @@ def _write_splits(corpus: Corpus, folder: Path, tokenizer: Tokenizer, threshold:
     with ExitStack() as stack:
         writers = {split: stack.enter_context(ShardWriter(folder, split, size)) for split in records}
         bar = stack.enter_context(_progress(corpus))
-        for chunk in _chunks(corpus.documents()):
-            for document, encoding in zip(chunk, _encode(tokenizer, chunk), strict=True):
-                raw = document.encode()
-                split = "val" if document_hash(document) < threshold else "train"
-                writers[split].append(np.array([*encoding.ids, end]))
-                hashes[split].update(raw)
-                records[split].documents += 1
-                records[split].bytes += len(raw)
-                bar.update(len(raw))
+        for document, ids in _encoded(tokenizer, corpus.documents()):
+            raw = document.encode()
+            split = "val" if document_hash(document) < threshold else "train"
+            writers[split].append(np.array([*ids, end]))
+            hashes[split].update(raw)
+            records[split].documents += 1
+            records[split].bytes += len(raw)
+            bar.update(len(raw))
     for split, record in records.items():
         record.tokens, record.sha256 = writers[split].tokens, hashes[split].hexdigest()
     return records
 
 
-def _encode(tokenizer: Tokenizer, documents: list[str]) -> list[Any]:
-    encodings = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
-    # its threads have run; without a word from us, each fork of a loader worker would print a warning about that
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return encodings
+def _encoded(tokenizer: Tokenizer, documents: Iterator[str]) -> Iterator[tuple[str, list[int]]]:
+    """Each document with its token ids, encoded in parallel a megabyte at a time."""
+    for chunk in _chunks(documents):
+        for document, encoding in zip(chunk, tokenizer.encode_batch_fast(chunk, add_special_tokens=False), strict=True):
+            yield document, encoding.ids
 
 
 def _chunks(documents: Iterator[str]) -> Iterator[list[str]]:

@@ -39,12 +39,15 @@ class Recorder(pl.LightningModule):
         return self.loss(batch)
 
     def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking:
+            with self.log_file.with_suffix(".val").open("a") as file:
+                file.writelines(f"{row.tolist()}\n" for row in batch["labels"] if (row >= 0).any())
         self.log("val/loss", self.loss(batch))
 
     def on_validation_epoch_end(self):
-        if not self.trainer.sanity_checking:
+        if not self.trainer.sanity_checking and self.trainer.is_global_zero:
             with self.log_file.open("a") as file:
-                file.write(f"{self.trainer.global_step} validation\n")
+                file.write(f"{self.trainer.global_step} validation in epoch {self.trainer.current_epoch}\n")
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -109,7 +110,9 @@ def test_compressed_files_are_read(tmp_path):
 
 def test_line_ends_are_kept(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n")
-    assert documents(tmp_path / "a.txt") == ["one\r\ntwo\rthree\n"]
+    with gzip.open(tmp_path / "b.txt.gz", "wb") as file:
+        file.write(b"one\r\ntwo\rthree\n")
+    assert documents(tmp_path) == ["one\r\ntwo\rthree\n"] * 2
 
 
 @pytest.mark.parametrize(
@@ -145,6 +148,7 @@ def test_an_empty_file_among_others_in_a_folder_is_passed_over(tmp_path):
 @pytest.mark.parametrize("pattern", ["nothing.txt", "no*.txt", "folder"])
 def test_a_pattern_that_matches_nothing_is_named(tmp_path, pattern):
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "empty.txt").touch()
     with pytest.raises(UsageError, match=rf"^files: '.*{pattern.replace('*', '.')}' matches no file"):
         documents(tmp_path / pattern)
 
@@ -177,7 +181,10 @@ def test_a_fingerprint_changes_with_what_could_change_the_documents(tmp_path):
     (tmp_path / "b.txt").write_text("two")
     assert first != (second := fingerprint())
     path.write_text("ONE and more")
-    assert second != fingerprint()
+    assert second != (third := fingerprint())
+    path.write_text("TWO and more")  # no longer than before
+    os.utime(path, (0, 0))
+    assert third != fingerprint()
 
 
 @pytest.mark.parametrize(

@@ -139,12 +139,13 @@ def test_a_checkpoint_of_other_data_is_aligned_and_counted_in_today_s_global_bat
 
 
 def test_the_last_batch_of_a_shorter_run_is_not_the_last_of_a_longer_one():
-    for max_steps, limit, expected in ((20, 1.0, False), (8, 1.0, True), (20, 6, True)):
-        now = trainer(global_step=8, max_steps=max_steps, limit_train_batches=limit, fit_loop=loop(8, 7))
+    for max_steps, limit, ready, expected in ((20, 1.0, 8, False), (2, 1.0, 8, True), (20, 6, 6, True)):
+        now = trainer(global_step=2, max_steps=max_steps, limit_train_batches=limit, accumulate_grad_batches=4)
+        now.fit_loop = loop(ready, ready - 1)
         now.fit_loop.epoch_loop.batch_progress.is_last_batch = True
         position().begin(now)
         assert now.fit_loop.epoch_loop.batch_progress.is_last_batch is expected
-        assert counters(now) == (8, 8, 8, 7)
+        assert counters(now) == (ready, ready, ready, ready - 1)
 
 
 def test_overfitting_starts_at_row_0_each_time():

@@ -4,6 +4,7 @@ import multiprocessing
 import re
 import signal
 import socket
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -65,6 +66,10 @@ def lines(folder: Path, log: str = "batches.txt") -> list[str]:
     return (folder / log).read_text().splitlines()
 
 
+def validations(log: list[str]) -> list[str]:
+    return [line for line in log if "validation" in line]
+
+
 def last_said(log: list[str]) -> dict[tuple[int, int], str]:
     """The rows of each (step, micro-batch), as the last run that came there logged them."""
     return {(int(a), int(b)): rows for a, b, rows in (line.split(" ", 2) for line in log if "validation" not in line)}
@@ -118,7 +123,8 @@ def test_a_finished_run_is_carried_on_with_more_steps(launch, unbroken, tmp_path
     assert launch(folder, max_steps=STEPS, **once_at_the_end) == 0
     log = lines(folder)
     assert [line for line in log if "validation" not in line] == [x for x in unbroken[4] if "validation" not in x]
-    assert [line for line in log if "validation" in line] == ["4 validation", "8 validation"]
+    # still in its only epoch, as if it had never stopped
+    assert validations(log) == ["4 validation in epoch 0", "8 validation in epoch 0"]
 
 
 def test_validation_comes_at_the_same_steps_after_a_kill(launch, unbroken, tmp_path):
@@ -126,8 +132,8 @@ def test_validation_comes_at_the_same_steps_after_a_kill(launch, unbroken, tmp_p
     launch(folder, kill_at=(4, 2), accumulate=4, max_steps=STEPS)
     launch(folder, kill_at=(5, 3), accumulate=4, max_steps=STEPS)
     launch(folder, accumulate=4, max_steps=STEPS)
-    found = [line for line in lines(folder) if "validation" in line]
-    assert found == [line for line in unbroken[4] if "validation" in line] == [f"{s} validation" for s in (2, 4, 6, 8)]
+    expected = [f"{step} validation in epoch 0" for step in (2, 4, 6, 8)]
+    assert validations(lines(folder)) == validations(unbroken[4]) == expected
 
 
 def rows_by_step(log: list[str]) -> dict[int, set[str]]:
@@ -148,6 +154,16 @@ def test_a_resume_may_split_the_global_batch_in_another_way(launch, unbroken, tm
     assert after == {step: rows for step, rows in rows_by_step(unbroken[4]).items() if step >= 4}
 
 
+def test_a_resume_with_a_smaller_global_batch_goes_on_with_the_next_row(launch, unbroken, tmp_path):
+    folder = make_data(tmp_path / "run")
+    launch(folder, kill_at=(5, 0), micro_batch_size=8, max_steps=STEPS)
+    assert launch(folder, micro_batch_size=2, max_steps=STEPS, log="after.txt") == 0
+    after = rows_by_step(lines(folder, "after.txt"))
+    assert list(after) == [4, 5, 6, 7]
+    # four steps of 2 rows are the fifth step of 8 rows
+    assert set().union(*after.values()) == rows_by_step(unbroken[4])[4]
+
+
 def test_without_max_steps_an_epoch_is_a_pass_over_the_data(launch, tmp_path):
     folder = make_data(tmp_path / "run")
     epochs = {
@@ -162,7 +178,7 @@ def test_without_max_steps_an_epoch_is_a_pass_over_the_data(launch, tmp_path):
     assert launch(folder, **epochs) == 0
     # 3600 // 8 - 1 = 449 windows, 80 a step: 5 steps a pass
     assert list(last_said(lines(folder))) == [(step, micro) for step in range(10) for micro in range(4)]
-    assert [line for line in lines(folder) if "validation" in line] == ["5 validation", "10 validation"]
+    assert validations(lines(folder)) == ["5 validation in epoch 0", "10 validation in epoch 1"]
 
 
 def test_overfitting_takes_the_same_batches_every_epoch(launch, tmp_path):
@@ -178,3 +194,5 @@ def test_two_processes_see_per_step_what_one_sees(launch, unbroken, tmp_path):
     folder = make_data(tmp_path / "run")
     assert launch.many(folder, 2, accumulate=2, max_steps=STEPS) == [0, 0]
     assert rows_by_step(lines(folder)) == rows_by_step(unbroken[4])
+    # 400 validation tokens: 50 windows of 8, each once on one of the two, four times
+    assert sorted(Counter(lines(folder, "batches.val")).values()) == [4] * 50

@@ -17,6 +17,7 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data import TextData, TokenData, open_shard
+from lightning_tricks.data.batches import TrainBatches
 from lightning_tricks.data.bpe import END_OF_TEXT, train_bpe
 from lightning_tricks.data.corpus import Corpus, standard_library
 
@@ -131,6 +132,19 @@ def test_any_number_of_workers_gives_the_same_rows(make):
     assert len({str(batch) for batch in rows[0]}) == 12
 
 
+def test_workers_do_the_fetching(make, monkeypatch):
+    plain = TrainBatches.__getitem__
+    monkeypatch.setattr(
+        TrainBatches, "__getitem__", lambda self, p: plain(self, p) | {"pid": torch.tensor(os.getpid())}
+    )
+    for num_workers in (0, 2):
+        data = make(num_workers=num_workers)
+        data.setup()
+        pids = {int(batch["pid"]) for batch, _ in zip(data.train_dataloader(), range(8), strict=False)}
+        assert len(pids) == max(num_workers, 1)
+        assert (os.getpid() in pids) is (num_workers == 0)
+
+
 def test_loading_draws_nothing_from_the_run_s_random_numbers(make):
     data = make(num_workers=1)
     data.setup()
@@ -159,6 +173,32 @@ def test_a_document_cannot_inject_an_end_of_text(tmp_path):
     ids = np.concatenate([open_shard(path) for path in data.folder.glob("*.bin")])
     assert (ids == data.eot_id).sum() == 50
     assert (data.training_text() + data.validation_text()).count(END_OF_TEXT.encode()) == 50
+
+
+def test_the_tokenizer_is_learned_from_training_documents_only(make):
+    data = make()
+    data.setup()
+    training = data.training_text().decode()
+    learned = train_bpe([text for text in data._corpus.documents() if text in training], 400)
+    assert json.loads((data.folder / "tokenizer.json").read_text()) == json.loads(learned.to_str())
+    everything = train_bpe(data._corpus.documents(), 400)
+    assert everything.to_str() != learned.to_str()
+
+
+def test_a_tokenizer_is_learned_from_no_more_text_than_needed(make, monkeypatch):
+    monkeypatch.setattr("lightning_tricks.data.tokenize.BPE_BYTES", 1000)
+    data = make()
+    data.setup()
+    first = next(text for text in data._corpus.documents() if text in data.training_text().decode())
+    assert len(first) > 1000
+    assert json.loads((data.folder / "tokenizer.json").read_text()) == json.loads(train_bpe([first], 400).to_str())
+
+
+def test_the_vocabulary_is_what_the_text_yielded(make):
+    data = make(vocab_size=4096)
+    assert data.vocab_size == 4096
+    data.setup()
+    assert data.vocab_size == data.meta["vocab_size"] == len(data.token_texts) < 4096
 
 
 def test_a_given_tokenizer_is_used_and_sets_the_vocabulary(make, tmp_path):
@@ -387,6 +427,9 @@ def test_another_seed_on_resume_is_told_of_and_the_recipe_wins(make, tmp_path):
     with pytest.warns(UserWarning, match=r"other data settings \(seed 0 -> 1\); the recipe's are used"):
         trainer(tmp_path, max_steps=4).fit(module, make(seed=1), ckpt_path=tmp_path / "a.ckpt")
     assert module.seen == first_rows(set_up(make(seed=1)), 4)[2:]
+    other = make(val_fraction=0.4)
+    with pytest.warns(UserWarning, match=rf"\(data {first.folder.name} -> {other.folder.name}\)"):
+        trainer(tmp_path, max_steps=4).fit(Loss(), other, ckpt_path=tmp_path / "a.ckpt")
 
 
 def test_every_option_is_documented():
@@ -395,7 +438,7 @@ def test_every_option_is_documented():
             assert f"\n        {name}: " in data.__doc__
 
 
-def test_workers_started_after_tokenizing_print_no_warning(story, tmp_path):
+def test_tokenizing_says_two_lines_and_workers_nothing(story, tmp_path):
     script = f"""
 from lightning_tricks.data import TextData
 data = TextData({str(story)!r}, vocab_size=300, seq_len=8, num_workers=2, cache_dir={str(tmp_path / "cache")!r})

@@ -1,0 +1,124 @@
+"""The tiny recipe at toy width, as a user runs it: train, run again, evaluate, be killed, and go on."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_tricks.commands.recipes import recipes_folder
+
+pytestmark = pytest.mark.slow
+
+TOY = {
+    "model.init_args.decoder.init_args.d_model": 32,
+    "model.init_args.decoder.init_args.n_layers": 1,
+    "model.init_args.decoder.init_args.vocab_size": 300,
+    "model.init_args.decoder.init_args.max_seq_len": 32,
+    "model.init_args.schedule.init_args.warmup_steps": 2,
+    "data.init_args.vocab_size": 300,
+    "data.init_args.seq_len": 32,
+    "data.init_args.micro_batch_size": 4,
+    "data.init_args.cache_dir": "cache",
+    "trainer.max_steps": 40,
+    "trainer.log_every_n_steps": 10,
+    "trainer.val_check_interval": 40,
+    "trainer.limit_val_batches": 20,
+    # the second list replaces the recipe's: checkpoints every 5 steps, no baseline
+    "trainer.callbacks": "[{class_path: ModelCheckpoint, init_args: {dirpath: runs/tiny/checkpoints, "
+    "every_n_train_steps: 5, save_last: link}}]",
+}
+
+
+def arguments(command: str, files: str, **overrides: object) -> list[str]:
+    config = TOY | {"data.init_args.files": files} | {k.replace("__", "."): v for k, v in overrides.items()}
+    if command == "predict":
+        config["return_predictions"] = "false"
+    recipe = str(recipes_folder() / "tiny.yaml")
+    return [
+        sys.executable, "-m", "lightning_tricks", command, "--config", recipe,
+        *(f"--{key}={value}" for key, value in config.items()),
+    ]  # fmt: skip
+
+
+def run(folder: Path, *args, **overrides) -> str:
+    done = subprocess.run(arguments(*args, **overrides), cwd=folder, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "runs/tiny/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, text_file) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, run(folder, "fit", text_file)
+
+
+def test_a_run_prints_its_progress_its_figures_and_what_to_do_next(trained):
+    _, out = trained
+    lines = re.findall(r"step (\d+)/40 \(\d+%\)  loss \d.*  norm \d.*  lr \S+  \S+ tokens/s  ETA \d:\d\d:\d\d", out)
+    assert lines == ["10", "20", "30", "40"]
+    assert re.search(r"step 40  validation  loss [\d.]+  bits/byte [\d.]+", out)
+    for next_step in ("TensorBoard: tensorboard --logdir runs/tiny", "Evaluate: ", "Go on: ", "Try next: "):
+        assert next_step in out
+    assert "training and" in out  # the data's summary
+    assert "no_decay" in out  # the table of the groups
+
+
+def test_the_loss_falls_and_the_last_validation_is_of_the_last_step(trained):
+    _, out = trained
+    losses = [float(value) for value in re.findall(r"step \d+/40 .*?loss ([\d.]+)", out)]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_second_run_in_the_same_folder_works_and_ends_with_the_same_weights(trained, text_file):
+    folder, _ = trained
+    before = weights(folder)
+    run(folder, "fit", text_file)
+    assert all(torch.equal(before[name], value) for name, value in weights(folder).items())
+    assert (folder / "runs/tiny/version_1/config.yaml").is_file()
+
+
+def test_evaluation_repeats_the_training_runs_figure(trained, text_file):
+    folder, out = trained
+    found = re.search(r"bits/byte ([\d.]+)", out)[1]
+    for command in ("validate", "test"):
+        table = run(folder, command, text_file, ckpt_path="runs/tiny/checkpoints/last.ckpt")
+        stage = "val" if command == "validate" else "test"
+        row = next(line for line in table.splitlines() if f"{stage}/bits_per_byte" in line)
+        assert f"{float(re.search(r'([0-9.]+)[^0-9]*$', row)[1]):.4f}" == found
+    run(folder, "predict", text_file, ckpt_path="runs/tiny/checkpoints/last.ckpt")
+
+
+def test_prepare_makes_the_shards_and_says_where(tmp_path, text_file):
+    out = run(tmp_path, "prepare", text_file, trainer__devices=8, trainer__accelerator="cuda")
+    assert re.search(r"training and .* validation tokens.*cache", out)
+    assert list((tmp_path / "cache").glob("text-*/train_000000.bin"))
+
+
+def test_killed_in_mid_run_it_goes_on_to_the_same_weights(trained, tmp_path, text_file):
+    whole, _ = trained
+    # slow enough to be caught in mid-run: the kill comes with the first checkpoint
+    process = subprocess.Popen(
+        arguments("fit", text_file), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    first = tmp_path / "runs/tiny/checkpoints/last.ckpt"
+    deadline = time.monotonic() + 200
+    while not os.path.lexists(first) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    stopped = torch.load(first, weights_only=True)["global_step"]
+    assert stopped < 40, "the run was over before it could be killed"
+    out = run(tmp_path, "fit", text_file, ckpt_path="last")
+    assert re.findall(r"step (\d+)/40", out)[0] == str(stopped // 10 * 10 + 10)
+    expected = weights(whole)
+    assert all(torch.equal(expected[name], value) for name, value in weights(tmp_path).items())
