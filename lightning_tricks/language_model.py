@@ -59,6 +59,11 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         if self.decoder is not None:
             return
         mesh = self.device_mesh
+        if mesh is not None and mesh["tensor_parallel"].size() > 1:
+            raise UsageError(
+                f"tensor_parallel_size={mesh['tensor_parallel'].size()}: LanguageModel shards over data only; "
+                "set tensor_parallel_size to 1 and data_parallel_size to the number of devices"
+            )
         # On the meta device no weights are drawn, so the random state that training sees does not depend on the shape.
         with torch.device("meta"):
             decoder = Decoder(self.config)
@@ -113,7 +118,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the lr that this step uses: the schedule moves on before the step is logged."""
         super().on_before_optimizer_step(optimizer)
-        self._lr = max(group["lr"] for group in optimizer.param_groups)
+        group = optimizer.param_groups[0]
+        self._lr = group["lr"] / (group.get("lr_scale") or 1.0)  # the optimizer's own, before any rule's scale
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """Log the step that has just ended, on logging steps only."""

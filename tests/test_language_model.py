@@ -108,6 +108,15 @@ def test_the_logged_lr_is_the_one_that_the_step_used():
     assert trainer.callback_metrics["train/lr"].item() == pytest.approx(0.5)
 
 
+def test_the_logged_lr_is_that_of_the_optimizer_whatever_a_rule_scales():
+    from lightning_tricks.optim import ParamRule
+
+    rules = [ParamRule(pattern=".", lr_scale=4.0)]
+    trainer = fit(make(param_rules=rules), Batches(ragged(4), 2))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(2.0)
+    assert trainer.callback_metrics["train/lr"].item() == pytest.approx(0.5)
+
+
 def test_validation_figures_are_sums_over_the_set_not_means_of_batches():
     whole = ragged(6)
     whole["n_bytes"] = torch.tensor([3, 1, 4, 1, 5, 9])

@@ -77,6 +77,17 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_tensor_parallelism_is_refused_and_not_run_twice_over():
+    from types import SimpleNamespace
+
+    from lightning_tricks._errors import UsageError
+
+    model, _, _ = load_recipe("--config", str(recipes_folder() / "llama7b.yaml"))
+    model._device_mesh = {"tensor_parallel": SimpleNamespace(size=lambda: 8)}
+    with pytest.raises(UsageError, match="tensor_parallel_size=8"):
+        model.configure_model()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama7b", "llama1b"])
 def test_trains_at_toy_width_on_two_processes(name, shards):

@@ -109,7 +109,7 @@ class TrainingProgressBar(ProgressBar):
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Print the validation's figures on a line of their own."""
-        if not trainer.sanity_checking:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
             line = self._format(trainer, self.VALIDATION)
             if line:
                 self.print(f"step {trainer.global_step}  validation  {line}")
