@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -115,7 +116,7 @@ class RecipeCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Leave the recipe alone: LightningCLI would let a checkpoint's hyper-parameters override it silently."""
 
-    def instantiate_trainer(self, **kwargs: Any) -> "pl.Trainer":
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Lightning's Trainer with our progress bar, unless the recipe brings one or wants none."""
         if self.subcommand == "prepare":
             return self.trainer_class  # a class will do: the recipe's devices need not exist here
@@ -200,6 +201,8 @@ def main(args: list[str]) -> None:
         names = [*RecipeCLI.subcommands(), "ls", "cp"]
         raise UsageError(f"unknown command {args[0]!r}{did_you_mean(args[0], names)}: --help lists them")
     sys.argv[1:] = args
+    for noise in (".*isinstance.treespec, LeafSpec.*", "Precision .* is not supported by the model summary"):
+        warnings.filterwarnings("ignore", message=noise)  # Lightning's own, and nothing that a user could mend
     try:
         RecipeCLI()
     except MisconfigurationException as error:

@@ -50,7 +50,7 @@ def misspelt(tmp_path: Path):
         ("class_path: Llama", "class_path: Lama", "model.decoder: no class named 'Lama'", "Llama"),
         ("WarmupLinear", "WarmupLiner", "model.schedule: no class named 'WarmupLiner'", "WarmupLinear"),
         ("warmup_steps:", "warmup_step:", "model.schedule: WarmupLinear", "warmup_steps"),
-        ("lr: 3", "lrr: 3", "model.optimizer: AdamW has no option 'lrr'", "lr"),
+        ("lr: 2", "lrr: 2", "model.optimizer: AdamW has no option 'lrr'", "lr"),
         ("TextData", "TextDat", "data: no class named 'TextDat'", "TextData"),
         ("seq_len: 256, micro", "seq_length: 256, micro", "data: TextData has no option 'seq_length'", "seq_len"),
         ("trainer:", "trainr:", "trainr", "trainer"),

@@ -29,6 +29,7 @@ TOY = {
     "trainer.log_every_n_steps": 10,
     "trainer.val_check_interval": 40,
     "trainer.limit_val_batches": 20,
+    "trainer.limit_test_batches": 20,
     # the second list replaces the recipe's: checkpoints every 5 steps, no baseline
     "trainer.callbacks": "[{class_path: ModelCheckpoint, init_args: {dirpath: runs/tiny/checkpoints, "
     "every_n_train_steps: 5, save_last: link}}]",
