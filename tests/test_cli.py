@@ -185,3 +185,39 @@ def test_help_of_a_command_names_our_options():
     text = run("fit", "--help").stdout
     assert "--config" in text
     assert re.search(r"--trainer\.max_steps", text)
+
+
+FOREIGN = """
+import lightning.pytorch as pl
+import torch
+
+
+class Foreign(pl.LightningModule):
+    def __init__(self, momentum: float = 0.0):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(8, 2))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.hparams.momentum)
+"""
+
+
+def test_a_checkpoints_hyper_parameters_do_not_override_the_users(tmp_path, monkeypatch):
+    from lightning_tricks.cli import RecipeCLI
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-tricks"])
+    (tmp_path / "foreign_module.py").write_text(FOREIGN)
+    common = ["fit", "--model=foreign_module.Foreign", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    RecipeCLI(args=[*common, "--model.init_args.momentum=0.5", "--trainer.max_steps=2"])
+    checkpoint = next(tmp_path.rglob("*.ckpt"))
+    again = [*common, "--trainer.max_steps=4", f"--ckpt_path={checkpoint}"]
+    assert RecipeCLI(args=[*again, "--model.init_args.momentum=0.25"]).model.hparams.momentum == 0.25
