@@ -37,8 +37,8 @@ def run(args: list[str]) -> None:
 
         getattr(recipes, args[0])(args[1:])
     else:
-        # Before torch loads its thread pool. Threads that spin while they wait for each other made tiny.yaml eight times
-        # slower on two cores when another program wanted one; with a hundredth of the spins it was 2.6 times.
+        # Before torch loads its thread pool. Threads that spin while they wait for each other made tiny.yaml eight
+        # times slower on two cores when another program wanted one; with a hundredth of the spins it was 2.6 times.
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
         from lightning_tricks.cli import main as lightning_main
 
