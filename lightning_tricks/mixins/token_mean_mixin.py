@@ -1,17 +1,10 @@
 """Mean loss over the tokens of a whole optimizer step: over micro-batches and ranks, however ragged their counts."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from lightning_tricks._lightning import pl
-
-    _Base = pl.LightningModule
-else:
-    _Base = object
+from lightning_tricks.mixins._base import Mixin
 
 
 def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
@@ -21,7 +14,7 @@ def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(local, factor)
 
 
-class TokenMeanMixin(_Base):
+class TokenMeanMixin(Mixin):
     """Own `on_after_backward`: the step's gradient is that of (sum of nats) / (number of tokens), exactly.
 
     Lightning averages over micro-batches and the strategy over ranks, which weighs a token of a short micro-batch more

@@ -414,7 +414,10 @@ def set_up(data: TextData) -> TextData:
 
 @pytest.mark.filterwarnings("ignore")
 def test_validation_alone_needs_no_training(make, tmp_path):
-    trainer(tmp_path).validate(Loss(), make(), verbose=False)
+    module, data, counted = Loss(), make(), []
+    module.validation_step = lambda batch, batch_idx: counted.append((batch["labels"] != -100).sum().item())
+    trainer(tmp_path).validate(module, data, verbose=False)
+    assert sum(counted) == sum((batch["labels"] != -100).sum().item() for batch in data.val_dataloader()) > 0
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import two_processes
 from torch.utils.data import DataLoader
 
+from lightning_tricks._errors import UsageError
 from lightning_tricks.mixins import TokenMeanMixin
 from lightning_tricks.mixins.token_mean_mixin import scale_gradients
 
@@ -72,6 +73,11 @@ def test_sums_start_anew_with_each_step():
     one._step_over = True
     one.token_mean(torch.tensor(5.0), torch.tensor(1), 10)
     assert one._step_nats.item() == 5.0
+
+
+def test_behind_the_lightning_module_it_is_refused():
+    with pytest.raises(UsageError, match="put TokenMeanMixin before the LightningModule"):
+        type("Late", (pl.LightningModule, TokenMeanMixin), {})
 
 
 def test_gradients_are_scaled_in_place():
