@@ -10,7 +10,12 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "accounting": ["training_flops_per_token"],
-    "callbacks": ["CompressionBaseline", "TrainingProgressBar"],
+    "callbacks": [
+        "CompressionBaseline",
+        "LRMonitor",
+        "MetricBuffer",
+        "TrainingProgressBar",
+    ],
     "cli": ["RecipeCLI", "load_recipe"],
     "data": ["TextData", "TokenData"],
     "language_model": ["LanguageModel"],

@@ -1,0 +1,295 @@
+"""Where every monitor writes: values stay on their device and go to the loggers together, once per logging interval.
+
+A value costs a dict entry when it is recorded, and its share of one transfer when the interval ends.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._lightning import pl, pl_import
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Checkpoint
+else:
+    Checkpoint = pl_import("callbacks").Checkpoint
+
+rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
+OverRanks = Literal["sum", "max"]
+_TOTAL, _COUNT = "\0total", "\0count"  # no metric's name
+
+
+@dataclasses.dataclass
+class Row:
+    """What one optimizer step recorded, as plain numbers."""
+
+    step: int  # as Lightning counts for its loggers: 0 for the first optimizer step
+    wall_time: float  # seconds since 1970, when the step had been queued
+    values: dict[str, float]
+
+
+@dataclasses.dataclass
+class _Pending:
+    """What one optimizer step recorded, still on the device."""
+
+    step: int = 0
+    wall_time: float = 0.0
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)
+    scalars: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    vectors: dict[tuple[str, ...], Tensor] = dataclasses.field(default_factory=dict)
+    means: dict[str, list[tuple[Tensor, Tensor]]] = dataclasses.field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers or self.scalars or self.vectors or self.means)
+
+    def tensors(self) -> dict[tuple[str, ...], Tensor]:
+        """All that is to be read, by name; a mean as its total and its count."""
+        shares = {
+            (name, part): torch.stack([share[i] for share in shares]).double().sum() if shares[1:] else shares[0][i]
+            for name, shares in self.means.items()
+            for i, part in enumerate((_TOTAL, _COUNT))
+        }
+        return {(name,): scalar for name, scalar in self.scalars.items()} | self.vectors | shares
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """The numbers in each of `tensors` (any shapes and dtypes), with one transfer a device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
+    numbers: list[list[float]] = [[] for _ in tensors]
+    for device, indices in by_device.items():
+        joined = _join([tensors[index] for index in indices], torch.float32 if device.type == "mps" else torch.float64)
+        flat, start = joined.tolist(), 0
+        for index in indices:
+            end = start + tensors[index].numel()
+            numbers[index] = flat[start:end]
+            start = end
+    return numbers
+
+
+def _join(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """All numbers of `tensors` in their order as one vector; counts and losses keep every digit in float64."""
+    if all(tensor.dim() == 0 for tensor in tensors) and len({tensor.dtype for tensor in tensors}) == 1:
+        return torch.stack(list(tensors)).to(dtype)
+    return torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
+
+
+class MetricBuffer(pl.Callback):
+    """Collect device scalars and hand them to `trainer.loggers` every `log_every_n_steps`. Never changes training.
+
+    There is one a Trainer: `MetricBuffer.of(trainer)` finds it or adds it, in front of the checkpoint callbacks. Record
+    during training, in any hook up to a callback's `on_train_batch_end`; nothing is read from the device until the
+    interval ends. Then there is one transfer a device and one `logger.log_metrics` for each step that recorded
+    something, with that step's own values, at the step that Lightning's own `self.log` uses. The same happens at the
+    end, before validation, before a checkpoint is written, and when training fails. The latest values stand in
+    `trainer.callback_metrics`, for ModelCheckpoint and EarlyStopping to monitor.
+
+    A name that begins with an underscore is not logged; it is for `at_flush`. With `log_every_n_steps=0`, which turns
+    Lightning's logging off, nothing is kept.
+    """
+
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._current = _Pending()
+        self._finished: list[_Pending] = []
+        self._over_ranks: dict[str, OverRanks] = {}
+        self._derived: list[Callable[[list[Row]], Mapping[str, float]]] = []
+        self._failed = False
+        self._every = 0
+
+    @classmethod
+    def of(cls, trainer: "pl.Trainer") -> "MetricBuffer":
+        """The Trainer's buffer, added to its callbacks if it has none. Call it in `setup`, and keep what it returns."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        buffer = next((callback for callback in callbacks if isinstance(callback, cls)), None)
+        if buffer is None:
+            buffer = cls()
+            place = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
+            # a new list: Lightning may be iterating over the old one
+            trainer.callbacks = [*callbacks[:place], buffer, *callbacks[place:]]  # type: ignore[attr-defined]
+        buffer._trainer = trainer
+        buffer._every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        buffer._failed = False
+        return buffer
+
+    def record(self, name: str, value: Tensor | float, over_ranks: OverRanks | None = None) -> None:
+        """Keep `value` for the running optimizer step; a later one for the same step replaces it.
+
+        Args:
+            name: of the metric, such as `train/grad_norm`.
+            value: a scalar tensor, of which no copy is made, or a number.
+            over_ranks: how the ranks' values become one, at the end of the interval; None where they agree already,
+                or where rank 0's is meant. Every rank must record what is joined, in the same order.
+        """
+        if not self._every:
+            return
+        if isinstance(value, Tensor):
+            self._current.scalars[name] = value.detach()
+        else:
+            self._current.numbers[name] = float(value)
+        if over_ranks is not None:
+            self._over_ranks[name] = over_ranks
+
+    def record_mean(self, name: str, total: Tensor, count: Tensor | float) -> None:
+        """Keep a share of a mean: totals over counts, of all micro-batches of the step and of all ranks.
+
+        Args:
+            name: of the metric, such as `train/loss`.
+            total: a scalar tensor, such as the nats of a micro-batch.
+            count: how many things it is the sum of, such as its tokens.
+        """
+        if self._every:
+            count = count if isinstance(count, Tensor) else torch.full((), count, device=total.device)
+            self._current.means.setdefault(name, []).append((total.detach(), count))
+
+    def record_all(self, names: tuple[str, ...], values: Tensor, over_ranks: OverRanks | None = None) -> None:
+        """Keep many values that are one tensor already.
+
+        Args:
+            names: of the metrics, n of them.
+            values: (n,) tensor, of which no copy is made.
+            over_ranks: see `record`.
+        """
+        if self._every and names:
+            self._current.vectors[names] = values.detach()
+            if over_ranks is not None:
+                self._over_ranks[names[0]] = over_ranks
+
+    def at_flush(self, derive: Callable[[list[Row]], Mapping[str, float]]) -> None:
+        """Have `derive` called with each interval's rows, on every rank; what it returns joins the last of them.
+
+        Once is enough: asking again with the same function changes nothing.
+        """
+        if derive not in self._derived:
+            self._derived.append(derive)
+
+    def is_log_step(self) -> bool:
+        """Whether the running optimizer step ends an interval: measure on such steps only what is not free."""
+        trainer = self._trainer
+        if not self._every:
+            return False
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        return step % self._every == 0 or trainer.fast_dev_run or self._is_last_step()
+
+    def _is_last_step(self) -> bool:
+        """Whether the running optimizer step is the last of the run."""
+        trainer = self._trainer
+        done = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        return done == trainer.max_steps or trainer.should_stop
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Close the step's row, and the interval if this step ends it."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        self._close_step()
+        if self.is_log_step():
+            self.flush()
+
+    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Flush."""
+        if not trainer.sanity_checking:
+            self.flush()
+
+    def on_save_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Flush: a run that resumes from this checkpoint will not repeat these steps."""
+        self.flush()
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Flush."""
+        self.flush()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Write what the device still gives, with what the failed step had recorded; the error goes its way."""
+        self._failed = True
+        try:
+            self._close_step()
+            self.flush()
+        except Exception as error:  # a broken device gives nothing any more: that must not hide what broke it
+            rank_zero_warn(f"the metrics since the last logged step are lost: {type(error).__name__}: {error}")
+
+    def _close_step(self) -> None:
+        if self._current:
+            self._current.step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+            self._current.wall_time = time.time()
+            self._finished.append(self._current)
+            self._current = _Pending()
+
+    def flush(self) -> None:
+        """Bring what finished steps recorded to the host, log it, and start a new interval. Every rank must call."""
+        if not self._finished:
+            return
+        pending, self._finished = self._finished, []
+        rows = self._read(pending)
+        derived: dict[str, float] = {}
+        for derive in self._derived:
+            derived.update(derive(rows))
+        rows[-1].values.update(derived)
+        latest: dict[str, Tensor] = {}
+        for row in rows:
+            row.values = {name: value for name, value in row.values.items() if not name.startswith("_")}
+        for name, value in {name: value for row in rows for name, value in row.values.items()}.items():
+            latest[name] = torch.tensor(value)
+        self._trainer.callback_metrics.update(latest)
+        self._trainer.logged_metrics.update(latest)
+        self._log(rows)
+
+    def _log(self, rows: list[Row]) -> None:
+        for logger in self._trainer.loggers:
+            if not hasattr(logger, "log_metrics"):
+                rank_zero_warn(f"{type(logger).__name__} has no log_metrics: it gets none of the monitors' values")
+                continue
+            for row in rows:
+                if row.values and getattr(logger, "takes_wall_time", False):
+                    logger.log_metrics(row.values, row.step, wall_time=row.wall_time)
+                elif row.values:
+                    logger.log_metrics(row.values, row.step)
+            logger.save()
+
+    def _read(self, pending: list[_Pending]) -> list[Row]:
+        """The interval's rows as numbers, joined over ranks."""
+        tensors = [step.tensors() for step in pending]
+        flat = [(names, tensor) for step in tensors for names, tensor in step.items()]
+        numbers = iter(to_host(self._join_ranks(flat)))
+        rows = []
+        for step, recorded in zip(pending, tensors, strict=True):
+            values = dict(step.numbers)
+            for names in recorded:
+                found = next(numbers)
+                if names[-1] == _TOTAL:
+                    total = found[0]
+                elif names[-1] == _COUNT:
+                    values[names[0]] = total / found[0] if found[0] else math.nan
+                else:
+                    values.update(zip(names, found, strict=True))
+            rows.append(Row(step.step, step.wall_time, values))
+        return rows
+
+    def _join_ranks(self, flat: list[tuple[tuple[str, ...], Tensor]]) -> list[Tensor]:
+        """Put sums and maxima over ranks in their places, with one collective for all sums and one for all maxima."""
+        tensors = [tensor for _, tensor in flat]
+        joins = ["sum" if names[-1] in (_TOTAL, _COUNT) else self._over_ranks.get(names[0]) for names, _ in flat]
+        if self._trainer.world_size == 1 or not any(joins):
+            return tensors
+        if self._failed:  # the other ranks may be gone, so nobody can be asked
+            rank_zero_warn("the last steps' metrics before the failure are those of rank 0 alone")
+            return tensors
+        for join in ("sum", "max"):
+            indices = [index for index, kind in enumerate(joins) if kind == join]
+            if indices:
+                device = self._trainer.strategy.root_device
+                local = _join([tensors[index].to(device) for index in indices], torch.float64)
+                joined = self._trainer.strategy.reduce(local, reduce_op=join)
+                parts = joined.split([tensors[index].numel() for index in indices])
+                for index, part in zip(indices, parts, strict=True):
+                    tensors[index] = part
+        return tensors
