@@ -1,4 +1,4 @@
-"""Three ways to train one recipe's decoder: a bare loop, stock Lightning, and ours. Only what is around it differs.
+"""Ways to train one recipe's decoder: a bare loop, stock Lightning, and ours. Only what is around it differs.
 
 Each contender gets the same initial weights, batches, optimizer, schedule, clip, precision and compilation. It is
 timed from outside, by the batches: `Meter` calls `mark` whenever one is fetched, and once more at their end.
@@ -9,13 +9,21 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import LearningRateMonitor, ThroughputMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
 from benchmarks.feed import Batch, Mark, Meter
 from lightning_tricks._lightning import pl
+from lightning_tricks.callbacks import (
+    ActivationMonitor,
+    AttentionMonitor,
+    LeanLoop,
+    MemoryMonitor,
+    TensorBoardDashboard,
+    UpdateMonitor,
+)
 from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Decoder
@@ -90,18 +98,22 @@ def run_bare(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -
 class StockModule(pl.LightningModule):
     """What Lightning's documentation makes one write around a decoder."""
 
-    def __init__(self, setup: Setup, log_norm: bool) -> None:
+    def __init__(self, setup: Setup, watched: bool) -> None:
         super().__init__()
-        self.recipe, self.log_norm = setup, log_norm
+        self.recipe, self.watched = setup, watched
         self.decoder = setup.decoder()
+        self.flops_per_batch = 1.0  # ThroughputMonitor wants some
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.decoder(batch["input_ids"], labels=batch["labels"]) / batch["labels"].numel()
         self.log("train/loss", loss, prog_bar=True)
+        if self.watched:  # four more, as one logs a perplexity, a z-loss or a count
+            for name in ("a", "b", "c", "d"):
+                self.log(f"train/{name}", loss.detach())
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.log_norm:
+        if self.watched:
             self.log_dict(grad_norm(self, norm_type=2))
 
     def configure_optimizers(self) -> Any:
@@ -111,8 +123,10 @@ class StockModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def run_stock(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark, log_norm: bool = False) -> Decoder:
-    """Stock Lightning: its bar, its clip, its LearningRateMonitor; with `log_norm` also its gradient norms.
+def run_stock(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark, watched: bool = False) -> Decoder:
+    """Stock Lightning: its bar, its clip, its LearningRateMonitor; `watched` by what Lightning has for it.
+
+    That is five values logged by `self.log`, `grad_norm` and ThroughputMonitor.
 
     The precision plugin is ours: Lightning's own refuses to clip for a fused optimizer under bf16-mixed, and another
     optimizer would make another comparison.
@@ -131,20 +145,26 @@ def run_stock(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark, 
         log_every_n_steps=trainer.log_every_n_steps,
         plugins=[AutoPrecision()] if "bf16" in str(trainer.precision) else [],
         logger=logger,
-        callbacks=[LearningRateMonitor("step")] if logger else [],
+        callbacks=[*([LearningRateMonitor("step")] if logger else []), *([_throughput()] if watched else [])],
         enable_checkpointing=False,
         enable_model_summary=False,
         limit_val_batches=0,
         default_root_dir=trainer.default_root_dir,
     )
-    module = StockModule(Setup(cli.model, trainer), log_norm)
+    module = StockModule(Setup(cli.model, trainer), watched)
     stock.fit(module, train_dataloaders=Meter(batches, count, mark))
     return module.decoder
 
 
-def run_stock_with_norm(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -> Decoder:
-    """Stock Lightning that logs gradient norms, as ours does."""
-    return run_stock(cli, batches, count, mark, log_norm=True)
+def _throughput() -> ThroughputMonitor:
+    return ThroughputMonitor(
+        batch_size_fn=lambda batch: batch["labels"].shape[0], length_fn=lambda batch: batch["labels"].numel()
+    )
+
+
+def run_stock_watched(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -> Decoder:
+    """Stock Lightning that logs what ours logs by default, as far as it can."""
+    return run_stock(cli, batches, count, mark, watched=True)
 
 
 def run_ours(cli: RecipeCLI, batches: Iterable[Batch] | None, count: int, mark: Mark) -> Decoder:
@@ -162,11 +182,28 @@ def run_ours_with_loader(cli: RecipeCLI, batches: Iterable[Batch], count: int, m
     return run_ours(cli, None, count, mark)
 
 
+def run_ours_watched(
+    cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark, callbacks: tuple[pl.Callback, ...] = ()
+) -> Decoder:
+    """The recipe with every monitor there is and the dashboard."""
+    monitors = (MemoryMonitor(), ActivationMonitor(), UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard())
+    trainer: Any = cli.trainer
+    trainer.callbacks = [*trainer.callbacks, *monitors, *callbacks]
+    return run_ours(cli, batches, count, mark)
+
+
+def run_ours_watched_lean(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -> Decoder:
+    """The same with LeanLoop."""
+    return run_ours_watched(cli, batches, count, mark, (LeanLoop(),))
+
+
 CONTENDERS: dict[str, Callable[[RecipeCLI, Iterable[Batch], int, Mark], Decoder]] = {
     "bare": run_bare,
     "bare_again": run_bare,
     "stock": run_stock,
-    "stock_norm": run_stock_with_norm,
+    "stock_watched": run_stock_watched,
     "ours": run_ours,
+    "ours_watched": run_ours_watched,
+    "ours_watched_lean": run_ours_watched_lean,
     "ours_loader": run_ours_with_loader,
 }

@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-
-# Dense bf16 peaks in FLOP/s, half of the figures with sparsity that NVIDIA advertises (1,979e12 for both). An unknown
-# GPU gets no MFU against the peak, only against the yardstick, unless --peak_flops gives one.
-# Source: `get_peak_flops` in https://github.com/pytorch/torchtitan/blob/main/torchtitan/tools/utils.py (989e12).
-PEAK_FLOPS = {"NVIDIA H200": 989.5e12, "NVIDIA H100 80GB HBM3": 989.5e12}
+from lightning_tricks.accounting import peak_flops
 
 # Stage: its processes, each with the contenders that it measures in turns, and its limit in seconds. Expected on an
 # H200: yardstick 15, tests 60, gpt2_124m 90, llama1b 130, llama7b_1gpu 2 x 70; 7 minutes in all.
@@ -114,7 +110,8 @@ def summary(out: Path, peak: float | None) -> str:
     }
     lines, yardstick = [], None
     gpus = {result["machine"]["gpu"] for result in results.values() if "machine" in result}
-    peak = peak or next((PEAK_FLOPS[gpu] for gpu in gpus if gpu in PEAK_FLOPS), None)
+    # an unknown GPU gets no MFU against the peak, only against the yardstick, unless --peak_flops gives one
+    peak = peak or next((known for gpu in gpus if gpu and (known := peak_flops(gpu, "bf16"))), None)
     if "yardstick" in results:
         yard = results["yardstick"]
         yardstick = yard["tflops_median"] * 1e12

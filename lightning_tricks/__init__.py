@@ -9,16 +9,25 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "accounting": ["training_flops_per_token"],
+    "accounting": ["count_flops", "peak_flops", "recompute_flops_per_token", "training_flops_per_token"],
     "callbacks": [
+        "ActivationMonitor",
+        "AttentionMonitor",
         "CompressionBaseline",
+        "GradNormMonitor",
         "LRMonitor",
+        "LeanLoop",
+        "MemoryMonitor",
+        "MFUMonitor",
         "MetricBuffer",
+        "TensorBoardDashboard",
         "TrainingProgressBar",
+        "UpdateMonitor",
     ],
     "cli": ["RecipeCLI", "load_recipe"],
     "data": ["TextData", "TokenData"],
     "language_model": ["LanguageModel"],
+    "loggers": ["ResumingCSVLogger", "ResumingTensorBoardLogger"],
     "mixins": ["GradientClippingMixin", "OptimizerMixin", "TokenMeanMixin"],
     "models": ["GPT2", "Decoder", "DecoderConfig", "Llama"],
     "optim": ["ParamRule", "clip_grad_norm", "decay_groups"],

@@ -18,11 +18,13 @@ import torch
 import lightning_tricks.callbacks
 import lightning_tricks.data
 import lightning_tricks.language_model
+import lightning_tricks.loggers
 import lightning_tricks.precision  # noqa: F401
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks._parse_errors import did_you_mean, one_line, parse_message
 from lightning_tricks.callbacks import TrainingProgressBar
+from lightning_tricks.loggers import choose_folder
 from lightning_tricks.models import DecoderConfig
 from lightning_tricks.schedules import Schedule
 
@@ -139,6 +141,11 @@ class RecipeCLI(LightningCLI):
         datamodule.setup("fit")
         if hasattr(datamodule, "data_summary"):
             print(datamodule.data_summary())
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        for logger in self.trainer.loggers if subcommand != "prepare" else []:
+            choose_folder(logger, subcommand, resumes=bool(self.config[subcommand].get("ckpt_path")))
+        return super()._prepare_subcommand_kwargs(subcommand)
 
     def after_fit(self) -> None:
         """Say where the results are and what to do with them."""

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks.accounting import Attention, recompute_flops_per_token, training_flops_per_token
+from lightning_tricks.callbacks import GradNormMonitor, LRMonitor, MetricBuffer, MFUMonitor
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
 from lightning_tricks.models import Decoder, DecoderConfig
 from lightning_tricks.strategies import shard_blocks
@@ -21,8 +23,9 @@ IGNORED = -100
 class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.LightningModule):
     """Pretrain a decoder on next-token prediction.
 
-    Logs `train/loss` (mean over the tokens of the whole accumulated, global batch), `train/grad_norm` (before the
-    clip) and `train/lr` every `log_every_n_steps`; `val/loss` and `val/bits_per_byte` over the whole validation set.
+    Logs `train/loss` (mean over the tokens of the whole accumulated, global batch) of every step, through the buffer
+    that the monitors share; `val/loss` and `val/bits_per_byte` over the whole validation set. Brings LRMonitor,
+    GradNormMonitor and MFUMonitor, unless the Trainer has its own.
     A batch is a dict of `input_ids` and `labels`, both (B, T) int64, labels of -100 not counted; optional are
     `document_ids` (B, T), to attend within documents only, and `n_bytes` (B,), the bytes that the labels stand for.
     The initial weights depend on the seed alone, not on what ran before they were made.
@@ -52,7 +55,13 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         self.compile_blocks = compile_blocks
         self.decoder: Decoder | None = None
         self._evaluated: Tensor | None = None
-        self._lr = 0.0
+        self._buffer: MetricBuffer | None = None
+
+    def configure_callbacks(self) -> list["pl.Callback"]:
+        """What a pretraining run is watched by in any case."""
+        given: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        monitors = (LRMonitor, GradNormMonitor, MFUMonitor)
+        return [monitor() for monitor in monitors if not any(isinstance(callback, monitor) for callback in given)]
 
     def configure_model(self) -> None:
         """Build the decoder, once; where a strategy brings a device mesh, on the meta device first and in shards."""
@@ -81,6 +90,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def setup(self, stage: str) -> None:
         """Refuse data that does not fit the decoder, before anything runs."""
         super().setup(stage)
+        self._buffer = MetricBuffer.of(self.trainer) if stage == "fit" else None
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         seq_len, vocab_size = getattr(data, "seq_len", 0), getattr(data, "vocab_size", None) or 0
         if seq_len > self.config.max_seq_len:
@@ -98,6 +108,11 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         if hasattr(data, "data_summary") and stage == "fit":
             rank_zero_info(data.data_summary())
 
+    def flops_per_token(self, seq_len: int, attention: Attention) -> tuple[int, int]:
+        """FLOPs of forward and backward pass for one token, and those that activation checkpointing spends again."""
+        again = recompute_flops_per_token(self.config, seq_len, attention, self.activation_checkpointing)
+        return training_flops_per_token(self.config, seq_len, attention), again
+
     def forward(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Logits (B, T, vocabulary) of token ids (B, T)."""
         assert self.decoder is not None, "call configure_model() first, or let a Trainer do it"
@@ -113,29 +128,9 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, so scaled that the accumulated gradient is that of the mean over tokens."""
         nats, tokens = self._sums(batch)
+        if self._buffer is not None:
+            self._buffer.record_mean("train/loss", nats, tokens)
         return self.token_mean(nats, tokens, capacity=batch["labels"].numel())
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the lr that this step uses: the schedule moves on before the step is logged."""
-        super().on_before_optimizer_step(optimizer)
-        group = optimizer.param_groups[0]
-        self._lr = group["lr"] / (group.get("lr_scale") or 1.0)  # the optimizer's own, before any rule's scale
-
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        """Log the step that has just ended, on logging steps only."""
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        trainer = self.trainer
-        if trainer.fit_loop._should_accumulate() or not self._logs_this_step():
-            return
-        self.log("train/loss", self.step_mean())
-        self.log("train/lr", self._lr)
-        if self.grad_norm is not None:
-            self.log("train/grad_norm", self.grad_norm)
-
-    def _logs_this_step(self) -> bool:
-        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        step = self.trainer.global_step
-        return step == self.trainer.max_steps or (every > 0 and step % every == 0)
 
     def on_validation_epoch_start(self) -> None:
         """Start the sums over the validation set."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_tricks.commands.recipes import recipes_folder
 
@@ -65,7 +66,8 @@ def trained(tmp_path_factory, text_file) -> tuple[Path, str]:
 
 def test_a_run_prints_its_progress_its_figures_and_what_to_do_next(trained):
     _, out = trained
-    lines = re.findall(r"step (\d+)/40 \(\d+%\)  loss \d.*  norm \d.*  lr \S+  \S+ tokens/s  ETA \d:\d\d:\d\d", out)
+    values = r"loss \d.*  norm \d.*  lr \S+  \S+ tokens/s  MFU [\d.]+%  ETA \d:\d\d:\d\d"
+    lines = re.findall(rf"step (\d+)/40 \(\d+%\)  {values}", out)
     assert lines == ["10", "20", "30", "40"]
     assert re.search(r"step 40  validation  loss [\d.]+  bits/byte [\d.]+", out)
     for next_step in ("TensorBoard: tensorboard --logdir runs/tiny", "Evaluate: ", "Go on: ", "Try next: "):
@@ -97,6 +99,8 @@ def test_evaluation_repeats_the_training_runs_figure(trained, text_file):
         row = next(line for line in table.splitlines() if f"{stage}/bits_per_byte" in line)
         assert f"{float(re.search(r'([0-9.]+)[^0-9]*$', row)[1]):.4f}" == found
     run(folder, "predict", text_file, ckpt_path="runs/tiny/checkpoints/last.ckpt")
+    folders = {path.name for path in (folder / "runs/tiny").iterdir()}
+    assert {"validate", "test", "predict"} <= folders  # a fit that resumes takes none of them for the newest run
 
 
 def test_prepare_makes_the_shards_and_says_where(tmp_path, text_file):
@@ -119,7 +123,11 @@ def test_killed_in_mid_run_it_goes_on_to_the_same_weights(trained, tmp_path, tex
     process.wait()
     stopped = torch.load(first, weights_only=True)["global_step"]
     assert stopped < 40, "the run was over before it could be killed"
+    run(tmp_path, "validate", text_file, ckpt_path="runs/tiny/checkpoints/last.ckpt")
     out = run(tmp_path, "fit", text_file, ckpt_path="last")
     assert re.findall(r"step (\d+)/40", out)[0] == str(stopped // 10 * 10 + 10)
     expected = weights(whole)
     assert all(torch.equal(expected[name], value) for name, value in weights(tmp_path).items())
+    assert sorted(path.name for path in (tmp_path / "runs/tiny").glob("version_*")) == ["version_0"]
+    curve = EventAccumulator(str(tmp_path / "runs/tiny/version_0"), size_guidance={"scalars": 0}).Reload()
+    assert [point.step for point in curve.Scalars("train/grad_norm")] == list(range(40))  # each step once

@@ -8,10 +8,14 @@ from typing import Literal, Protocol, get_args
 from lightning_tricks._errors import UsageError
 
 Attention = Literal["causal", "full"]
+Checkpointing = Literal["none", "selective", "full"]
 
 
 class DecoderShape(Protocol):
-    """The numbers that decide the FLOPs of a decoder; `Llama` and `GPT2` have them, and so may any object."""
+    """The numbers that decide the FLOPs of a decoder; `Llama` and `GPT2` have them, and so may any object.
+
+    A mixture of experts has two more, `n_experts` and `experts_per_token`; `ffn_width` is then that of one expert.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -49,12 +53,33 @@ class DecoderShape(Protocol):
 def matmul_parameters(shape: DecoderShape) -> int:
     """Weights that each token is multiplied with: blocks and head, without embeddings, biases and norms.
 
-    The head counts also where it is tied: the embedding is a look-up, the head a product. Llama-2-7B: 6,607,077,376.
+    The head counts also where it is tied: the embedding is a look-up, the head a product. Of experts those count that
+    a token is sent to, and the router that chooses them. Llama-2-7B: 6,607,077,376.
+
+    Raises:
+        UsageError: `n_experts` without an `experts_per_token` between 1 and `n_experts`.
     """
-    query_width, kv_width = shape.n_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = 2 * shape.d_model * query_width + 2 * shape.d_model * kv_width
-    mlp = (3 if shape.activation == "swiglu" else 2) * shape.d_model * shape.ffn_width
-    return shape.n_layers * (attention + mlp) + shape.vocab_size * shape.d_model
+    mlp = _mlp_matrices(shape) * shape.d_model * shape.ffn_width
+    if n_experts := getattr(shape, "n_experts", None):
+        active = getattr(shape, "experts_per_token", None)
+        if active is None or not 1 <= active <= n_experts:
+            raise UsageError(f"experts_per_token={active!r}: give a number from 1 to n_experts={n_experts}")
+        mlp = active * mlp + shape.d_model * n_experts
+    return shape.n_layers * (2 * _query_matrix(shape) + 2 * _key_matrix(shape) + mlp) + shape.vocab_size * shape.d_model
+
+
+def _query_matrix(shape: DecoderShape) -> int:
+    """Weights of the queries' projection in one block; the output's has as many."""
+    return shape.d_model * shape.n_heads * shape.head_dim
+
+
+def _key_matrix(shape: DecoderShape) -> int:
+    """Weights of the keys' projection in one block; the values' has as many."""
+    return shape.d_model * shape.kv_heads * shape.head_dim
+
+
+def _mlp_matrices(shape: DecoderShape) -> int:
+    return 3 if shape.activation == "swiglu" else 2
 
 
 def attention_flops_per_token(shape: DecoderShape, seq_len: int, attention: Attention) -> int:
@@ -108,3 +133,44 @@ def training_flops_per_token(shape: DecoderShape, seq_len: int, attention: Atten
         appendix B (Chowdhery et al. 2022).
     """
     return 6 * matmul_parameters(shape) + attention_flops_per_token(shape, seq_len, attention)
+
+
+def recompute_flops_per_token(
+    shape: DecoderShape, seq_len: int, attention: Attention, activation_checkpointing: Checkpointing
+) -> int:
+    """FLOPs that activation checkpointing in our decoder spends on a token again, beyond `training_flops_per_token`.
+
+    Add them for HFU, which counts what the hardware did. `full` runs all products of a block again but the last, down,
+    whose result nobody needs; `selective` those that it does not keep: k, o, and of a gated MLP up. The head is outside
+    the blocks. What a fused attention kernel recomputes inside itself is counted nowhere. On a CPU in bf16 short rows
+    have no fused kernel, and `selective` then repeats attention too; that is not counted.
+
+    Args:
+        shape: a dense decoder.
+        seq_len: T, tokens in a row.
+        attention: `causal` or `full`.
+        activation_checkpointing: `none`, `selective` or `full`, as in `LanguageModel`.
+
+    Raises:
+        UsageError: another mode, or experts, whose checkpointing is not known; see also `attention_flops_per_token`.
+
+    Source: `lightning_tricks/models/checkpointing.py`, which says what is kept. MFU and HFU as in
+        https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md.
+    """
+    forward_attention = attention_flops_per_token(shape, seq_len, attention) // 3
+    if activation_checkpointing not in get_args(Checkpointing):
+        choices = ", ".join(get_args(Checkpointing))
+        raise UsageError(f"activation_checkpointing={activation_checkpointing!r}: give one of {choices}")
+    if activation_checkpointing == "none":
+        return 0
+    if getattr(shape, "n_experts", None):
+        raise UsageError(
+            f"activation_checkpointing={activation_checkpointing!r}: what it recomputes of experts is not known; "
+            "count it with count_flops"
+        )
+    hidden = (_mlp_matrices(shape) - 1) * shape.d_model * shape.ffn_width
+    if activation_checkpointing == "full":
+        products = 2 * _query_matrix(shape) + 2 * _key_matrix(shape) + hidden
+        return 2 * shape.n_layers * products + forward_attention
+    kept = shape.d_model * shape.ffn_width  # gate, or up where there is no gate
+    return 2 * shape.n_layers * (_query_matrix(shape) + _key_matrix(shape) + hidden - kept)

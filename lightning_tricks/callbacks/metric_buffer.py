@@ -7,17 +7,13 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Checkpoint
-else:
-    Checkpoint = pl_import("callbacks").Checkpoint
 
 rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 OverRanks = Literal["sum", "max"]
@@ -50,7 +46,7 @@ class _Pending:
     def tensors(self) -> dict[tuple[str, ...], Tensor]:
         """All that is to be read, by name; a mean as its total and its count."""
         shares = {
-            (name, part): torch.stack([share[i] for share in shares]).double().sum() if shares[1:] else shares[0][i]
+            (name, part): _join([share[i] for share in shares]).sum() if shares[1:] else shares[0][i]
             for name, shares in self.means.items()
             for i, part in enumerate((_TOTAL, _COUNT))
         }
@@ -59,25 +55,32 @@ class _Pending:
 
 def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
     """The numbers in each of `tensors` (any shapes and dtypes), with one transfer a device."""
-    by_device: dict[torch.device, list[int]] = {}
+    kinds: dict[torch.device, dict[tuple[torch.dtype, bool], list[int]]] = {}
     for index, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(index)
+        kinds.setdefault(tensor.device, {}).setdefault((tensor.dtype, tensor.dim() == 0), []).append(index)
     numbers: list[list[float]] = [[] for _ in tensors]
-    for device, indices in by_device.items():
-        joined = _join([tensors[index] for index in indices], torch.float32 if device.type == "mps" else torch.float64)
-        flat, start = joined.tolist(), 0
-        for index in indices:
+    for by_kind in kinds.values():
+        order = [index for indices in by_kind.values() for index in indices]
+        joined = [_join([tensors[index] for index in indices]) for indices in by_kind.values()]
+        flat, start = (torch.cat(joined) if joined[1:] else joined[0]).tolist(), 0
+        for index in order:
             end = start + tensors[index].numel()
             numbers[index] = flat[start:end]
             start = end
     return numbers
 
 
-def _join(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """All numbers of `tensors` in their order as one vector; counts and losses keep every digit in float64."""
-    if all(tensor.dim() == 0 for tensor in tensors) and len({tensor.dtype for tensor in tensors}) == 1:
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """All numbers of `tensors`, which are of one dtype, as one vector; counts and losses keep each digit in float64."""
+    dtype = torch.float32 if tensors[0].device.type == "mps" else torch.float64  # mps has no float64
+    if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack(list(tensors)).to(dtype)
-    return torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
+
+
+def _check_single(name: str, value: Tensor) -> None:
+    if value.numel() != 1:
+        raise UsageError(f"{name}: recorded a tensor of shape {tuple(value.shape)}; give one number, or use record_all")
 
 
 class MetricBuffer(pl.Callback):
@@ -102,20 +105,29 @@ class MetricBuffer(pl.Callback):
         self._derived: list[Callable[[list[Row]], Mapping[str, float]]] = []
         self._failed = False
         self._every = 0
+        self._without_log_metrics: set[int] = set()
+        self._answered: tuple[int, bool] | None = None
+        self._saves_every: list[int] = []
 
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> "MetricBuffer":
         """The Trainer's buffer, added to its callbacks if it has none. Call it in `setup`, and keep what it returns."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        buffer = next((callback for callback in callbacks if isinstance(callback, cls)), None)
-        if buffer is None:
-            buffer = cls()
-            place = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
-            # a new list: Lightning may be iterating over the old one
-            trainer.callbacks = [*callbacks[:place], buffer, *callbacks[place:]]  # type: ignore[attr-defined]
+        buffer = next((callback for callback in callbacks if isinstance(callback, cls)), None) or cls()
+        others = [callback for callback in callbacks if callback is not buffer]
+        # asked of the Trainer, which may be that of the other package
+        checkpoints: list[Any] = trainer.checkpoint_callbacks
+        place = next((i for i, callback in enumerate(others) if callback in checkpoints), len(others))
+        # a new list: Lightning may be iterating over the old one
+        trainer.callbacks = [*others[:place], buffer, *others[place:]]  # type: ignore[attr-defined]
         buffer._trainer = trainer
         buffer._every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         buffer._failed = False
+        buffer._without_log_metrics = set()
+        buffer._answered = None
+        # of ModelCheckpoints, which come after the buffer and may look at a step's values
+        every = [getattr(callback, "_every_n_train_steps", 0) for callback in checkpoints]
+        buffer._saves_every = [steps for steps in every if steps]
         return buffer
 
     def record(self, name: str, value: Tensor | float, over_ranks: OverRanks | None = None) -> None:
@@ -126,12 +138,19 @@ class MetricBuffer(pl.Callback):
             value: a scalar tensor, of which no copy is made, or a number.
             over_ranks: how the ranks' values become one, at the end of the interval; None where they agree already,
                 or where rank 0's is meant. Every rank must record what is joined, in the same order.
+
+        Raises:
+            UsageError: the tensor holds more than one number.
         """
         if not self._every:
             return
+        if over_ranks is not None and not isinstance(value, Tensor):
+            value = torch.tensor(value, dtype=torch.float64)  # to be joined like the others
         if isinstance(value, Tensor):
-            self._current.scalars[name] = value.detach()
+            _check_single(name, value)
+            self._current.scalars[name] = value.detach() if value.requires_grad else value
         else:
+            self._current.scalars.pop(name, None)
             self._current.numbers[name] = float(value)
         if over_ranks is not None:
             self._over_ranks[name] = over_ranks
@@ -143,10 +162,15 @@ class MetricBuffer(pl.Callback):
             name: of the metric, such as `train/loss`.
             total: a scalar tensor, such as the nats of a micro-batch.
             count: how many things it is the sum of, such as its tokens.
+
+        Raises:
+            UsageError: the total or the count holds more than one number.
         """
         if self._every:
             count = count if isinstance(count, Tensor) else torch.full((), count, device=total.device)
-            self._current.means.setdefault(name, []).append((total.detach(), count))
+            _check_single(name, total)
+            _check_single(name, count)
+            self._current.means.setdefault(name, []).append((total.detach(), count.detach()))
 
     def record_all(self, names: tuple[str, ...], values: Tensor, over_ranks: OverRanks | None = None) -> None:
         """Keep many values that are one tensor already.
@@ -155,7 +179,12 @@ class MetricBuffer(pl.Callback):
             names: of the metrics, n of them.
             values: (n,) tensor, of which no copy is made.
             over_ranks: see `record`.
+
+        Raises:
+            UsageError: there are more names than values, or fewer.
         """
+        if len(names) != values.numel():
+            raise UsageError(f"record_all: {len(names)} names ({', '.join(names[:3])}...), {values.numel()} values")
         if self._every and names:
             self._current.vectors[names] = values.detach()
             if over_ranks is not None:
@@ -171,17 +200,28 @@ class MetricBuffer(pl.Callback):
 
     def is_log_step(self) -> bool:
         """Whether the running optimizer step ends an interval: measure on such steps only what is not free."""
-        trainer = self._trainer
+        done = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        if self._answered is None or self._answered[0] != done:  # all who ask during a step get one answer
+            self._answered = done, self._ends_interval(done)
+        return self._answered[1]
+
+    def _ends_interval(self, done: int) -> bool:
         if not self._every:
             return False
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
-        return step % self._every == 0 or trainer.fast_dev_run or self._is_last_step()
+        return (done + 1) % self._every == 0 or bool(self._trainer.fast_dev_run) or self._is_last_step()
 
     def _is_last_step(self) -> bool:
         """Whether the running optimizer step is the last of the run."""
         trainer = self._trainer
-        done = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
-        return done == trainer.max_steps or trainer.should_stop
+        loop = trainer.fit_loop.epoch_loop
+        if loop._batches_that_stepped + 1 == trainer.max_steps or trainer.should_stop:
+            return True
+        if trainer.current_epoch + 1 != trainer.max_epochs or not math.isfinite(trainer.num_training_batches):
+            return False
+        accumulated: int = trainer.accumulate_grad_batches
+        left = trainer.num_training_batches - loop.batch_progress.current.ready
+        # the same for each micro-batch of a step, and the last step may have fewer
+        return left < ((trainer.num_training_batches - 1) % accumulated + 1)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -190,8 +230,13 @@ class MetricBuffer(pl.Callback):
         if trainer.fit_loop._should_accumulate():
             return
         self._close_step()
-        if self.is_log_step():
+        save = any(trainer.global_step % steps == 0 for steps in self._saves_every)
+        if save or self.is_log_step() or trainer.should_stop:
             self.flush()
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Flush, at the run's end too: EarlyStopping and ModelCheckpoint, which come next, may look at the values."""
+        self.flush()
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Flush."""
@@ -205,8 +250,8 @@ class MetricBuffer(pl.Callback):
         self.flush()
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Flush."""
-        self.flush()
+        """Forget micro-batches that no optimizer step followed: they are no part of a later run's first step."""
+        self._current = _Pending()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Write what the device still gives, with what the failed step had recorded; the error goes its way."""
@@ -234,19 +279,21 @@ class MetricBuffer(pl.Callback):
         for derive in self._derived:
             derived.update(derive(rows))
         rows[-1].values.update(derived)
-        latest: dict[str, Tensor] = {}
+        latest: dict[str, float] = {}
         for row in rows:
-            row.values = {name: value for name, value in row.values.items() if not name.startswith("_")}
-        for name, value in {name: value for row in rows for name, value in row.values.items()}.items():
-            latest[name] = torch.tensor(value)
-        self._trainer.callback_metrics.update(latest)
-        self._trainer.logged_metrics.update(latest)
+            row.values = {name: value for name, value in row.values.items() if name[0] != "_"}
+            latest.update(row.values)
+        tensors = {name: torch.tensor(value) for name, value in latest.items()}
+        self._trainer.callback_metrics.update(tensors)
+        self._trainer.logged_metrics.update(tensors)
         self._log(rows)
 
     def _log(self, rows: list[Row]) -> None:
         for logger in self._trainer.loggers:
             if not hasattr(logger, "log_metrics"):
-                rank_zero_warn(f"{type(logger).__name__} has no log_metrics: it gets none of the monitors' values")
+                if id(logger) not in self._without_log_metrics:
+                    rank_zero_warn(f"{type(logger).__name__} has no log_metrics: it gets none of the monitors' values")
+                self._without_log_metrics.add(id(logger))
                 continue
             for row in rows:
                 if row.values and getattr(logger, "takes_wall_time", False):
@@ -265,9 +312,11 @@ class MetricBuffer(pl.Callback):
             values = dict(step.numbers)
             for names in recorded:
                 found = next(numbers)
-                if names[-1] == _TOTAL:
+                if len(names) == 1:
+                    values[names[0]] = found[0]
+                elif names[1] == _TOTAL:
                     total = found[0]
-                elif names[-1] == _COUNT:
+                elif names[1] == _COUNT:
                     values[names[0]] = total / found[0] if found[0] else math.nan
                 else:
                     values.update(zip(names, found, strict=True))
@@ -287,7 +336,7 @@ class MetricBuffer(pl.Callback):
             indices = [index for index, kind in enumerate(joins) if kind == join]
             if indices:
                 device = self._trainer.strategy.root_device
-                local = _join([tensors[index].to(device) for index in indices], torch.float64)
+                local = _join([tensors[index].to(device, torch.float64) for index in indices])
                 joined = self._trainer.strategy.reduce(local, reduce_op=join)
                 parts = joined.split([tensors[index].numel() for index in indices])
                 for index, part in zip(indices, parts, strict=True):

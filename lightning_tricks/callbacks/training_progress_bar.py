@@ -1,11 +1,11 @@
-"""The line that a person watches: step, loss, norm, lr, tokens/s and time left, one per logging interval."""
+"""The line that a person watches: step, loss, norm, lr, speed, memory and time left, one per logging interval."""
 
 import math
+import shutil
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from lightning_tricks._lightning import pl, pl_import
 
@@ -32,31 +32,77 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{secs:02d}"
 
 
-def tokens_in(batch: Any) -> int:
-    """Positions in the batch's first tensor of two or more dimensions: (B, T, ...) counts B*T. 0 if there is none."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] * batch.shape[1] if batch.dim() >= 2 else 0
-    children = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
-    return next((count for count in map(tokens_in, children) if count), 0)
+def decimals(value: float, digits: int) -> str:
+    """Fixed digits after the point, or an exponent where they would show less than two: 0.0001 -> '1.00e-04'."""
+    return f"{value:.2e}" if 0 < abs(value) < 10 ** (1 - digits) else f"{value:.{digits}f}"
+
+
+def total_steps(trainer: "pl.Trainer") -> int:
+    """The optimizer step at which training ends by `max_steps` or `max_epochs`; 0 where that is not known."""
+    ends = [trainer.max_steps]
+    batches, epochs = trainer.num_training_batches, trainer.max_epochs or 0
+    if trainer.lightning_module.automatic_optimization and math.isfinite(batches):
+        ends.append(epochs * math.ceil(batches / trainer.accumulate_grad_batches))
+    return min((end for end in ends if end > 0), default=0)
+
+
+def _loss(value: float) -> str:
+    return f"loss {decimals(value, 4)}"
+
+
+def _norm(value: float) -> str:
+    return f"norm {decimals(value, 3)}"
+
+
+def _accuracy(value: float) -> str:
+    return f"accuracy {value:.4f}"
+
+
+# each part of the line by the names that it may have, of which the first that was logged counts
+Parts = tuple[dict[str, Callable[[float], str]], ...]
+TRAIN: Parts = (
+    {"train/loss": _loss, "train_loss": _loss, "loss": _loss},
+    {"train/grad_norm": _norm, "train/grad_norm/0": _norm},
+    dict.fromkeys(("train/lr", "train/lr/0"), lambda value: f"lr {value:.1e}"),
+    {
+        "throughput/tokens_per_second": lambda value: f"{human(value)} tokens/s",
+        "throughput/samples_per_second": lambda value: f"{human(value)} samples/s",
+    },
+    {"throughput/mfu": lambda value: f"MFU {value:.1%}"},
+    dict.fromkeys(
+        ("memory/peak_allocated_gib", "memory/rss_gib", "memory/peak_rss_gib"), lambda value: f"{value:.1f} GiB"
+    ),
+)
+VALIDATION: Parts = (
+    {"val/loss": _loss, "val_loss": _loss},
+    {"val/bits_per_byte": lambda value: f"bits/byte {value:.4f}"},
+    dict.fromkeys(("val/accuracy", "val_accuracy", "val/acc", "val_acc"), _accuracy),
+)
+
+
+def shown(metrics: Mapping[str, Any], parts: Parts) -> list[str]:
+    """The parts that have a value. A tensor on a device is read from it."""
+    found = ((next((name for name in part if name in metrics), None), part) for part in parts)
+    return [part[name](float(metrics[name])) for name, part in found if name is not None]
 
 
 class TrainingProgressBar(ProgressBar):
     """Print one line every `log_every_n_steps`, redrawn on a terminal, kept in a log file. Never changes training.
 
-    Shows what was logged under the collection's names (`train/loss`, `train/grad_norm`, `train/lr`, `val/...`), and
-    nothing for a module that logs none of them. Metrics are read from the device on those steps only. The rate leaves
-    out validation.
+    Shows what the monitors and the module logged by then: loss, gradient norm, lr, tokens/s (or samples/s), MFU and
+    memory, each where it has a value, and the time left. That is the pace since the line before, without validation,
+    for the steps until `max_steps` or `max_epochs`. A redrawn line ends at the terminal's edge. The device is read for
+    these lines only, and only for what the module logged with `self.log`: the monitors' values are on the host by then.
+    With `log_every_n_steps=0` there is only the line of each validation.
     """
-
-    TRAIN = {"train/loss": "loss {:.4f}", "train/grad_norm": "norm {:.3f}", "train/lr": "lr {:.1e}"}
-    VALIDATION = {"val/loss": "loss {:.4f}", "val/bits_per_byte": "bits/byte {:.4f}"}
 
     def __init__(self) -> None:
         super().__init__()
         self._enabled = True
         self._redraw = sys.stdout.isatty()
+        self._open = False  # the cursor stands at the end of a line that is to be redrawn
         self._due = False
-        self._clear_rate()
+        self._seconds, self._started, self._last_step = 0.0, math.nan, 0
 
     def enable(self) -> None:
         """Print."""
@@ -68,90 +114,82 @@ class TrainingProgressBar(ProgressBar):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print above the redrawn line."""
-        if self._enabled:
-            print(("\r\x1b[2K" if self._redraw else "") + " ".join(map(str, args)), flush=True)
+        self._write(" ".join(map(str, args)), "\n")
 
-    def _clear_rate(self) -> None:
-        self._tokens = self._seconds = 0.0
-        self._steps = 0
-        self._started: float | None = None
-        self._tokens_per_second = self._seconds_per_step = math.nan
+    def _write(self, line: str, end: str) -> None:
+        if self._enabled:
+            print(("\r\x1b[2K" if self._redraw else "") + line, end=end, flush=True)
+            self._open = not end
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Forget the rate of an earlier run."""
-        self._clear_rate()
+        """Start the clock, and forget an earlier run."""
         self._due = False
+        self._seconds, self._started, self._last_step = 0.0, time.perf_counter(), trainer.global_step
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Print the finished interval: only now has the module logged its own metrics."""
-        self._flush(trainer)
-        if self._started is None:
-            self._started = time.perf_counter()
+        self._show(trainer)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count; no device is read here."""
-        self._tokens += tokens_in(batch) * trainer.world_size
-        if trainer.fit_loop._should_accumulate():
-            return
-        self._steps += 1
+        """See whether a logging interval ends."""
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        self._due = trainer.global_step == trainer.max_steps or (every > 0 and trainer.global_step % every == 0)
+        if every and not trainer.fit_loop._should_accumulate():
+            # Lightning's count for its loggers: with two optimizers, global_step counts each
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+            self._due = step % every == 0 or trainer.global_step == total_steps(trainer)
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Close the running interval, so that validation does not count as training time."""
+        """Stop the clock."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._flush(trainer)
-            self._pause()
+            self._show(trainer)
+            self._seconds += time.perf_counter() - self._started
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Print the validation's figures on a line of their own."""
+        """Print the validation's figures on a line of their own, and go on."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            line = self._format(trainer, self.VALIDATION)
+            line = "  ".join(shown(trainer.callback_metrics, VALIDATION))
             if line:
                 self.print(f"step {trainer.global_step}  validation  {line}")
+            self._started = time.perf_counter()
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Print the last interval."""
-        self._flush(trainer)
+        self._show(trainer)
+        self._end_line()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """End the redrawn line, so that the error starts on its own."""
-        if self._enabled and self._redraw:
+        self._end_line()
+
+    def _end_line(self) -> None:
+        if self._open:
             print(flush=True)
+            self._open = False
 
-    def _pause(self) -> None:
-        if self._started is not None:
-            self._seconds += time.perf_counter() - self._started
-            self._started = None
-
-    def _format(self, trainer: "pl.Trainer", fields: dict[str, str]) -> str:
-        metrics = trainer.callback_metrics
-        return "  ".join(text.format(float(metrics[name])) for name, text in fields.items() if name in metrics)
-
-    def _flush(self, trainer: "pl.Trainer") -> None:
+    def _show(self, trainer: "pl.Trainer") -> None:
         if not self._due:
             return
         self._due = False
-        metrics = self._format(trainer, self.TRAIN)  # reads the device, so the clock below sees finished work
-        self._pause()
-        if self._seconds > 0 and self._steps:
-            self._tokens_per_second = self._tokens / self._seconds
-            self._seconds_per_step = self._seconds / self._steps
-        self._tokens, self._seconds, self._steps = 0.0, 0.0, 0
-        if self._enabled:
-            last = trainer.global_step == trainer.max_steps
-            end = "" if self._redraw and not last else "\n"
-            print(("\r\x1b[2K" if self._redraw else "") + self._line(trainer, metrics), end=end, flush=True)
+        metrics = trainer.callback_metrics
+        if not self._enabled:
+            return
+        line = "  ".join([*self._position(trainer), *shown(metrics, TRAIN), *self._time_left(trainer)])
+        last = trainer.global_step == total_steps(trainer)
+        if self._redraw and not last:
+            line = line[: shutil.get_terminal_size().columns - 1]  # what wraps cannot be redrawn
+        self._write(line, "" if self._redraw and not last else "\n")
 
-    def _line(self, trainer: "pl.Trainer", metrics: str) -> str:
-        step, total = trainer.global_step, trainer.max_steps
-        parts = [f"step {step}/{total} ({step / total:.0%})" if total > 0 else f"step {step}", metrics]
-        if self._tokens_per_second == self._tokens_per_second:
-            parts.append(f"{human(self._tokens_per_second)} tokens/s")
-        if total > 0:
-            parts.append(f"ETA {clock(self._seconds_per_step * (total - step))}")
-        return "  ".join(part for part in parts if part)
+    def _position(self, trainer: "pl.Trainer") -> list[str]:
+        step, total = trainer.global_step, total_steps(trainer)
+        return [f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"]
+
+    def _time_left(self, trainer: "pl.Trainer") -> list[str]:
+        """The steps left at the pace since the line before; the clock starts anew."""
+        now, step, total = time.perf_counter(), trainer.global_step, total_steps(trainer)
+        seconds, steps = self._seconds + now - self._started, step - self._last_step
+        self._seconds, self._started, self._last_step = 0.0, now, step
+        return [f"ETA {clock(seconds / steps * (total - step))}"] if total and steps else []

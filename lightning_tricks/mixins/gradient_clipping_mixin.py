@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
 from lightning_tricks.mixins._base import Mixin
-from lightning_tricks.optim import clip_grad_norm
+from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
@@ -22,7 +22,8 @@ class GradientClippingMixin(Mixin):
 
     Put it before the LightningModule in the bases. `trainer.gradient_clip_val` and `gradient_clip_algorithm` mean what
     they always mean (a value of 0 or none does not clip); the norm is kept in each case. Works with fused optimizers
-    under bf16, which Lightning refuses to clip, and with FSDP2's sharded gradients.
+    under bf16, which Lightning refuses to clip, and with sharded gradients: FSDP2's, and FSDP1's, which Lightning
+    refuses to clip by norm. `GradNormMonitor` logs the norm.
 
     Attributes:
         grad_norm: L2 norm of all gradients of the last optimizer step before its clip, a 0-dim tensor on their device;
@@ -30,12 +31,13 @@ class GradientClippingMixin(Mixin):
 
     Raises:
         UsageError: at the first step: a negative clip value; a fused optimizer under fp16, whose gradients are still
-            scaled here; FSDP1, where each rank sees only its own shards' norm.
+            scaled here; modules that were wrapped in FSDP1 one by one.
 
     Source: see `clip_grad_norm`.
     """
 
     grad_norm: Tensor | None = None
+    keeps_grad_norm = True  # what GradNormMonitor goes by
 
     def configure_gradient_clipping(
         self,
@@ -47,14 +49,17 @@ class GradientClippingMixin(Mixin):
         if isinstance(self.trainer.strategy, DeepSpeedStrategy):
             return
         self._refuse_unreadable_gradients(optimizer)
+        by_value = gradient_clip_algorithm == "value" and bool(gradient_clip_val)
+        if by_value and not (gradient_clip_val or 0) > 0:
+            raise UsageError(f"gradient_clip_val={gradient_clip_val!r}: give a number above 0, or none")
+        max_norm = None if by_value else gradient_clip_val or None  # 0: no clipping, as in Lightning
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if gradient_clip_algorithm == "value" and gradient_clip_val:
-            if not gradient_clip_val > 0:
-                raise UsageError(f"gradient_clip_val={gradient_clip_val!r}: give a number above 0, or none")
-            self.grad_norm = clip_grad_norm(parameters, None)
-            torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+        if isinstance(self.trainer.strategy, FSDPStrategy):
+            self.grad_norm = clip_grad_norm_fsdp1(self.trainer.strategy.model, max_norm)
         else:
-            self.grad_norm = clip_grad_norm(parameters, gradient_clip_val or None)  # 0: no clipping, as in Lightning
+            self.grad_norm = clip_grad_norm(parameters, max_norm)
+        if by_value:
+            torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val or 0.0)
 
     def _refuse_unreadable_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         # such an optimizer unscales in its own step, so the gradients are still multiplied by the scaler's scale
@@ -63,8 +68,4 @@ class GradientClippingMixin(Mixin):
             raise UsageError(
                 f"fused {type(optimizer).__name__} under fp16 (trainer.precision={self.trainer.precision}) cannot be "
                 "clipped: set fused to false, or train in bf16"
-            )
-        if isinstance(self.trainer.strategy, FSDPStrategy):
-            raise UsageError(
-                "trainer.strategy=fsdp (FSDP1) hides the gradient norm of the whole model: use ModelParallelStrategy"
             )

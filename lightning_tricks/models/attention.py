@@ -13,6 +13,8 @@ Rope = tuple[Tensor, Tensor]
 # Longest row for `_attention_by_products`. torch's fused CPU kernel takes 2.8 times as long at 256 tokens, 1.4 times at
 # 512, and no longer at 1024 (bf16, forward and backward, torch 2.13, one core of an AMD EPYC with avx512_bf16).
 PRODUCTS_MAX_LENGTH = 512
+# Products that `max_logit` holds at once: 64 MiB in fp32.
+LOGITS_IN_A_SLICE = 2**24
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
@@ -69,6 +71,36 @@ def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None)
     return torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1)).view(batch, heads, length, head_dim)
 
 
+def max_logit(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The largest number that enters the softmax of `causal_attention`: query times key, over sqrt(head_dim).
+
+    The products are made for a slice of the queries at a time, and masked as there.
+
+    Args:
+        q: (batch, heads, length, head_dim).
+        k: (batch, kv_heads, length, head_dim).
+        mask: as `document_mask` gives it, or None.
+
+    Returns:
+        Scalar tensor in the dtype of `q`; NaN if a product is.
+    """
+    batch, heads, length, head_dim = q.shape
+    kv_heads = k.shape[1]
+    rows = max(1, LOGITS_IN_A_SLICE // (batch * heads * length))
+    largest = []
+    for begin in range(0, length, rows):
+        end = min(begin + rows, length)
+        # neighbouring query heads share a key head: their rows are one matrix, so no key is copied
+        some = q[:, :, begin:end].reshape(batch, kv_heads, -1, head_dim)
+        logits = (some @ k[:, :, :end].mT).view(batch, heads, end - begin, end)
+        if mask is None:
+            seen = torch.ones(end - begin, end, dtype=torch.bool, device=q.device).tril(begin)
+        else:
+            seen = mask[:, :, begin:end, :end]
+        largest.append(logits.masked_fill(~seen, float("-inf")).amax())
+    return torch.stack(largest).amax() * head_dim**-0.5
+
+
 class Attention(nn.Module):
     """Multi-head attention with grouped keys and values, rotary positions and normalised queries where asked.
 
@@ -98,12 +130,18 @@ class Attention(nn.Module):
             rope: tables of `RotaryPositions`; None: positions came with the embedding.
             mask: as `document_mask` gives it, or None.
         """
+        q, k = self._queries_and_keys(x, rope)
+        v = self._split_heads(self.v(x))
+        return self.o(causal_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+    def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+        """`max_logit` of what `forward` would attend with, a scalar; arguments as there."""
+        return max_logit(*self._queries_and_keys(x, rope), mask)
+
+    def _queries_and_keys(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         q = self.q_norm(self._split_heads(self.q(x)))
         k = self.k_norm(self._split_heads(self.k(x)))
-        v = self._split_heads(self.v(x))
-        if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
-        return self.o(causal_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        return (q, k) if rope is None else (rotate(q, *rope), rotate(k, *rope))
 
     def _split_heads(self, x: Tensor) -> Tensor:
         # -1, not n_heads: under tensor parallelism a rank holds some of the heads.

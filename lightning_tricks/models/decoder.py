@@ -61,6 +61,10 @@ class Block(nn.Module):
         # Inside forward, so that what shards or compiles the block sees the checkpoint as a part of it.
         return checkpointed(self.checkpointing, self._layer, x, rope, mask)
 
+    def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+        """The largest attention logit for what `forward` would be given, a scalar: queries and keys are made anew."""
+        return self.attn.max_attention_logit(self.attn_norm(x).to(matmul_dtype(x)), rope, mask)
+
     def _layer(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
         dtype = matmul_dtype(x)
         x = x + self.attn(self.attn_norm(x).to(dtype), rope, mask)

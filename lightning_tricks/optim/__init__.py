@@ -1,7 +1,7 @@
 """Who decays, which optimizer, and the one clip: torch only."""
 
 from lightning_tricks.optim.build_optimizer import OptimizerFactory, build_optimizer, default_adamw
-from lightning_tricks.optim.clip import clip_grad_norm
+from lightning_tricks.optim.clip import clip_grad_norm, clip_grad_norm_fsdp1, grad_norms_of
 from lightning_tricks.optim.decay_groups import check_each_parameter_once, decay_groups
 from lightning_tricks.optim.follow_recipe import follow_recipe
 from lightning_tricks.optim.groups_table import groups_table
@@ -16,9 +16,11 @@ __all__ = [
     "check_each_parameter_once",
     "clean_name",
     "clip_grad_norm",
+    "clip_grad_norm_fsdp1",
     "decay_groups",
     "default_adamw",
     "follow_recipe",
+    "grad_norms_of",
     "groups_table",
     "match_rules",
     "param_roles",

@@ -1,6 +1,7 @@
 """Clip gradients by their norm, and keep that norm: one pass, no wait for the GPU."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from lightning_tricks._errors import UsageError
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None, norm: Tensor | None = None) -> Tensor:
     """Scale the gradients of `parameters` in place so that their joint L2 norm is at most `max_norm`.
 
     The same arithmetic as `torch.nn.utils.clip_grad_norm_`. Plain tensors and DTensors, of several meshes too, may come
@@ -20,6 +21,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     Args:
         parameters: of any shapes; those without a gradient count for nothing.
         max_norm: the largest norm allowed, above 0; None to measure only. Usual: 1.0.
+        norm: their norm where it is known already, a 0-dim tensor; None to measure it.
 
     Returns:
         The norm before clipping, a 0-dim tensor on the gradients' device; 0 where there are none.
@@ -36,15 +38,69 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     if not with_grad:
         return torch.zeros((), device=parameters[0].device if parameters else None)
-    groups = _by_mesh(with_grad)
-    norms = [_full(torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups]
-    total = norms[0]
-    if len(norms) > 1:
-        total = torch.linalg.vector_norm(torch.stack([norm.to(total.device) for norm in norms]))
+    meshes = _by_mesh(with_grad)
+    if norm is None:
+        norms = [_full(torch.nn.utils.get_total_norm([p.grad for p in g if p.grad is not None])) for g in meshes]
+        norm = _joint(norms)
     if max_norm is not None:
-        for group in groups:
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
-    return total
+        for group in meshes:
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def grad_norms_of(parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """L2 norm of the gradients of each part of a model, with one pass over all of them.
+
+    Args:
+        parts: parameters of each of n parts; those without a gradient count for nothing. DTensor shards are summed
+            across ranks, so every rank must call.
+
+    Returns:
+        (n,) fp32 tensor; 0 for a part without gradients.
+    """
+    place = {id(p): index for index, part in enumerate(parts) for p in part if p.grad is not None}
+    with_grad = [p for part in parts for p in part if p.grad is not None]
+    if not with_grad:
+        return torch.zeros(len(parts))
+    device = with_grad[0].device
+    squares = torch.zeros(len(parts), device=device)
+    for group in _by_mesh(with_grad):
+        norms = torch.stack(
+            [norm.float() for norm in torch._foreach_norm([p.grad for p in group if p.grad is not None])]
+        )
+        index = torch.tensor([place[id(p)] for p in group]).to(device, non_blocking=True)
+        squares.index_add_(0, index, _full(norms).to(device).square())
+    return squares.sqrt()
+
+
+def clip_grad_norm_fsdp1(root: Any, max_norm: float | None) -> Tensor:
+    """`clip_grad_norm` for a model in FSDP1, whose parameters each rank holds a part of: every rank must call.
+
+    Args:
+        root: the outermost `FullyShardedDataParallel`.
+        max_norm: the largest norm allowed, above 0; None to measure only.
+
+    Returns:
+        The norm before clipping of the whole model, a 0-dim tensor.
+
+    Raises:
+        UsageError: max_norm is 0, negative or NaN, or `root` is not wrapped as a whole.
+    """
+    if max_norm is not None and not max_norm > 0:
+        raise UsageError(f"gradient_clip_val={max_norm!r}: give a number above 0, or none to measure only")
+    if not hasattr(root, "clip_grad_norm_"):
+        raise UsageError(
+            f"FSDP1 holds parts of {type(root).__name__}, and the norm of the whole is not known: leave the wrapping "
+            "to the strategy, or use ModelParallelStrategy"
+        )
+    return root.clip_grad_norm_(math.inf if max_norm is None else max_norm)  # an infinite limit scales by exactly 1
+
+
+def _joint(norms: list[Tensor]) -> Tensor:
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
 def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:

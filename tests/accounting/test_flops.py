@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.accounting import attention_flops_per_token, flops, matmul_parameters, training_flops_per_token
+from lightning_tricks.accounting import (
+    attention_flops_per_token,
+    flops,
+    matmul_parameters,
+    recompute_flops_per_token,
+    training_flops_per_token,
+)
 from lightning_tricks.models import GPT2, Decoder, Llama
 
 LLAMA_3_8B = Llama(vocab_size=128256, n_kv_heads=8, d_ff=14336, max_seq_len=8192)
@@ -63,6 +69,66 @@ def test_torch_counts_the_same_on_our_decoder(config):
     counted = counter.get_total_flops() / tokens.numel()
     assert counted == pytest.approx(training_flops_per_token(config, 64, "full"), rel=0.01)
     assert attention_flops_per_token(config, 64, "full") > 0.1 * counted  # so that attention is seen to 1 %
+
+
+def mixture(**changes):
+    """Mixtral 8x7B, by table 1 of https://arxiv.org/abs/2401.04088."""
+    shape = {
+        "vocab_size": 32000, "d_model": 4096, "n_layers": 32, "n_heads": 32, "kv_heads": 8, "head_dim": 128,
+        "ffn_width": 14336, "activation": "swiglu", "n_experts": 8, "experts_per_token": 2,
+    }  # fmt: skip
+    return SimpleNamespace(**(shape | changes))
+
+
+def test_a_mixture_counts_its_active_experts_and_its_router():
+    # a block: attention 2 * 4096^2 + 2 * 4096 * 1024, two experts of 3 * 4096 * 14336, a router of 4096 * 8
+    block = 41_943_040 + 2 * 176_160_768 + 32_768
+    assert matmul_parameters(mixture()) == 32 * block + 131_072_000 == 12_748_587_008
+    # with the embedding, the 13 billion active parameters of the paper's abstract
+    assert round((12_748_587_008 + 131_072_000) / 1e9) == 13
+    # all eight experts: its 47 billion
+    assert round((matmul_parameters(mixture(experts_per_token=8)) + 131_072_000) / 1e9) == 47
+    assert training_flops_per_token(mixture(), 4096, "full") == 6 * 12_748_587_008 + 6_442_450_944
+
+
+def test_one_expert_and_no_router_is_the_dense_model():
+    dense = mixture(n_experts=None, experts_per_token=None)
+    assert matmul_parameters(mixture(n_experts=1, experts_per_token=1)) == matmul_parameters(dense) + 32 * 4096
+
+
+@pytest.mark.parametrize("active", [None, 0, 9])
+def test_a_mixture_without_its_active_experts_is_refused(active):
+    with pytest.raises(UsageError, match=f"experts_per_token={active}: give a number from 1 to n_experts=8"):
+        matmul_parameters(mixture(experts_per_token=active))
+
+
+SMALL = {"vocab_size": 10, "d_model": 4, "n_layers": 3, "n_heads": 2, "kv_heads": 1, "head_dim": 2, "ffn_width": 8}
+
+
+def test_what_checkpointing_computes_again_by_hand():
+    gated, plain = SimpleNamespace(**SMALL, activation="swiglu"), SimpleNamespace(**SMALL, activation="gelu")
+    # a block's matrices: q and o 16 each, k and v 8 each, gate, up and down 32 each; two FLOPs a weight, three blocks
+    # attention forward, both products over 6 keys: 2 * 2 * 6 * 2 heads * 2 wide = 96, of which a causal token needs 48
+    assert recompute_flops_per_token(gated, 6, "full", "none") == 0
+    assert recompute_flops_per_token(gated, 6, "full", "full") == 3 * (2 * (16 + 8 + 8 + 16 + 32 + 32) + 96)
+    assert recompute_flops_per_token(gated, 6, "causal", "full") == 3 * (2 * (16 + 8 + 8 + 16 + 32 + 32) + 48)
+    assert recompute_flops_per_token(plain, 6, "causal", "full") == 3 * (2 * (16 + 8 + 8 + 16 + 32) + 48)
+    # every second product is kept, and attention: k, o and a gated MLP's up are not
+    assert recompute_flops_per_token(gated, 6, "full", "selective") == 3 * 2 * (8 + 16 + 32)
+    assert recompute_flops_per_token(plain, 6, "full", "selective") == 3 * 2 * (8 + 16)
+
+
+def test_an_unknown_checkpointing_is_refused():
+    with pytest.raises(UsageError, match="activation_checkpointing='half': give one of none, selective, full"):
+        recompute_flops_per_token(Llama(), 4096, "full", "half")
+    with pytest.raises(UsageError, match="attention='half'"):
+        recompute_flops_per_token(Llama(), 4096, "half", "none")
+
+
+def test_checkpointed_experts_are_refused_and_others_cost_nothing_again():
+    assert recompute_flops_per_token(mixture(), 4096, "full", "none") == 0
+    with pytest.raises(UsageError, match=r"activation_checkpointing='full': .*experts.* count_flops"):
+        recompute_flops_per_token(mixture(), 4096, "full", "full")
 
 
 @given(

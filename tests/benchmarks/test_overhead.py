@@ -49,7 +49,9 @@ def test_a_short_run_writes_every_contender_with_the_machine_it_ran_on(tmp_path)
     result = json.loads(out.read_text())
     assert {"date", "cpu", "cores", "versions"} <= result["machine"].keys()
     micro = result["sizes"]["micro"]
-    assert list(micro["figures"]) == ["bare", "bare_again", "stock", "stock_norm", "ours", "ours_loader"]
+    assert list(micro["figures"]) == [
+        "bare", "bare_again", "stock", "stock_watched", "ours", "ours_watched", "ours_watched_lean", "ours_loader"
+    ]  # fmt: skip
     for ratio in ("cpu_ratio", "wall_ratio"):
         assert micro["figures"]["bare"][ratio]["rounds"] == [1.0]
     for name, figures in micro["figures"].items():
@@ -61,10 +63,26 @@ def test_a_short_run_writes_every_contender_with_the_machine_it_ran_on(tmp_path)
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["--sizes", "huge"], "--sizes huge: give some of micro,tiny,small"), (["--rounds", "0"], "give at least 1")],
+    [
+        (["--sizes", "huge"], "--sizes huge: give some of micro,micro_log_every_step,tiny,small"),
+        (["--rounds", "0"], "give at least 1"),
+    ],
 )
 def test_bad_options_are_refused_in_a_line(overhead, capsys, arguments, says):
     with pytest.raises(SystemExit) as stopped:
         overhead.main(arguments)
     assert stopped.value.code == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_metric_is_measured_for_both_ways_of_logging(tmp_path):
+    out = tmp_path / "metric_cost.json"
+    command = [sys.executable, "-m", "benchmarks.metric_cost", "--rounds", "1", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert {"date", "cpu", "cores", "versions"} <= result["machine"].keys()
+    assert result["self_log_us"] > result["buffer_us"] > 0
+    ratio = result["self_log_us"] / result["buffer_us"]
+    assert result["self_log_over_buffer"]["rounds"] == [pytest.approx(ratio, rel=0.02)]

@@ -1,6 +1,7 @@
 """What must hold on a CUDA device: the same numbers as on the CPU, training that trains, and no waiting in between."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,9 +10,22 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lightning_tricks._lightning import pl
+from lightning_tricks.callbacks import (
+    ActivationMonitor,
+    AttentionMonitor,
+    GradNormMonitor,
+    LeanLoop,
+    MemoryMonitor,
+    MetricBuffer,
+    MFUMonitor,
+    TensorBoardDashboard,
+    TrainingProgressBar,
+    UpdateMonitor,
+)
 from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.data import ShardWriter
 from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.loggers import ResumingTensorBoardLogger
 from lightning_tricks.models import GPT2, Decoder, Llama
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
 from lightning_tricks.schedules import WarmupCosine
@@ -124,11 +138,17 @@ def pinned_batches(count):
 
 
 def fit(model, folder, *callbacks, steps=40, accumulate=1, **kwargs):
-    trainer = pl.Trainer(
-        max_steps=steps, accumulate_grad_batches=accumulate, accelerator="gpu", devices=1, precision="bf16-mixed",
-        gradient_clip_val=1.0, log_every_n_steps=10, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks), default_root_dir=folder,
+    options = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "precision": "bf16-mixed",
+        "gradient_clip_val": 1.0,
         **kwargs,
+    }
+    trainer = pl.Trainer(
+        max_steps=steps, accumulate_grad_batches=accumulate, accelerator="gpu", devices=1, log_every_n_steps=10,
+        enable_checkpointing=False, enable_model_summary=False, callbacks=list(callbacks),
+        default_root_dir=folder, **options,
     )  # fmt: skip
     trainer.fit(model, pinned_batches(accumulate * steps))
     return trainer
@@ -174,6 +194,75 @@ def test_nothing_waits_for_the_device_between_logged_steps(tmp_path, accumulate)
     silence = Silence(10 * accumulate + 1, 19 * accumulate)
     fit(language_model(), tmp_path, silence, steps=22, accumulate=accumulate)
     assert silence.steps == 9 * accumulate - 1
+
+
+def every_monitor():
+    return [
+        GradNormMonitor(per="block"), MFUMonitor(), MemoryMonitor(), ActivationMonitor(), UpdateMonitor(),
+        AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(), LeanLoop(),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("_sync_mode_restored")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_with_every_monitor_nothing_waits_for_the_device_between_logged_steps(tmp_path, accumulate, compiled):
+    silence = Silence(20 * accumulate + 1, 29 * accumulate)  # the first logged steps compile the sampled graphs
+    logger = ResumingTensorBoardLogger(tmp_path)
+    trainer = fit(
+        language_model(compile_blocks=compiled), tmp_path, silence, *every_monitor(), steps=32, accumulate=accumulate,
+        logger=logger, enable_progress_bar=True,
+    )  # fmt: skip
+    assert silence.steps == 9 * accumulate - 1
+    logged = trainer.callback_metrics
+    for name in ("train/loss", "train/grad_norm", "throughput/tokens_per_second", "memory/peak_allocated_gib"):
+        assert torch.isfinite(logged[name]), name
+        assert logged[name] > 0, name
+    assert any(name.startswith("activations/") for name in logged)
+    assert any(name.startswith("attention/") for name in logged)
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_the_norm_before_the_clip_is_torchs_under_fp16_with_its_scaler(tmp_path, clip):
+    class Reference(pl.Callback):
+        norms: ClassVar[list[float]] = []
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            gradients = [p.grad.clone() for p in pl_module.parameters() if p.grad is not None]
+            self.norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    class Plain(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+
+        def training_step(self, batch, batch_idx):
+            return self.layers(batch["input_ids"].float() / 16).square().mean() * (1 + batch_idx)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    class Rows(pl.Callback):
+        norms: ClassVar[list[float]] = []
+
+        def setup(self, trainer, pl_module, stage):
+            take = lambda rows: self.norms.extend(row.values["train/grad_norm"] for row in rows) or {}  # noqa: E731
+            MetricBuffer.of(trainer).at_flush(take)
+
+    Reference.norms, Rows.norms = [], []
+    fit(
+        Plain(),
+        tmp_path,
+        Reference(),
+        GradNormMonitor(),
+        Rows(),
+        steps=12,
+        precision="16-mixed",
+        gradient_clip_val=clip,
+    )
+    finite = [norm for norm in Reference.norms if norm < float("inf")]
+    assert len(finite) > 4
+    assert Rows.norms == Reference.norms
 
 
 @pytest.mark.usefixtures("_sync_mode_restored")

@@ -127,15 +127,15 @@ def test_a_negative_clip_value_is_refused(algorithm):
 def on_strategy(kind):
     """A model whose Trainer says that it runs on a strategy that this machine could not start."""
     model = Model()
-    model._trainer = Mock(strategy=Mock(spec=kind), precision_plugin=Mock(scaler=None))
+    model._trainer = Mock(strategy=Mock(spec=kind, model=model), precision_plugin=Mock(scaler=None))
     for parameter in model.parameters():
         parameter.grad = torch.ones(1)
     model.configure_gradient_clipping(model.configure_optimizers(), 1e-3)
     return model
 
 
-def test_fsdp1_is_refused_because_its_norm_would_be_one_ranks():
-    with pytest.raises(UsageError, match=r"fsdp.*use ModelParallelStrategy"):
+def test_modules_wrapped_in_fsdp1_one_by_one_are_refused():
+    with pytest.raises(UsageError, match=r"^FSDP1 holds parts of Model, .*use ModelParallelStrategy$"):
         on_strategy(FSDPStrategy)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.optim import clip_grad_norm
+from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, grad_norms_of
 
 
 def parameters(*grads):
@@ -114,3 +114,25 @@ def test_on_a_gpu_nothing_waits():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert norm.item() == pytest.approx(3.0)
+
+
+def test_a_norm_that_is_known_is_the_one_that_clips():
+    params = parameters([3.0], [4.0])
+    assert clip_grad_norm(params, 1.0, torch.tensor(10.0)).item() == 10.0
+    assert torch.cat(grads(params)).tolist() == pytest.approx([0.3, 0.4], rel=1e-6)
+
+
+def test_parts_have_their_own_norms_and_one_without_gradients_has_none():
+    three, four, twelve = parameters([3.0], [[4.0]], [12.0])
+    bare = torch.nn.Parameter(torch.ones(2))
+    norms = grad_norms_of([[three, four], [bare], [twelve, bare]])
+    assert norms.tolist() == [5.0, 0.0, 12.0]
+    assert norms.dtype == torch.float32
+    assert grad_norms_of([[bare], []]).tolist() == [0.0, 0.0]
+
+
+def test_what_is_not_wrapped_in_fsdp1_as_a_whole_is_refused():
+    with pytest.raises(UsageError, match="FSDP1 holds parts of Linear"):
+        clip_grad_norm_fsdp1(torch.nn.Linear(1, 1), 1.0)
+    with pytest.raises(UsageError, match="gradient_clip_val=0"):
+        clip_grad_norm_fsdp1(torch.nn.Linear(1, 1), 0)

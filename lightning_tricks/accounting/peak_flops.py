@@ -1,0 +1,168 @@
+"""Peak FLOP/s of a device at a dtype, as its datasheet says: the bottom line of MFU.
+
+All figures are dense: those with sparsity, which vendors print first, are twice as high, and no training reaches them.
+GeForce cards add up products of fp16 and bf16 in fp32 at half the speed that they advertise; that half is taken, for
+training adds up in fp32.
+
+Sources: the figures were read in these tables; where one of them names the datasheet, the link below is to that.
+    https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md (data centre GPUs, TPUs)
+    https://github.com/pytorch/torchtitan/blob/main/torchtitan/tools/utils.py (H100 NVL, H20, A6000, one MI250X die)
+    https://github.com/karpathy/nanochat/blob/master/nanochat/common.py (H200 NVL, A30, A40, L4, GeForce)
+    https://github.com/mosaicml/composer/blob/main/composer/callbacks/speed_monitor.py (A10, T4, V100)
+    https://github.com/Lightning-AI/pytorch-lightning/blob/master/src/lightning/fabric/utilities/throughput.py (L40, and
+    fp32 and tf32 of A40, A6000, L4, 3090, 4090 and H200 NVL)
+Worked out by the ratios that hold within a family: bf16 of the RTX 6000 Ada is 4 times its fp32 (L40S, the same chip);
+fp8 of L4, L40, RTX 6000 Ada and both NVL twice their bf16; tf32 of both NVL half of it; fp32 of the 5090 half of it.
+"""
+
+import re
+import statistics
+import time
+from typing import Any, NamedTuple
+
+
+class Peak(NamedTuple):
+    """Dense TFLOP/s by dtype, None where the device has no such products or no figure was found, and the datasheet."""
+
+    fp32: float | None
+    tf32: float | None
+    fp16: float | None
+    bf16: float | None
+    fp8: float | None
+    source: str
+
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+_DGX = "https://resources.nvidia.com/en-us-dgx-systems"
+_AMD = "https://www.amd.com/en/products/accelerators/instinct"
+_TPU = "https://docs.cloud.google.com/tpu/docs"
+_PDF = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center"
+_VOLTA = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/Data-Center/l4/nvidia-ada-gpu-architecture-whitepaper-v2.1.pdf"
+_GA102 = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
+_NANOCHAT = "https://github.com/karpathy/nanochat/blob/master/nanochat/common.py"
+_TITAN = "https://github.com/pytorch/torchtitan/blob/main/torchtitan/tools/utils.py"
+_H100 = Peak(67.0, 494.5, 989.5, 989.5, 1979, f"{_NVIDIA}/h100/")
+_H100_PCIE = Peak(51.0, 378.0, 756.0, 756.0, 1513, f"{_NVIDIA}/h100/")
+
+# By the name that the driver reports, without the vendor's.
+PEAKS = {
+    "V100-SXM2": Peak(15.7, None, 125.0, None, None, _VOLTA),
+    "V100-SXM3": Peak(15.7, None, 125.0, None, None, _VOLTA),
+    "V100-PCIE": Peak(14.0, None, 112.0, None, None, _VOLTA),
+    "V100S-PCIE": Peak(16.4, None, 130.0, None, None, _VOLTA),
+    "T4": Peak(8.1, None, 65.0, None, None, f"{_PDF}/tesla-t4/t4-tensor-core-datasheet-951643.pdf"),
+    "A10": Peak(31.2, 62.5, 125.0, 125.0, None, f"{_PDF}/a10/pdf/a10-datasheet.pdf"),
+    "A30": Peak(None, None, 165.0, 165.0, None, _NANOCHAT),
+    "A40": Peak(37.4, 74.8, 149.7, 149.7, None, _NANOCHAT),
+    "A100": Peak(19.5, 156.0, 312.0, 312.0, None, f"{_NVIDIA}/a100/"),
+    "RTX A6000": Peak(38.7, 77.4, 154.85, 154.85, None, _TITAN),
+    "GeForce RTX 3090": Peak(35.6, 35.6, 71.0, 71.0, None, _GA102),
+    "L4": Peak(30.3, 60.0, 121.0, 121.0, 242, _ADA),
+    "L40": Peak(90.5, 90.5, 181.0, 181.0, 362, _ADA),
+    "L40S": Peak(91.6, 183.0, 362.0, 362.0, 733, f"{_NVIDIA}/l40s/"),
+    "RTX 6000 Ada Generation": Peak(91.1, 182.2, 364.4, 364.4, 728.8, _ADA),
+    "GeForce RTX 4090": Peak(82.6, 82.6, 165.2, 165.2, None, _ADA),
+    "GeForce RTX 5090": Peak(104.8, 104.8, 209.5, 209.5, None, _NANOCHAT),
+    "H20": Peak(None, None, 148.0, 148.0, None, _TITAN),
+    "H100": _H100,
+    "H100 PCIe": _H100_PCIE,
+    "H100 80GB HBM2e": _H100_PCIE,
+    "H100 NVL": Peak(None, 417.5, 835.0, 835.0, 1670, f"{_NVIDIA}/h100/"),
+    "H200": Peak(67.0, 494.5, 989.5, 989.5, 1979, f"{_NVIDIA}/h200/"),
+    "H200 NVL": Peak(60.0, 418.0, 836.0, 836.0, 1672, f"{_NVIDIA}/h200/"),
+    "GH200": Peak(67.0, 494.5, 989.5, 989.5, 1979, f"{_NVIDIA}/grace-hopper-superchip/"),
+    "B200": Peak(80.0, 1125, 2250, 2250, 4500, f"{_DGX}/dgx-b200-datasheet"),
+    "B300": Peak(80.0, 1125, 2250, 2250, 4500, f"{_DGX}/dgx-b300-datasheet"),
+    "GB200": Peak(80.0, 1250, 2500, 2500, 5000, f"{_NVIDIA}/gb200-nvl72/"),
+    "GB300": Peak(80.0, 1250, 2500, 2500, 5000, f"{_NVIDIA}/gb300-nvl72/"),
+    "MI250X": Peak(None, None, 191.5, 191.5, None, f"{_AMD}/mi200/mi250x.html"),  # one of two dies, torch's device
+    "MI300X": Peak(163.4, 653.7, 1307.4, 1307.4, 2614.9, f"{_AMD}/mi300/mi300x.html"),
+    "MI325X": Peak(163.4, 653.7, 1307.4, 1307.4, 2614.9, f"{_AMD}/mi300/mi325x.html"),
+    "MI355X": Peak(157.3, None, 2500, 2500, 5000, f"{_AMD}/mi350/mi355x.html"),
+    "TPU v4": Peak(None, None, None, 275.0, None, f"{_TPU}/v4"),
+    "TPU v5e": Peak(None, None, None, 197.0, None, f"{_TPU}/v5e"),
+    "TPU v5p": Peak(None, None, None, 459.0, None, f"{_TPU}/v5p"),
+    "TPU v6e": Peak(None, None, None, 918.0, 918.0, f"{_TPU}/v6e"),
+}
+
+# What may follow a name without naming another device: memory, socket. Not "Ti", "Laptop GPU", "D", "48Q", "MIG".
+_SUFFIX = re.compile(r"\d+GB?|HBM\de?|SXM\d?|PCIE|PG5\d\d|AC|OAM|VF", re.IGNORECASE)
+_VENDOR = re.compile(r"^(NVIDIA|AMD|Tesla|Instinct|Google|Cloud|\s)+(?=\S)", re.IGNORECASE)
+
+
+def find_peak_row(device_name: str) -> Peak | None:
+    """The row of the longest name in `PEAKS` that the device's begins with, None for an unknown device or a slice."""
+    words = _words(_VENDOR.sub("", device_name.strip()))
+    for name in sorted(PEAKS, key=lambda name: -len(_words(name))):
+        known = _words(name)
+        if words[: len(known)] == known and all(_SUFFIX.fullmatch(word) for word in words[len(known) :]):
+            return PEAKS[name]
+    return None
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[ -]+", name.casefold())
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense FLOP/s of matrix products, None where the device or its dtype is not known.
+
+    Args:
+        device_name: as the driver reports it, such as `torch.cuda.get_device_name()`: "NVIDIA H100 80GB HBM3".
+        dtype: `bf16`, `fp16`, `fp8`, `fp32` or `tf32`; a device without `tf32` computes it as `fp32`.
+
+    Example:
+        >>> peak_flops("NVIDIA H200", "bf16")
+        989500000000000.0
+        >>> peak_flops("NVIDIA H200 MIG 1g.18gb", "bf16") is None
+        True
+    """
+    row = find_peak_row(device_name)
+    if row is None or dtype not in Peak._fields[:-1]:
+        return None
+    teraflops = getattr(row, dtype)
+    if teraflops is None and dtype == "tf32":
+        teraflops = row.fp32
+    return None if teraflops is None else round(teraflops * 1e12, -8)
+
+
+def peak_source(device_name: str) -> str | None:
+    """The datasheet's address, None for an unknown device."""
+    row = find_peak_row(device_name)
+    return None if row is None else row.source
+
+
+def measure_peak_flops(device: Any, dtype: str, seconds: float = 0.2) -> float | None:
+    """FLOP/s of the median of several matrix products on `device`, None for a dtype that torch cannot multiply there.
+
+    No datasheet says what a CPU reaches with the threads that torch was given. Takes `seconds` and a product or two;
+    draws no random numbers.
+
+    Args:
+        device: a CPU; another device would have to be waited for.
+        dtype: `bf16`, `fp16`, `fp32` or `tf32`, which is fp32 there.
+        seconds: how long to repeat, three times at least.
+    """
+    import torch
+
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
+    if dtype not in types:
+        return None
+    with torch.no_grad():
+        for size in (256, 1024):  # the first product of each size packs, allocates and wakes the threads
+            a = torch.full((size, size), 0.5, dtype=types[dtype], device=device)
+            a @ a
+            first = _seconds_of(a)
+            if first > 0.005:
+                break  # without instructions for this dtype a large one would take seconds
+        taken = [first]
+        while len(taken) < 3 or sum(taken) < seconds:
+            taken.append(_seconds_of(a))
+    return 2 * size**3 / statistics.median(taken)
+
+
+def _seconds_of(a: Any) -> float:
+    begin = time.perf_counter()
+    a @ a
+    return time.perf_counter() - begin

@@ -1,0 +1,87 @@
+"""What `TensorBoardDashboard` writes: the layout of the charts, the link to them, the recipe's facts and table."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+from lightning_tricks._lightning import BACKEND, pl
+
+CLIP_NORM, RESULT = "train/clip_norm", "hp/val_loss"
+INSIDE = ("activations", "updates", "attention")
+
+
+def layout(train_loss: str, val_loss: str, names: Iterable[str]) -> dict[str, dict[str, list]]:
+    """The custom-scalars tab: what every run has, and charts of what is among `names` of the inside of the model.
+
+    Returns:
+        category -> chart -> `["Multiline", [regular expression of the series, ...]]`, for torch's `add_custom_scalars`.
+    """
+    charts = {
+        "loss": [re.escape(train_loss), re.escape(val_loss)],
+        "gradient norm before the clip": ["train/grad_norm", CLIP_NORM],
+        "learning rate": [r"train/lr(/\d+)?"],
+        "tokens per second": ["throughput/tokens_per_second"],
+        "MFU": ["throughput/[mh]fu"],
+        "memory, GiB": ["memory/.*_gib"],
+    }
+    kinds = sorted({(name.split("/")[0], name.split("/")[-1]) for name in names if name.split("/")[0] in INSIDE})
+    inside = {f"{room}: {kind}": [f"{room}/(.*/)?{re.escape(kind)}"] for room, kind in kinds}
+    return {
+        category: {title: ["Multiline", [f"^{tag}$" for tag in tags]] for title, tags in content.items()}
+        for category, content in {"Run": charts, "Inside the model": inside}.items()
+        if content
+    }
+
+
+def pinned_link(tags: Iterable[str], port: int = 6006) -> str:
+    """Address of TensorBoard's first page with the cards of `tags` pinned on top, their curves not smoothed.
+
+    Source: `dashboard_deeplink_provider.ts`,
+    https://github.com/tensorflow/tensorboard/blob/master/tensorboard/webapp/routes/dashboard_deeplink_provider.ts
+    """
+    cards = json.dumps([{"plugin": "scalars", "tag": tag} for tag in tags], separators=(",", ":"))
+    return f"http://localhost:{port}/?pinnedCards={quote(cards, safe='')}&smoothing=0#timeseries"
+
+
+def facts(trainer: Any, pl_module: Any) -> dict[str, Any]:
+    """What the recipe card says of any run."""
+    parameters = [p for p in pl_module.parameters() if not hasattr(p, "materialize")]  # a lazy one has no size yet
+    return {
+        "module": type(pl_module).__name__,
+        "parameters": f"{sum(p.numel() for p in parameters):,}",
+        "trainable parameters": f"{sum(p.numel() for p in parameters if p.requires_grad):,}",
+        "max_steps": trainer.max_steps,
+        "precision": trainer.precision,
+        "strategy": type(trainer.strategy).__name__,
+        "devices": trainer.num_devices * trainer.num_nodes,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        BACKEND: pl.__version__,
+    }
+
+
+def table(values: Mapping[str, Any]) -> str:
+    """`values` as a Markdown table."""
+    rows = (f"| {name} | {str(value).replace('|', '&#124;')} |".replace("\n", " ") for name, value in values.items())
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def flat(values: Any, before: str = "") -> dict[str, Any]:
+    """Numbers and short strings of nested mappings, by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in dict(values).items():
+        if hasattr(value, "items"):
+            found |= flat(value, f"{before}{name}.")
+        elif isinstance(value, (bool, int, float, str)) and len(str(value)) < 100:
+            found[before + str(name)] = value
+    return found
+
+
+def recipe_of(trainer: Any) -> tuple[str, Any] | None:
+    """The YAML and the parsed values of the recipe, where LightningCLI runs it: its own callback saves them, too."""
+    for callback in trainer.callbacks:
+        if hasattr(callback, "parser") and hasattr(callback, "config"):
+            return callback.parser.dump(callback.config, skip_none=True), callback.config.as_dict()
+    return None

@@ -1,0 +1,55 @@
+"""Tell loggers where training goes on: a logger knows no Trainer, and opens its file before the checkpoint is read."""
+
+from typing import Any
+
+from lightning_tricks._lightning import pl
+
+
+class ResumePoint(pl.Callback):
+    """Call `resume_at(step)` of each logger that has it, once, when the first batch starts. Never changes training.
+
+    The step is the one that the first batch's metrics will carry. Lightning corrects its count of steps only after
+    `on_train_start`, so the first batch is the earliest moment at which it is known. Then this callback takes itself
+    out of the Trainer's list.
+    """
+
+    @classmethod
+    def watch(cls, model: Any) -> None:
+        """Put one in front of the callbacks of the Trainer that is about to fit `model`, if there is such a Trainer.
+
+        In front, so that what other callbacks write at the first batch comes after it.
+        """
+        trainer = getattr(model, "_trainer", None)
+        if trainer is None or trainer.state.fn != "fit":
+            return
+        if not any(isinstance(callback, cls) for callback in trainer.callbacks):
+            trainer.callbacks = [cls(), *trainer.callbacks]  # a new list: Lightning may be iterating over the old one
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Tell, and leave."""
+        trainer.callbacks = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
+        for logger in trainer.loggers:
+            if hasattr(logger, "resume_at"):
+                logger.resume_at(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def choose_folder(logger: Any, command: str, resumes: bool) -> None:
+    """Give a logger that can resume, and that has no version yet, the folder that suits a command.
+
+    A fit that resumes goes on in the newest `version_N`, if there is one; one that starts afresh gets the next, as
+    with Lightning. Evaluation goes into a folder named as its command, so that it is not taken for the newest run.
+
+    Args:
+        logger: any.
+        command: `fit`, `validate`, `test` or `predict`.
+        resumes: whether a checkpoint was given.
+    """
+    if not hasattr(logger, "resume_at") or logger._version is not None:
+        return
+    newest = logger._get_next_version() - 1
+    if command != "fit":
+        logger._version = command
+    elif resumes and newest >= 0:
+        logger._version = newest

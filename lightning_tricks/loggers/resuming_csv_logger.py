@@ -1,0 +1,102 @@
+"""A CSVLogger that goes on in the same file after a resume, where Lightning's would delete it."""
+
+import csv
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._lightning import pl_import
+from lightning_tricks.loggers.resume_point import ResumePoint
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers.csv_logs import CSVLogger, ExperimentWriter
+else:
+    CSVLogger = pl_import("loggers.csv_logs").CSVLogger
+    ExperimentWriter = pl_import("loggers.csv_logs").ExperimentWriter
+
+rank_zero_only = pl_import("utilities.rank_zero").rank_zero_only
+
+
+def is_before(row: dict[str, str], step: int) -> bool:
+    """Whether a row of the file belongs to a step before `step`; a row without one does."""
+    try:
+        return float(row["step"]) < step
+    except (KeyError, TypeError, ValueError):
+        return True
+
+
+class AppendingWriter(ExperimentWriter):
+    """Lightning's writer of `metrics.csv`, which keeps the rows that are there."""
+
+    def __init__(self, log_dir: str) -> None:
+        super().__init__(log_dir)
+        self.used_before = bool(self._fs.isfile(self.metrics_file_path))
+        if self.used_before:
+            self.metrics_keys = self._read()[0]
+
+    def _check_log_dir_exists(self) -> None:
+        """Delete nothing."""
+
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        """Names of the columns, and the rows; not the last row if a kill cut it short."""
+        with self._fs.open(self.metrics_file_path, "r", newline="") as file:
+            lines = file.read().splitlines(keepends=True)
+        reader = csv.DictReader(line for line in lines if line.endswith("\n"))
+        return list(reader.fieldnames or []), list(reader)
+
+    def _rewrite(self, fieldnames: list[str], keep: Callable[[dict[str, str]], bool]) -> None:
+        """Replace the file by its kept rows under the given header, in one step: a kill leaves the old or the new."""
+        rows = filter(keep, self._read()[1])
+        temporary = self.metrics_file_path + ".tmp"
+        with self._fs.open(temporary, "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=fieldnames)
+            writer.writeheader()
+            writer.writerows(rows)
+        self._fs.mv(temporary, self.metrics_file_path)
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        self._rewrite(fieldnames, lambda row: True)
+
+    def drop_from(self, step: int) -> None:
+        """Remove the rows of `step` and all later ones, if they are of an earlier fit."""
+        if self.used_before:
+            self._rewrite(self.metrics_keys, lambda row: is_before(row, step))
+        self.used_before = True
+
+
+class ResumingCSVLogger(CSVLogger):
+    """Lightning's CSVLogger, which after a resume appends, each step once. Never changes training.
+
+    A run that was killed at step 140 and resumed from a checkpoint of step 100 trains steps 100 to 139 again: the rows
+    of these steps are removed when the resumed run starts, and come anew. The file is replaced in one piece, so a
+    kill loses nothing. A fresh start in a folder that was used before removes all rows. New metrics get their columns.
+
+    For that the resumed run must write into the same folder: give a `version`, such as `""` for none of its own.
+    Without one each start gets a new `version_N`, as with Lightning.
+
+    The Trainer is met through its own call of `log_graph` when a fit starts. With `enable_autolog_hparams=False`, or
+    without a Trainer, call `resume_at` yourself before the first metrics.
+
+    Its arguments are those of Lightning's CSVLogger.
+    """
+
+    @property
+    def experiment(self) -> Any:
+        """The writer on rank 0, as Lightning's."""
+        if self._experiment is None and rank_zero_only.rank == 0:
+            self._fs.makedirs(self.root_dir, exist_ok=True)
+            self._experiment = AppendingWriter(log_dir=self.log_dir)
+        return super().experiment
+
+    @rank_zero_only
+    def resume_at(self, step: int) -> None:
+        """Remove the rows of `step` and later ones.
+
+        Args:
+            step: of the first metrics to come.
+        """
+        self.experiment.drop_from(step)
+
+    @rank_zero_only
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Nothing to draw. The Trainer calls it when a fit starts, which is how `resume_at` comes to be called."""
+        ResumePoint.watch(model)

@@ -1,0 +1,139 @@
+"""A TensorBoardLogger whose curves go on after a resume, and which writes a step's metrics as one event."""
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from lightning_tricks._lightning import pl_import
+from lightning_tricks.loggers._fast_records import use_fast_checksums
+from lightning_tricks.loggers.resume_point import ResumePoint
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import TensorBoardLogger
+else:
+    TensorBoardLogger = pl_import("loggers").TensorBoardLogger
+
+rank_zero_only = pl_import("utilities.rank_zero").rank_zero_only
+rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
+
+
+def as_number(value: Any) -> float | None:
+    """`value` as a float if it is one number (Python's, numpy's or a tensor of one element), else None."""
+    if hasattr(value, "item"):
+        count = value.numel() if hasattr(value, "numel") else value.size
+        return float(value.item()) if count == 1 else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+class ResumingTensorBoardLogger(TensorBoardLogger):
+    """Lightning's TensorBoardLogger, with which no step stands twice after a resume. Never changes training.
+
+    A run that was killed at step 140 and resumed from a checkpoint of step 100 trains steps 100 to 139 again. Here the
+    resumed run first tells TensorBoard to forget what it has from step 100 on, so that one curve goes on. Nothing is
+    deleted from disk. A fresh start in a folder that was used before hides all that the earlier run drew.
+
+    For that the resumed run must write into the same folder: give a `version`, such as `""` for none of its own.
+    Without one each start gets a new `version_N`, as with Lightning; a resume then says so in one line.
+
+    All numbers of one `log_metrics` call become one event, which is less work; TensorBoard shows them as any scalar.
+
+    The Trainer is met through its own call of `log_graph` when a fit starts. With `enable_autolog_hparams=False`, or
+    without a Trainer, call `resume_at` yourself before the first metrics.
+
+    Its arguments are those of Lightning's TensorBoardLogger.
+
+    Source: what makes TensorBoard forget, in `_CheckForRestartAndMaybePurge` of
+    https://github.com/tensorflow/tensorboard/blob/master/tensorboard/backend/event_processing/plugin_event_accumulator.py
+    """
+
+    takes_wall_time = True
+    _new_folder_each_start = False
+    _used_before = False
+    _held_back: tuple[tuple[Any, Any], ...] = ()
+
+    @property
+    def version(self) -> int | str:
+        """The version that was given, else the next one that is free."""
+        self._new_folder_each_start |= self._version is None  # asking settles it
+        return super().version
+
+    @property
+    def experiment(self) -> Any:
+        """Torch's SummaryWriter on rank 0, as Lightning's."""
+        if self._experiment is None and rank_zero_only.rank == 0 and self._fs.isdir(self.log_dir):
+            names = (os.path.basename(path) for path in self._fs.ls(self.log_dir, detail=False))
+            self._used_before = any("tfevents" in name for name in names)
+        closed = self._experiment is None
+        experiment = super().experiment
+        if closed and self._experiment is not None:
+            use_fast_checksums(experiment._get_file_writer().event_writer)
+        return experiment
+
+    @rank_zero_only
+    def resume_at(self, step: int) -> None:
+        """Make TensorBoard forget all points from `step` on that are in the folder already.
+
+        Args:
+            step: of the first metrics to come.
+        """
+        writer = self.experiment._get_file_writer()
+        if self._used_before:
+            for _ in range(2):  # a folder's first START only marks its beginning; one after it purges
+                writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
+        elif step > 0 and self._new_folder_each_start:
+            rank_zero_info(
+                f"{type(self).__name__}: step {step} starts the new folder {self.log_dir}; to go on in the folder "
+                'of the run before, give the logger a version, such as ""'
+            )
+        self._used_before = True  # where another fit follows
+        self._write_held_back(step)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None, wall_time: float | None = None) -> None:
+        """Write all numbers in `metrics` as one event, and the rest as Lightning does.
+
+        Args:
+            metrics: numbers, tensors of one element, or dicts of numbers.
+            step: of all of them.
+            wall_time: seconds since 1970 at which they were measured; None for now.
+        """
+        prefix = f"{self._prefix}{self.LOGGER_JOIN_CHAR}" if self._prefix else ""
+        numbers = {name: as_number(value) for name, value in metrics.items()}
+        values = [Summary.Value(tag=prefix + name, simple_value=x) for name, x in numbers.items() if x is not None]
+        if values:
+            self.experiment._get_file_writer().add_summary(Summary(value=values), step, wall_time)
+        rest = {name: metrics[name] for name, number in numbers.items() if number is None}
+        if rest:
+            super().log_metrics(rest, step)
+
+    @rank_zero_only
+    def log_hyperparams(
+        self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | None = None, step: int | None = None
+    ) -> None:
+        """As Lightning's, but what has no step waits for `resume_at` in a folder that was used before."""
+        _ = self.experiment  # looks into the folder
+        if step is None and self._used_before:
+            self._held_back += ((params, metrics),)  # at step 0 it would stand twice, or be forgotten
+        else:
+            super().log_hyperparams(params, metrics, step)
+
+    @rank_zero_only
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """As Lightning's. The Trainer calls it when a fit starts, which is how `resume_at` comes to be called."""
+        ResumePoint.watch(model)
+        super().log_graph(model, input_array)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """As Lightning's."""
+        self._write_held_back(None)
+        super().finalize(status)
+
+    def _write_held_back(self, step: int | None) -> None:
+        held_back, self._held_back = self._held_back, ()
+        for params, metrics in held_back:
+            super().log_hyperparams(params, metrics, step)

@@ -1,0 +1,167 @@
+"""Which modules count as a model's blocks, and that watching them stays outside of compiled graphs."""
+
+import pytest
+import torch
+from monitored import LLAMA
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks._blocks import (
+    after_calls,
+    before_calls,
+    find_blocks,
+    in_sight,
+    match_modules,
+    named_submodules,
+)
+from lightning_tricks.models import Decoder
+
+
+class Layer(nn.Module):
+    """A block with three experts: a list inside a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x):
+        return self.experts[0](x)
+
+
+def model(**parts: nn.Module) -> nn.Module:
+    root = nn.Module()
+    for name, part in parts.items():
+        root.add_module(name, part)
+    return root
+
+
+def layers(count: int) -> nn.ModuleList:
+    return nn.ModuleList(Layer() for _ in range(count))
+
+
+def test_blocks_of_a_decoder_are_its_blocks():
+    assert list(find_blocks(model(net=Decoder(LLAMA)))) == ["net.blocks.0", "net.blocks.1"]
+
+
+def test_a_list_inside_a_block_is_not_a_list_of_blocks():
+    assert list(find_blocks(model(layers=layers(2)))) == ["layers.0", "layers.1"]
+
+
+def test_lists_of_one_class_count_together_and_outnumber_a_longer_one():
+    linears = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    both = model(head=linears, encoder=layers(2), decoder=layers(2))
+    assert list(find_blocks(both)) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"one": nn.ModuleList([nn.Linear(2, 2)])},
+        {"mixed": nn.Sequential(nn.Linear(2, 2), nn.Tanh())},
+        {"metrics": nn.ModuleList([nn.Tanh(), nn.Tanh()])},
+    ],
+    ids=["one_member", "two_classes", "no_parameters"],
+)
+def test_no_list_of_blocks(parts):
+    blocks = find_blocks(model(embed=nn.Embedding(2, 2), **parts))
+    assert "embed" in blocks
+    assert not any(name.startswith("metrics") for name in blocks)
+
+
+def test_without_repeated_blocks_the_parts_count_at_the_first_fork():
+    net = model(net=model(first=nn.Linear(2, 2), act=nn.Tanh(), second=nn.Linear(2, 2)), loss=nn.MSELoss())
+    assert list(find_blocks(net)) == ["net.first", "net.second"]
+
+
+def test_a_lone_layer_is_its_own_part_and_an_empty_module_has_none():
+    assert list(find_blocks(model(layer=nn.Linear(2, 2)))) == ["layer"]
+    assert find_blocks(nn.Module()) == {}
+
+
+def test_wrappers_do_not_change_names_and_stand_for_what_they_wrap():
+    wrapped = nn.ModuleList([checkpoint_wrapper(Layer()), torch.compile(Layer(), backend="eager")])
+    blocks = find_blocks(model(layers=wrapped))
+    assert list(blocks) == ["layers.0", "layers.1"]
+    assert list(blocks.values()) == list(wrapped)
+    parts = find_blocks(torch.compile(model(first=nn.Linear(2, 2), second=nn.Linear(2, 2)), backend="eager"))
+    assert list(parts) == ["first", "second"]
+    assert "layers.0.experts.2" in named_submodules(model(layers=wrapped))
+
+
+def test_patterns_match_whole_names():
+    root = model(net=Decoder(LLAMA))
+    assert list(match_modules(root, [r"net\.blocks\.\d"], "o")) == ["net.blocks.0", "net.blocks.1"]
+    assert list(match_modules(root, ["net.blocks.1.mlp", "net.embed"], "o")) == ["net.embed", "net.blocks.1.mlp"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("blocks", r"o: pattern 'blocks' matches no submodule: give whole names such as net\.blocks\.0"),
+        ("(", r"o: pattern '\(' is no regular expression: missing \)"),
+    ],
+)
+def test_a_pattern_that_finds_nothing_is_an_error(pattern, message):
+    with pytest.raises(UsageError, match=message):
+        match_modules(model(net=Decoder(LLAMA)), ["net", pattern], "o")
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["before_undone_first", "after_undone_first"])
+@pytest.mark.parametrize("compiled", ["no", "in_place", "wrapped"])
+def test_each_call_is_seen_with_its_arguments_and_output_until_undone(compiled, first):
+    torch.compiler.reset()
+    layer, seen = nn.Linear(1, 1), []
+    if compiled == "in_place":
+        layer.compile(backend="eager")
+    elif compiled == "wrapped":
+        layer = torch.compile(layer, backend="eager")
+    undo = [
+        before_calls(layer, lambda args, kwargs: seen.append(("in", args, kwargs))),
+        after_calls(layer, lambda output: seen.append(("out", output))),
+    ]
+    compiled_call = layer._compiled_call_impl
+    x = torch.ones(1, 1)
+    y = layer(x)
+    layer(input=x)
+    assert [entry[0] for entry in seen] == ["in", "out", "in", "out"]
+    assert seen[0][1] == (x,)
+    assert seen[2][2] == {"input": x}
+    assert seen[1][1] is y
+    undo[first]()
+    layer(x)
+    assert [entry[0] for entry in seen[4:]] == ["out" if first == 0 else "in"]
+    assert layer._compiled_call_impl is compiled_call
+    undo[1 - first]()
+    layer(x)
+    assert len(seen) == 5
+    assert not layer._forward_hooks
+    assert not layer._forward_pre_hooks
+    assert type(layer._compiled_call_impl).__name__ != "_CompiledCall"
+
+
+def test_what_is_inside_a_compiled_module_is_out_of_sight():
+    def names(root):
+        return list(in_sight(root, find_blocks(root)))
+
+    assert names(model(net=Decoder(LLAMA))) == ["net.blocks.0", "net.blocks.1"]
+    assert names(model(net=torch.compile(Decoder(LLAMA), backend="eager"))) == []
+    assert names(torch.compile(model(net=Decoder(LLAMA)), backend="eager")) == []
+    in_place = model(net=Decoder(LLAMA), other=nn.Linear(2, 2))
+    in_place.other.compile(backend="eager")
+    in_place.net.blocks[0].compile(backend="eager")
+    assert names(in_place) == ["net.blocks.0", "net.blocks.1"]
+    in_place.net.compile(backend="eager")
+    assert names(in_place) == []
+
+
+def test_nothing_is_seen_inside_a_compiled_whole_whose_graph_stays_whole():
+    torch.compiler.reset()
+    inner, seen = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), []
+    for layer in inner:
+        before_calls(layer, lambda args, kwargs: seen.append(args))
+        after_calls(layer, seen.append)
+    inner[1].compile(backend="eager")
+    after_calls(inner[1], seen.append)
+    torch.compile(inner, backend="eager", fullgraph=True)(torch.ones(1, 1))
+    assert seen == []

@@ -1,0 +1,41 @@
+"""Records with the checksum in C are TensorBoard's own, byte by byte."""
+
+import io
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from lightning_tricks.loggers import ResumingTensorBoardLogger, _fast_records
+from lightning_tricks.loggers._fast_records import use_fast_checksums, write_record
+
+
+@given(st.binary(max_size=300))
+def test_a_record_is_tensorboards(data):
+    ours, theirs = io.BytesIO(), io.BytesIO()
+    write_record(ours, data)
+    RecordWriter(theirs).write(data)
+    assert ours.getvalue() == theirs.getvalue()
+
+
+def test_the_logger_uses_it_and_tensorboard_reads_what_it_wrote(tmp_path, monkeypatch):
+    lengths = []
+    real = _fast_records.masked_crc
+    monkeypatch.setattr(_fast_records, "masked_crc", lambda data: lengths.append(len(data)) or real(data))
+    logger = ResumingTensorBoardLogger(tmp_path, version="")
+    for step in range(3):
+        logger.log_metrics({"train/loss": step + 0.5}, step)
+    logger.save()
+    assert len(lengths) == 6  # length and data of each event
+    (file,) = (path for path in tmp_path.rglob("events*"))
+    values = [(event.step, value.tag) for event in EventFileLoader(str(file)).Load() for value in event.summary.value]
+    assert values == [(step, "train/loss") for step in range(3)]
+
+
+def test_a_writer_of_another_make_is_left_alone():
+    other = SimpleNamespace(_async_writer=SimpleNamespace(queue=[]))
+    use_fast_checksums(other)
+    use_fast_checksums(SimpleNamespace())
+    assert vars(other._async_writer) == {"queue": []}

@@ -1,0 +1,181 @@
+"""What a user sees: a real TensorBoard of a short run that was killed and resumed, in a real browser."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from urllib.request import urlopen
+
+import pytest
+from short_run import Model, Raise, fit, save_every
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_tricks._lightning import pl
+from lightning_tricks.callbacks import LRMonitor, MetricBuffer, TensorBoardDashboard
+from lightning_tricks.callbacks._dashboard_parts import pinned_link
+from lightning_tricks.loggers import ResumingTensorBoardLogger
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((path for path in map(shutil.which, BROWSERS) if path), None)
+PINNED = ["train/loss", "val/loss", "train/grad_norm", "train/lr", "throughput/tokens_per_second"]
+STEPS = 30
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(BROWSERS)} is installed"),
+    pytest.mark.filterwarnings("ignore"),  # Lightning on resuming in mid-epoch
+]
+
+
+class Scheduled(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda step: 1 - step / STEPS), "interval": "step"}]
+
+
+class Stand(pl.Callback):
+    """Record a number under each name that a monitor would record."""
+
+    NAMES = (
+        "train/grad_norm",
+        "throughput/tokens_per_second",
+        "throughput/mfu",
+        "memory/rss_gib",
+        "activations/h.0/rms",
+    )
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.buffer = MetricBuffer.of(trainer)
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        for name in self.NAMES:
+            self.buffer.record(name, 0.5 + trainer.global_step % 3)
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that failed after 17 steps and went on from the checkpoint of step 10."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def run(*callbacks: Any, **options: Any) -> None:
+        logger = ResumingTensorBoardLogger(folder, name="demo", version="")
+        watchers = (TensorBoardDashboard(), LRMonitor(), Stand())
+        fit(logger, STEPS, callbacks=(*watchers, *callbacks), gradient_clip_val=0.5, log_every_n_steps=1, **options)
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(save_every(10, folder / "kept"), Raise(17), model=Scheduled(), enable_checkpointing=True)
+    run(model=Scheduled(run=2), ckpt_path=folder / "kept" / "step=10.ckpt")
+    return folder
+
+
+@contextmanager
+def tensorboard(logdir: Path, *options: str) -> Iterator[str]:
+    """The address of a TensorBoard that has read `logdir`."""
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0"]
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if found := re.search(r"http://[\w.:]+/", line):
+                break
+        else:
+            pytest.fail(f"TensorBoard did not start: {said}")
+        wanted = time.monotonic() + 60
+        while "hp/val_loss" not in json.dumps(get(found[0], "data/plugin/scalars/tags")):
+            assert time.monotonic() < wanted, "TensorBoard has not read the run"
+            time.sleep(0.2)
+        yield found[0]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def get(address: str, path: str) -> Any:
+    with urlopen(address + path) as answer:
+        return json.load(answer)
+
+
+@pytest.fixture(scope="module")
+def page(logdir: Path) -> Iterator[Any]:
+    """A function that opens an address of a TensorBoard in the browser."""
+    from playwright.sync_api import sync_playwright
+
+    with tensorboard(logdir) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": 1500, "height": 1200})
+        tab.set_default_timeout(60_000)
+
+        def open_page(path: str) -> Any:
+            tab.goto("about:blank")  # a change of the fragment alone loads nothing
+            tab.goto(address + path)
+            return tab
+
+        yield open_page
+        browser.close()
+
+
+@pytest.mark.parametrize("loader", ["--load_fast=true", "--load_fast=false"])
+def test_each_step_stands_once_in_either_of_tensorboards_readers(logdir, loader):
+    with tensorboard(logdir, loader) as address:
+        for tag in ("train/loss", "train/lr", "train/grad_norm"):
+            shown = get(address, f"data/plugin/scalars/scalars?run=demo&tag={quote(tag, safe='')}")
+            assert [step for _, step, _ in shown] == list(range(STEPS)), tag
+        losses = get(address, "data/plugin/scalars/scalars?run=demo&tag=train%2Floss")
+        assert [value for _, _, value in losses] == [1000 * (1 if step < 10 else 2) + step for step in range(STEPS)]
+
+
+def curves(chart: Any) -> int:
+    """How many lines are drawn in a chart: each series twice, as it is and smoothed."""
+    paths = chart.locator("vz-line-chart2 path").evaluate_all("all => all.map(path => path.getAttribute('d') || '')")
+    return sum("L" in path and "Z" not in path for path in paths)  # no markers
+
+
+def test_the_dashboards_charts_have_their_curves(page):
+    tab = page("#custom_scalars")
+    charts = tab.locator("tf-custom-scalar-multi-line-chart-card")
+    charts.first.wait_for()
+    inside = tab.get_by_text("Inside the model").first
+    inside.wait_for()
+    for title in ("loss", "gradient norm before the clip", "learning rate", "tokens per second", "MFU", "memory, GiB"):
+        tab.get_by_text(title, exact=True).first.wait_for()
+    # training and validation, the norm and the clip's line, and one series in each other
+    for index, series in enumerate([2, 2, 1, 1, 1, 1, 1]):
+        wanted = time.monotonic() + 60
+        while curves(charts.nth(index)) != 2 * series:
+            assert time.monotonic() < wanted, (index, curves(charts.nth(index)))
+            time.sleep(0.2)
+
+
+def test_the_link_opens_with_the_five_cards_pinned(page):
+    tab = page(pinned_link(PINNED).split("/", 3)[3])
+    cards = tab.locator("metrics-pinned-view card-view")
+    cards.nth(4).wait_for()
+    assert cards.count() == 5
+    shown = "".join(cards.all_inner_texts()).replace("\n", "")
+    assert all(tag in shown for tag in PINNED)
+    assert tab.locator("metrics-pinned-view line-chart canvas, metrics-pinned-view line-chart path").count() >= 5
+
+
+def test_the_recipe_the_schedule_and_the_result_are_there(page):
+    tab = page("#text")
+    for said in ("Scheduled", "max_steps", "gradient_clip_val"):
+        tab.get_by_text(said, exact=True).first.wait_for()
+    tab = page("#images")
+    picture = tab.locator("tf-image-loader img").first
+    picture.wait_for()
+    assert picture.evaluate("image => image.decode().then(() => [image.naturalWidth, image.naturalHeight])") == [
+        720,
+        320,
+    ]
+    tab = page("#hparams")
+    tab.get_by_text("hp/val_loss").first.wait_for()
+    tab.get_by_text("2029.0").first.wait_for()  # the last validation, of the second run in its last step

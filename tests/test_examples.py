@@ -1,0 +1,53 @@
+"""The examples run as they stand, and what they promise to show is there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+LINE = (
+    r"step {last}/{last} \(100%\)  loss [\d.]+  norm [\d.e-]+  lr {lr}  [\d.]+k? {unit}/s  MFU [\d.]+%  [\d.]+ GiB  "
+    r"ETA 0:00:00"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "last", "lr", "speed", "first_loss", "last_loss"),
+    [
+        ("image_classifier.py", 128, "1.0e-03", "samples", 2.079, 0.6),  # ln 8
+        ("hugging_face.py", 100, "3.0e-03", "tokens", 4.159, 1.0),  # ln 64
+    ],
+)
+def test_example(script, last, lr, speed, first_loss, last_loss, tmp_path):
+    run = subprocess.run(
+        [sys.executable, EXAMPLES / script], cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    lines = [line for line in run.stdout.splitlines() if line.startswith("step ")]
+    assert re.fullmatch(LINE.format(last=last, lr=re.escape(lr), unit=speed), [x for x in lines if "ETA" in x][-1])
+    assert f"step {last}  validation  loss" in run.stdout
+
+    events = EventAccumulator(str(tmp_path / "lightning_logs/version_0"), size_guidance={"scalars": 0}).Reload()
+    points = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    every_step = {tag for tag, scalars in points.items() if [point.step for point in scalars] == list(range(last))}
+    assert {"train/grad_norm", "train/lr"} <= every_step
+    assert {"throughput/mfu", "throughput/samples_per_second", "memory/rss_gib", "val_loss"} <= points.keys()
+    assert ("throughput/tokens_per_second" in points) == (speed == "tokens")
+    assert points["train_loss"][0].value == pytest.approx(first_loss, rel=0.5)
+    assert points["val_loss"][-1].value < last_loss
+    assert all(point.value > 0 for point in points["throughput/mfu"])
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_three_lines_are_added(script):
+    text = (EXAMPLES / script).read_text(encoding="utf-8")
+    ours = [line for line in text.splitlines() if re.search(r"\blt\b|lightning_tricks", line)]
+    assert len(ours) == 3
+    assert all(line.rstrip().endswith(end) for line, end in zip(ours, ("# added: 1 of 3", "# 2", "# 3"), strict=True))

@@ -1,0 +1,263 @@
+"""Every monitor at once on modules that know nothing of the collection, with either Lightning."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from monitored import Memory, same_training
+from monitored import fit as fit_quietly
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_tricks as lt
+
+
+def monitors() -> list[pl.Callback]:
+    return [
+        lt.GradNormMonitor(), lt.LRMonitor(), lt.MFUMonitor(), lt.MemoryMonitor(), lt.ActivationMonitor(),
+        lt.UpdateMonitor(), lt.AttentionMonitor(), lt.TensorBoardDashboard(),
+    ]  # fmt: skip
+
+
+class Rows(Dataset):
+    """Sixteen rows, as `form` makes them of 12 token ids."""
+
+    def __init__(self, form) -> None:
+        rng = torch.Generator().manual_seed(0)
+        self.rows = [form(torch.randint(32, (12,), generator=rng)) for _ in range(16)]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class Tagger(pl.LightningModule):
+    """Predicts the next token from the one before; dropout, so that a drawn random number would show."""
+
+    def __init__(self, ids_of) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 32))
+        self.ids_of = ids_of
+
+    def training_step(self, batch, batch_idx):
+        ids = self.ids_of(batch)
+        loss = F.cross_entropy(self.net(ids[:, :-1]).transpose(1, 2), ids[:, 1:])
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Named(Tagger):
+    def tokens_in(self, batch):
+        return self.ids_of(batch).shape[0] * 100
+
+
+class Gan(pl.LightningModule):
+    """Two optimizers, in turns, by hand."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.critic = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch, batch_idx):
+        for optimizer, sign in zip(self.optimizers(), (1, -1), strict=True):
+            fake = self.generator(torch.randn(len(batch), 4))
+            real = self.critic(batch).mean() if sign < 0 else 0.0
+            loss = sign * self.critic(fake).mean() + real
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.log("loss", loss)
+
+    def configure_optimizers(self):
+        return [
+            torch.optim.Adam(part.parameters(), lr=lr) for part, lr in ((self.generator, 1e-3), (self.critic, 2e-3))
+        ]
+
+
+def mask(ids):
+    return {"n": torch.tensor(1), "input_ids": ids, "attention_mask": (torch.arange(12) < 9).long()}
+
+
+MODULES = {
+    "tensor": (lambda: Tagger(lambda batch: batch), lambda ids: ids, 4 * 12),
+    "tuple": (lambda: Tagger(lambda batch: batch[0]), lambda ids: (ids, ids), 4 * 12),
+    "dict": (lambda: Tagger(lambda batch: batch["input_ids"]), mask, 4 * 9),
+    "own tokens_in": (lambda: Named(lambda batch: batch), lambda ids: ids, 400),
+    "gan": (Gan, lambda ids: ids[:8].float(), None),
+}
+
+
+def trained(name: str, *callbacks, **options):
+    make, form, _ = MODULES[name]
+    options = {"max_steps": 8, "log_every_n_steps": 2} | options
+    return fit_quietly(make(), *callbacks, data=DataLoader(Rows(form), batch_size=4), **options)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_monitors_at_once(name):
+    run = trained(name, *monitors())
+    steps = 4 if name == "gan" else 8  # the GAN's two optimizers count two of max_steps a batch
+    found = run.names()
+    several = ["/0", "/1"] if name == "gan" else [""]
+    for suffix in several:
+        for metric in ("train/grad_norm", "train/lr"):
+            values = {step: row[metric + suffix] for step, row in run.rows if metric + suffix in row}
+            assert sorted(values) == list(range(steps))
+            assert all(value > 0 for value in values.values())
+    assert {"throughput/samples_per_second", "throughput/step_seconds", "memory/rss_gib"} <= found
+    assert any(n.startswith("activations/") for n in found)
+    assert any(n.startswith("updates/") for n in found)
+    tokens = MODULES[name][2]
+    assert ("throughput/tokens_per_second" in found) == (tokens is not None)
+    if tokens:
+        pairs = zip(run.of("throughput/tokens_per_second"), run.of("throughput/samples_per_second"), strict=True)
+        assert [a / b for a, b in pairs] == pytest.approx([tokens / 4] * len(run.of("throughput/samples_per_second")))
+    assert all(math.isfinite(value) for _, row in run.rows for value in row.values())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_monitors_leave_training_bitwise_unchanged(name):
+    assert same_training(trained(name), trained(name, *monitors()))
+
+
+def test_accumulation_epochs_validation_and_clip_go_together():
+    run = trained(
+        "dict", *monitors(), max_steps=-1, max_epochs=3, accumulate_grad_batches=3, gradient_clip_val=1e-3,
+        log_every_n_steps=1,
+    )  # fmt: skip
+    # four micro-batches an epoch: steps of three and of one
+    assert len(run.of("train/grad_norm")) == 6
+    assert all(norm > 1e-3 for norm in run.of("train/grad_norm"))
+    assert run.of("train/clipped_fraction") == [1.0] * 6
+
+
+def test_an_optimizer_without_gradients_and_a_batch_without_tensors_do_not_stop_the_run():
+    class Odd(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+            self.unused = nn.Parameter(torch.ones(3))
+
+        def training_step(self, batch, batch_idx):
+            return self.weight * len(batch)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([{"params": [self.weight]}, {"params": [self.unused], "lr": 0.2}], lr=0.1)
+
+    with pytest.warns(UserWarning, match="AttentionMonitor records nothing"):
+        run = fit_quietly(Odd(), *monitors(), data=DataLoader([["a", "b"]] * 6, batch_size=None), max_steps=6)
+    assert run.of("train/grad_norm") == [2.0] * 6
+    assert run.of("train/lr") == [0.1] * 6
+
+
+def test_stock_loggers_and_stock_callbacks_beside_them(tmp_path):
+    loggers = [CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "tb"), Memory()]
+    stop = pl.callbacks.EarlyStopping("train/grad_norm", patience=99, check_on_train_epoch_end=True)
+    save = pl.callbacks.ModelCheckpoint(tmp_path, monitor="throughput/step_seconds", every_n_train_steps=4)
+    rate = pl.callbacks.LearningRateMonitor()
+    make, form, _ = MODULES["tuple"]
+    trainer = pl.Trainer(
+        max_steps=8, log_every_n_steps=2, accelerator="cpu", devices=1, logger=loggers,
+        callbacks=[lt.TrainingProgressBar(), save, stop, rate, *monitors()],
+    )  # fmt: skip
+    trainer.fit(make(), DataLoader(Rows(form), batch_size=4))
+    assert list(tmp_path.glob("*.ckpt"))
+    assert "train/grad_norm" in (tmp_path / "csv/version_0/metrics.csv").read_text().splitlines()[0]
+
+
+PROJECT = """
+import json, sys, warnings
+{imports}
+import torch
+import lightning_tricks as lt
+from lightning_tricks._lightning import BACKEND
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("train_loss", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+save = pl.callbacks.ModelCheckpoint(".", monitor="train/grad_norm", every_n_train_steps=3, filename="{{step}}")
+trainer = pl.Trainer(
+    max_steps=6, log_every_n_steps=4, accelerator="cpu", devices=1, logger=pl.loggers.CSVLogger(".", "logs"),
+    callbacks=[save, {bar}lt.GradNormMonitor(), lt.LRMonitor(), lt.MFUMonitor(), lt.MemoryMonitor(),
+               lt.ActivationMonitor(), lt.UpdateMonitor(), lt.TensorBoardDashboard()],
+    {bar_option}
+)
+data = torch.utils.data.TensorDataset(torch.arange(48.).view(12, 4) / 48)
+trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))
+imported = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
+print("RESULT", json.dumps({{
+    "backend": BACKEND, "imported": imported, "saved": sorted(save.best_k_models),
+    "metrics": sorted(trainer.callback_metrics),
+    "order": [type(c).__name__ for c in trainer.callbacks[-2:]],
+}}))
+"""
+
+
+def project(tmp_path, imports: str, bar: str = "lt.TrainingProgressBar(), ", bar_option: str = "", **env: str):
+    script = PROJECT.format(imports=imports, bar=bar, bar_option=bar_option)
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    line = next(line for line in run.stdout.splitlines() if line.startswith("RESULT"))
+    found = json.loads(line.removeprefix("RESULT"))
+    wanted = {"train/grad_norm", "train/lr", "throughput/mfu", "memory/rss_gib", "train_loss"}
+    assert wanted <= set(found["metrics"])
+    header, *rows = (tmp_path / "logs/version_0/metrics.csv").read_text().splitlines()
+    place = header.split(",").index("train/grad_norm")
+    assert sum(bool(row.split(",")[place]) for row in rows) == 6
+    assert found["order"] == ["MetricBuffer", "ModelCheckpoint"]
+    assert len(found["saved"]) == 1
+    return found, run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_collection_builds_on_the_package_that_the_program_imported(package, tmp_path):
+    found, out = project(tmp_path, f"import {package} as pl")
+    assert found["backend"] == package.partition(".")[0]
+    assert package in found["imported"]
+    assert "step 6/6 (100%)" in out
+    assert "norm" in out
+
+
+@pytest.mark.slow
+def test_the_environment_variable_decides_for_a_program_that_imports_ours_first(tmp_path):
+    imports = "import lightning_tricks.callbacks\nimport pytorch_lightning as pl"
+    found, out = project(tmp_path, imports, LIGHTNING_TRICKS_BACKEND="pytorch_lightning")
+    assert found["backend"] == "pytorch_lightning"
+    assert "step 6/6 (100%)" in out
+
+
+@pytest.mark.slow
+def test_monitors_of_one_package_work_under_the_trainer_of_the_other(tmp_path):
+    option = "enable_progress_bar=False,"  # a bar of the other package is not known as one
+    found, _ = project(tmp_path, "import pytorch_lightning as pl", "", option, LIGHTNING_TRICKS_BACKEND="lightning")
+    assert found["backend"] == "lightning"
+    assert set(found["imported"]) == {"lightning.pytorch", "pytorch_lightning"}

@@ -1,0 +1,86 @@
+"""Between two logged steps nothing reads the device: with every monitor on, no value goes to the host."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_tricks import Llama
+from lightning_tricks.callbacks import (
+    ActivationMonitor,
+    AttentionMonitor,
+    GradNormMonitor,
+    LeanLoop,
+    MemoryMonitor,
+    TensorBoardDashboard,
+    TrainingProgressBar,
+    UpdateMonitor,
+)
+from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.loggers import ResumingTensorBoardLogger
+
+READS = ["item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__"]
+
+
+class Counts(pl.Callback):
+    """Counts what reads a tensor on the host, from the start of one batch to the start of another."""
+
+    def __init__(self, first, last, monkeypatch):
+        self.first, self.last, self.patch, self.reads, self.steps = first, last, monkeypatch, [], 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == self.first:
+            for name in READS:
+                self.patch.setattr(torch.Tensor, name, self._counting(name, getattr(torch.Tensor, name)))
+        if batch_idx == self.last:
+            self.patch.undo()
+        self.steps += self.first <= batch_idx < self.last
+
+    def _counting(self, name, real):
+        def read(tensor, *args, **kwargs):
+            self.reads.append(name)
+            return real(tensor, *args, **kwargs)
+
+        return read
+
+
+def fit(folder, accumulate, *callbacks):
+    adamw = lambda groups: torch.optim.AdamW(groups, lr=1e-3, fused=True)  # noqa: E731
+    model = LanguageModel(
+        decoder=Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=16), optimizer=adamw
+    )
+    batch = {name: torch.randint(0, 64, (2, 16)) for name in ("input_ids", "labels")}
+    trainer = pl.Trainer(
+        max_steps=22, accumulate_grad_batches=accumulate, gradient_clip_val=1.0, log_every_n_steps=10,
+        logger=ResumingTensorBoardLogger(folder), enable_checkpointing=False, enable_model_summary=False,
+        accelerator="cpu", callbacks=[
+            *callbacks, GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(), UpdateMonitor(),
+            AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(), LeanLoop(),
+        ],
+    )  # fmt: skip
+    trainer.fit(model, DataLoader([batch] * (22 * accumulate), batch_size=None))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_between_logged_steps_no_tensor_is_read_on_the_host(tmp_path, monkeypatch, accumulate):
+    counts = Counts(10 * accumulate + 1, 19 * accumulate, monkeypatch)
+    fit(tmp_path, accumulate, counts)
+    assert counts.steps == 9 * accumulate - 1
+    assert counts.reads == []
+
+
+def test_a_read_would_have_been_noticed(tmp_path, monkeypatch):
+    class Curious(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            float(outputs["loss"])
+
+    counts = Counts(11, 19, monkeypatch)
+    fit(tmp_path, 1, counts, Curious())
+    assert len(counts.reads) == 8
+
+
+def test_a_logged_step_reads_the_buffer_once(tmp_path, monkeypatch):
+    counts = Counts(12, 21, monkeypatch)  # the twentieth step is logged
+    fit(tmp_path, 1, counts)
+    assert counts.reads.count("tolist") == 1
+    assert set(counts.reads) <= {"tolist", "__float__", "item"}  # of values on the host already, for the line
