@@ -1,7 +1,6 @@
 """Photograph the dashboard of a run in a real browser: python docs/screenshot.py runs/tiny docs/images/dashboard.png.
 
-The picture in docs/ is of: python -m lightning_tricks fit --config recipes/tiny.yaml --trainer.max_steps 300
---trainer.val_check_interval 60. Needs chromium on the PATH.
+The picture in docs/ is of recipes/tiny.yaml as it stands. Needs chromium on the PATH.
 """
 
 import re

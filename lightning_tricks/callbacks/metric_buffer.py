@@ -17,6 +17,7 @@ from lightning_tricks._lightning import pl, pl_import
 
 rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 OverRanks = Literal["sum", "max"]
+SAVE_SECONDS = 1.0  # between two `logger.save()`, which waits for the disk; Lightning calls it at the end in any case
 _TOTAL, _COUNT = "\0total", "\0count"  # no metric's name
 
 
@@ -108,6 +109,7 @@ class MetricBuffer(pl.Callback):
         self._without_log_metrics: set[int] = set()
         self._answered: tuple[int, bool] | None = None
         self._saves_every: list[int] = []
+        self._saved = 0.0  # when the loggers last wrote to the disk
 
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> "MetricBuffer":
@@ -246,8 +248,9 @@ class MetricBuffer(pl.Callback):
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Flush: a run that resumes from this checkpoint will not repeat these steps."""
+        """Flush, to the disk: a run that resumes from this checkpoint will not repeat these steps."""
         self.flush()
+        self._save()
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Forget micro-batches that no optimizer step followed: they are no part of a later run's first step."""
@@ -283,7 +286,7 @@ class MetricBuffer(pl.Callback):
         for row in rows:
             row.values = {name: value for name, value in row.values.items() if name[0] != "_"}
             latest.update(row.values)
-        tensors = {name: torch.tensor(value) for name, value in latest.items()}
+        tensors = dict(zip(latest, torch.tensor(list(latest.values())).unbind(), strict=True))
         self._trainer.callback_metrics.update(tensors)
         self._trainer.logged_metrics.update(tensors)
         self._log(rows)
@@ -300,6 +303,13 @@ class MetricBuffer(pl.Callback):
                     logger.log_metrics(row.values, row.step, wall_time=row.wall_time)
                 elif row.values:
                     logger.log_metrics(row.values, row.step)
+        if time.monotonic() - self._saved > SAVE_SECONDS:
+            self._save()
+
+    def _save(self) -> None:
+        """Have the loggers write to the disk what they hold."""
+        self._saved = time.monotonic()
+        for logger in self._trainer.loggers:
             logger.save()
 
     def _read(self, pending: list[_Pending]) -> list[Row]:

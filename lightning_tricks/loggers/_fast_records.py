@@ -4,7 +4,10 @@ import functools
 import struct
 from typing import Any
 
-import google_crc32c
+try:
+    import google_crc32c
+except ImportError:  # an installation without dependencies: TensorBoard's own will do
+    google_crc32c = None  # type: ignore[assignment]
 
 
 def masked_crc(data: bytes) -> int:
@@ -24,7 +27,9 @@ def write_record(file: Any, data: bytes) -> None:
 
 def use_fast_checksums(event_writer: Any) -> None:
     """Have TensorBoard's EventFileWriter write through `write_record`; one that is built otherwise stays as it is."""
+    if google_crc32c is None or google_crc32c.implementation != "c":
+        return
     records = getattr(getattr(event_writer, "_async_writer", None), "_writer", None)
     file = getattr(records, "_writer", None)
-    if records is not None and file is not None and google_crc32c.implementation == "c":
+    if records is not None and file is not None:
         records.write = functools.partial(write_record, file)

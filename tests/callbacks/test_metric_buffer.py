@@ -457,7 +457,8 @@ def test_wall_time_goes_to_a_logger_that_takes_it(monkeypatch):
             super().log_metrics({**metrics, "wall_time": wall_time}, step)
 
     clock = iter(range(100, 200))
-    monkeypatch.setattr(metric_buffer, "time", SimpleNamespace(time=lambda: float(next(clock))))
+    frozen = SimpleNamespace(time=lambda: float(next(clock)), monotonic=float)
+    monkeypatch.setattr(metric_buffer, "time", frozen)
     logger = Timed()
     trainer_with([Recorder()], logger, max_steps=6).fit(Model(), loader())
     assert logger.of("wall_time") == {step: 100.0 + step for step in range(6)}
@@ -631,14 +632,28 @@ def test_a_logger_without_log_metrics_is_warned_of_once_and_passed_over():
     assert list(plain.of("train/loss")) == list(range(10))
 
 
-def test_each_flush_saves():
-    class Saving(Plain):
-        def save(self):
-            self.saved = [*getattr(self, "saved", []), len(self.rows)]
+class Saving(Plain):
+    """Notes how many rows it had whenever it was told to save."""
 
+    def save(self):
+        self.saved = [*getattr(self, "saved", []), len(self.rows)]
+
+
+def test_each_flush_saves_where_the_last_one_was_a_while_ago(monkeypatch):
+    monkeypatch.setattr(metric_buffer, "SAVE_SECONDS", -1)
     logger = Saving()
     trainer_with([Recorder()], logger).fit(Model(), loader())
     assert set(logger.saved) == {0, 4, 8, 10}  # Lightning saves at the start and at the end
+
+
+def test_flushes_in_quick_succession_save_once_and_a_checkpoint_saves_in_any_case(tmp_path, monkeypatch):
+    monkeypatch.setattr(metric_buffer, "SAVE_SECONDS", 1000)
+    quick, saving = Saving(), Saving()
+    trainer_with([Recorder()], quick).fit(Model(), loader())
+    assert 8 not in quick.saved
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=7)
+    trainer_with([Recorder(), checkpoint], saving, enable_checkpointing=True).fit(Model(), loader())
+    assert 7 in saving.saved
 
 
 # ---- what goes wrong

@@ -352,6 +352,11 @@ def test_a_run_that_ended_well_says_so(tmp_path):
     assert ended_well(tmp_path)
 
 
+def test_a_run_shorter_than_an_interval_has_its_layout_too(tmp_path):
+    fit(logger(tmp_path), 3, callbacks=(TensorBoardDashboard(),), log_every_n_steps=50)
+    assert len(layouts(tmp_path)) == 1
+
+
 def test_a_logger_that_fails_in_the_failure_hides_nothing(tmp_path):
     class Broken(ResumingTensorBoardLogger):
         broken = False

@@ -262,7 +262,7 @@ def test_the_norm_before_the_clip_is_torchs_under_fp16_with_its_scaler(tmp_path,
     )
     finite = [norm for norm in Reference.norms if norm < float("inf")]
     assert len(finite) > 4
-    assert Rows.norms == Reference.norms
+    assert Rows.norms == pytest.approx(Reference.norms, rel=0, abs=0, nan_ok=True)  # the first steps overflow
 
 
 @pytest.mark.usefixtures("_sync_mode_restored")

@@ -39,3 +39,12 @@ def test_a_writer_of_another_make_is_left_alone():
     use_fast_checksums(other)
     use_fast_checksums(SimpleNamespace())
     assert vars(other._async_writer) == {"queue": []}
+
+
+def test_without_the_package_tensorboard_writes_its_own_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(_fast_records, "google_crc32c", None)
+    logger = ResumingTensorBoardLogger(tmp_path, version="")
+    logger.log_metrics({"train/loss": 0.5}, 3)
+    logger.save()
+    (file,) = (path for path in tmp_path.rglob("events*"))
+    assert [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value] == [3]
