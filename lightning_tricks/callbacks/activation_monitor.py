@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks.callbacks._blocks import Undo, after_calls, find_blocks, in_sight, match_modules
-from lightning_tricks.callbacks.metric_buffer import MetricBuffer, Row
+from lightning_tricks.callbacks._largest_of_ranks import LargestOfRanks
+from lightning_tricks.callbacks.metric_buffer import MetricBuffer
 
 rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 STATS = ("rms", "max_abs", "zero_fraction", "nonfinite_fraction")
-_NOT_RUN = -1.0
 
 
 def activation_stats(x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class ActivationMonitor(pl.Callback):
         # watched all the time, and only active on log steps: a hook that comes and goes would make torch.compile
         # compile again what is around it
         self._undo = [after_calls(block, partial(self._see, name)) for name, block in blocks.items()]
-        self._buffer.at_flush(self._worst_of_ranks)
+        self._worst = LargestOfRanks(self._buffer, [f"activations/{name}/{STATS[3]}" for name in blocks])
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
@@ -129,16 +129,8 @@ class ActivationMonitor(pl.Callback):
             self._warn(f"no block ({self._names[0]}, ...) ran where it can be seen")
         for name, stats in self._stats.items():
             self._buffer.record_all(tuple(f"activations/{name}/{stat}" for stat in STATS[:3]), stats[:3])
-        # of every block, run or not: all ranks must hand over equally many
-        device = pl_module.device
-        missing = torch.full((), _NOT_RUN, device=device)
-        worst = torch.stack([self._stats[n][3].to(device) if n in self._stats else missing for n in self._names])
-        self._buffer.record_all(tuple(f"_activations/{name}/{STATS[3]}" for name in self._names), worst, "max")
-
-    def _worst_of_ranks(self, rows: list[Row]) -> dict[str, float]:
-        names = [f"activations/{name}/{STATS[3]}" for name in self._names]
-        values = {name: rows[-1].values.get(f"_{name}", _NOT_RUN) for name in names}
-        return {name: value for name, value in values.items() if value != _NOT_RUN}
+        nonfinite = {f"activations/{name}/{STATS[3]}": stats[3] for name, stats in self._stats.items()}
+        self._worst.record(nonfinite, pl_module.device)
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Leave the model as it was."""

@@ -9,11 +9,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks.callbacks._blocks import Undo, before_calls, in_sight, named_submodules
-from lightning_tricks.callbacks.metric_buffer import MetricBuffer, Row
+from lightning_tricks.callbacks._largest_of_ranks import LargestOfRanks
+from lightning_tricks.callbacks.metric_buffer import MetricBuffer
 
 rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 METHOD = "max_attention_logit"
-_NOT_RUN = float("-inf")
 
 
 def offering(module: nn.Module) -> dict[str, nn.Module]:
@@ -62,7 +62,7 @@ class AttentionMonitor(pl.Callback):
         elif not modules:
             self._warn("its blocks are inside a model that is compiled as a whole; compile each block instead")
         self._undo = [before_calls(module, partial(self._see, name, module)) for name, module in modules.items()]
-        self._buffer.at_flush(self._largest_of_ranks)
+        self._largest = LargestOfRanks(self._buffer, [f"attention/{name}/max_logit" for name in modules])
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
@@ -92,16 +92,8 @@ class AttentionMonitor(pl.Callback):
             return
         if not self._found:
             self._warn("no block ran where it can be seen; if you use torch.compile, compile each block")
-        # of every block, run or not: all ranks must hand over equally many
-        device = pl_module.device
-        missing = torch.full((), _NOT_RUN, device=device)
-        largest = torch.stack([self._found.get(name, missing).to(device, torch.float32) for name in self._names])
-        self._buffer.record_all(tuple(f"_attention/{name}/max_logit" for name in self._names), largest, "max")
-
-    def _largest_of_ranks(self, rows: list[Row]) -> dict[str, float]:
-        names = [f"attention/{name}/max_logit" for name in self._names]
-        values = {name: rows[-1].values.get(f"_{name}", _NOT_RUN) for name in names}
-        return {name: value for name, value in values.items() if value != _NOT_RUN}
+        found = {f"attention/{name}/max_logit": logit for name, logit in self._found.items()}
+        self._largest.record(found, pl_module.device)
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Leave the model as it was."""
