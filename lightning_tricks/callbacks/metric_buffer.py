@@ -3,10 +3,9 @@
 A value costs a dict entry when it is recorded, and its share of one transfer when the interval ends.
 """
 
-import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -14,69 +13,11 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks.callbacks._step_record import COUNT, TOTAL, Row, StepRecord, join_numbers, rows_of, to_host
 
 rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 OverRanks = Literal["sum", "max"]
 SAVE_SECONDS = 1.0  # between two `logger.save()`, which waits for the disk; Lightning calls it at the end in any case
-_TOTAL, _COUNT = "\0total", "\0count"  # no metric's name
-
-
-@dataclasses.dataclass
-class Row:
-    """What one optimizer step recorded, as plain numbers."""
-
-    step: int  # as Lightning counts for its loggers: 0 for the first optimizer step
-    wall_time: float  # seconds since 1970, when the step had been queued
-    values: dict[str, float]
-
-
-@dataclasses.dataclass
-class _Pending:
-    """What one optimizer step recorded, still on the device."""
-
-    step: int = 0
-    wall_time: float = 0.0
-    numbers: dict[str, float] = dataclasses.field(default_factory=dict)
-    scalars: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    vectors: dict[tuple[str, ...], Tensor] = dataclasses.field(default_factory=dict)
-    means: dict[str, list[tuple[Tensor, Tensor]]] = dataclasses.field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.numbers or self.scalars or self.vectors or self.means)
-
-    def tensors(self) -> dict[tuple[str, ...], Tensor]:
-        """All that is to be read, by name; a mean as its total and its count."""
-        shares = {
-            (name, part): _join([share[i] for share in shares]).sum() if shares[1:] else shares[0][i]
-            for name, shares in self.means.items()
-            for i, part in enumerate((_TOTAL, _COUNT))
-        }
-        return {(name,): scalar for name, scalar in self.scalars.items()} | self.vectors | shares
-
-
-def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """The numbers in each of `tensors` (any shapes and dtypes), with one transfer a device."""
-    kinds: dict[torch.device, dict[tuple[torch.dtype, bool], list[int]]] = {}
-    for index, tensor in enumerate(tensors):
-        kinds.setdefault(tensor.device, {}).setdefault((tensor.dtype, tensor.dim() == 0), []).append(index)
-    numbers: list[list[float]] = [[] for _ in tensors]
-    for by_kind in kinds.values():
-        order = [index for indices in by_kind.values() for index in indices]
-        joined = [_join([tensors[index] for index in indices]) for indices in by_kind.values()]
-        flat, start = (torch.cat(joined) if joined[1:] else joined[0]).tolist(), 0
-        for index in order:
-            end = start + tensors[index].numel()
-            numbers[index] = flat[start:end]
-            start = end
-    return numbers
-
-
-def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """All numbers of `tensors`, which are of one dtype, as one vector; counts and losses keep each digit in float64."""
-    dtype = torch.float32 if tensors[0].device.type == "mps" else torch.float64  # mps has no float64
-    if all(tensor.dim() == 0 for tensor in tensors):
-        return torch.stack(list(tensors)).to(dtype)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
 
 
 def _check_single(name: str, value: Tensor) -> None:
@@ -100,8 +41,8 @@ class MetricBuffer(pl.Callback):
 
     def __init__(self) -> None:
         self._trainer: Any = None
-        self._current = _Pending()
-        self._finished: list[_Pending] = []
+        self._current = StepRecord()
+        self._finished: list[StepRecord] = []
         self._over_ranks: dict[str, OverRanks] = {}
         self._derived: list[Callable[[list[Row]], Mapping[str, float]]] = []
         self._failed = False
@@ -254,7 +195,7 @@ class MetricBuffer(pl.Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Forget micro-batches that no optimizer step followed: they are no part of a later run's first step."""
-        self._current = _Pending()
+        self._current = StepRecord()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Write what the device still gives, with what the failed step had recorded; the error goes its way."""
@@ -270,7 +211,7 @@ class MetricBuffer(pl.Callback):
             self._current.step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
             self._current.wall_time = time.time()
             self._finished.append(self._current)
-            self._current = _Pending()
+            self._current = StepRecord()
 
     def flush(self) -> None:
         """Bring what finished steps recorded to the host, log it, and start a new interval. Every rank must call."""
@@ -312,31 +253,16 @@ class MetricBuffer(pl.Callback):
         for logger in self._trainer.loggers:
             logger.save()
 
-    def _read(self, pending: list[_Pending]) -> list[Row]:
+    def _read(self, records: list[StepRecord]) -> list[Row]:
         """The interval's rows as numbers, joined over ranks."""
-        tensors = [step.tensors() for step in pending]
-        flat = [(names, tensor) for step in tensors for names, tensor in step.items()]
-        numbers = iter(to_host(self._join_ranks(flat)))
-        rows = []
-        for step, recorded in zip(pending, tensors, strict=True):
-            values = dict(step.numbers)
-            for names in recorded:
-                found = next(numbers)
-                if len(names) == 1:
-                    values[names[0]] = found[0]
-                elif names[1] == _TOTAL:
-                    total = found[0]
-                elif names[1] == _COUNT:
-                    values[names[0]] = total / found[0] if found[0] else math.nan
-                else:
-                    values.update(zip(names, found, strict=True))
-            rows.append(Row(step.step, step.wall_time, values))
-        return rows
+        tensors = [record.tensors() for record in records]
+        flat = [(names, tensor) for recorded in tensors for names, tensor in recorded.items()]
+        return rows_of(records, tensors, to_host(self._join_ranks(flat)))
 
     def _join_ranks(self, flat: list[tuple[tuple[str, ...], Tensor]]) -> list[Tensor]:
         """Put sums and maxima over ranks in their places, with one collective for all sums and one for all maxima."""
         tensors = [tensor for _, tensor in flat]
-        joins = ["sum" if names[-1] in (_TOTAL, _COUNT) else self._over_ranks.get(names[0]) for names, _ in flat]
+        joins = ["sum" if names[-1] in (TOTAL, COUNT) else self._over_ranks.get(names[0]) for names, _ in flat]
         if self._trainer.world_size == 1 or not any(joins):
             return tensors
         if self._failed:  # the other ranks may be gone, so nobody can be asked
@@ -346,7 +272,7 @@ class MetricBuffer(pl.Callback):
             indices = [index for index, kind in enumerate(joins) if kind == join]
             if indices:
                 device = self._trainer.strategy.root_device
-                local = _join([tensors[index].to(device, torch.float64) for index in indices])
+                local = join_numbers([tensors[index].to(device, torch.float64) for index in indices])
                 joined = self._trainer.strategy.reduce(local, reduce_op=join)
                 parts = joined.split([tensors[index].numel() for index in indices])
                 for index, part in zip(indices, parts, strict=True):
