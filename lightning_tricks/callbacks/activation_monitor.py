@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import find_blocks, match_modules
 from lightning_tricks._lightning import pl, pl_import
-from lightning_tricks.callbacks._blocks import Undo, after_calls, find_blocks, in_sight, match_modules
 from lightning_tricks.callbacks._largest_of_ranks import LargestOfRanks
+from lightning_tricks.callbacks._watch import Undo, after_calls, in_sight
 from lightning_tricks.callbacks.metric_buffer import MetricBuffer
 
 rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_tricks._find_modules import named_submodules
 from lightning_tricks._lightning import pl, pl_import
-from lightning_tricks.callbacks._blocks import Undo, before_calls, in_sight, named_submodules
 from lightning_tricks.callbacks._largest_of_ranks import LargestOfRanks
+from lightning_tricks.callbacks._watch import Undo, before_calls, in_sight
 from lightning_tricks.callbacks.metric_buffer import MetricBuffer
 
 rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn

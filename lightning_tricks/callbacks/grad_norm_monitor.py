@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import find_blocks
 from lightning_tricks._lightning import pl
-from lightning_tricks.callbacks._blocks import find_blocks
 from lightning_tricks.callbacks.lr_monitor import place_of
 from lightning_tricks.callbacks.metric_buffer import MetricBuffer, Row
 from lightning_tricks.optim import clean_name, clip_grad_norm, clip_grad_norm_fsdp1, grad_norms_of

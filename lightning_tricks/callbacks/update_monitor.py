@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import find_blocks
 from lightning_tricks._lightning import pl, pl_import
-from lightning_tricks.callbacks._blocks import find_blocks
 from lightning_tricks.callbacks.metric_buffer import MetricBuffer, Row
 from lightning_tricks.optim import param_roles
 

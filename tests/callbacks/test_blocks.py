@@ -7,14 +7,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.callbacks._blocks import (
-    after_calls,
-    before_calls,
-    find_blocks,
-    in_sight,
-    match_modules,
-    named_submodules,
-)
+from lightning_tricks._find_modules import find_blocks, match_modules, named_submodules
+from lightning_tricks.callbacks._watch import after_calls, before_calls, in_sight
 from lightning_tricks.models import Decoder
 
 
