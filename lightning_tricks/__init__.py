@@ -31,7 +31,7 @@ _HOMES = {
     "mixins": ["GradientClippingMixin", "OptimizerMixin", "TokenMeanMixin"],
     "models": ["GPT2", "Decoder", "DecoderConfig", "Llama"],
     "optim": ["ParamRule", "clip_grad_norm", "decay_groups"],
-    "precision": ["AutoPrecision"],
+    "precision": ["AutoPrecision", "BF16Mixed"],
     "schedules": [
         "CosineRestarts",
         "Schedule",

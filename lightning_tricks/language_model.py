@@ -77,10 +77,13 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         with torch.device("meta"):
             decoder = Decoder(self.config)
         decoder.set_activation_checkpointing(self.activation_checkpointing)
+        plugin: Any = self._trainer.precision_plugin if self._trainer is not None else None
+        if hasattr(plugin, "convert_before_sharding"):
+            plugin.convert_before_sharding(decoder)
         if self.compile_blocks:
             decoder.compile_blocks()
         if mesh is not None:
-            shard_blocks(decoder, decoder.blocks, mesh["data_parallel"], bf16=self.trainer.precision == "bf16-mixed")
+            shard_blocks(decoder, decoder.blocks, mesh["data_parallel"], getattr(plugin, "fsdp2_policy", None))
         device = torch.empty(0).device if mesh is None else self.trainer.strategy.root_device
         if device.type != "meta":
             decoder.to_empty(device=device)

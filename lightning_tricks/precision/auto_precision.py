@@ -1,12 +1,13 @@
 """bf16 autocast where the hardware multiplies bf16 fast, plain fp32 everywhere else: one recipe for every machine."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_tricks._lightning import pl_import
+from lightning_tricks.precision._autocast import Autocast, refuse_strategy
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
@@ -34,29 +35,33 @@ class AutoPrecision(Precision):
     """Autocast to bf16 where that pays, fp32 otherwise; weights, gradients and optimizer stay fp32 in both cases.
 
     For recipes that are meant to run on any machine. A recipe for known hardware should name its precision instead
-    (`trainer.precision: bf16-mixed`). Which one was chosen is `trainer.precision` and stands in the start-up summary.
-
-    Gradients are clipped as in fp32, so fused optimizers work; weight casts are kept for the whole forward pass.
+    (`plugins: [BF16Mixed]`). Which one was chosen is `trainer.precision` and stands in the start-up summary. Where it
+    is bf16, it does what `BF16Mixed` does.
     """
 
     def __init__(self) -> None:
-        self.device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        self._autocast = Autocast(torch.bfloat16)
         self._choose()
 
-    def _choose(self) -> None:
-        self.autocast = has_fast_bf16(self.device_type)
-        self.precision = "bf16-mixed" if self.autocast else "32-true"
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        """Wrap a forward pass."""
-        with torch.autocast(self.device_type, dtype=torch.bfloat16, enabled=self.autocast):
-            yield
+    def _choose(self) -> None:
+        fast = has_fast_bf16(self._autocast.device_type)
+        self.precision = "bf16-mixed" if fast else "32-true"
+
+    @property
+    def fsdp2_policy(self) -> MixedPrecisionPolicy:
+        """As `BF16Mixed` where bf16 is fast; elsewhere the weights' own type."""
+        return self._autocast.fsdp2_policy if self.precision == "bf16-mixed" else MixedPrecisionPolicy()
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Leave the weights as they are; learn the device they will live on, where a Trainer says it."""
-        trainer = getattr(module, "_trainer", None)
-        if trainer is not None and trainer.strategy.root_device.type != self.device_type:
-            self.device_type = trainer.strategy.root_device.type
-            self._choose()
+        """Leave the weights as they are; learn the device they live on, and whether FSDP2 casts."""
+        refuse_strategy(self, module)
+        self._autocast.follow(module)
+        self._choose()
         return module
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Wrap a forward pass."""
+        return self._autocast.context() if self.precision == "bf16-mixed" else nullcontext()

@@ -12,7 +12,7 @@ from benchmarks.feed import Meter, in_memory, load, own_loader, write_tokens
 # In fp32, since under bf16 the order of a sum would show; a short warmup, so that the weights move; a clip that cuts.
 TOY = (
     *gpu_train.toy(gpu_train.SIZES["llama7b_1gpu"]).overrides,
-    *("--trainer.precision", "32-true", "--trainer.gradient_clip_val", "0.5"),
+    *("--trainer.plugins", "null", "--trainer.gradient_clip_val", "0.5"),
     *("--model.init_args.schedule.init_args.warmup_steps", "2"),
 )
 

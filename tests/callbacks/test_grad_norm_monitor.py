@@ -74,7 +74,7 @@ class Clipping(GradientClippingMixin, Net):
 
 class Sharded(Net):
     def configure_model(self):
-        shard_blocks(self, self.blocks, self.device_mesh["data_parallel"], bf16=False)
+        shard_blocks(self, self.blocks, self.device_mesh["data_parallel"])
 
 
 class Reference(pl.Callback):

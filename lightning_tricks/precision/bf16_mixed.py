@@ -1,0 +1,56 @@
+"""bf16 products over fp32 weights: the default for pretraining on everything since Ampere."""
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from torch import bfloat16, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_tricks._lightning import pl_import
+from lightning_tricks.precision._autocast import Autocast, refuse_strategy
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.precision import Precision
+else:
+    Precision = pl_import("plugins.precision").Precision
+
+
+class BF16Mixed(Precision):
+    """Autocast to bf16; weights, gradients and optimizer state stay in fp32.
+
+    What Lightning's `precision: bf16-mixed` does, and beyond it: gradients of fused optimizers can be clipped; under
+    FSDP2 it is the sharding that casts (`fsdp2_policy`), weights gathered in bf16 and gradients reduced in fp32,
+    without a second cast by autocast.
+
+    Attributes:
+        fsdp2_policy: for whoever shards the model: `fully_shard(block, mp_policy=plugin.fsdp2_policy)`.
+
+    Raises:
+        UsageError: when training starts, under a strategy with a precision of its own (FSDP1, DeepSpeed).
+
+    Source: Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740 (fp32 master weights); Kalamkar et al. 2019,
+        https://arxiv.org/abs/1905.12322 (bf16 needs no loss scaling).
+    """
+
+    precision = "bf16-mixed"
+
+    def __init__(self) -> None:
+        self._autocast = Autocast(bfloat16)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    @property
+    def fsdp2_policy(self) -> MixedPrecisionPolicy:
+        """Weights gathered in bf16, gradients reduced in fp32."""
+        return self._autocast.fsdp2_policy
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Leave the weights as they are; learn the device they live on, and whether FSDP2 casts."""
+        refuse_strategy(self, module)
+        self._autocast.follow(module)
+        return module
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Wrap a forward pass."""
+        return self._autocast.context()
