@@ -20,14 +20,25 @@ from benchmarks import machine
 from lightning_tricks.accounting import peak_flops
 
 # Stage: its processes, each with the contenders that it measures in turns, and its limit in seconds. Expected on an
-# H200: yardstick 15, tests 100, gpt2_124m 120, llama1b 130, llama7b_1gpu 2 x 70; 8 to 9 minutes in all.
+# H200: yardstick 15, tests 100, gpt2_124m 120, llama1b 130, llama7b_1gpu 2 x 70; 8 to 9 minutes in all. The formats:
+# 124m 120, 1b 130, 7b 200, proof 100; 9 minutes.
 STAGES: dict[str, list[tuple[str, int]]] = {
     "yardstick": [("", 60)],
     "tests": [("", 200)],
     "gpt2_124m": [("ours,ours_watched,bare,stock", 170)],
     "llama1b": [("ours,bare,stock", 170)],
     "llama7b_1gpu": [("ours", 120), ("bare", 110)],
+    "precision_7b": [("lightning_bf16,fp8_tensorwise,bf16_mixed,fp8_rowwise", 230)],
+    "precision_124m": [("lightning_bf16,fp8_tensorwise,bf16_mixed,bf16_true", 120)],
+    "precision_1b": [("lightning_bf16,fp8_tensorwise,bf16_mixed,bf16_true", 140)],
+    "precision_proof": [("", 110)],
 }
+# What one call of at most ten minutes runs.
+GROUPS = {
+    "framework": ["yardstick", "tests", "gpt2_124m", "llama1b", "llama7b_1gpu"],
+    "precision": ["yardstick", "precision_7b", "precision_124m", "precision_1b", "precision_proof"],
+}
+BASELINES = ("bare", "lightning_bf16")
 
 
 def run_stage(name: str, out: Path, dry: bool, end: float) -> bool:
@@ -68,13 +79,13 @@ def run_limited(command: list[str], output: Any, seconds: float) -> int | None:
             process.wait()
 
 
-def rows(result: dict[str, Any], peak: float | None, yardstick: float | None) -> list[dict[str, Any]]:
+def rows(result: dict[str, Any], peaks: dict[str, float | None], yardstick: float | None) -> list[dict[str, Any]]:
     """One row a contender of a training stage: medians over its rounds, MFU in both definitions.
 
     Args:
         result: the stage's JSON.
-        peak: FLOP/s of the device by its datasheet, None where not known.
-        yardstick: FLOP/s that a matrix product reached, None where not measured.
+        peaks: FLOP/s of the device by its datasheet, by the type that products run in; None where not known.
+        yardstick: FLOP/s that a bf16 matrix product reached, None where not measured.
     """
     table = []
     for contender in dict.fromkeys(run["contender"] for run in result["runs"]):
@@ -83,12 +94,13 @@ def rows(result: dict[str, Any], peak: float | None, yardstick: float | None) ->
         row: dict[str, Any] = {"size": result["stage"], "contender": contender, "tokens_per_second": rate}
         row["micro_batch_ms"] = statistics.median(run["micro_batch_ms"] for run in runs)
         row["peak_allocated_gib"] = max((run["peak_allocated_gib"] or 0.0) for run in runs) or None
+        peak = peaks.get(runs[0].get("peak_dtype", "bf16"))
         for kind, flops in runs[0]["flops_per_token"].items():
             row[f"mfu_{kind}"] = rate * flops / peak if peak else None
             row[f"of_yardstick_{kind}"] = rate * flops / yardstick if yardstick else None
-        bare = {run["round"]: run["tokens_per_second"] for run in result["runs"] if run["contender"] == "bare"}
-        pairs = [run["tokens_per_second"] / bare[run["round"]] for run in runs if run["round"] in bare]
-        row["speed_against_bare"] = statistics.median(pairs) if pairs else None
+        base = {run["round"]: run["tokens_per_second"] for run in result["runs"] if run["contender"] in BASELINES}
+        pairs = [run["tokens_per_second"] / base[run["round"]] for run in runs if run["round"] in base]
+        row["speed_against_base"] = statistics.median(pairs) if pairs else None
         row["rounds"] = len(runs)
         table.append(row)
     return table
@@ -97,7 +109,7 @@ def rows(result: dict[str, Any], peak: float | None, yardstick: float | None) ->
 COLUMNS = {
     "size": "{}", "contender": "{}", "tokens_per_second": "{:,.0f}", "micro_batch_ms": "{:.1f}",
     "peak_allocated_gib": "{:.1f}", "mfu_causal": "{:.1%}", "mfu_full": "{:.1%}", "of_yardstick_causal": "{:.1%}",
-    "of_yardstick_full": "{:.1%}", "speed_against_bare": "{:.3f}", "rounds": "{}",
+    "of_yardstick_full": "{:.1%}", "speed_against_base": "{:.3f}", "rounds": "{}",
 }  # fmt: skip
 
 
@@ -111,7 +123,10 @@ def summary(out: Path, peak: float | None) -> str:
     lines, yardstick = [], None
     gpus = {result["machine"]["gpu"] for result in results.values() if "machine" in result}
     # an unknown GPU gets no MFU against the peak, only against the yardstick, unless --peak_flops gives one
-    peak = peak or next((known for gpu in gpus if gpu and (known := peak_flops(gpu, "bf16"))), None)
+    peaks = {
+        dtype: next((f for gpu in gpus if gpu and (f := peak_flops(gpu, dtype))), None) for dtype in ("bf16", "fp8")
+    }
+    peak = peaks["bf16"] = peak or peaks["bf16"]
     if "yardstick" in results:
         yard = results["yardstick"]
         yardstick = yard["tflops_median"] * 1e12
@@ -124,28 +139,33 @@ def summary(out: Path, peak: float | None) -> str:
         lines.append("tests marked gpu: {passed} passed, {failed} failed, {skipped} skipped".format(**counts))
     lines += ["", f"| {' | '.join(COLUMNS)} |", "|---|---|" + "--:|" * (len(COLUMNS) - 2)]
     for result in results.values():
-        for row in rows(result, peak, yardstick) if "runs" in result else []:
+        for row in rows(result, peaks, yardstick) if "stage" in result and "runs" in result else []:
             cells = ["-" if row[key] is None else text.format(row[key]) for key, text in COLUMNS.items()]
             lines.append(f"| {' | '.join(cells)} |")
+    if "precision_proof" in results:
+        lines += ["", "| format | validation, bits/byte |", "|---|--:|"]
+        lines += [f"| {run['format']} | {run['bits_per_byte']:.4f} |" for run in results["precision_proof"]["runs"]]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; see --help. Exit code 1 if a stage failed."""
     parser = argparse.ArgumentParser(prog="benchmarks/gpu.sh", description=__doc__)
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {' '.join(STAGES)}; default: all")
+    groups = "; ".join(f"{name}: {' '.join(stages)}" for name, stages in GROUPS.items())
+    parser.add_argument("stages", nargs="*", metavar="STAGE", default=["framework"], help=f"or a group ({groups})")
     parser.add_argument("--dry", action="store_true", help="toy sizes on a CPU: does everything still run?")
     parser.add_argument("--out", type=Path, help="folder; default $OUT, else benchmarks/results/gpu-DATE")
     parser.add_argument("--limit", type=float, default=570, help="seconds for everything; default %(default)s")
     parser.add_argument("--peak_flops", type=float, help="dense bf16 FLOP/s of the GPU, if it is not a known one")
     options = parser.parse_args(arguments)
-    if unknown := [name for name in options.stages if name not in STAGES]:
-        parser.error(f"unknown stage {' '.join(unknown)}: give some of {' '.join(STAGES)}")
+    stages = list(dict.fromkeys(stage for name in options.stages for stage in GROUPS.get(name, [name])))
+    if unknown := [name for name in stages if name not in STAGES]:
+        parser.error(f"unknown stage {' '.join(unknown)}: give some of {' '.join([*GROUPS, *STAGES])}")
     given = options.out or os.environ.get("OUT")
     out = Path(given) if given else Path(__file__).parent / "results" / f"gpu-{machine.today()}"
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.limit
-    fine = [run_stage(name, out, options.dry, end) for name in options.stages or STAGES]
+    fine = [run_stage(name, out, options.dry, end) for name in stages]
     text = summary(out, options.peak_flops)
     (out / "summary.md").write_text(text + "\n", encoding="utf-8")
     print(f"\n{text}\n\n{out}")

@@ -1,4 +1,4 @@
-"""Two stages of gpu.py that train nothing: the machine's yardstick, and the tests marked `gpu`.
+"""The stages of gpu.py that time no training: the yardstick, the tests marked `gpu`, the proof of each format.
 
 Each runs in a process of its own: `python -m benchmarks.gpu_checks STAGE --out FILE`.
 """
@@ -70,6 +70,14 @@ def tests(out: Path, dry: bool) -> None:
         sys.exit(code or 1)
 
 
+def precision_proof(out: Path, dry: bool) -> None:
+    """Train the small model of precision.py in the formats that a GPU computes otherwise than a CPU."""
+    formats = ["fp8_tensorwise", "fp32", "bf16_mixed", "fp8_rowwise", "bf16_true_stochastic", "fp16"]
+    command = [sys.executable, "-m", "benchmarks.precision", *formats[: 2 if dry else None], "--out", str(out)]
+    options = ["--steps", "20", "--device", "cpu"] if dry else ["--device", "cuda"]
+    sys.exit(subprocess.run([*command, *options, "--only_peak_lr"], cwd=ROOT).returncode)
+
+
 def require_device(dry: bool) -> None:
     """End with one line where there is no GPU to measure; keep a dry run to one thread."""
     if not dry and not torch.cuda.is_available():
@@ -81,12 +89,14 @@ def require_device(dry: bool) -> None:
 def main() -> None:
     """Command line, for gpu.py."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stage", choices=["yardstick", "tests"])
+    parser.add_argument("stage", choices=["yardstick", "tests", "precision_proof"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
     require_device(options.dry)
-    {"yardstick": yardstick, "tests": tests}[options.stage](options.out, options.dry)
+    {"yardstick": yardstick, "tests": tests, "precision_proof": precision_proof}[options.stage](
+        options.out, options.dry
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The training stages of gpu.py: tokens/s and peak memory of a recipe, through us and beside two others.
+"""The training stages of gpu.py: tokens/s and peak memory of a recipe, beside other loops or in other formats.
 
 Runs in a process of its own: `python -m benchmarks.gpu_train RECIPE --out FILE`. The JSON is written after every
 single measurement, so that a timeout loses only what was not measured yet.
@@ -18,6 +18,7 @@ import torch
 from benchmarks import machine
 from benchmarks.contenders import CONTENDERS
 from benchmarks.feed import load, own_loader, write_tokens
+from benchmarks.formats import on_gpu
 from benchmarks.gpu_checks import require_device, write
 from lightning_tricks.accounting import matmul_parameters, training_flops_per_token
 
@@ -29,12 +30,14 @@ class Size:
     """One recipe at full size: micro-batches until everything is compiled and allocated, then those that are timed.
 
     Both are whole optimizer steps. `rounds` repeats all contenders in one process, each round in another order.
+    `recipe` is that of the stage's name where none is given.
     """
 
     warmup: int
     timed: int
     rounds: int
     overrides: tuple[str, ...] = ()
+    recipe: str = ""
 
 
 # Estimates on an H200 at half its peak: a run of gpt2_124m 4 s, of llama1b 14 s, of llama7b_1gpu 14 s, each and once
@@ -44,7 +47,15 @@ SIZES = {
     "llama1b": Size(warmup=8, timed=16, rounds=2),
     # Two such models do not fit, so gpu.py gives each contender a process. The recipe accumulates 64 micro-batches.
     "llama7b_1gpu": Size(warmup=4, timed=8, rounds=1, overrides=("--trainer.accumulate_grad_batches", "4")),
-}
+    "precision_124m": Size(warmup=8, timed=16, rounds=2, recipe="gpt2_124m"),
+    "precision_1b": Size(warmup=4, timed=8, rounds=2, overrides=("--trainer.accumulate_grad_batches", "4"),
+                         recipe="llama1b"),
+    # The layers of the 7B model, eight of its 32, so that several formats fit on 80 GB; 16,384 tokens a micro-batch.
+    "precision_7b": Size(warmup=4, timed=8, rounds=2, recipe="llama7b_1gpu", overrides=(
+        f"{DECODER}.n_layers", "8", f"{DATA}.micro_batch_size", "4", "--trainer.accumulate_grad_batches", "4",
+        "--model.init_args.activation_checkpointing", "none",
+    )),
+}  # fmt: skip
 _DRY = (
     f"{DECODER}.d_model", "32", f"{DECODER}.n_layers", "2", f"{DECODER}.n_heads", "4", f"{DECODER}.vocab_size", "256",
     f"{DECODER}.d_ff", "64", f"{DECODER}.n_kv_heads", "2", f"{DECODER}.max_seq_len", "32",
@@ -80,9 +91,10 @@ def run_once(name: str, size: Size, contender: str, shards: str, folder: Path, d
         moments[index], graphs[index] = time.perf_counter(), compiled_graphs()
 
     start, graphs_before = time.perf_counter(), compiled_graphs()
-    cli: Any = load(name, shards, folder, size.overrides)
+    in_format = on_gpu(dry=device == "cpu").get(contender, ())
+    cli: Any = load(size.recipe or name, shards, folder, (*size.overrides, *in_format))
     # Here everyone reads through the data module, as there is time to do so while the device works.
-    run = CONTENDERS["ours_loader" if contender == "ours" else contender]
+    run = CONTENDERS["ours_loader" if contender == "ours" or in_format else contender]
     run(cli, own_loader(cli), size.warmup + size.timed, mark)
     seconds = moments[size.warmup + size.timed] - moments[size.warmup]
     data, config = cli.datamodule, cli.model.config
@@ -100,6 +112,8 @@ def run_once(name: str, size: Size, contender: str, shards: str, folder: Path, d
         "micro_batch_size": data.micro_batch_size,
         "accumulate_grad_batches": cli.trainer.accumulate_grad_batches,
         "precision": str(cli.trainer.precision),
+        "peak_dtype": getattr(cli.trainer.precision_plugin, "peak_dtype", "bf16"),
+        "converted_share": getattr(cli.trainer.precision_plugin, "converted_share", None),
         "activation_checkpointing": cli.model.activation_checkpointing,
         "compile_blocks": cli.model.compile_blocks,
         "matmul_parameters": matmul_parameters(config),

@@ -20,6 +20,7 @@ _HOMES = {
         "MemoryMonitor",
         "MFUMonitor",
         "MetricBuffer",
+        "PrecisionMonitor",
         "TensorBoardDashboard",
         "TrainingProgressBar",
         "UpdateMonitor",
@@ -31,7 +32,7 @@ _HOMES = {
     "mixins": ["GradientClippingMixin", "OptimizerMixin", "TokenMeanMixin"],
     "models": ["GPT2", "Decoder", "DecoderConfig", "Llama"],
     "optim": ["ParamRule", "clip_grad_norm", "decay_groups"],
-    "precision": ["AutoPrecision", "BF16Mixed"],
+    "precision": ["AutoPrecision", "BF16Mixed", "BF16True", "FP16Mixed", "Float8"],
     "schedules": [
         "CosineRestarts",
         "Schedule",

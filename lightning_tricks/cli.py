@@ -131,7 +131,10 @@ class RecipeCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError, TypeError) as error:
-            raise UsageError("trainer: " + re.sub(r"\s+", " ", str(error))) from error
+            message = "trainer: " + re.sub(r"\s+", " ", str(error))
+            if "FSDPPrecision" in message:  # Lightning names the class that FSDP1 wants, and not what to write
+                message += ": set trainer.precision in place of the plugin, or shard with FSDP2 (ModelParallelStrategy)"
+            raise UsageError(message) from error
 
     def prepare(self, model: "pl.LightningModule", datamodule: "pl.LightningDataModule | None" = None) -> None:
         """Turn the recipe's text into token shards, and stop."""

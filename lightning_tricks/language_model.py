@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks.accounting import Attention, recompute_flops_per_token, training_flops_per_token
-from lightning_tricks.callbacks import GradNormMonitor, LRMonitor, MetricBuffer, MFUMonitor
+from lightning_tricks.callbacks import GradNormMonitor, LRMonitor, MetricBuffer, MFUMonitor, PrecisionMonitor
+from lightning_tricks.callbacks.precision_monitor import has_figures
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
 from lightning_tricks.models import Decoder, DecoderConfig
 from lightning_tricks.strategies import shard_blocks
@@ -25,7 +26,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
 
     Logs `train/loss` (mean over the tokens of the whole accumulated, global batch) of every step, through the buffer
     that the monitors share; `val/loss` and `val/bits_per_byte` over the whole validation set. Brings LRMonitor,
-    GradNormMonitor and MFUMonitor, unless the Trainer has its own.
+    GradNormMonitor and MFUMonitor, and PrecisionMonitor where the precision plugin scales the loss or multiplies in
+    fp8, unless the Trainer has its own.
     A batch is a dict of `input_ids` and `labels`, both (B, T) int64, labels of -100 not counted; optional are
     `document_ids` (B, T), to attend within documents only, and `n_bytes` (B,), the bytes that the labels stand for.
     The initial weights depend on the seed alone, not on what ran before they were made.
@@ -60,35 +62,46 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def configure_callbacks(self) -> list["pl.Callback"]:
         """What a pretraining run is watched by in any case."""
         given: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        monitors = (LRMonitor, GradNormMonitor, MFUMonitor)
+        monitors: list[type[pl.Callback]] = [LRMonitor, GradNormMonitor, MFUMonitor]
+        if has_figures(self.trainer.precision_plugin):
+            monitors.append(PrecisionMonitor)
         return [monitor() for monitor in monitors if not any(isinstance(callback, monitor) for callback in given)]
 
     def configure_model(self) -> None:
-        """Build the decoder, once; where a strategy brings a device mesh, on the meta device first and in shards."""
+        """Build the decoder, once. Where the strategy shards, on the meta device: it calls `init_weights` after."""
         if self.decoder is not None:
             return
         mesh = self.device_mesh
-        if mesh is not None and mesh["tensor_parallel"].size() > 1:
+        strategy: Any = self._trainer.strategy if self._trainer is not None else None
+        strategy_shards = getattr(strategy, "shards_modules", False)
+        if mesh is not None and not strategy_shards and mesh["tensor_parallel"].size() > 1:
             raise UsageError(
                 f"tensor_parallel_size={mesh['tensor_parallel'].size()}: LanguageModel shards over data only; "
                 "set tensor_parallel_size to 1 and data_parallel_size to the number of devices"
             )
         # On the meta device no weights are drawn, so the random state that training sees does not depend on the shape.
         with torch.device("meta"):
-            decoder = Decoder(self.config)
+            decoder = self.decoder = Decoder(self.config)
         decoder.set_activation_checkpointing(self.activation_checkpointing)
-        plugin: Any = self._trainer.precision_plugin if self._trainer is not None else None
-        if hasattr(plugin, "convert_before_sharding"):
+        plugin: Any = strategy.precision_plugin if strategy is not None else None
+        if not strategy_shards and hasattr(plugin, "convert_before_sharding"):
             plugin.convert_before_sharding(decoder)
         if self.compile_blocks:
             decoder.compile_blocks()
+        if strategy_shards:
+            return
         if mesh is not None:
             shard_blocks(decoder, decoder.blocks, mesh["data_parallel"], getattr(plugin, "fsdp2_policy", None))
         device = torch.empty(0).device if mesh is None else self.trainer.strategy.root_device
         if device.type != "meta":
             decoder.to_empty(device=device)
-            decoder.init_weights(torch.Generator(device).manual_seed(torch.initial_seed()))
-        self.decoder = decoder
+            self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw the decoder's weights from the seed, where they are; shards get what one device would have drawn."""
+        assert self.decoder is not None
+        device = self.decoder.head.weight.device
+        self.decoder.init_weights(torch.Generator(device).manual_seed(torch.initial_seed()))
 
     def setup(self, stage: str) -> None:
         """Refuse data that does not fit the decoder, before anything runs."""

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks._errors import UsageError
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
+from lightning_tricks.precision import BF16Mixed, FP16Mixed
 
 SHAPE = {"vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 8}
 
@@ -115,6 +116,14 @@ def test_the_logged_lr_is_that_of_the_optimizer_whatever_a_rule_scales():
     trainer = fit(make(param_rules=rules), Batches(ragged(4), 2))
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(2.0)
     assert trainer.callback_metrics["train/lr"].item() == pytest.approx(0.5)
+
+
+def test_a_run_with_a_loss_scale_shows_it_and_another_does_not():
+    scaled = fit(make(), Batches(ragged(4), 2), plugins=[FP16Mixed(init_scale=8.0)])
+    assert scaled.callback_metrics["precision/loss_scale"] == 8.0
+    assert scaled.callback_metrics["precision/skipped_steps"] == 0
+    plain = fit(make(), Batches(ragged(4), 2), plugins=[BF16Mixed()])
+    assert not any(name.startswith("precision/") for name in plain.callback_metrics)
 
 
 def test_validation_figures_are_sums_over_the_set_not_means_of_batches():

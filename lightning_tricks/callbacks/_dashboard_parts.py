@@ -10,14 +10,22 @@ from lightning_tricks._lightning import BACKEND, pl
 
 CLIP_NORM, RESULT = "train/clip_norm", "hp/val_loss"
 INSIDE = ("activations", "updates", "attention")
+# Charts of what only some precisions record.
+OF_LOSS_SCALING = {"loss scale": ["precision/loss_scale"], "skipped steps": ["precision/skipped_steps"]}
+OF_FP8 = {
+    "fp8: share": ["precision/fp8_share"],
+    "fp8: underflow": ["precision/fp8_underflow_max", "fp8/(.*/)?(input|weight)_underflow"],
+    "fp8: amax": ["fp8/(.*/)?(input|weight)_amax"],
+}
 
 
 def layout(train_loss: str, val_loss: str, names: Iterable[str]) -> dict[str, dict[str, list]]:
-    """The custom-scalars tab: what every run has, and charts of what is among `names` of the inside of the model.
+    """The custom-scalars tab: what every run has, and charts of what is among `names` of precision and the inside.
 
     Returns:
         category -> chart -> `["Multiline", [regular expression of the series, ...]]`, for torch's `add_custom_scalars`.
     """
+    names = list(names)
     charts = {
         "loss": [re.escape(train_loss), re.escape(val_loss)],
         "gradient norm before the clip": ["train/grad_norm", CLIP_NORM],
@@ -25,13 +33,22 @@ def layout(train_loss: str, val_loss: str, names: Iterable[str]) -> dict[str, di
         "tokens per second": ["throughput/tokens_per_second"],
         "MFU": ["throughput/[mh]fu"],
         "memory, GiB": ["memory/.*_gib"],
+        **_recorded(OF_LOSS_SCALING, names),
     }
     kinds = sorted({(name.split("/")[0], name.split("/")[-1]) for name in names if name.split("/")[0] in INSIDE})
     inside = {f"{room}: {kind}": [f"{room}/(.*/)?{re.escape(kind)}"] for room, kind in kinds}
+    inside |= _recorded(OF_FP8, names)
     return {
         category: {title: ["Multiline", [f"^{tag}$" for tag in tags]] for title, tags in content.items()}
         for category, content in {"Run": charts, "Inside the model": inside}.items()
         if content
+    }
+
+
+def _recorded(charts: dict[str, list[str]], names: Iterable[str]) -> dict[str, list[str]]:
+    """Those of `charts` that show any of `names`."""
+    return {
+        title: tags for title, tags in charts.items() if any(re.fullmatch(tag, name) for tag in tags for name in names)
     }
 
 

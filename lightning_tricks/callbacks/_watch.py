@@ -21,6 +21,14 @@ def in_sight(root: nn.Module, found: dict[str, nn.Module]) -> dict[str, nn.Modul
     return {name: module for name, module in found.items() if not any(name.startswith(outer) for outer in compiled)}
 
 
+def outermost_compiled(root: nn.Module) -> list[nn.Module]:
+    """The modules of `root`, itself included, that are compiled and not inside another that is."""
+    if _is_compiled(root):
+        return [root]
+    found = {id(part): part for child in root.children() for part in outermost_compiled(child)}
+    return list(found.values())
+
+
 def before_calls(module: nn.Module, see: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Undo:
     """Have `see(args, kwargs)` called before each call of `module`, where that is not inside a compiled region."""
     if getattr(module, "_compiled_call_impl", None) is not None:

@@ -27,8 +27,8 @@ class TensorBoardDashboard(pl.Callback):
     For each TensorBoardLogger of the Trainer, Lightning's or ours, it writes
 
     - the custom-scalars tab: training and validation loss in one chart, the gradient norm before the clip with the
-      clip's line (`train/clip_norm`), learning rate, tokens/s, MFU, memory, and what monitors record of activations,
-      updates and attention;
+      clip's line (`train/clip_norm`), learning rate, tokens/s, MFU, memory, and what monitors record of loss scaling,
+      activations, updates, attention and fp8;
     - the text `recipe`: the facts of the run, the module's hyper-parameters, and the YAML where LightningCLI runs it;
     - the image `schedule`: the learning rate from the first step to the last, where a scheduler says it beforehand;
     - the HParams tab: the hyper-parameters, and `hp/val_loss`, the last validation's loss, also if training fails.

@@ -30,8 +30,8 @@ class GradientClippingMixin(Mixin):
             None before the first step, in manual optimization, and under DeepSpeed, whose engine clips by itself.
 
     Raises:
-        UsageError: at the first step: a negative clip value; a fused optimizer under fp16, whose gradients are still
-            scaled here; modules that were wrapped in FSDP1 one by one.
+        UsageError: at the first step: a negative clip value; a fused optimizer under Lightning's fp16, whose gradients
+            are still scaled here (`FP16Mixed` unscales them before); modules that were wrapped in FSDP1 one by one.
 
     Source: see `clip_grad_norm`.
     """
@@ -62,10 +62,12 @@ class GradientClippingMixin(Mixin):
             torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val or 0.0)
 
     def _refuse_unreadable_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        # such an optimizer unscales in its own step, so the gradients are still multiplied by the scaler's scale
-        unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if unscales_itself and getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return
+        # Lightning leaves it to such an optimizer to unscale, in its own step: until then the scale is in the gradients
+        if scaler.is_enabled() and scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
             raise UsageError(
                 f"fused {type(optimizer).__name__} under fp16 (trainer.precision={self.trainer.precision}) cannot be "
-                "clipped: set fused to false, or train in bf16"
+                "clipped: set plugins to FP16Mixed instead of the precision, set fused to false, or train in bf16"
             )

@@ -51,11 +51,15 @@ def trainer_of(module: nn.Module) -> Any:
 
 
 def casts_by_fsdp2(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether FSDP2 gathers every parameter of `module` in `dtype`, so that autocast would only cast again."""
+    """Whether FSDP2 casts all parameters of `module`, and what enters it, to `dtype`: autocast would only repeat it."""
     sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
     policies = [part._get_fsdp_state()._mp_policy for part in sharded]  # torch has no public way to ask
     whole = all(isinstance(parameter, DTensor) for parameter in module.parameters())
-    return bool(policies) and whole and all(policy.param_dtype == dtype for policy in policies)
+    return (
+        bool(policies)
+        and whole
+        and all(policy.param_dtype == dtype and policy.cast_forward_inputs for policy in policies)
+    )
 
 
 def refuse_strategy(plugin: Any, module: nn.Module) -> None:

@@ -1,12 +1,13 @@
 """bf16 autocast where the hardware multiplies bf16 fast, plain fp32 everywhere else: one recipe for every machine."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_tricks._lightning import pl_import
+from lightning_tricks.optim.resting_state import take_masters
 from lightning_tricks.precision._autocast import Autocast, refuse_strategy
 
 if TYPE_CHECKING:
@@ -65,3 +66,9 @@ class AutoPrecision(Precision):
     def forward_context(self) -> AbstractContextManager[None]:
         """Wrap a forward pass."""
         return self._autocast.context() if self.precision == "bf16-mixed" else nullcontext()
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        """Go on from the fp32 masters, where a checkpoint of `BF16True` has them."""
+        for optimizer in optimizers:
+            optimizer.register_load_state_dict_post_hook(take_masters)
+        return model, optimizers, lr_schedulers

@@ -1,12 +1,13 @@
 """bf16 products over fp32 weights: the default for pretraining on everything since Ampere."""
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import bfloat16, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_tricks._lightning import pl_import
+from lightning_tricks.optim.resting_state import take_masters
 from lightning_tricks.precision._autocast import Autocast, refuse_strategy
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ class BF16Mixed(Precision):
     Raises:
         UsageError: when training starts, under a strategy with a precision of its own (FSDP1, DeepSpeed).
 
-    Source: Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740 (fp32 master weights); Kalamkar et al. 2019,
-        https://arxiv.org/abs/1905.12322 (bf16 needs no loss scaling).
+    Source: Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322 (as good as fp32, with its hyper-parameters and
+        without loss scaling).
     """
 
     precision = "bf16-mixed"
@@ -54,3 +55,9 @@ class BF16Mixed(Precision):
     def forward_context(self) -> AbstractContextManager[None]:
         """Wrap a forward pass."""
         return self._autocast.context()
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        """Go on from the fp32 masters, where a checkpoint of `BF16True` has them."""
+        for optimizer in optimizers:
+            optimizer.register_load_state_dict_post_hook(take_masters)
+        return model, optimizers, lr_schedulers

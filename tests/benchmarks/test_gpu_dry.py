@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 def test_a_dry_run_goes_through_every_stage(tmp_path):
     environment = os.environ | {"OUT": str(tmp_path / "out"), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([ROOT / "benchmarks/gpu.sh", "--dry"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [ROOT / "benchmarks/gpu.sh", "--dry", "framework", "precision"], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     files = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert files.keys() == {*(f"{stage}.json" for stage in gpu.STAGES), "gpu.log", "summary.md"}
@@ -25,13 +27,22 @@ def test_a_dry_run_goes_through_every_stage(tmp_path):
     assert json.loads(files["yardstick.json"])["tflops_median"] > 0
     assert json.loads(files["tests.json"])["failed"] == 0 < json.loads(files["tests.json"])["skipped"]
     both = {"ours", "bare"}
-    expected = {"gpt2_124m": both | {"ours_watched", "stock"}, "llama1b": both | {"stock"}, "llama7b_1gpu": both}
+    bf16 = {"lightning_bf16", "bf16_mixed", "fp8_tensorwise"}
+    expected = {
+        "gpt2_124m": both | {"ours_watched", "stock"}, "llama1b": both | {"stock"}, "llama7b_1gpu": both,
+        "precision_124m": bf16 | {"bf16_true"}, "precision_1b": bf16 | {"bf16_true"},
+        "precision_7b": bf16 | {"fp8_rowwise"},
+    }  # fmt: skip
     for stage, contenders in expected.items():
         runs = json.loads(files[f"{stage}.json"])["runs"]
         assert {run["contender"] for run in runs} == contenders
         assert all(run["tokens_per_second"] > 0 and run["graphs_compiled_while_timed"] == 0 for run in runs)
         # 2 rows of 32 tokens in a micro-batch
         assert runs[0]["tokens_per_second"] == pytest.approx(64_000 / runs[0]["micro_batch_ms"])
+        peak_dtypes = {run["contender"]: run["peak_dtype"] for run in runs}
+        assert all((dtype == "fp8") == name.startswith("fp8") for name, dtype in peak_dtypes.items())
+    assert {run["format"] for run in json.loads(files["precision_proof.json"])["runs"]} == {"fp8_tensorwise", "fp32"}
+    assert "| fp8_tensorwise | " in files["summary.md"]
 
 
 def run_of(contender, number, rate, memory=None):
@@ -48,23 +59,36 @@ def test_the_table_holds_medians_and_both_kinds_of_mfu():
         run_of("bare", 1, 50.0),
         run_of("ours", 1, 40.0, 8.0),
     ]
-    ours, bare = gpu.rows({"stage": "toy", "runs": runs}, peak=1e12, yardstick=0.5e12)
+    ours, bare = gpu.rows({"stage": "toy", "runs": runs}, peaks={"bf16": 1e12}, yardstick=0.5e12)
     assert ours["tokens_per_second"] == 65.0
     assert ours["mfu_causal"] == pytest.approx(65 * 4e9 / 1e12)
     assert ours["mfu_full"] == pytest.approx(65 * 5e9 / 1e12)
     assert ours["of_yardstick_causal"] == pytest.approx(65 * 4e9 / 0.5e12)
-    assert ours["speed_against_bare"] == pytest.approx((0.9 + 0.8) / 2)
+    assert ours["speed_against_base"] == pytest.approx((0.9 + 0.8) / 2)
     assert ours["peak_allocated_gib"] == 8.0
-    assert bare["speed_against_bare"] == 1.0
+    assert bare["speed_against_base"] == 1.0
     assert bare["peak_allocated_gib"] is None
 
 
+def test_fp8_is_measured_against_its_own_peak_and_each_format_against_lightnings_bf16():
+    fp8 = {**run_of("fp8_tensorwise", 0, 120.0), "peak_dtype": "fp8"}
+    runs = {"stage": "precision_7b", "runs": [run_of("lightning_bf16", 0, 100.0), fp8]}
+    bf16, fp8 = gpu.rows(runs, peaks={"bf16": 1e12, "fp8": 2e12}, yardstick=None)
+    assert bf16["mfu_causal"] == pytest.approx(100 * 4e9 / 1e12)
+    assert fp8["mfu_causal"] == pytest.approx(120 * 4e9 / 2e12)
+    assert fp8["speed_against_base"] == pytest.approx(1.2)
+
+
+def test_every_stage_belongs_to_a_group():
+    assert {stage for group in gpu.GROUPS.values() for stage in group} == gpu.STAGES.keys()
+
+
 def test_an_unknown_gpu_has_no_mfu_but_a_share_of_the_yardstick():
-    (row,) = gpu.rows({"stage": "toy", "runs": [run_of("ours", 0, 90.0)]}, peak=None, yardstick=1e12)
+    (row,) = gpu.rows({"stage": "toy", "runs": [run_of("ours", 0, 90.0)]}, peaks={}, yardstick=1e12)
     assert row["mfu_causal"] is None
     assert row["mfu_full"] is None
     assert row["of_yardstick_full"] == pytest.approx(0.45)
-    assert row["speed_against_bare"] is None
+    assert row["speed_against_base"] is None
 
 
 def write(folder, stage, **figures):
@@ -82,6 +106,7 @@ def test_the_summary_knows_the_gpu_whichever_stage_was_run(tmp_path):
 
 def test_a_stage_that_hangs_or_fails_costs_no_other(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "STAGES", {"hangs": [("", 60)], "fails": [("", 60)], "works": [("", 60)]})
+    monkeypatch.setattr(gpu, "GROUPS", {"framework": ["hangs", "fails", "works"]})
     codes = {"hangs": None, "fails": 3, "works": 0}
 
     def run_limited(command, output, seconds):
@@ -136,4 +161,7 @@ def test_an_unknown_stage_is_refused(capsys):
     with pytest.raises(SystemExit) as stopped:
         gpu.main(["gpt5"])
     assert stopped.value.code == 2
-    assert "unknown stage gpt5: give some of yardstick tests gpt2_124m llama1b llama7b_1gpu" in capsys.readouterr().err
+    assert (
+        "unknown stage gpt5: give some of framework precision yardstick tests gpt2_124m llama1b llama7b_1gpu"
+        in capsys.readouterr().err
+    )

@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.mixins import GradientClippingMixin
+from lightning_tricks.precision import FP16Mixed
 
 
 class Plain(LightningModule):
@@ -116,6 +117,17 @@ def test_fp16_gradients_are_unscaled_before_they_are_measured():
     model = fit(Model(), plugins=[scaled()], gradient_clip_val=1.0)
     assert model.grad_norm.item() == 15.0
     assert weights(model) == pytest.approx([-1.8, -2.4], rel=1e-5)
+
+
+def test_a_fused_optimizer_is_clipped_under_fp16_where_its_gradients_are_unscaled_before():
+    model = fit(Model(fused=True), plugins=[FP16Mixed(init_scale=1024.0)], gradient_clip_val=1.0)
+    assert model.grad_norm.item() == 15.0
+    assert model.gradients[-1] == pytest.approx((0.6, 0.8), rel=1e-5)
+
+
+def test_a_scaler_that_is_switched_off_is_no_reason_to_refuse():
+    off = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))
+    assert fit(Model(fused=True), plugins=[off]).grad_norm.item() == 15.0
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])

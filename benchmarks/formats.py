@@ -1,0 +1,54 @@
+"""The number formats that are compared, each as options of the command line, as a user would write them."""
+
+import json
+from typing import Any
+
+
+def plugin(class_path: str, **init_args: Any) -> tuple[str, ...]:
+    """Options that put one precision plugin in the place of the recipe's."""
+    return "--trainer.plugins", json.dumps([{"class_path": class_path, "init_args": init_args}])
+
+
+def lightning(precision: str) -> tuple[str, ...]:
+    """Options that take Lightning's own precision instead."""
+    return "--trainer.plugins", "null", "--trainer.precision", precision
+
+
+def formats(emulate: bool) -> dict[str, tuple[str, ...]]:
+    """Name of each format and its options.
+
+    Args:
+        emulate: whether fp8 products are emulated, as a device without them needs.
+    """
+    return {
+        "fp32": lightning("32-true"),
+        "fp32_another_seed": (*lightning("32-true"), "--seed_everything", "1"),
+        "bf16_mixed": plugin("BF16Mixed"),
+        "bf16_true_naive": lightning("bf16-true"),
+        "bf16_true_stochastic": plugin("BF16True"),
+        "bf16_true_stochastic_bf16_state": plugin("BF16True", optimizer_state="bf16"),
+        "bf16_true_masters": plugin("BF16True", update="fp32_masters"),
+        "fp16": plugin("FP16Mixed"),
+        "fp16_unscaled": plugin("FP16Mixed", loss_scaling=False),
+        "fp8_tensorwise": plugin("Float8", recipe="tensorwise", convert_small=True, emulate=emulate),
+        "fp8_rowwise": plugin("Float8", recipe="rowwise", convert_small=True, emulate=emulate),
+        "fp8_rowwise_with_gw_hp": plugin("Float8", recipe="rowwise_with_gw_hp", convert_small=True, emulate=emulate),
+        # only the newest GPUs multiply these blocks, so they are emulated everywhere
+        "mxfp8": plugin("Float8", recipe="mxfp8", convert_small=True, emulate=True),
+    }
+
+
+def on_gpu(dry: bool) -> dict[str, tuple[str, ...]]:
+    """The formats whose speed and memory the GPU stages compare; `lightning_bf16` is what they are measured against.
+
+    Args:
+        dry: toy sizes on a CPU, which are below what fp8 pays for and emulated.
+    """
+    toy = {"convert_small": True, "emulate": True} if dry else {}
+    return {
+        "lightning_bf16": lightning("bf16-mixed"),
+        "bf16_mixed": plugin("BF16Mixed"),
+        "bf16_true": plugin("BF16True"),
+        "fp8_tensorwise": plugin("Float8", recipe="tensorwise", **toy),
+        "fp8_rowwise": plugin("Float8", recipe="rowwise", **toy),
+    }

@@ -1,0 +1,111 @@
+"""Draw the loss curves of every number format and write their tables into docs/precision.md.
+
+python docs/plot_precision.py benchmarks/results/precision-DATE-cpu.json
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+DOCS = Path(__file__).resolve().parent
+TITLES = {
+    "fp32": "fp32",
+    "fp32_another_seed": "fp32, another seed",
+    "bf16_mixed": "`BF16Mixed()`",
+    "bf16_true_naive": "Lightning's `bf16-true`",
+    "bf16_true_stochastic": "`BF16True()`",
+    "bf16_true_stochastic_bf16_state": '`BF16True(optimizer_state="bf16")`',
+    "bf16_true_masters": '`BF16True(update="fp32_masters")`',
+    "fp16": "`FP16Mixed()`",
+    "fp16_unscaled": "`FP16Mixed(loss_scaling=False)`",
+    "fp8_tensorwise": '`Float8("tensorwise")`',
+    "fp8_rowwise": '`Float8("rowwise")`',
+    "fp8_rowwise_with_gw_hp": '`Float8("rowwise_with_gw_hp")`',
+    "mxfp8": '`Float8("mxfp8")`',
+}
+
+
+HEAD = ["| format | validation, bits/byte | against fp32 | weights that never moved |", "|---|--:|--:|--:|"]
+
+
+def tables(result: dict[str, Any]) -> dict[str, str]:
+    """Markdown by the name of its place in the page."""
+    runs, steps = result["runs"], result["steps"]
+    peak = runs[0]["lr"]
+    small, normal, large = sorted({run["lr"] for run in runs} - {peak})
+    clip = ["| peak lr | validation, bits/byte | steps that were clipped |", "|---|--:|--:|"]
+    for lr in (normal, peak, large):
+        run = chosen(runs, lr, steps)["bf16_mixed"]
+        clip.append(f"| {lr:.0e} | {run['bits_per_byte']:.4f} | {run['clipped_share']:.1%} |")
+    return {
+        "formats": "\n".join([*HEAD, *rows(chosen(runs, peak, steps))]),
+        "small lr": "\n".join([*HEAD, *rows(chosen(runs, small, steps))]),
+        "fp16": "\n".join([*HEAD, *rows(chosen(runs, peak, steps // 4))]),
+        "clip": "\n".join(clip),
+    }
+
+
+def chosen(runs: list[dict[str, Any]], lr: float, steps: int) -> dict[str, dict[str, Any]]:
+    """The runs at one learning rate over so many steps, by format."""
+    return {run["format"]: run for run in runs if run["lr"] == lr and run["steps"] == steps}
+
+
+def rows(at: dict[str, dict[str, Any]]) -> list[str]:
+    """A line for each format, compared with fp32's run."""
+    reference = at["fp32"]["bits_per_byte"]
+    return [
+        f"| {TITLES[name]} | {at[name]['bits_per_byte']:.4f} | {at[name]['bits_per_byte'] / reference - 1:+.2%} "
+        f"| {at[name]['frozen_share']:.1%} |"
+        for name in TITLES
+        if name in at
+    ]
+
+
+def fill(page: str, result: dict[str, Any]) -> str:
+    """`page` with each table between its two markers."""
+    for name, text in tables(result).items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
+        page = place.sub(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", page, count=1)
+    return page
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """How far each format's training loss lies from fp32's; and the runs at the small learning rate."""
+    runs, steps = result["runs"], result["steps"]
+    peak, small = runs[0]["lr"], min(run["lr"] for run in runs)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    at_peak = chosen(runs, peak, steps)
+    reference = at_peak["fp32"]["loss"]
+    at = [(index + 1) * steps / len(reference) for index in range(len(reference))]
+    for name, run in at_peak.items():
+        if name != "fp32":
+            gap = [mine - theirs for mine, theirs in zip(run["loss"], reference, strict=True)]
+            left.plot(at, gap, linewidth=1, label=TITLES[name].replace("`", ""))
+    for name, run in chosen(runs, small, steps).items():
+        right.plot(at, run["loss"], linewidth=1, label=TITLES[name].replace("`", ""))
+    left.set_title(f"lr {peak:g}: loss less fp32's, nats/token", fontsize=10)
+    left.set_ylim(-0.1, 0.4)
+    right.set_title(f"lr {small:g}: loss, nats/token", fontsize=10)
+    for axis in (left, right):
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=6)
+    figure.tight_layout()
+    mpl.rcParams["svg.hashsalt"] = "precision"
+    figure.savefig(file, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python docs/plot_precision.py RESULT.json")
+    measured = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    page = DOCS / "precision.md"
+    page.write_text(fill(page.read_text(encoding="utf-8"), measured), encoding="utf-8")
+    draw(measured, DOCS / "images" / "precision.svg")

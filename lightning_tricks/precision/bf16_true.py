@@ -1,0 +1,129 @@
+"""bf16 weights that keep learning: 8 to 16 bytes a parameter with AdamW, and no update lost to rounding."""
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import bfloat16, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl_import
+from lightning_tricks.optim.bf16_step import BF16Step, StateType, Update
+from lightning_tricks.precision._autocast import Autocast, refuse_strategy, trainer_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.precision import Precision
+else:
+    Precision = pl_import("plugins.precision").Precision
+
+
+def to_bf16(module: nn.Module) -> None:
+    """Convert the parameters of a module to bf16 in place, and their gradients; a second call changes nothing.
+
+    Buffers stay as they are: rounded position tables and running statistics are wrong ones. So do the parameters
+    beside running statistics (batch norm), as torch wants both in one type.
+    """
+    kept = {
+        parameter
+        for part in module.modules()
+        if getattr(part, "running_mean", None) is not None
+        for parameter in part.parameters(recurse=False)
+    }
+    chosen = {
+        id(tensor): tensor
+        for parameter in module.parameters()
+        if parameter not in kept and parameter.dtype in (torch.float32, torch.float16, torch.float64)
+        for tensor in (parameter, parameter.grad)
+        if tensor is not None
+    }
+    # As `module.to` does it, which tells FSDP2 of its new shards, but not for buffers.
+    module._apply(lambda tensor: tensor.to(bfloat16) if id(tensor) in chosen else tensor)
+
+
+class BF16True(Precision):
+    """Parameters and gradients rest in bf16; products run in bf16, each optimizer step in fp32.
+
+    Lightning's `precision: bf16-true` rounds every update to the nearest bf16 value, so that a weight whose update is
+    under half a spacing (1/512 to 1/256 of it) never moves. Here the step is computed in fp32, by any optimizer, and
+    reaches the weight by stochastic rounding, or through fp32 masters. Autocast stands on top, so that losses and
+    softmax run in fp32 and an fp32 buffer does no harm; under FSDP2 it is the sharding that casts (`fsdp2_policy`).
+    Buffers and batch norm keep their type. Gradients are added up over micro-batches, clipped and measured in bf16.
+
+    Bytes a parameter with AdamW (weight, gradient, two averages, master): 12 as it comes; 8 with bf16 state; 16 with
+    masters; 12 with masters and bf16 state. Besides, 256 MiB or the largest parameter's copies during a step.
+
+    The rounding draws from generators of its own, so that a model's random state is that of a run without it. Replicas
+    round alike. Its seed and count are in the checkpoint: a resumed run rounds as the uninterrupted one would.
+
+    Args:
+        update: `stochastic_rounding` (unbiased, no memory) or `fp32_masters` (4 bytes a parameter more, exact).
+        optimizer_state: type that optimizer state of a parameter's shape rests in.
+
+    Attributes:
+        fsdp2_policy: for whoever shards the model: `fully_shard(block, mp_policy=plugin.fsdp2_policy)`.
+
+    Raises:
+        UsageError: an unknown option value; when training starts, under a strategy with a precision of its own (FSDP1,
+            DeepSpeed), or with an optimizer that calls its closure more than once, such as LBFGS.
+
+    Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192 (stochastic rounding of the weight update).
+    """
+
+    precision: Literal["bf16-true"] = "bf16-true"
+
+    def __init__(self, update: Update = "stochastic_rounding", optimizer_state: StateType = "fp32") -> None:
+        for name, value, known in (("update", update, Update), ("optimizer_state", optimizer_state, StateType)):
+            if value not in get_args(known):
+                raise UsageError(f"BF16True: {name}={value!r} is not known: give one of {', '.join(get_args(known))}")
+        self.update = update
+        self.optimizer_state = optimizer_state
+        self._autocast = Autocast(bfloat16)
+        self._strategy: Any = None
+        self._seed = 0
+        self._steps: list[BF16Step] = []
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(update={self.update!r}, optimizer_state={self.optimizer_state!r})"
+
+    @property
+    def fsdp2_policy(self) -> MixedPrecisionPolicy:
+        """Weights gathered in bf16, gradients reduced in fp32."""
+        return self._autocast.fsdp2_policy
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert the parameters in place; learn the device they live on, and whether FSDP2 casts."""
+        refuse_strategy(self, module)
+        to_bf16(module)
+        self._autocast.follow(module)
+        trainer = trainer_of(module)
+        self._strategy = trainer.strategy if trainer is not None else None
+        return module
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Wrap each optimizer's step."""
+        # once and from rank 0: a module may seed anew in the middle of training, each rank in its own way
+        seed = torch.initial_seed()
+        self._seed = self._strategy.broadcast(seed) if self._strategy is not None else seed
+        self._steps = [
+            BF16Step(optimizer, self.update, self.optimizer_state, self._seed + place)
+            for place, optimizer in enumerate(optimizers)
+        ]
+        return model, optimizers, lr_schedulers
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Wrap a forward pass."""
+        return self._autocast.context()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seed of the rounding and how many steps each optimizer has made."""
+        return {"seed": self._seed, "steps": [step.steps for step in self._steps]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the rounding of another run."""
+        self._seed = state_dict["seed"]
+        for place, (step, count) in enumerate(zip(self._steps, state_dict["steps"], strict=False)):
+            step.seed, step.steps = self._seed + place, count

@@ -1,0 +1,196 @@
+"""fp16 products over fp32 weights with a scaled loss: for GPUs that multiply fp16 fast and bf16 not at all."""
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks.optim.resting_state import take_masters
+from lightning_tricks.optim.unscale import unscale
+from lightning_tricks.precision._autocast import Autocast, refuse_strategy, trainer_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.precision import Precision
+else:
+    Precision = pl_import("plugins.precision").Precision
+
+LightningOptimizer = pl_import("core.optimizer").LightningOptimizer
+
+
+class FP16Mixed(Precision):
+    """Autocast to fp16 with a scaled loss; weights, gradients and optimizer state stay in fp32, on CUDA and on CPU.
+
+    fp16 holds nothing between 0 and 6e-8, and gradients live there; so the loss is multiplied by a scale and the
+    gradients are divided by it. A step whose gradients overflow changes no weight, halves the scale and is counted.
+
+    What Lightning's `precision: 16-mixed` does, and beyond it: gradients are unscaled before every hook, the norm and
+    the clip, for fused optimizers too, and before `self.clip_gradients` in manual optimization. An overflowed step
+    does not advance the schedulers that Lightning steps after each optimizer step (`interval: step`; those of an epoch
+    or on a plateau go on, and in manual optimization yours do: hold them where `skipped_steps` has grown). On a CPU it
+    is fp16 and not bf16. FSDP2 casts in its place (`fsdp2_policy`), and all ranks skip together.
+
+    Whether to skip is one read of the device per optimizer step, after the clip. Where a module has several optimizers,
+    the scale is updated at the next backward pass: until then other gradients may still carry the old one.
+
+    Args:
+        init_scale: of the first step; above 0. Torch's default, 2**16: high, found too high within a few steps.
+        growth_interval: steps without overflow after which the scale is doubled; 1 or more. Torch's default, 2000.
+        loss_scaling: False trains without a scale, to see what it is for: nothing is skipped, `scaler` is None.
+
+    Attributes:
+        scaler: `torch.amp.GradScaler` on the device that the model lives on; its scale is in the checkpoint.
+        skipped_steps: optimizer steps that overflowed since the run began, an int; in the checkpoint.
+        fsdp2_policy: for whoever shards the model: `fully_shard(block, mp_policy=plugin.fsdp2_policy)`.
+
+    Raises:
+        UsageError: an option out of its range. When training starts: LBFGS, weights in fp16, a strategy with a
+            precision of its own (FSDP1, DeepSpeed).
+
+    Source: Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740 (fp32 master weights, loss scaling);
+        https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling (the scale's rule and its defaults).
+    """
+
+    precision = "16-mixed"
+
+    def __init__(self, init_scale: float = 65536.0, growth_interval: int = 2000, loss_scaling: bool = True) -> None:
+        if not 0 < init_scale <= torch.finfo(torch.float32).max:
+            raise UsageError(f"init_scale={init_scale!r}: give a finite number above 0, such as 65536")
+        if not growth_interval >= 1:
+            raise UsageError(f"growth_interval={growth_interval!r}: give a number of steps, 1 or more")
+        self.init_scale, self.growth_interval, self.loss_scaling = init_scale, growth_interval, loss_scaling
+        self.skipped_steps = 0
+        self._autocast = Autocast(torch.float16)
+        self.scaler = self._new_scaler()
+        self._update_due = False
+        self._held: list[tuple[Any, int]] = []  # schedulers' configs and the frequency that each shall have again
+
+    def __repr__(self) -> str:
+        options = ("init_scale", "growth_interval", "loss_scaling")
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in options)})"
+
+    def _new_scaler(self) -> torch.amp.GradScaler | None:
+        if not self.loss_scaling:
+            return None
+        device = self._autocast.device_type
+        return torch.amp.GradScaler(device, init_scale=float(self.init_scale), growth_interval=self.growth_interval)
+
+    @property
+    def fsdp2_policy(self) -> MixedPrecisionPolicy:
+        """Weights gathered in fp16, gradients reduced in fp32."""
+        return self._autocast.fsdp2_policy
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Leave the weights as they are; learn the device they live on, and whether FSDP2 casts."""
+        refuse_strategy(self, module)
+        device_type, trainer = self._autocast.device_type, trainer_of(module)
+        self._autocast.follow(module)
+        if self._autocast.device_type != device_type:
+            self.scaler = self._new_scaler()
+        if self.scaler is not None and trainer is not None:
+            # so that the scale is there even if the first batch has no loss
+            self.scaler.scale(torch.zeros((), device=trainer.strategy.root_device))
+        return module
+
+    def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Refuse what cannot be scaled; go on from the fp32 masters, where a checkpoint of `BF16True` has them."""
+        for optimizer in optimizers:
+            optimizer.register_load_state_dict_post_hook(take_masters)
+        if self.scaler is not None and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise UsageError(
+                "optimizer: LBFGS computes its loss several times a step, FP16Mixed scales it once: use AdamW"
+            )
+        trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        halves = [n for n, p in model.named_parameters() if id(p) in trained and p.dtype == torch.float16]
+        if halves:
+            raise UsageError(
+                f"plugins: FP16Mixed trains fp32 weights, {halves[0]} ({len(halves)} of {len(trained)}) is float16: "
+                "build the model in fp32, or call float() on it before training"
+            )
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Wrap a forward pass."""
+        return self._autocast.context()
+
+    def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
+        """Scale the loss."""
+        self._update_scale()
+        return super().pre_backward(tensor if self.scaler is None else self.scaler.scale(tensor), module)
+
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Clip what is no longer scaled: in manual optimization the module clips before its step."""
+        if self.scaler is not None:
+            unscale(self.scaler, optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        super().clip_gradients(optimizer, *args, **kwargs)
+
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: "pl.LightningModule",
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, unscale, run the hooks and the clip; then step, or skip the step where it overflowed."""
+        self._release_schedulers()
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        closure()
+        unscale(self.scaler, optimizer)
+        self._after_closure(model, optimizer)
+        found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        overflowed = any(bool(value) for value in found.values())  # one value, so one read of the device
+        # not scaler.step: it would read once more, and hand a fused optimizer what is decided already
+        result = None if overflowed else optimizer.step(**kwargs)
+        self._update_due = True
+        if len(model.trainer.optimizers) == 1:  # otherwise another's gradients may still carry this scale
+            self._update_scale()
+        if overflowed:
+            self.skipped_steps += 1
+            self._hold_schedulers(model.trainer.lr_scheduler_configs)
+        return result
+
+    def _update_scale(self) -> None:
+        if self.scaler is not None and self._update_due:
+            self.scaler.update()
+        self._update_due = False
+
+    def _hold_schedulers(self, configs: Iterable[Any]) -> None:
+        """Let Lightning pass them over until the next optimizer step; nothing of it is in a scheduler's own state."""
+        for config in configs:
+            if config.interval == "step" and not config.reduce_on_plateau:
+                self._held.append((config, config.frequency))
+                config.frequency = sys.maxsize
+
+    def _release_schedulers(self) -> None:
+        for config, frequency in self._held:
+            config.frequency = frequency
+        self._held = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, how many steps it has stood, and the steps skipped; not the options, which are the recipe's."""
+        self._update_scale()
+        state: dict[str, Any] = {"skipped_steps": self.skipped_steps}
+        if self.scaler is not None:
+            whole = self.scaler.state_dict()
+            state |= {"scale": whole["scale"], "_growth_tracker": whole["_growth_tracker"]}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from `state_dict`, of a run with loss scaling or without."""
+        self.skipped_steps = state_dict["skipped_steps"]
+        if self.scaler is not None and "scale" in state_dict:
+            # torch grows the scale when the count equals the interval: one beyond a shorter interval never would
+            stood = min(state_dict["_growth_tracker"], self.growth_interval - 1)
+            state = {**self.scaler.state_dict(), "scale": state_dict["scale"], "_growth_tracker": stood}
+            self.scaler.load_state_dict(state)
+
+    def teardown(self) -> None:
+        """Leave the schedulers and the scale as they are to be."""
+        self._release_schedulers()
+        self._update_scale()

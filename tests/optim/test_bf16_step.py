@@ -1,0 +1,534 @@
+"""bf16 weights under any optimizer: stepped in fp32, no update lost, state in its type, nothing left behind."""
+
+import copy
+import sys
+import warnings
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.optim.bf16_step import BF16Step
+
+BF16 = torch.bfloat16
+SPACING = 2.0**-7  # of bf16 numbers just above 1
+
+
+def weight(*shape, dtype=BF16):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+    return nn.Parameter(values.to(BF16).to(dtype))
+
+
+def give_gradients(params, step):
+    """Gradients of a number's worth in bf16, the same for each type of parameter."""
+    for place, param in enumerate(params):
+        values = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + place))
+        param.grad = values.to(BF16).to(param.dtype)
+
+
+def train(optimizer, steps, start=0):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in range(start, start + steps):
+        give_gradients(params, step)
+        optimizer.step()
+
+
+def spied(optimizer):
+    """Note what each call of the optimizer's own step holds."""
+    calls, own = [], optimizer.step
+
+    def step(*args):
+        calls.append([p for group in optimizer.param_groups for p in group["params"]])
+        return own(*args)
+
+    optimizer.step = step
+    return calls
+
+
+class ForeignSGD(torch.optim.SGD):
+    pass
+
+
+# what the step is for
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_an_update_of_a_thousandth_of_a_spacing_moves_weights_as_in_fp32(moves):
+    param = nn.Parameter(torch.ones(1 << 16, dtype=BF16))
+    optimizer = torch.optim.SGD([param], lr=1e-3)
+    if moves:
+        BF16Step(optimizer)
+    for _ in range(200):
+        param.grad = torch.full_like(param, -SPACING)
+        optimizer.step()
+    moved = (param.double() - 1).mean().item() / (0.2 * SPACING)
+    assert moved == (pytest.approx(1, rel=0.05) if moves else 0)
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, 0.01, foreach=True),
+    "AdamW, lr a tensor": lambda p: torch.optim.AdamW(p, torch.tensor(0.01)),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, 0.1),
+    "Adamax": lambda p: torch.optim.Adamax(p, 0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, 0.01, t0=1),
+    "NAdam": lambda p: torch.optim.NAdam(p, 0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, 0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, 0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
+    "Muon": lambda p: torch.optim.Muon(p, 0.01),
+    "foreign": lambda p: ForeignSGD(p, 0.01, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("bucket_bytes", [1, 256 << 20])
+def test_masters_hold_just_what_fp32_weights_would(name, bucket_bytes):
+    shapes = [(3, 4), (4, 2), (2, 2)] if name == "Muon" else [(3, 4), (4,), (), (2, 2)]
+    ours, plain = [weight(*s) for s in shapes], [weight(*s, dtype=torch.float32) for s in shapes]
+    optimizer, reference = OPTIMIZERS[name](ours), OPTIMIZERS[name](plain)
+    BF16Step(optimizer, "fp32_masters", bucket_bytes=bucket_bytes)
+    for step in range(4):
+        train(optimizer, 1, step)
+        train(reference, 1, step)
+        for own, expected in zip(ours, plain, strict=True):
+            assert own.dtype == BF16
+            assert torch.equal(own, expected.to(BF16))
+            state = dict(optimizer.state[own])
+            assert torch.equal(state.pop("master"), expected)
+            assert state.keys() == reference.state[expected].keys()
+            for key, value in reference.state[expected].items():
+                if isinstance(value, torch.Tensor):
+                    assert state[key].dtype == value.dtype
+                    assert torch.equal(state[key], value), key
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stochastic_rounding_lands_on_a_neighbour_of_what_fp32_would_be(name):
+    shapes = [(3, 4), (4, 2)] if name == "Muon" else [(3, 4), (4,), ()]
+    ours, plain = [weight(*s) for s in shapes], [weight(*s, dtype=torch.float32) for s in shapes]
+    optimizer, reference = OPTIMIZERS[name](ours), OPTIMIZERS[name](plain)
+    BF16Step(optimizer)
+    train(optimizer, 1)
+    train(reference, 1)
+    for own, expected in zip(ours, plain, strict=True):
+        assert own.dtype == BF16
+        assert ((own.float() - expected).abs() <= 2.0**-7 * expected.abs()).all()
+        assert "master" not in optimizer.state[own]
+
+
+def test_the_state_between_steps_has_its_type_and_small_parts_stay_fp32():
+    for name, dtype in {"fp32": torch.float32, "bf16": BF16}.items():
+        params = [weight(3, 4), weight(), nn.Parameter(torch.ones(4))]
+        optimizer = torch.optim.AdamW(params, lr=0.01)
+        BF16Step(optimizer, optimizer_state=name)
+        train(optimizer, 2)
+        states = [optimizer.state[p] for p in params]
+        assert states[0]["exp_avg"].dtype == states[0]["exp_avg_sq"].dtype == dtype
+        # a parameter of one number, and one that is fp32 itself
+        assert {v.dtype for s in states[1:] for v in s.values()} == {torch.float32}
+        assert all(s["step"].dtype == torch.float32 and s["step"] == 2 for s in states)
+
+
+def test_a_bf16_average_with_beta_0_999_goes_on_decaying():
+    param = nn.Parameter(torch.ones(1 << 14, dtype=BF16))
+    optimizer = torch.optim.AdamW([param], lr=0.0, betas=(0.9, 0.999))
+    BF16Step(optimizer, optimizer_state="bf16")
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.state[param]["exp_avg_sq"].fill_(1.0)  # nearest rounding would keep it at 1 for ever
+    for _ in range(300):
+        optimizer.step()
+    average = optimizer.state[param]["exp_avg_sq"]
+    assert average.dtype == BF16
+    assert average.double().mean().item() == pytest.approx(0.999**300, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 12),
+        ({"optimizer_state": "bf16"}, 8),
+        ({"update": "fp32_masters"}, 16),
+        ({"update": "fp32_masters", "optimizer_state": "bf16"}, 12),
+    ],
+)
+def test_bytes_a_parameter(options, expected):
+    param = weight(64, 64)
+    optimizer = torch.optim.AdamW([param])
+    BF16Step(optimizer, **options)
+    train(optimizer, 2)
+    held = [param, param.grad, *(v for v in optimizer.state[param].values() if v.dim())]
+    assert sum(t.element_size() * t.numel() for t in held) == expected * param.numel()
+
+
+# buckets
+
+
+def test_no_more_than_a_bucket_is_lifted_at_once():
+    params = [weight(10), weight(10), nn.Parameter(torch.ones(50)), weight(10), weight(30)]
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.2}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    calls = spied(optimizer)
+    BF16Step(optimizer, bucket_bytes=8 * 25)
+    train(optimizer, 1)
+    assert [[p.numel() for p in call] for call in calls] == [[10, 10, 50], [10], [30]]
+    assert {p.dtype for call in calls for p in call} == {torch.float32}
+    assert [p for group in optimizer.param_groups for p in group["params"]] == params
+
+
+def test_an_optimizer_that_may_mix_its_parameters_gets_them_at_once():
+    optimizer = ForeignSGD([weight(10), weight(20)], lr=0.1)
+    calls = spied(optimizer)
+    BF16Step(optimizer, bucket_bytes=1)
+    train(optimizer, 1)
+    assert [[p.numel() for p in call] for call in calls] == [[10, 20]]
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer_state": "bf16"}])
+def test_the_rounding_does_not_depend_on_the_buckets(options):
+    results = []
+    for bucket_bytes in (1, 100, 256 << 20):
+        params = [weight(5, 3), weight(7), weight(2, 2)]
+        optimizer = torch.optim.AdamW(params, lr=0.01)
+        BF16Step(optimizer, bucket_bytes=bucket_bytes, **options)
+        train(optimizer, 3)
+        results.append([t.clone() for p in params for t in (p.detach(), *optimizer.state[p].values())])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+# what rides along
+
+
+def test_fp32_parameters_are_stepped_as_they_are_and_those_without_gradient_not_at_all():
+    fp32, plain, idle = weight(4, dtype=torch.float32), weight(4, dtype=torch.float32), weight(5)
+    before = idle.detach().clone()
+    optimizer, reference = torch.optim.AdamW([weight(4), fp32, idle], lr=0.1), torch.optim.AdamW([plain], lr=0.1)
+    BF16Step(optimizer, "fp32_masters")
+    for param in (fp32, plain, optimizer.param_groups[0]["params"][0]):
+        param.grad = torch.full_like(param, 0.3)
+    optimizer.step()
+    reference.step()
+    assert torch.equal(fp32, plain)
+    assert torch.equal(idle, before)
+    assert idle not in optimizer.state
+    assert optimizer.state[fp32].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_an_optimizer_without_state_keeps_none():
+    optimizer = torch.optim.SGD([weight(4)], lr=0.1)
+    BF16Step(optimizer)
+    train(optimizer, 2)
+    assert not optimizer.state
+
+
+def test_what_is_noted_on_a_parameter_is_seen_by_the_optimizer():
+    param = weight(4)
+    param.role = "embedding"
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    calls = spied(optimizer)
+    BF16Step(optimizer)
+    train(optimizer, 1)
+    assert calls[0][0].role == "embedding"
+    assert calls[0][0].requires_grad
+
+
+@pytest.mark.parametrize("update", ["stochastic_rounding", "fp32_masters"])
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.5), lambda p: torch.optim.SparseAdam(p, 0.5)])
+def test_sparse_gradients_move_their_rows_only(update, make):
+    table = nn.Embedding(5, 3, sparse=True, dtype=BF16)
+    before = table.weight.detach().clone()
+    optimizer = make(table.parameters())
+    BF16Step(optimizer, update)
+    table(torch.tensor([1, 3])).sum().backward()
+    assert table.weight.grad.is_sparse
+    optimizer.step()
+    changed = (table.weight != before).any(1)
+    assert changed.tolist() == [False, True, False, True, False]
+
+
+def test_masters_follow_a_weight_that_was_written_to_from_outside():
+    param, plain = weight(6), weight(6, dtype=torch.float32)
+    optimizer, reference = torch.optim.SGD([param], lr=0.01), torch.optim.SGD([plain], lr=0.01)
+    BF16Step(optimizer, "fp32_masters")
+    train(optimizer, 3)
+    train(reference, 3)
+    with torch.no_grad():
+        param[2] = plain[2] = 5.0
+    train(optimizer, 1, 3)
+    train(reference, 1, 3)
+    assert torch.equal(optimizer.state[param]["master"], plain)
+
+
+# what torch does around a step
+
+
+def test_the_closure_runs_once_first_and_with_gradients():
+    param, seen = weight(4), []
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    BF16Step(optimizer, bucket_bytes=1)
+
+    def closure():
+        seen.append(optimizer.param_groups[0]["params"][0])
+        loss = param.float().square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert len(seen) == 1
+    assert seen[0] is param
+    assert loss.requires_grad
+    before = param.detach().clone()
+    optimizer.step()
+    assert not torch.equal(param, before)
+
+
+def test_hooks_fire_once_a_step_and_see_the_optimizers_own_parameters():
+    params, seen = [weight(4), weight(5)], []
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    BF16Step(optimizer, bucket_bytes=1)
+    own = [
+        optimizer.register_step_pre_hook(lambda o, a, k: seen.append(("pre", list(o.param_groups[0]["params"])))),
+        optimizer.register_step_post_hook(lambda o, a, k: seen.append(("post", list(o.param_groups[0]["params"])))),
+        register_optimizer_step_pre_hook(lambda o, a, k: seen.append(("any pre", list(o.param_groups[0]["params"])))),
+        register_optimizer_step_post_hook(lambda o, a, k: seen.append(("any post", list(o.param_groups[0]["params"])))),
+    ]
+    train(optimizer, 2)
+    for handle in own:
+        handle.remove()
+    train(optimizer, 1)
+    assert [name for name, _ in seen] == ["any pre", "pre", "post", "any post"] * 2
+    assert all(held == params for _, held in seen)
+
+
+@pytest.mark.parametrize("scheduler_first", [True, False])
+def test_a_scheduler_sees_the_steps(scheduler_first):
+    optimizer = torch.optim.SGD([weight(4)], lr=1.0)
+    make = [lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), lambda: BF16Step(optimizer)]
+    made = [build() for build in (make if scheduler_first else reversed(make))]
+    scheduler = made[0 if scheduler_first else 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(optimizer, 1)
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_wrapping_twice_is_wrapping_once():
+    results = []
+    for times in (1, 2):
+        optimizer = torch.optim.AdamW([weight(40)], lr=0.01)
+        calls = spied(optimizer)
+        for _ in range(times):
+            step = BF16Step(optimizer, optimizer_state="bf16")
+        train(optimizer, 3)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(optimizer, 1, 3)
+        assert len(calls) == step.steps == 4
+        results.append(optimizer.param_groups[0]["params"][0])
+    assert torch.equal(*results)
+
+
+def test_the_last_wrapping_holds():
+    optimizer = torch.optim.AdamW([weight(4)], lr=0.01)
+    BF16Step(optimizer, "fp32_masters")
+    train(optimizer, 1)
+    BF16Step(optimizer)
+    train(optimizer, 1)
+    assert "master" not in optimizer.state[optimizer.param_groups[0]["params"][0]]
+
+
+# randomness
+
+
+def test_seed_and_count_are_all_that_the_rounding_depends_on():
+    def run(seed=0, count=0):
+        optimizer = torch.optim.SGD([weight(300)], lr=1e-3)
+        BF16Step(optimizer, seed=seed).steps = count
+        train(optimizer, 1)
+        return optimizer.param_groups[0]["params"][0]
+
+    state = torch.get_rng_state()
+    first = run()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(5)
+    assert torch.equal(first, run())
+    assert not torch.equal(first, run(seed=1))
+    assert not torch.equal(first, run(count=1))
+
+
+def test_two_parameters_of_one_shape_do_not_round_alike():
+    params = [nn.Parameter(torch.ones(300, dtype=BF16)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=0.5)
+    BF16Step(optimizer)
+    for param in params:
+        param.grad = torch.full_like(param, -SPACING)
+    optimizer.step()
+    assert not torch.equal(*params)
+
+
+# loading
+
+
+@pytest.mark.parametrize("update", ["stochastic_rounding", "fp32_masters"])
+@pytest.mark.parametrize("optimizer_state", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "AdamW fused", "Adafactor"])
+def test_a_run_that_was_saved_and_loaded_goes_on_bitwise(name, update, optimizer_state):
+    def build():
+        optimizer = OPTIMIZERS[name]([weight(3, 4), weight(4), weight(5, dtype=torch.float32)])
+        return optimizer, BF16Step(optimizer, update, optimizer_state, seed=3)
+
+    whole, _ = build()
+    train(whole, 5)
+    first, first_step = build()
+    train(first, 3)
+    second, second_step = build()
+    for to, own in zip(second.param_groups[0]["params"], first.param_groups[0]["params"], strict=True):
+        to.data.copy_(own)
+    saved = copy.deepcopy(first.state_dict())
+    saved["state"] = {i: OrderedDict(reversed(s.items())) for i, s in saved["state"].items()}  # order must not matter
+    second.load_state_dict(saved)
+    second_step.steps = first_step.steps
+    train(second, 2, 3)
+    for a, b in zip(whole.param_groups[0]["params"], second.param_groups[0]["params"], strict=True):
+        assert torch.equal(a, b)
+        assert whole.state[a].keys() == second.state[b].keys()
+        for key, value in whole.state[a].items():
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == second.state[b][key].dtype
+                assert torch.equal(value, second.state[b][key])
+
+
+def test_state_saved_in_bf16_is_loaded_as_fp32_and_masters_only_where_they_are_used():
+    param = weight(4)
+    plain = torch.optim.AdamW([param], lr=0.01)
+    train(plain, 1)
+    saved = plain.state_dict()
+    assert saved["state"][0]["exp_avg"].dtype == BF16
+    saved["state"][0]["master"] = torch.arange(4.0)
+    saved["state"][0]["step"] = torch.tensor(1.0, dtype=torch.float64)
+    for update, kept in {"stochastic_rounding": False, "fp32_masters": True}.items():
+        optimizer = torch.optim.AdamW([weight(4)], lr=0.01)
+        BF16Step(optimizer, update)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        assert state["exp_avg"].dtype == torch.float32
+        assert torch.equal(state["exp_avg"], plain.state[param]["exp_avg"].float())
+        assert ("master" in state) is kept
+        assert state["step"].dtype == torch.float64  # a count is torch's own affair
+
+
+def test_masters_of_a_checkpoint_that_the_weights_have_left_do_not_come_back():
+    param, plain = weight(4), weight(4, dtype=torch.float32)
+    optimizer, reference = torch.optim.SGD([param], lr=0.1), torch.optim.SGD([plain], lr=0.1)
+    BF16Step(optimizer, "fp32_masters")
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"master": torch.full((4,), 100.0)}}})
+    train(optimizer, 1)
+    train(reference, 1)
+    assert torch.equal(param, plain.to(BF16))
+
+
+class NestedState(torch.optim.SGD):
+    """Keeps tensors in a dict and a list, as some optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("inner", {"factors": [param.detach() + 1.2345e-4]})
+        return super().step(closure)
+
+
+def test_nested_state_survives_loading_in_fp32():
+    first, second = (NestedState([weight(3)], lr=0.1) for _ in range(2))
+    for optimizer in (first, second):
+        BF16Step(optimizer)
+    train(first, 1)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    (own,), (loaded,) = first.state.values(), second.state.values()
+    assert loaded["inner"]["factors"][0].dtype == torch.float32
+    assert torch.equal(own["inner"]["factors"][0], loaded["inner"]["factors"][0])
+
+
+# errors
+
+
+class Twice(torch.optim.SGD):
+    def step(self, closure):
+        closure()
+        super().step()
+        return closure()
+
+
+class Sharpness(torch.optim.SGD):
+    """Climbs before it computes the gradient, as SAM does."""
+
+    def step(self, closure):
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.add_(0.1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("cls", [Twice, Sharpness])
+def test_an_optimizer_that_computes_the_gradient_within_its_step_is_refused_when_it_does(cls):
+    param = weight(4)
+    optimizer = cls([param], lr=0.1)
+    BF16Step(optimizer)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(UsageError, match=rf"^BF16True cannot drive the optimizer {cls.__name__}, .* BF16Mixed$"):
+        optimizer.step(lambda: torch.zeros(()))
+    assert optimizer.param_groups[0]["params"] == [param]
+
+
+def test_lbfgs_is_refused_at_once():
+    with pytest.raises(UsageError, match=r"^BF16True cannot drive the optimizer LBFGS"):
+        BF16Step(torch.optim.LBFGS([weight(4)]))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 256 << 20])
+def test_a_step_that_fails_leaves_groups_state_and_hooks_as_they_were(monkeypatch, bucket_bytes):
+    params = [weight(4), weight(5, dtype=torch.float32), weight(6)]
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    step = BF16Step(optimizer, "fp32_masters", "bf16", bucket_bytes=bucket_bytes)
+    fired = []
+    optimizer.register_step_post_hook(lambda *_: fired.append(1))
+    train(optimizer, 1)
+    states = {p: set(optimizer.state[p]) for p in params}
+
+    def fail(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["torch.optim.adam"], "adam", fail)  # torch.optim hides the module
+        with pytest.raises(MemoryError):
+            train(optimizer, 1, 1)
+    assert optimizer.param_groups[0]["params"] == params
+    assert {p: set(s) for p, s in optimizer.state.items()} == states
+    assert step.steps == 1
+    train(optimizer, 1, 1)
+    assert fired == [1, 1]
+
+
+def test_a_closure_that_fails_changes_nothing():
+    param = weight(4)
+    before = param.detach().clone()
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    step = BF16Step(optimizer)
+
+    def closure():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(closure)
+    assert torch.equal(param, before)
+    assert step.steps == 0

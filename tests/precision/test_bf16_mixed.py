@@ -1,0 +1,145 @@
+"""bf16 products over fp32 weights: clips fused optimizers, casts once, and leaves the casting to FSDP2."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import two_processes
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from monitored import LLAMA, fit
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.models import Decoder
+from lightning_tricks.precision import AutoPrecision, BF16Mixed
+from lightning_tricks.precision._autocast import Autocast
+
+
+class Two(pl.LightningModule):
+    """Two layers, the second after a softmax, which autocast computes in fp32."""
+
+    def __init__(self, fused: bool = False, width: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.fused, self.width = fused, width
+        self.seen: list[torch.dtype] = []
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.first(batch)
+        out = self.second(hidden.softmax(-1))
+        self.seen += [hidden.dtype, out.dtype]
+        return out.float().square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(self.first(batch).dtype)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1, fused=self.fused)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(32, self.width), batch_size=4)
+
+    def val_dataloader(self):
+        return DataLoader(torch.ones(4, self.width), batch_size=4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_products_are_bf16_over_fp32_weights_and_fused_optimizers_are_clipped(fused):
+    model = Two(fused)
+    run = fit(model, plugins=BF16Mixed(), gradient_clip_val=1e-3, max_steps=2)
+    assert run.trainer.precision == "bf16-mixed"
+    assert set(model.seen) == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    state = run.trainer.optimizers[0].state[model.first.weight]
+    assert state["exp_avg"].dtype == torch.float32
+    assert sum(p.grad.square().sum() for p in model.parameters()).sqrt().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_it_trains_as_lightnings_own_does_to_the_bit():
+    ours = fit(Two(), plugins=BF16Mixed(), gradient_clip_val=0.5, max_steps=6)
+    stock = fit(Two(), precision="bf16-mixed", gradient_clip_val=0.5, max_steps=6)
+    assert all(torch.equal(a, b) for a, b in zip(ours.weights, stock.weights, strict=True))
+    fp32 = fit(Two(), gradient_clip_val=0.5, max_steps=6)
+    assert not all(torch.equal(a, b) for a, b in zip(ours.weights, fp32.weights, strict=True))
+
+
+class Decoding(pl.LightningModule):
+    """Our decoder with selective checkpointing, which runs a block again in the backward pass."""
+
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Decoder(LLAMA)
+        self.model.set_activation_checkpointing(checkpointing)
+
+    def training_step(self, batch, batch_idx):
+        return self.model(batch).float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self):
+        return DataLoader(list(torch.arange(2 * 16 * 16).view(-1, 2, 16) % 61), batch_size=None)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_a_block_that_is_run_again_casts_again(checkpointing):
+    plain, again = (fit(Decoding(mode), plugins=BF16Mixed()) for mode in ("none", checkpointing))
+    assert all(torch.equal(a, b) for a, b in zip(plain.weights, again.weights, strict=True))
+
+
+def test_the_policy_gathers_in_bf16_and_reduces_in_fp32():
+    assert BF16Mixed().fsdp2_policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    assert Autocast(torch.float16).fsdp2_policy == MixedPrecisionPolicy(torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_auto_precision_shards_as_it_casts(monkeypatch, fast):
+    monkeypatch.setattr("lightning_tricks.precision.auto_precision.has_fast_bf16", lambda _: fast)
+    expected = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if fast else MixedPrecisionPolicy()
+    assert AutoPrecision().fsdp2_policy == expected
+
+
+@pytest.mark.parametrize("plugin", [BF16Mixed(), AutoPrecision()], ids=repr)
+def test_a_strategy_with_a_precision_of_its_own_is_refused(plugin):
+    class Attached(nn.Module):
+        _trainer = type("Trainer", (), {"strategy": DeepSpeedStrategy.__new__(DeepSpeedStrategy)})()
+
+    with pytest.raises(UsageError, match=rf"^plugins: {type(plugin).__name__} does not work under DeepSpeed, .*FSDP2"):
+        plugin.convert_module(Attached())
+
+
+def test_a_precision_beside_the_plugin_is_refused_with_both_names():
+    with pytest.raises(ValueError, match=r"precision=16-true.*plugins=BF16Mixed\(\)"):
+        pl.Trainer(accelerator="cpu", precision="16-true", plugins=BF16Mixed())
+
+
+class Sharded(Two):
+    """Shards itself: `policy` casts or does not, `whole` leaves no parameter out."""
+
+    def __init__(self, policy: MixedPrecisionPolicy, whole: bool = True) -> None:
+        super().__init__()
+        self.policy, self.whole = policy, whole
+
+    def configure_model(self):
+        for part in (self.first, self.second) if self.whole else (self.first,):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"], mp_policy=self.policy)
+
+
+def under_fsdp2(rank: int) -> None:
+    casts, plain = BF16Mixed().fsdp2_policy, MixedPrecisionPolicy()
+    cases = [(casts, True, False), (plain, True, True), (casts, False, True)]
+    for policy, whole, autocasts in cases:
+        model, plugin = Sharded(policy, whole), BF16Mixed()
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        run = fit(model, plugins=plugin, strategy=strategy, devices=2, max_steps=2, limit_val_batches=1)
+        assert plugin._autocast.enabled is autocasts
+        assert set(model.seen) == {torch.bfloat16}, "no product may run in fp32"
+        assert {weight.dtype for weight in run.weights} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_under_fsdp2_nothing_is_cast_twice_and_nothing_is_left_uncast():
+    two_processes.run(under_fsdp2)

@@ -1,0 +1,517 @@
+"""BF16True: bf16 weights that move as fp32 ones do, on one device, in replicas and in shards; a resume is bitwise."""
+
+import io
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import two_processes
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.data import DataLoader
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.optim.stochastic_rounding import rounding_seed
+from lightning_tricks.precision import BF16Mixed, BF16True
+
+KINDS = {
+    "stochastic": {},
+    "stochastic, bf16 state": {"optimizer_state": "bf16"},
+    "masters": {"update": "fp32_masters"},
+    "masters, bf16 state": {"update": "fp32_masters", "optimizer_state": "bf16"},
+}
+
+
+class Model(pl.LightningModule):
+    """Not the collection's own; a number of rows that two ranks share unequally; dropout, to see the random state."""
+
+    def __init__(self, optimizer="adamw", shard=False, norm=nn.LayerNorm, lr=1e-2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.optimizer, self.shard, self.lr = optimizer, shard, lr
+        self.layers = nn.Sequential(nn.Linear(6, 7), norm(7), nn.Dropout(0.1), nn.Linear(7, 3))
+        self.register_buffer("table", torch.linspace(0, 1, 6))
+        self.losses: list[float] = []
+
+    def configure_model(self):
+        if self.shard and not any(isinstance(p, DTensor) for p in self.parameters()):
+            options = {
+                "mesh": self.device_mesh["data_parallel"],
+                "mp_policy": self.trainer.precision_plugin.fsdp2_policy,
+            }
+            if isinstance(self.layers[1], nn.BatchNorm1d):  # a unit of FSDP2 has one type
+                fully_shard(self.layers[1], mesh=options["mesh"])
+            fully_shard(self.layers[0], **options)
+            fully_shard(self.layers, **options)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layers(torch.randn(2, 6) + self.table).float().square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        if self.optimizer == "sgd":
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        else:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, fused=self.optimizer == "fused")
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 8)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def on_train_batch_start(self, batch, batch_idx):
+        torch.manual_seed(1000 * self.global_rank + batch_idx)  # a resume draws the same rows and the same dropout
+
+
+def batches():
+    return DataLoader(range(32))
+
+
+def trainer(plugin, **options):
+    defaults = {"accelerator": "cpu", "devices": 1, "max_steps": 6, "logger": False, "use_distributed_sampler": False}
+    defaults |= {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    return pl.Trainer(plugins=[plugin] if plugin is not None else None, **{**defaults, **options})
+
+
+def fit(model, plugin, ckpt_path=None, **options):
+    torch.manual_seed(0)
+    own = trainer(plugin, **options)
+    own.fit(model, batches(), ckpt_path=ckpt_path)
+    return own
+
+
+def all_tensors(model, own):
+    state = own.optimizers[0].state
+    found = [*model.parameters(), *(v for p in model.parameters() for _, v in sorted(state[p].items()))]
+    return [t.to_local() if isinstance(t, DTensor) else t for t in found]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def saves(folder, **options):
+    callback = ModelCheckpoint(
+        folder, filename="half", every_n_train_steps=3, save_top_k=1, save_on_train_epoch_end=False, **options
+    )
+    return {"callbacks": [callback], "enable_checkpointing": True}
+
+
+def resumes_bitwise(folder, kind, optimizer="adamw", shard=False, options=dict):
+    """Six steps at once against three and three; the second half is another plugin, model and optimizer."""
+    whole = Model(optimizer, shard)
+    whole_trainer = fit(whole, BF16True(**kind), **options())
+    fit(Model(optimizer, shard), BF16True(**kind), max_steps=3, **saves(folder), **options())
+    resumed = Model(optimizer, shard)
+    # another seed in the air: what counts is the seed that the run began with
+    torch.manual_seed(99)
+    resumed_trainer = trainer(BF16True(**kind), **options())
+    resumed_trainer.fit(resumed, batches(), ckpt_path=folder / "half.ckpt")
+    assert resumed_trainer.global_step == 6
+    assert len(resumed.losses) < len(whole.losses)
+    return same(all_tensors(whole, whole_trainer), all_tensors(resumed, resumed_trainer))
+
+
+# the plugin alone
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"update": "nearest"}, "update='nearest' is not known: give one of stochastic_rounding, fp32_masters"),
+        ({"optimizer_state": "fp8"}, "optimizer_state='fp8' is not known: give one of fp32, bf16"),
+    ],
+)
+def test_unknown_options_are_refused(options, message):
+    with pytest.raises(UsageError, match=f"^BF16True: {message}$"):
+        BF16True(**options)
+
+
+class Everything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.plain_norm = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4)
+        self.instance = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+        self.tied = self.linear
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+        self.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.register_buffer("table", torch.ones(2))
+
+
+def test_only_parameters_are_converted_in_place_and_none_beside_running_statistics():
+    module = Everything()
+    before = dict(module.named_parameters())
+    module.linear.weight.grad = torch.ones(4, 4)
+    for _ in range(2):
+        assert BF16True().convert_module(module) is module
+        kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+        sixteen = {"linear.weight", "linear.bias", "plain_norm.weight", "plain_norm.bias", "wide"}
+        assert {name for name, kind in kinds.items() if kind == torch.bfloat16} - {
+            "tied.weight",
+            "tied.bias",
+        } == sixteen
+        assert kinds["table"] == kinds["norm.running_mean"] == kinds["norm.weight"] == torch.float32
+        assert kinds["instance.running_var"] == kinds["instance.bias"] == torch.float32
+        assert (kinds["phase"], kinds["codes"]) == (torch.complex64, torch.int8)
+        assert all(module.get_parameter(name) is tensor for name, tensor in before.items())
+        assert module.tied.weight is module.linear.weight
+        assert module.linear.weight.grad.dtype == torch.bfloat16
+
+
+def test_products_run_in_bf16_and_a_loss_in_fp32():
+    plugin, module = BF16True(), nn.Linear(4, 4)
+    plugin.convert_module(module)
+    with plugin.forward_context():
+        out = module(torch.ones(2, 4))  # an fp32 tensor does no harm
+        assert out.dtype == torch.bfloat16
+        assert nn.functional.mse_loss(out, torch.ones(2, 4)).dtype == torch.float32
+    assert plugin.precision == "bf16-true"
+    assert (plugin.fsdp2_policy.param_dtype, plugin.fsdp2_policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+
+
+# one device
+
+
+class Nudge(Model):
+    """Each step asks for a thousandth of the bf16 spacing above 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Linear(64, 256, bias=False)
+        nn.init.ones_(self.layers.weight)
+
+    def training_step(self, batch, batch_idx):
+        return -self.layers.weight.float().sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=2.0**-7 / 1000)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "expected"),
+    [(HalfPrecision("bf16-true"), 0), (BF16True(), 0.1), (BF16True(optimizer_state="bf16"), 0.1)],
+    ids=["Lightning's", "ours", "ours, bf16 state"],
+)
+def test_updates_far_below_a_spacing_add_up_where_lightnings_bf16_stands_still(plugin, expected):
+    model = Nudge()
+    trainer(plugin, max_steps=100).fit(model, DataLoader(range(100)))
+    spacings = (model.layers.weight.double() - 1).mean().item() * 2**7
+    # 16384 weights, each of which moved with probability 0.1: a standard error of 2.3 %
+    assert spacings == pytest.approx(expected, rel=0.1)
+
+
+def moved_fraction(plugin):
+    from monitored import LLAMA, Decoder
+
+    class Text(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = Decoder(LLAMA)
+
+        def training_step(self, batch, batch_idx):
+            ids = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(batch_idx))
+            logits = self.model(ids)
+            return nn.functional.cross_entropy(logits.flatten(0, 1).float(), (ids * 7 % 61).flatten())
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=3e-5)
+
+    model = Text()
+    start = [p.detach().bfloat16() for p in model.parameters()]
+    trainer(plugin, max_steps=50).fit(model, DataLoader(range(50)))
+    ends = [p.detach().bfloat16() for p in model.parameters()]
+    return sum((a != b).sum() for a, b in zip(start, ends, strict=True)).item() / sum(a.numel() for a in start)
+
+
+@pytest.mark.slow
+def test_at_a_small_learning_rate_the_weights_that_stand_still_are_those_of_fp32_training_not_lightnings():
+    naive, ours = moved_fraction(HalfPrecision("bf16-true")), moved_fraction(BF16True())
+    masters, fp32 = moved_fraction(BF16True("fp32_masters")), moved_fraction(None)
+    assert 1 - naive > 0.6
+    assert ours > 2 * naive
+    assert masters == pytest.approx(fp32, abs=0.05)
+
+
+def test_the_random_state_of_the_model_is_that_of_a_run_without():
+    states = []
+    for plugin in (None, BF16True()):
+        model = Model()
+        fit(model, plugin)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_batch_norm_trains_beside_in_fp32():
+    model = Model(norm=nn.BatchNorm1d, lr=0.1)
+    fit(model, BF16True(), gradient_clip_val=1.0)
+    norm = model.layers[1]
+    assert norm.weight.dtype == norm.running_mean.dtype == torch.float32
+    assert not torch.equal(norm.weight, torch.ones(7))
+    assert norm.running_mean.abs().sum() > 0
+
+
+def test_the_clip_holds_for_a_fused_optimizer():
+    model = Model("fused")
+    fit(model, BF16True(), max_steps=1, gradient_clip_val=1e-3)
+    norm = sum(p.grad.float().square().sum() for p in model.parameters()).sqrt().item()
+    assert norm == pytest.approx(1e-3, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", ["adamw", "fused", "sgd"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_resume_is_bitwise(tmp_path, kind, optimizer, accumulate):
+    assert resumes_bitwise(tmp_path, KINDS[kind], optimizer, options=lambda: {"accumulate_grad_batches": accumulate})
+
+
+class Manual(Model):
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for place, optimizer in enumerate(self.optimizers()):
+            if place == 0 or batch_idx % 2:
+                optimizer.zero_grad()
+                self.manual_backward(self.layers(torch.randn(2, 6)).float().square().mean())
+                optimizer.step()
+
+    def configure_optimizers(self):
+        first, second = self.layers[0].parameters(), self.layers[3].parameters()
+        return torch.optim.SGD(first, self.lr), torch.optim.AdamW(second, self.lr)
+
+
+def test_manual_optimization_with_two_optimizers_counts_each_and_resumes_bitwise(tmp_path):
+    whole, half, resumed = Manual(), Manual(), Manual()
+    fit(whole, BF16True(), max_steps=12)
+    plugin = BF16True()
+    own = fit(half, plugin, max_steps=6)
+    assert plugin.state_dict()["steps"] == [4, 2]
+    own.save_checkpoint(tmp_path / "half.ckpt")
+    fit(resumed, BF16True(), tmp_path / "half.ckpt", max_steps=12)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_is_of_the_kind_that_was_asked_for(kind):
+    model = Model()
+    state = fit(model, BF16True(**KINDS[kind]), max_steps=1).optimizers[0].state[model.layers[0].weight]
+    assert state["exp_avg"].dtype == (torch.bfloat16 if "bf16 state" in kind else torch.float32)
+    assert ("master" in state) is kind.startswith("masters")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_fp32_weights_opens_with_its_optimizer_state_and_the_other_way_round(tmp_path, kind):
+    first, second, third = Model(), Model(), Model()
+    own = fit(first, BF16Mixed(), max_steps=3)
+    own.save_checkpoint(tmp_path / "fp32.ckpt")
+    there = fit(second, BF16True(**KINDS[kind]), tmp_path / "fp32.ckpt", max_steps=3)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert b.dtype == torch.bfloat16
+        assert torch.equal(a.bfloat16(), b)
+        saved, loaded = own.optimizers[0].state[a], there.optimizers[0].state[b]
+        assert torch.equal(saved["exp_avg"].to(loaded["exp_avg"].dtype), loaded["exp_avg"])
+        assert saved["step"] == loaded["step"] == 3
+        assert loaded["exp_avg"].dtype == (torch.bfloat16 if "bf16 state" in kind else torch.float32)
+    there.save_checkpoint(tmp_path / "bf16.ckpt")
+    back = fit(third, BF16Mixed(), tmp_path / "bf16.ckpt", max_steps=3)
+    for a, b in zip(second.parameters(), third.parameters(), strict=True):
+        assert b.dtype == torch.float32
+        assert torch.equal(a.float(), b)
+        saved, loaded = there.optimizers[0].state[a], back.optimizers[0].state[b]
+        assert torch.equal(saved["exp_avg"].float(), loaded["exp_avg"])
+    for path, plugin in ((tmp_path / "fp32.ckpt", BF16True(**KINDS[kind])), (tmp_path / "bf16.ckpt", BF16Mixed())):
+        assert fit(Model(), plugin, path, max_steps=6).global_step == 6
+
+
+def test_a_checkpoint_opens_safely(tmp_path):
+    own = fit(Model(), BF16True("fp32_masters"))
+    own.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(io.BytesIO((tmp_path / "a.ckpt").read_bytes()), weights_only=True)
+    assert saved["BF16True"]["steps"] == [6]
+
+
+def test_a_second_fit_with_the_same_optimizer_wraps_it_once():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.configure_optimizers = lambda: optimizer
+    plugin = BF16True()
+    for _ in range(2):
+        fit(model, plugin, max_steps=2)
+        assert plugin.state_dict()["steps"] == [2]
+
+
+def test_validation_needs_no_optimizer(tmp_path):
+    fit(Model(), BF16True()).save_checkpoint(tmp_path / "a.ckpt")
+    model = Model()
+    model.validation_step = lambda batch, batch_idx: None
+    trainer(BF16True()).validate(model, batches(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    assert model.layers[0].weight.dtype == torch.bfloat16
+
+
+def test_lbfgs_is_refused_in_one_line():
+    model = Model()
+    model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters())
+    with pytest.raises(UsageError, match=r"^BF16True cannot drive the optimizer LBFGS[^\n]*$"):
+        fit(model, BF16True())
+
+
+@pytest.mark.parametrize(("name", "said"), [("FSDPStrategy", "FSDP1"), ("DeepSpeedStrategy", "DeepSpeed")])
+def test_a_strategy_with_a_precision_of_its_own_is_refused(name, said):
+    model = Model()
+    strategy = type(name, (), {"root_device": torch.device("cpu")})()
+    model._trainer = type("T", (), {"strategy": strategy})()
+    with pytest.raises(UsageError, match=rf"^plugins: BF16True does not work under {said},"):
+        BF16True().convert_module(model)
+    assert model.layers[0].weight.dtype == torch.float32
+
+
+# two processes
+
+
+def gathered(tensor):
+    every = [torch.empty_like(tensor) for _ in range(2)]
+    torch.distributed.all_gather(every, tensor)
+    return every
+
+
+def train_replicas(rank):
+    from lightning.pytorch.strategies import DDPStrategy
+
+    for kind in KINDS.values():
+        model = Model()
+        torch.manual_seed(rank)  # even where each rank has a seed of its own
+        trainer(BF16True(**kind), devices=2, strategy=DDPStrategy()).fit(model, batches())
+        for param in model.parameters():
+            assert param.dtype == torch.bfloat16
+            assert torch.equal(*gathered(param.detach()))
+
+
+def fsdp2(full=True):
+    return {"devices": 2, "strategy": ModelParallelStrategy(2, 1, save_distributed_checkpoint=not full)}
+
+
+class Equal(Model):
+    """Every shard asks for the same, so that shards differ by their rounding alone; one parameter is not sharded."""
+
+    def configure_model(self):
+        if not hasattr(self, "whole"):
+            self.layers = nn.Linear(64, 64, bias=False)
+            nn.init.ones_(self.layers.weight)
+            self.whole = nn.Parameter(torch.ones(500))
+            fully_shard(
+                self.layers,
+                mesh=self.device_mesh["data_parallel"],
+                mp_policy=self.trainer.precision_plugin.fsdp2_policy,
+            )
+
+    def training_step(self, batch, batch_idx):
+        self.seen = self.layers(torch.ones(1, 64)).dtype, torch.is_autocast_enabled("cpu")
+        return -self.layers(torch.ones(1, 64)).float().sum() - self.whole.float().sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=2.0**-9)
+
+
+def shard_and_train(rank):
+    model = Equal()
+    own = trainer(BF16True(), max_steps=3, **fsdp2())
+    own.fit(model, DataLoader(range(3)))
+    mesh = model.device_mesh["data_parallel"]
+    for placement, alike in ((Replicate(), True), (Shard(0), False)):
+        one, other = gathered(torch.tensor(rounding_seed(0, 0, 0, distribute_tensor(torch.ones(4), mesh, [placement]))))
+        assert torch.equal(one, other) is alike
+    weight = model.layers.weight
+    assert weight.dtype == weight.grad.dtype == torch.bfloat16
+    one, other = gathered(weight.to_local().detach())
+    assert not torch.equal(one, other)
+    assert torch.equal(*gathered(model.whole.detach()))
+    assert set(weight.to_local().float().unique().tolist()) <= {1 + n * 2.0**-7 for n in range(4)}
+    assert model.seen == (torch.bfloat16, True)  # the parameter beside the shards keeps autocast on
+
+    sharded = Model(shard=True)
+    sharded.training_step_outer = sharded.training_step
+    seen = set()
+
+    def training_step(batch, batch_idx):
+        seen.add(torch.is_autocast_enabled("cpu"))
+        return sharded.training_step_outer(batch, batch_idx)
+
+    sharded.training_step = training_step
+    fit(sharded, BF16True(), **fsdp2())
+    assert seen == {False}
+    assert sharded.table.dtype == torch.float32
+    assert all(p.dtype == torch.bfloat16 and isinstance(p, DTensor) for p in sharded.parameters())
+
+    batch_normed = Model(shard=True, norm=nn.BatchNorm1d)
+    fit(batch_normed, BF16True(), max_steps=2, **fsdp2())
+    assert batch_normed.layers[1].weight.dtype == torch.float32
+
+
+def masters_in_shards(rank):
+    """Sharded masters are the shards of unsharded ones, for gradients that are equal."""
+    model = Equal()
+    own = trainer(BF16True("fp32_masters"), max_steps=3, **fsdp2())
+    own.fit(model, DataLoader(range(3)))
+    assert torch.equal(
+        own.optimizers[0].state[model.layers.weight]["master"].to_local(), torch.full((32, 64), 1 + 3 * 2.0**-9)
+    )
+    assert torch.equal(model.layers.weight.to_local(), torch.full((32, 64), 1 + 2.0**-7, dtype=torch.bfloat16))
+
+
+def resume_shards(rank, folder, full):
+    for place, (kind, optimizer, accumulate) in enumerate(
+        [
+            ("stochastic", "adamw", 2),
+            ("stochastic, bf16 state", "fused", 1),
+            ("masters", "adamw", 1),
+            ("masters", "sgd", 2),
+        ]
+    ):
+        options = lambda: {**fsdp2(full), "accumulate_grad_batches": accumulate}  # noqa: B023, E731
+        assert resumes_bitwise(folder / str(place), KINDS[kind], optimizer, True, options), (kind, optimizer)
+
+
+def cross_shards(rank, folder, full):
+    kinds = [{}, {"optimizer_state": "bf16"}, *([{"update": "fp32_masters"}] if full else [])]
+    for place, kind in enumerate(kinds):
+        for first, second in ((BF16Mixed, lambda: BF16True(**kind)), (lambda: BF16True(**kind), BF16Mixed)):  # noqa: B023
+            path = folder / f"{place}-{first().precision}"
+            before, after = Model(shard=True), Model(shard=True)
+            saved = fit(before, first(), max_steps=3, **saves(path), **fsdp2(full)).optimizers[0].state
+            loaded = fit(after, second(), path / "half.ckpt", max_steps=3, **fsdp2(full)).optimizers[0].state
+            for a, b in zip(before.parameters(), after.parameters(), strict=True):
+                assert torch.equal(a.to_local().bfloat16(), b.to_local().bfloat16())
+                averages = saved[a]["exp_avg"].to_local(), loaded[b]["exp_avg"].to_local()
+                assert torch.equal(*(average.bfloat16() for average in averages))
+            assert fit(Model(shard=True), second(), path / "half.ckpt", **fsdp2(full)).global_step == 6
+
+
+def train_in_two(rank):
+    train_replicas(rank)
+    shard_and_train(rank)
+    masters_in_shards(rank)
+
+
+@pytest.mark.slow
+def test_replicas_stay_equal_and_shards_round_each_in_its_own_way_without_autocast(monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    two_processes.run(train_in_two)
+
+
+def save_and_load_in_two(rank, folder, full):
+    resume_shards(rank, folder, full)
+    cross_shards(rank, folder, full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full", [True, False], ids=["one file", "a folder of shards"])
+def test_sharded_checkpoints_resume_bitwise_and_open_across_precisions(tmp_path, monkeypatch, full):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    two_processes.run(save_and_load_in_two, tmp_path, full)

@@ -1,0 +1,654 @@
+"""Float8: which layers are converted, what they compute, what they refuse, and that nothing else changes."""
+
+import copy
+import importlib
+import logging
+import re
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from monitored import GPT, SHAPE, Decoding, decoding, fit, same_training
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.data import DataLoader
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama, MFUMonitor
+from lightning_tricks._errors import UsageError
+from lightning_tricks.accounting import count_flops
+from lightning_tricks.models import Decoder
+from lightning_tricks.precision import _load_torchao
+from lightning_tricks.precision._float8_layers import choose_layers, find_heads, too_small
+from lightning_tricks.precision._float8_stats import e4m3_scale, underflow
+
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
+ONE_QUICKLY = ["tensorwise", *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in RECIPES[1:])]
+WIDE = Llama(vocab_size=61, d_model=32, n_layers=2, n_heads=1, max_seq_len=16)  # all dimensions multiples of 32
+
+
+def plugin(recipe="tensorwise", **options) -> Float8:
+    return Float8(**{"recipe": recipe, "convert_small": True, "emulate": True, **options})
+
+
+def converted(module: nn.Module, recipe="tensorwise", **options) -> nn.Module:
+    plugin(recipe, **options).convert_before_sharding(
+        holder := nn.ModuleDict({"part": module, "tail": nn.Linear(16, 16)})
+    )
+    own = plugin(recipe, **options)
+    own.convert_module(holder)
+    return module
+
+
+def linear(out_features: int, in_features: int, seed=0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(in_features, out_features)
+
+
+# --- which layers ---
+
+
+def reasons(module: nn.Module, recipe="tensorwise", **options: Any) -> dict[str, str]:
+    return {name: choice.reason for name, choice in choose_layers(module, recipe, **options).items()}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "out_features", "in_features", "small"),
+    [
+        ("tensorwise", 1024, 4096, True), ("tensorwise", 1025, 4096, False), ("tensorwise", 1024, 4097, False),
+        ("rowwise", 2048, 8192, True), ("rowwise", 8192, 1024, True), ("rowwise", 4096, 2048, True),
+        ("rowwise", 4097, 2048, False), ("rowwise", 4096, 2049, False),
+        ("rowwise_with_gw_hp", 4096, 2048, True), ("rowwise_with_gw_hp", 4096, 2049, False),
+        ("mxfp8", 1024, 5120, True), ("mxfp8", 5120, 1024, True), ("mxfp8", 1025, 1025, False),
+    ],
+)  # fmt: skip
+def test_what_is_too_small_follows_the_published_tables(recipe, out_features, in_features, small):
+    assert too_small(recipe, out_features, in_features) is small
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_thresholds_are_those_that_torchao_has(recipe):
+    from torchao.float8 import _auto_filter_for_recipe
+
+    theirs = _auto_filter_for_recipe(recipe, filter_fqns=[])
+    for out_features in (1024, 1040, 2048, 2064, 4096, 4112):
+        for in_features in (1024, 1040, 2048, 2064, 4096, 4112):
+            layer = nn.Linear(in_features, out_features, device="meta")
+            assert theirs(layer, "layer") is not too_small(recipe, out_features, in_features)
+
+
+class Special(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def test_each_reason_to_leave_a_layer_alone():
+    blocks = [
+        nn.ModuleDict({"good": nn.Linear(32, 32), "odd": nn.Linear(32, 24), "special": Special(32, 32)})
+        for _ in range(2)
+    ]
+    model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "blocks": nn.ModuleList(blocks), "head": nn.Linear(32, 64)})
+    blocks[1]["good"].weight.requires_grad_(False)
+    blocks[0]["special"].weight = blocks[0]["odd"].weight
+    assert reasons(model, convert_small=True, exclude=[r"1\.odd"]) == {
+        "blocks.0.good": "", "blocks.0.odd": "weight shared with a Special", "blocks.0.special": "is a Special",
+        "blocks.1.good": "weight is frozen", "blocks.1.odd": "exclude", "blocks.1.special": "is a Special",
+        "head": "output head",
+    }  # fmt: skip
+    assert reasons(model)["blocks.0.good"] == "too small to pay"
+    blocks[0]["good"].forward = lambda input: input
+    assert reasons(model, convert_small=True)["blocks.0.good"] == "its forward was replaced"
+    model = nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 16), nn.Linear(16, 16))
+    found = reasons(model, convert_small=True)
+    assert found == {"0": "dimensions no multiples of 16", "1": "dimensions no multiples of 16", "2": "output head"}
+    model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48))
+    assert reasons(model, convert_small=True)["0"] == ""
+    assert reasons(model, "mxfp8", convert_small=True)["0"] == "dimensions no multiples of 32"
+
+
+def test_layers_that_share_a_weight_go_together():
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32), "last": nn.Linear(32, 32)})
+    model["b"].weight = model["a"].weight
+    assert reasons(model, convert_small=True) == {"a": "", "b": "", "last": "output head"}
+    stays = "weight shared with a layer that stays"
+    assert reasons(model, convert_small=True, exclude=["b"]) == {"a": stays, "b": "exclude", "last": "output head"}
+
+
+class Llamalike(nn.Module):
+    """What a Hugging Face model offers: a method that names the head, which is first in order here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(32, 48)
+        self.layers = nn.ModuleList(nn.ModuleDict({"q": nn.Linear(32, 32)}) for _ in range(2))
+        self.after = nn.Linear(32, 32)
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+
+def test_the_head_is_found():
+    model = Llamalike()
+    assert find_heads(nn.ModuleDict({"model": model})) == {model.lm_head}
+    tied = Decoder(Llama(**SHAPE, tie_embeddings=True))
+    assert find_heads(tied) == {tied.head}
+    # GPT-2 medium's positions: as many as the model is wide; the layers inside the blocks are no heads for that
+    positions = Decoder(type(GPT)(**{**SHAPE, "max_seq_len": 32}))
+    assert find_heads(positions) == {positions.head}
+    no_embedding = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    assert find_heads(no_embedding) == {no_embedding[2]}
+    model.get_output_embeddings = lambda: None
+    assert find_heads(model) == {model.after}
+    assert find_heads(nn.Sequential(nn.Linear(16, 16))) == set()
+
+
+# --- what a layer computes ---
+
+
+def e4m3(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (values * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
+
+
+def test_an_emulated_tensorwise_product_is_the_rounded_one_made_by_hand():
+    layer, rows = linear(32, 48), torch.randn(16, 48)
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+    output = converted(layer)(rows.requires_grad_())
+    by_hand = e4m3(rows, 448 / rows.abs().max()) @ e4m3(weight, 448 / weight.abs().max()).T + bias
+    torch.testing.assert_close(output, by_hand)
+    assert not torch.allclose(output, F.linear(rows, weight, bias), atol=1e-4)
+    gradient = torch.randn(16, 32)
+    output.backward(gradient)
+    scale = 57344 / gradient.abs().max()
+    rounded = (gradient * scale).to(torch.float8_e5m2).float() / scale
+    torch.testing.assert_close(rows.grad, rounded @ e4m3(weight, 448 / weight.abs().max()))
+    torch.testing.assert_close(layer.weight.grad, rounded.T @ e4m3(rows.detach(), 448 / rows.abs().max()))
+
+
+def test_a_rowwise_product_scales_each_row_by_a_power_of_two():
+    layer, rows = linear(32, 48), torch.randn(16, 48) * torch.logspace(-3, 3, 16).unsqueeze(1)
+    weight = layer.weight.detach().clone()
+    output = converted(layer, "rowwise")(rows)
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        return e4m3(values, torch.exp2(torch.floor(torch.log2(448 / values.abs().amax(1, keepdim=True)))))
+
+    torch.testing.assert_close(output, rounded(rows) @ rounded(weight).T + layer.bias)
+
+
+def test_the_gradient_of_the_weight_is_exact_with_gw_hp():
+    layer, rows, gradient = linear(32, 48), torch.randn(16, 48), torch.randn(16, 32)
+    converted(layer, "rowwise_with_gw_hp")(rows).backward(gradient)
+    torch.testing.assert_close(layer.weight.grad, gradient.T @ rows)
+
+
+def test_an_mxfp8_product_scales_each_block_of_32():
+    layer, rows = linear(32, 64), torch.randn(32, 64) * torch.tensor([1.0, 1000.0]).repeat_interleave(32)
+    weight = layer.weight.detach().clone()
+    output = converted(layer, "mxfp8")(rows)
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        amax = values.unflatten(1, (2, 32)).abs().amax(2)
+        return e4m3(values, torch.exp2(-torch.ceil(torch.log2(amax / 448))).repeat_interleave(32, 1))
+
+    torch.testing.assert_close(output, rounded(rows) @ rounded(weight).T + layer.bias, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_under_autocast_the_output_is_bf16_and_every_gradient_has_its_tensors_type(recipe, monkeypatch):
+    layer = converted(linear(32, 64), recipe)
+    rows = torch.randn(2, 64, 32).transpose(1, 2)  # not contiguous, three dimensions
+    rows.requires_grad_()
+    inside, base = [], type(layer).__mro__[2]
+    forward = base.forward
+    monkeypatch.setattr(
+        base,
+        "forward",
+        lambda self, x: (inside.append((torch.is_autocast_enabled("cpu"), x.dtype)), forward(self, x))[1],
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(rows)
+        assert torch.is_autocast_enabled("cpu")
+    assert inside == [(False, torch.bfloat16)]
+    assert output.dtype == torch.bfloat16
+    assert output.shape == (2, 32, 32)
+    output.float().square().mean().backward()
+    assert rows.grad.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
+    plain = F.linear(rows, layer.weight, layer.bias)
+    torch.testing.assert_close(output.float(), plain, atol=0.15, rtol=0.1)
+
+
+def test_the_object_its_hooks_and_its_weight_stay():
+    layer = linear(32, 32)
+    weight, seen = layer.weight, []
+    layer.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    reference, keys = layer, list(layer.state_dict())
+    before = copy.deepcopy(layer.state_dict())
+    converted(layer)
+    reference(torch.randn(16, 32))
+    assert layer.weight is weight
+    assert seen == [(16, 32)]
+    assert list(layer.state_dict()) == keys
+    assert all(torch.equal(layer.state_dict()[key], before[key]) for key in keys)
+    assert isinstance(layer, nn.Linear)
+    assert repr(layer) == "Float8Linear(in_features=32, out_features=32, bias=True, fp8=tensorwise)"
+    assert repr(plugin("rowwise")) == "Float8(recipe='rowwise', base=BF16Mixed())"
+
+
+def test_no_tokens_give_no_rows():
+    assert converted(linear(32, 32))(torch.randn(0, 32)).shape == (0, 32)
+
+
+@pytest.mark.parametrize(("recipe", "tokens", "multiple"), [("tensorwise", 24, 16), ("mxfp8", 48, 32)])
+def test_tokens_that_are_no_multiple_are_refused_by_name(recipe, tokens, multiple):
+    layer = converted(linear(32, 32), recipe)
+    message = rf"^Float8: part got {tokens} tokens, no multiple of {multiple}, .*drop_last.*evaluate_in_bf16$"
+    with pytest.raises(UsageError, match=message):
+        layer(torch.randn(2, tokens // 2, 32))
+    with pytest.raises(UsageError, match=message):
+        layer.eval()(torch.randn(tokens, 32))
+
+
+def test_evaluation_in_bf16_is_plain_and_takes_any_number_of_tokens():
+    layer, rows = linear(32, 32), torch.randn(7, 32)
+    expected = layer(rows)
+    converted(layer, evaluate_in_bf16=True)
+    assert torch.equal(layer.eval()(rows), expected)
+    with pytest.raises(UsageError, match="7 tokens"):
+        layer.train()(rows)
+
+
+# --- statistics ---
+
+
+def test_stats_by_hand():
+    own = plugin()
+    own.convert_module(holder := nn.Sequential(linear(16, 16), nn.Linear(16, 16)))
+    layer = holder[0]
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[0, :4] = torch.tensor([448.0, 2**-9, 2**-10, 1.0])  # 2^-10 lies halfway to 0, and rounds to even
+    rows = torch.zeros(16, 16)
+    rows[0, :3], rows[1, 0] = torch.tensor([896.0, 2**-8, 2**-9]), 1e-9
+    stats = own.layer_stats(layer, rows)
+    assert {name: value.item() for name, value in stats.items()} == {
+        "input_amax": 896.0, "input_underflow": 0.5, "weight_amax": 448.0, "weight_underflow": 0.25,
+    }  # fmt: skip
+    assert all(value.shape == () for value in stats.values())
+    assert own.layer_stats(layer, torch.zeros(16, 16))["input_underflow"] == 0.0
+
+
+def test_scales_differ_by_recipe():
+    values = torch.ones(2, 64)
+    values[0, 0], values[1, 32] = 448 * 2.0**11, 0.75
+    assert e4m3_scale(values, "tensorwise").item() == 2.0**-11
+    assert e4m3_scale(values, "rowwise").tolist() == [[2.0**-11], [256.0]]
+    assert e4m3_scale(values, "mxfp8")[:, [0, 31, 32, 63]].tolist() == [[2.0**-11] * 2 + [256.0] * 2, [256.0] * 4]
+    lost = {recipe: underflow(values, e4m3_scale(values, recipe)).item() for recipe in RECIPES}
+    assert lost == pytest.approx(
+        {"tensorwise": 127 / 128, "rowwise": 63 / 128, "rowwise_with_gw_hp": 63 / 128, "mxfp8": 31 / 128}
+    )
+
+
+def test_a_share_counts_every_linear_layer():
+    own = plugin(exclude=["1"])
+    own.convert_module(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(16, 16)))
+    assert list(own.fp8_layers) == ["0"]
+    assert own.converted_share == 1024 / (1024 + 512 + 256)
+
+
+# --- training ---
+
+
+class Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage() + "\n"
+
+
+@pytest.fixture
+def log():
+    handler = Log()
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def test_one_table_says_what_was_converted_and_why_the_rest_was_not(log):
+    decoding(plugins=plugin(exclude=["attn.o"]), max_steps=1)
+    assert log.text.count("linear layers ") == 1
+    table = log.text[log.text.index("Float8: ") :].splitlines()[:9]
+    assert table[0] == "Float8: 93.0% of the linear layers' multiply-adds in fp8 (tensorwise; BF16Mixed(); emulated)"
+    assert [re.split(r"  +", line) for line in table[1:]] == [
+        ["linear layers", "count", "shape", "products"],
+        ["model.blocks.*.attn.q", "2", "32 x 32", "fp8"],
+        ["model.blocks.*.attn.k", "2", "16 x 32", "fp8"],
+        ["model.blocks.*.attn.v", "2", "16 x 32", "fp8"],
+        ["model.blocks.*.attn.o", "2", "32 x 32", "not fp8: exclude"],
+        ["model.blocks.*.mlp.gate", "2", "256 x 32", "fp8"],
+        ["model.blocks.*.mlp.up", "2", "256 x 32", "fp8"],
+        ["model.blocks.*.mlp.down", "2", "32 x 256", "fp8"],
+    ]
+
+
+class ByTorchao(Decoding):
+    def configure_model(self) -> None:
+        config = Float8LinearConfig.from_recipe_name(self.recipe)
+        object.__setattr__(config, "emulate", True)
+        convert_to_float8_training(self.model, config=config, module_filter_fn=lambda _, name: name != "head")
+        # torchao's layer asks CUDA's autocast only: cast as it would
+        for layer in self.model.modules():
+            if type(layer).__name__ == "Float8Linear":
+                layer.register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16),))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_it_trains_to_the_bit_as_torchao_converted_it(recipe):
+    ours = fit(Decoding(), plugins=plugin(recipe))
+    module = ByTorchao()
+    module.recipe = recipe
+    assert same_training(ours, fit(module, plugins=BF16Mixed()))
+    assert not same_training(ours, fit(Decoding(), plugins=BF16Mixed()))
+
+
+class Learning(Decoding):
+    """Next-token prediction of a fixed sequence, which a small decoder learns in thirty steps."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.losses: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        ids = (torch.arange(4 * 17).view(4, 17) * 7 + 68 * batch_idx) % 61
+        loss = F.cross_entropy(self.model(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
+        self.losses.append(loss.item())
+        return loss
+
+
+def learn(own: Any, steps: int = 30, **options: Any) -> list[float]:
+    model = Learning(config=WIDE, **options)
+    fit(model, plugins=own, max_steps=steps)
+    return model.losses
+
+
+@pytest.mark.parametrize("base", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_thirty_steps_end_near_bf16s_loss(recipe, base):
+    reference = learn(BF16Mixed())
+    losses = learn(plugin(recipe, base=base))
+    assert reference[-1] < 0.8 * reference[0]
+    assert losses[-1] == pytest.approx(reference[-1], rel=0.05)
+    assert losses != reference
+
+
+@pytest.mark.parametrize("recipe", ONE_QUICKLY)
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_activation_checkpointing_changes_nothing(recipe, checkpointing):
+    assert learn(plugin(recipe), 3, checkpointing=checkpointing) == learn(plugin(recipe), 3)
+
+
+@pytest.mark.parametrize("recipe", ONE_QUICKLY)
+def test_blocks_compile_once_for_all_without_graph_breaks(recipe):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = Decoder(Llama(**{**SHAPE, "n_layers": 4, "n_heads": 1}))
+    own = plugin(recipe)
+    own.convert_before_sharding(model)
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    ids = torch.arange(64).view(4, 16) % 61
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = model(ids, labels=ids)
+        loss.backward()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_it_trains_as_in_eager(recipe):
+    torch._dynamo.reset()
+    for checkpointing in ("none", "selective"):
+        eager = learn(plugin(recipe), 5, checkpointing=checkpointing)
+        compiled = learn(plugin(recipe), 5, compiled="in_place", checkpointing=checkpointing)
+        assert compiled == pytest.approx(eager, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_it():
+    torch._dynamo.reset()
+    layer = converted(linear(32, 32))
+    rows = torch.randn(16, 32)
+    torch.testing.assert_close(torch.compile(layer)(rows), layer(rows), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_wrapped_and_whole_compilation_are_seen_through(log):
+    for compiled in ("wrapped", "whole"):
+        own = plugin()
+        decoding(plugins=own, compiled=compiled, max_steps=1)
+        assert len(own.fp8_layers) == 14
+        assert not any("_orig_mod" in name for name in own.fp8_layers)
+        torch._dynamo.reset()
+
+
+def test_every_context_is_the_bases():
+    own = plugin()
+    own.convert_module(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    names = ("forward_context", *(f"{stage}_step_context" for stage in ("train", "val", "test", "predict")))
+    for name in names:
+        with getattr(own, name)():
+            assert torch.is_autocast_enabled("cpu"), name
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_flops_are_counted_as_without_fp8():
+    counts = []
+    for own in (BF16Mixed(), plugin()):
+        run = decoding(plugins=own, max_steps=1)
+        batch = torch.arange(32).view(2, 16) % 61
+        counts.append(count_flops(run.trainer.lightning_module, batch, run.trainer, own.train_step_context))
+    assert counts[0] == counts[1]
+    assert counts[0][0] > 0
+
+
+def test_mfu_goes_by_the_fp8_peak_unless_it_is_emulated():
+    assert Float8().peak_dtype == "fp8"
+    assert plugin().peak_dtype is None
+    for emulate in (True, False):
+        layer = converted(linear(32, 32), emulate=emulate)
+        assert layer.linear_mm_config.output.emulate is emulate
+    run = decoding(MFUMonitor(), plugins=plugin())
+    assert run.of("throughput/tokens_per_second")
+
+
+def fit_language_model(own: Any, steps: int, folder: Any = None, ckpt_path: Any = None) -> tuple[Any, Any]:
+    class Fixed(LanguageModel):
+        def training_step(self, batch, batch_idx):
+            ids = (torch.arange(2 * 17).view(2, 17) * 7 + 34 * self.global_step) % 61
+            return super().training_step({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, batch_idx)
+
+    torch.manual_seed(0)
+    model = Fixed(WIDE)
+    saves = [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)] if folder else []
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=steps, plugins=own, callbacks=saves, logger=False, enable_progress_bar=False,
+        enable_checkpointing=bool(folder), enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(range(64), batch_size=2), ckpt_path=ckpt_path)
+    return model, trainer
+
+
+def equal_weights(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+@pytest.mark.parametrize("recipe", ONE_QUICKLY)
+def test_a_resume_is_bitwise_and_files_are_those_of_bf16(recipe, tmp_path):
+    straight, _ = fit_language_model(plugin(recipe), 5, tmp_path / "fp8")
+    resumed, _ = fit_language_model(plugin(recipe), 5, ckpt_path=tmp_path / "fp8/step=3.ckpt")
+    assert equal_weights(straight, resumed)
+    fit_language_model(BF16Mixed(), 3, tmp_path / "bf16")
+    ours, theirs = (torch.load(tmp_path / f"{name}/step=3.ckpt", weights_only=True) for name in ("fp8", "bf16"))
+    assert list(ours["state_dict"]) == list(theirs["state_dict"])
+    assert {type(value) for value in ours["state_dict"].values()} == {torch.Tensor}
+    assert b"torchao" not in (tmp_path / "fp8/step=3.ckpt").read_bytes()
+    for own, name in ((BF16Mixed(), "fp8"), (plugin(recipe), "bf16")):
+        _, trainer = fit_language_model(own, 4, ckpt_path=tmp_path / f"{name}/step=3.ckpt")
+        assert trainer.global_step == 4
+
+
+def test_weights_that_are_not_sharded_stay_plain_parameters():
+    model, _ = fit_language_model(plugin(), 1)
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    model[1].weight = model[0].weight
+    weight, own = model[0].weight, plugin()
+    own.convert_before_sharding(model)
+    assert model[1].weight is model[0].weight is not weight
+    own.convert_before_sharding(model)
+    assert model[1].weight is model[0].weight
+    own.convert_module(model)
+    assert model[1].weight is model[0].weight is weight
+
+
+def test_another_plugin_takes_a_converted_module_over():
+    model = nn.Sequential(linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    plugin().convert_module(model)
+    second = plugin("rowwise", exclude=["1"])
+    second.convert_module(model)
+    assert list(second.fp8_layers) == ["0"]
+    assert type(model[1]) is nn.Linear
+    assert set(vars(model[1])) == set(vars(nn.Linear(1, 1)))
+    assert "fp8=rowwise" in repr(model[0])
+
+
+def test_a_name_in_the_whole_module_may_be_excluded_too():
+    part = nn.Sequential(linear(32, 32), linear(32, 32), nn.Linear(32, 32))
+    own = plugin(exclude=[r"^inner\.0"])
+    own.convert_before_sharding(part)
+    own.convert_module(nn.ModuleDict({"inner": part}))
+    assert list(own.fp8_layers) == ["inner.1"]
+
+
+# --- bad input ---
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(UsageError, match=r"^Float8.recipe='delayed': give one of tensorwise, rowwise, .*mxfp8$"):
+        Float8(recipe="delayed")
+    with pytest.raises(UsageError, match=r"^Float8.base='fp16': give one of bf16-mixed, bf16-true$"):
+        Float8(base="fp16")
+    with pytest.raises(UsageError, match=r"^Float8.exclude: pattern '\(' is no regular expression: .*$"):
+        Float8(exclude=["("])
+    with pytest.raises(UsageError, match=r"^Float8.exclude='head': give a list of patterns$"):
+        Float8(exclude="head")
+
+
+def test_a_cpu_wants_emulation():
+    with pytest.raises(UsageError, match=r"^plugins: Float8 multiplies on CUDA, not on cpu: set emulate: true"):
+        decoding(plugins=Float8(convert_small=True))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "works"),
+    [("tensorwise", (8, 6), False), ("tensorwise", (8, 9), True), ("mxfp8", (9, 0), False), ("mxfp8", (10, 0), True)],
+)
+def test_a_gpu_without_fp8_is_refused(monkeypatch, recipe, capability, works):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
+
+    class Trainer:
+        class strategy:  # noqa: N801
+            root_device = torch.device("cuda", 0)
+
+    module = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    module._trainer = Trainer
+    own = Float8(recipe, convert_small=True)
+    if works:
+        own.convert_module(module)
+    else:
+        needed = "10.0" if recipe == "mxfp8" else "8.9"
+        with pytest.raises(UsageError, match=rf"^plugins: .* needs compute capability {needed} or later, GPU X has"):
+            own.convert_module(module)
+        plugin(recipe).convert_module(module)
+
+
+class OnCuda(torch.Tensor):
+    """A tensor of the CPU that says it is CUDA's."""
+
+    is_cuda = True
+
+
+def test_training_without_compile_on_cuda_is_refused():
+    layer, rows = converted(linear(32, 32), emulate=False), torch.randn(16, 32).as_subclass(OnCuda)
+    with pytest.raises(UsageError, match=r"^Float8: part runs outside torch.compile, .* allow_eager: true$"):
+        layer._refuse_eager(rows)
+    layer._refuse_eager(torch.randn(16, 32))
+    with torch.no_grad():
+        layer._refuse_eager(rows)
+    layer.eval()._refuse_eager(rows)
+    converted(linear(32, 32), emulate=False, allow_eager=True)._refuse_eager(rows)
+    converted(linear(32, 32))._refuse_eager(rows)
+
+
+def test_the_refusal_stands_in_the_forward_pass(monkeypatch):
+    layer, called = converted(linear(32, 32)), []
+    monkeypatch.setattr(type(layer), "_refuse_eager", lambda self, input: called.append(input.shape))
+    layer(torch.randn(16, 32))
+    assert called == [(16, 32)]
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (nn.Sequential(nn.ReLU()), {}, r"^plugins: Float8 found no nn.Linear in the module: use BF16Mixed instead$"),
+        (
+            nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), {"convert_small": False},
+            r"converts none of 3 layers \(2 too small to pay, 1 output head\): set convert_small: true",
+        ),
+        (nn.Sequential(nn.Linear(8, 8)), {}, r"converts none of 1 layers \(1 dimensions no .*\): use BF16Mixed$"),
+        (nn.Sequential(nn.Linear(32, 32)), {"exclude": ["x"]}, r"^Float8.exclude: pattern 'x' matches no linear layer"),
+    ],
+)  # fmt: skip
+def test_nothing_to_convert_and_patterns_that_match_nothing(module, options, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        plugin(**options).convert_module(module)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("found", "recipe", "message"),
+    [
+        (None, "tensorwise", r"^plugins: Float8 needs torchao: pip install 'lightning_tricks\[fp8\]'$"),
+        ("0.16.1", "rowwise", r"^plugins: Float8\(recipe='rowwise'\) needs torchao 0.17 or later, found 0.16.1: pip"),
+        ("0.17.0+cu128", "mxfp8", r"needs torchao 0.18 or later, found 0.17.0\+cu128: pip install -U"),
+    ],
+)
+def test_torchao_missing_or_too_old(monkeypatch, found, recipe, message):
+    def version(name):
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(_load_torchao, "version", version)
+    with pytest.raises(UsageError, match=message):
+        Float8(recipe)
+
+
+def test_a_strategy_with_its_own_precision_is_refused():
+    class Trainer:
+        strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
+
+    module = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    module._trainer = Trainer
+    with pytest.raises(UsageError, match=r"^plugins: Float8 does not work under DeepSpeed"):
+        plugin().convert_module(module)

@@ -1,0 +1,381 @@
+"""Float8 under FSDP2: what is gathered in fp8, with which scales, and what is in the checkpoints (two processes)."""
+
+import dataclasses
+import functools
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import two_processes
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
+
+from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama
+from lightning_tricks._errors import UsageError
+from lightning_tricks.accounting import count_flops
+from lightning_tricks.models import Decoder
+
+pytestmark = pytest.mark.slow
+SMALL = Llama(vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=16)
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+def plugin(recipe="tensorwise", **options):
+    return Float8(recipe=recipe, convert_small=True, emulate=True, **options)
+
+
+class Model(LanguageModel):
+    def __init__(self, **options) -> None:
+        torch.manual_seed(0)
+        super().__init__(SMALL, optimizer=adamw, **options)
+        self.losses: list[torch.Tensor] = []
+        self.scales: list[torch.Tensor | None] = []
+
+    def training_step(self, batch, batch_idx):
+        self.scales.append(scale_of(first_layer(self)))
+        batch = batch_of(self.global_step, self.global_rank)
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss["loss"].detach() if isinstance(loss, dict) else loss.detach())
+        return loss
+
+
+class Foreign(pl.LightningModule):
+    """Shards and compiles by itself, and knows nothing of the plugin but its policy."""
+
+    def __init__(self, compiled=True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.decoder, self.compiled = Decoder(SMALL), compiled
+        self.losses: list[torch.Tensor] = []
+
+    def configure_model(self) -> None:
+        options = {"mesh": self.device_mesh["data_parallel"], "mp_policy": self.trainer.precision_plugin.fsdp2_policy}
+        for block in self.decoder.blocks:
+            if self.compiled:
+                block.compile(backend="aot_eager")
+            fully_shard(block, **options)
+        fully_shard(self.decoder, **options)
+
+    def training_step(self, batch, batch_idx):
+        batch = batch_of(batch_idx, self.global_rank)
+        labels = batch["labels"]
+        loss = self.decoder(batch["input_ids"], labels=labels) / labels.numel()
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self):
+        return adamw(self.parameters())
+
+
+def first_layer(model: Any) -> Any:
+    return model.decoder.blocks[0].attn.q
+
+
+def scale_of(layer: Any) -> torch.Tensor | None:
+    local = getattr(layer.weight, "_local_tensor", None)
+    return getattr(local, "_precomputed_scale", None)
+
+
+def batch_of(step: int, rank: int) -> dict[str, torch.Tensor]:
+    """Of a step rather than from a loader, so that a resumed run sees what the uninterrupted one does."""
+    ids = (torch.arange(2 * 17).view(2, 17) + 34 * (2 * step + rank)) * 7 % 61
+    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+def sharding(**options):
+    return {"devices": 2, "strategy": ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, **options)}
+
+
+def train(model, own_plugin, steps=4, ckpt_path=None, folder=None, **options):
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    saves = [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)] if folder else []
+    defaults = {"accelerator": "cpu", "max_steps": steps, "logger": False, "enable_progress_bar": False}
+    defaults |= {"enable_model_summary": False, "enable_checkpointing": bool(folder), "callbacks": saves}
+    trainer = pl.Trainer(plugins=own_plugin, **{**defaults, **(options or sharding())})
+    trainer.fit(model, DataLoader(range(32)), ckpt_path=ckpt_path)
+    return trainer
+
+
+def weights(model) -> list[torch.Tensor]:
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+class ByTorchao(Model):
+    """The same model, converted and sharded by hand with torchao's own functions."""
+
+    def configure_model(self) -> None:
+        if self.decoder is None:
+            self.trainer.precision_plugin.convert_before_sharding = self.convert
+            super().configure_model()
+
+    def convert(self, decoder) -> None:
+        config = Float8LinearConfig.from_recipe_name(self.recipe)
+        gathers = self.recipe == "tensorwise"
+        config = dataclasses.replace(config, emulate=True, enable_fsdp_float8_all_gather=gathers)
+        convert_to_float8_training(decoder, config=config, module_filter_fn=lambda _, name: name != "head")
+
+    def on_train_batch_end(self, *_) -> None:
+        precompute_float8_dynamic_scale_for_fsdp(self)
+
+
+def as_torchao_does(rank: int) -> None:
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        theirs = ByTorchao()
+        theirs.recipe = recipe
+        train(theirs, BF16Mixed())
+        ours = Model()
+        train(ours, plugin(recipe))
+        assert len(ours.losses) == 4
+        assert same(ours.losses, theirs.losses), recipe
+        assert same(weights(ours), weights(theirs)), recipe
+
+
+def test_converted_before_sharding_it_trains_as_torchao_does():
+    two_processes.run(as_torchao_does)
+
+
+class Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage() + "\n"
+
+
+def which_is_gathered_how(rank: int) -> None:
+    log = Log()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(log)
+    for recipe, options, gathered in (
+        ("tensorwise", {}, 14), ("tensorwise", {"evaluate_in_bf16": True}, 0), ("rowwise", {}, 0),
+    ):  # fmt: skip
+        own, model, log.text = plugin(recipe, **options), Model(), ""
+        train(model, own, steps=1)
+        assert [hasattr(layer.weight.to_local(), "fsdp_pre_all_gather") for layer in own.fp8_layers.values()] == (
+            [True] * 14 if gathered else [False] * 14
+        )
+        if rank == 0:
+            assert f"{gathered} of 14 weights gathered in fp8" in log.text
+
+    # a module that shards by itself: converted after that, compiled in place; in bf16, as the table says
+    own, model, log.text = plugin(), Foreign(), ""
+    train(model, own)
+    assert len(own.fp8_layers) == 14
+    assert not any(hasattr(layer.weight.to_local(), "fsdp_pre_all_gather") for layer in own.fp8_layers.values())
+    if rank == 0:
+        assert "0 of 14 weights gathered in fp8" in log.text
+    plain = Foreign()
+    train(plain, BF16Mixed())
+    torch.testing.assert_close(torch.stack(model.losses), torch.stack(plain.losses), rtol=0.03, atol=0)
+    assert not same(model.losses, plain.losses)
+
+    # replicas: the wrapped weights of a module that is not sharded after all become plain again
+    model = Model()
+    train(model, plugin(), devices=2, strategy=DDPStrategy(process_group_backend="gloo"))
+    assert {type(parameter) for parameter in model.parameters()} == {torch.nn.Parameter}
+
+
+def test_weights_are_gathered_in_fp8_where_that_is_valid_and_the_table_says_so():
+    two_processes.run(which_is_gathered_how)
+
+
+class InShards(pl.LightningModule):
+    """Tensor parallelism: the layer multiplies with its shard, alone or below FSDP2."""
+
+    def __init__(self, fsdp: bool) -> None:
+        super().__init__()
+        self.fsdp = fsdp
+        self.layers = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+
+    def configure_model(self) -> None:
+        parallelize_module(self.layers, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel()})
+        if self.fsdp:
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(torch.ones(16, 32)).sum()
+
+    def configure_optimizers(self):
+        return adamw(self.parameters())
+
+
+class Averaged(Model):
+    """Validates with weights ten times as large as it trains, in the middle of a step's micro-batches too."""
+
+    factor = 10.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[tuple[Any, ...]] = []
+
+    def training_step(self, batch, batch_idx):
+        expected = 448 / whole_amax(first_layer(self).weight)
+        assert torch.allclose(scale_of(first_layer(self)), expected)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append((scale_of(first_layer(self)).clone(), self.expected))
+        super().validation_step(batch_of(0, self.global_rank), batch_idx)
+
+    @torch.no_grad()
+    def on_validation_start(self) -> None:
+        first_layer(self).weight.mul_(self.factor)
+        self.expected = 448 / whole_amax(first_layer(self).weight)
+
+    @torch.no_grad()
+    def on_validation_end(self) -> None:
+        first_layer(self).weight.div_(self.factor)
+
+
+class Manual(Foreign):
+    """Steps and goes forward again within one training step: the second pass must not use the first one's scales."""
+
+    def __init__(self) -> None:
+        super().__init__(compiled=False)
+        self.automatic_optimization = False
+        self.seen: list[tuple[Any, ...]] = []
+
+    def configure_model(self) -> None:
+        self.trainer.precision_plugin.convert_before_sharding(self.decoder)
+        super().configure_model()
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        first = scale_of(first_layer(self)).clone()
+        expected = 448 / whole_amax(first_layer(self).weight)
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        optimizer.zero_grad()
+        self.seen.append((first, expected, scale_of(first_layer(self))))
+
+
+def whole_amax(weight: DTensor) -> torch.Tensor:
+    return weight.detach().abs().amax().full_tensor().float()
+
+
+def scales_are_those_of_the_weights(rank: int, folder: str) -> None:
+    model = Model()
+    train(model, plugin(), steps=3)
+    assert all(scale is not None for scale in model.scales), "found one by one, at each gathering"
+    assert len({scale.item() for scale in model.scales}) == 3, "a stale scale would repeat"
+    assert scale_of(first_layer(model)) is None, "a scale outlived the run"
+
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=2, accumulate_grad_batches=2, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, plugins=plugin(), val_check_interval=1,
+        limit_val_batches=1, **sharding(),
+    )  # fmt: skip
+    model = Averaged()
+    trainer.fit(model, DataLoader(range(32)), DataLoader(range(2)))
+    assert len(model.validated) == 5  # one of them before training
+    assert all(torch.allclose(found, expected) for found, expected in model.validated)
+    assert model.scales[0] == model.scales[1] != model.scales[2] == model.scales[3]
+    plain = Model()
+    train(plain, plugin(), steps=2, accumulate_grad_batches=2, **sharding())
+    torch.testing.assert_close(torch.stack(model.losses), torch.stack(plain.losses), rtol=1e-3, atol=0)
+
+    manual = Manual()
+    train(manual, plugin(), steps=-1, max_epochs=1, limit_train_batches=3, **sharding())  # the Trainer counts no steps
+    assert len(manual.seen) == 3
+    for before, expected, after in manual.seen:
+        assert torch.allclose(before, expected)
+        assert after is None
+
+    # a count of FLOPs runs the step on a copy without data, where no scale can be found
+    own, model = plugin(), Model()
+    trainer = train(model, own, steps=1)
+    counted = count_flops(model, batch_of(0, 0), trainer, own.train_step_context)
+    assert counted == count_flops(model, batch_of(0, 0), trainer, BF16Mixed().train_step_context)
+    assert counted[0] > 0
+
+    # the layer's statistics: those of its shard, by the scale of the whole
+    own, model = plugin(), Model()
+    train(model, own, steps=1)
+    layer, rows = first_layer(model), torch.randn(16, 32)
+    with torch.no_grad():
+        if rank == 0:  # by this shard's scale the other one's elements underflow
+            layer.weight.to_local()._tensor[0, 0] = 1e6
+    sharded = own.layer_stats(layer, rows)
+    model.decoder.unshard()
+    model.decoder.blocks[0].unshard()
+    assert not isinstance(layer.weight, DTensor)
+    gathered = own.layer_stats(layer, rows)
+    assert {name: value.shape for name, value in gathered.items()} == dict.fromkeys(sharded, torch.Size([]))
+    for name, value in sharded.items():
+        assert torch.allclose(value, gathered[name], rtol=1e-6), name
+    assert sharded["weight_underflow"] > 0.99
+    assert (sharded["weight_amax"] == 1e6) == (rank == 0)
+
+    for fsdp in (False, True):
+        strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
+        with pytest.raises(UsageError, match=r"^plugins: Float8 does not work with tensor parallelism, .* BF16Mixed$"):
+            train(InShards(fsdp), plugin(), devices=2, strategy=strategy)
+
+
+def test_scales_are_those_of_the_weights_as_they_are(tmp_path):
+    two_processes.run(scales_are_those_of_the_weights, str(tmp_path))
+
+
+def checkpoints(rank: int, folder: str) -> None:
+    for dcp in (False, True):
+        place = Path(folder) / f"fp8-{dcp}"
+        straight = Model()
+        train(straight, plugin(), folder=place, **sharding(save_distributed_checkpoint=dcp))
+        saved = place / "step=2.ckpt"
+        torch.distributed.barrier()
+        for file in [saved] if saved.is_file() else saved.iterdir():
+            assert b"torchao" not in file.read_bytes(), file
+        resumed = Model()
+        train(resumed, plugin(), ckpt_path=saved, **sharding(save_distributed_checkpoint=dcp))
+        assert same(resumed.losses, straight.losses[2:])
+        assert same(weights(resumed), weights(straight))
+
+        # an fp8 checkpoint opens in bf16, and the other way round; loaded, the weights are those that were saved
+        reader = Model()
+        train(reader, BF16Mixed(), ckpt_path=saved, steps=3, **sharding(save_distributed_checkpoint=dcp))
+        torch.testing.assert_close(reader.losses[0], straight.losses[2], rtol=0.02, atol=0)
+        other = Path(folder) / f"bf16-{dcp}"
+        train(Model(), BF16Mixed(), steps=2, folder=other, **sharding(save_distributed_checkpoint=dcp))
+        reader = Model()
+        train(reader, plugin(), ckpt_path=other / "step=2.ckpt", steps=3, **sharding(save_distributed_checkpoint=dcp))
+        torch.testing.assert_close(reader.losses[0], straight.losses[2], rtol=0.02, atol=0)
+        if rank == 0 and not dcp:
+            ours, theirs = (torch.load(path / "step=2.ckpt", weights_only=False) for path in (place, other))
+            assert list(ours["state_dict"]) == list(theirs["state_dict"])
+
+
+def test_checkpoints_are_those_of_the_model_without_fp8(tmp_path):
+    two_processes.run(checkpoints, str(tmp_path))
+
+
+def resumes(rank: int, folder: str, base: str) -> None:
+    for recipe in RECIPES:
+        place = Path(folder) / recipe
+        straight, resumed = Model(), Model()
+        train(straight, plugin(recipe, base=base), folder=place)
+        train(resumed, plugin(recipe, base=base), ckpt_path=place / "step=2.ckpt")
+        assert same(resumed.losses, straight.losses[2:]), recipe
+        assert same(weights(resumed), weights(straight)), recipe
+
+
+@pytest.mark.parametrize("base", ["bf16-mixed", "bf16-true"])
+def test_a_resume_is_bitwise_in_each_recipe(tmp_path, base):
+    two_processes.run(resumes, str(tmp_path), base)
