@@ -110,6 +110,16 @@ def test_a_recipe_that_is_no_yaml_says_where(capsys, tmp_path):
             ["--model.init_args.param_rules", '[{"pattern": "no_such_name", "lr_scale": 0.1}]'],
             "no_such_name",
         ),
+        (["--trainer.precision", "bf16-mixed"], "Received both `precision=bf16-mixed` and `plugins=AutoPrecision()`"),
+        (["--trainer.plugins", "[Float8]"], "emulate"),
+        (["--trainer.plugins", "[{class_path: Float8, init_args: {recipe: rowise}}]"], "rowise"),
+        (["--trainer.plugins", "[{class_path: Float8, init_args: {emulate: true}}]"], "convert_small"),
+        (
+            ["--trainer.plugins", "[{class_path: Float8, init_args: {emulate: true, exclude: [nosuch]}}]"],
+            "nosuch",
+        ),
+        (["--trainer.plugins", "[{class_path: FP16Mixed, init_args: {init_scale: -1}}]"], "init_scale=-1"),
+        (["--trainer.plugins", "[{class_path: BF16True, init_args: {update: nearest}}]"], "nearest"),
     ],
 )
 def test_a_recipe_that_cannot_train_is_refused_before_training(
@@ -125,6 +135,24 @@ def test_a_recipe_that_cannot_train_is_refused_before_training(
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(error) == 1
     assert expected in error[0]
+
+
+def test_fsdp1_with_a_plugin_says_what_to_write(monkeypatch):
+    from lightning.pytorch.cli import LightningCLI
+
+    from lightning_tricks._errors import UsageError
+    from lightning_tricks.cli import RecipeCLI
+
+    def refuses(self, **kwargs):  # as FSDPStrategy does when it is given a plugin, which needs a GPU to come so far
+        raise TypeError("The FSDP strategy can only work with the `FSDPPrecision` plugin, found BF16Mixed()")
+
+    monkeypatch.setattr(LightningCLI, "instantiate_trainer", refuses)
+    cli = RecipeCLI.__new__(RecipeCLI)
+    cli.subcommand = None
+    monkeypatch.setattr(RecipeCLI, "_get", lambda *_: {"enable_progress_bar": False})
+    cli.config_init = {}
+    with pytest.raises(UsageError, match=r"found BF16Mixed\(\): set trainer\.precision in place of the plugin"):
+        cli.instantiate_trainer()
 
 
 def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
