@@ -43,6 +43,7 @@ _HOMES = {
         "WarmupLinear",
         "WarmupStableDecay",
     ],
+    "strategies": ["DeepSpeedZeROStrategy", "FSDP2Strategy", "consolidate_deepspeed"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -25,13 +25,12 @@ def named_submodules(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of `module` by name, in their order.
+def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of `module` by name, in their order; none where nothing is repeated.
 
     They are the members of every ModuleList or Sequential that holds at least two modules of one class with
     parameters; of several such classes, the one with the most members. A list inside another one's member, such as the
-    experts of a layer, does not count. A model without them gives its children that have parameters, of the first
-    module that has more than one such.
+    experts of a layer, does not count.
     """
     modules = named_submodules(module)
     lists: dict[type, list[str]] = {}
@@ -45,9 +44,12 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
             continue
         seen.append(name)
         lists.setdefault(classes.pop(), []).extend(f"{name}.{key}" for key, _ in container.named_children())
-    if lists:
-        return {name: modules[name] for name in max(lists.values(), key=len)}
-    return _children(module)
+    return {name: modules[name] for name in max(lists.values(), key=len, default=[])}
+
+
+def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """`repeated_blocks`; without such, the children that have parameters, of the first module with more than one."""
+    return repeated_blocks(module) or _children(module)
 
 
 def match_modules(module: nn.Module, patterns: Sequence[str], option: str) -> dict[str, nn.Module]:

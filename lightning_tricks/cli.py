@@ -19,11 +19,13 @@ import lightning_tricks.callbacks
 import lightning_tricks.data
 import lightning_tricks.language_model
 import lightning_tricks.loggers
-import lightning_tricks.precision  # noqa: F401
+import lightning_tricks.precision
+import lightning_tricks.strategies  # noqa: F401
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks._parse_errors import did_you_mean, one_line, parse_message
 from lightning_tricks.callbacks import TrainingProgressBar
+from lightning_tricks.checkpoints import FolderCheckpointIO, check_checkpoint
 from lightning_tricks.loggers import choose_folder
 from lightning_tricks.models import DecoderConfig
 from lightning_tricks.schedules import Schedule
@@ -118,6 +120,15 @@ class RecipeCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Leave the recipe alone: LightningCLI would let a checkpoint's hyper-parameters override it silently."""
 
+    def instantiate_classes(self) -> None:
+        """Build what the recipe names; where a list's member refuses its options, say that and not the whole search."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if "Does not validate against any of the Union subtypes" not in str(error):
+                raise
+            raise UsageError(parse_message(str(error)).complaint) from error
+
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Lightning's Trainer with our progress bar, unless the recipe brings one or wants none."""
         if self.subcommand == "prepare":
@@ -129,12 +140,15 @@ class RecipeCLI(LightningCLI):
         if config.get("enable_progress_bar") is not False and not any(isinstance(c, bars) for c in callbacks):
             config["callbacks"] = [TrainingProgressBar(), *callbacks]
         try:
-            return super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError, TypeError) as error:
             message = "trainer: " + re.sub(r"\s+", " ", str(error))
             if "FSDPPrecision" in message:  # Lightning names the class that FSDP1 wants, and not what to write
-                message += ": set trainer.precision in place of the plugin, or shard with FSDP2 (ModelParallelStrategy)"
+                message += ": set trainer.precision in place of the plugin, or shard with FSDP2 (FSDP2Strategy)"
             raise UsageError(message) from error
+        if type(trainer.strategy.checkpoint_io) is pl_import("plugins.io").TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = FolderCheckpointIO()  # so that a sharded checkpoint opens here as well
+        return trainer
 
     def prepare(self, model: "pl.LightningModule", datamodule: "pl.LightningDataModule | None" = None) -> None:
         """Turn the recipe's text into token shards, and stop."""
@@ -148,7 +162,17 @@ class RecipeCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         for logger in self.trainer.loggers if subcommand != "prepare" else []:
             choose_folder(logger, subcommand, resumes=bool(self.config[subcommand].get("ckpt_path")))
+        self._check_ckpt_path(self.config[subcommand].get("ckpt_path"))
         return super()._prepare_subcommand_kwargs(subcommand)
+
+    def _check_ckpt_path(self, path: str | None) -> None:
+        """Refuse what cannot be opened now; later the ranks of a distributed run would be up and waiting."""
+        if not path or path in ("best", "last", "hpc") or path.startswith("registry") or self.subcommand == "prepare":
+            return
+        strategy = self.trainer.strategy
+        ours = isinstance(strategy.checkpoint_io, FolderCheckpointIO)
+        if ours and not any("DeepSpeed" in cls.__name__ for cls in type(strategy).__mro__):
+            check_checkpoint(path)
 
     def after_fit(self) -> None:
         """Say where the results are and what to do with them."""
@@ -208,7 +232,7 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
 def main(args: list[str]) -> None:
     """Run `args` (a subcommand and its options); what the user can mend becomes a UsageError."""
     if args and args[0] not in RecipeCLI.subcommands() and not args[0].startswith("-"):
-        names = [*RecipeCLI.subcommands(), "ls", "cp"]
+        names = [*RecipeCLI.subcommands(), "ls", "cp", "consolidate"]
         raise UsageError(f"unknown command {args[0]!r}{did_you_mean(args[0], names)}: --help lists them")
     sys.argv[1:] = args
     for noise in (".*isinstance.treespec, LeafSpec.*", "Precision .* is not supported by the model summary"):

@@ -18,8 +18,12 @@ PARAMETERS = {
     "llama1b": 1_100_048_384,
     "llama7b": 6_738_415_616,
     "llama7b_1gpu": 6_738_415_616,
+    "llama7b_deepspeed": 6_738_415_616,
 }
-TOKENS_A_STEP = {"gpt2_124m": 524_288, "llama1b": 2_097_152, "llama7b": 4_194_304, "llama7b_1gpu": 524_288}
+TOKENS_A_STEP = {
+    "gpt2_124m": 524_288, "llama1b": 2_097_152, "llama7b": 4_194_304, "llama7b_1gpu": 524_288,
+    "llama7b_deepspeed": 4_194_304,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -77,14 +81,14 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_tensor_parallelism_is_refused_and_not_run_twice_over():
+def test_a_strategy_that_leaves_the_sharding_to_the_module_is_refused():
     from types import SimpleNamespace
 
     from lightning_tricks._errors import UsageError
 
     model, _, _ = load_recipe("--config", str(recipes_folder() / "llama7b.yaml"))
-    model._device_mesh = {"tensor_parallel": SimpleNamespace(size=lambda: 8)}
-    with pytest.raises(UsageError, match="tensor_parallel_size=8"):
+    model._device_mesh, model._trainer = object(), SimpleNamespace(strategy=SimpleNamespace())
+    with pytest.raises(UsageError, match="leaves sharding to the module: take FSDP2Strategy"):
         model.configure_model()
 
 
@@ -94,8 +98,6 @@ def test_trains_at_toy_width_on_two_processes(name, shards):
     decoder = {"n_layers": 2, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "d_ff": 64}
     decoder |= {"max_seq_len": 32, "vocab_size": 64}
     overrides = [f"--model.init_args.decoder.init_args.{key}={value}" for key, value in decoder.items()]
-    if name == "llama7b":
-        overrides += ["--trainer.strategy.init_args.data_parallel_size=2"]
     done = subprocess.run(
         [
             sys.executable, "-m", "lightning_tricks", "fit", "--config", str(recipes_folder() / f"{name}.yaml"),

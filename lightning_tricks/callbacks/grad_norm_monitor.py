@@ -93,7 +93,7 @@ class GradNormMonitor(pl.Callback):
         if self.per and _is(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy"):
             raise UsageError(
                 f"GradNormMonitor: per={self.per!r} under {type(trainer.strategy).__name__}, which holds no parameter "
-                "whole: leave it out, or use ModelParallelStrategy"
+                "whole: leave it out, or use FSDP2Strategy"
             )
         if _is(trainer.strategy, "DeepSpeedStrategy"):
             return  # its engine clips

@@ -1,5 +1,7 @@
 """Mean loss over the tokens of a whole optimizer step: over micro-batches and ranks, however ragged their counts."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -63,7 +65,11 @@ class TokenMeanMixin(Mixin):
         if self._splits() > 1:
             assert self._capacity is not None
             factor = self._capacity * self._splits() / self._tokens_of_all_ranks()
-            scale_gradients([p.grad for p in self.parameters() if p.grad is not None], factor)
+            strategy: Any = self.trainer.strategy
+            if hasattr(strategy, "scale_gradients"):  # DeepSpeed's engine holds them
+                strategy.scale_gradients(factor)
+            else:
+                scale_gradients([p.grad for p in self.parameters() if p.grad is not None], factor)
 
     def _splits(self) -> int:
         return self.trainer.accumulate_grad_batches * self.trainer.world_size

@@ -92,7 +92,7 @@ def clip_grad_norm_fsdp1(root: Any, max_norm: float | None) -> Tensor:
     if not hasattr(root, "clip_grad_norm_"):
         raise UsageError(
             f"FSDP1 holds parts of {type(root).__name__}, and the norm of the whole is not known: leave the wrapping "
-            "to the strategy, or use ModelParallelStrategy"
+            "to the strategy, or use FSDP2Strategy"
         )
     return root.clip_grad_norm_(math.inf if max_norm is None else max_norm)  # an infinite limit scales by exactly 1
 

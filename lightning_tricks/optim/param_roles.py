@@ -103,7 +103,7 @@ def _refuse_unreadable(name: str, param: Parameter) -> None:
     if getattr(param, "_fsdp_flattened", False):
         raise UsageError(
             f"parameter '{name}' was flattened by FSDP1, which hides what decays: "
-            "shard with FSDP2 (fully_shard, ModelParallelStrategy) instead"
+            "shard with FSDP2 (FSDP2Strategy) instead"
         )
     if is_lazy(param):
         raise UsageError(f"parameter '{name}' has no shape yet: run one batch through the lazy module first")

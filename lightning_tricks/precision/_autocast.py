@@ -75,5 +75,5 @@ def refuse_strategy(plugin: Any, module: nn.Module) -> None:
     if found is not None:
         raise UsageError(
             f"plugins: {type(plugin).__name__} does not work under {found}, which has a precision of its own: remove "
-            "the plugin and set trainer.precision, or shard with FSDP2 (ModelParallelStrategy)"
+            "the plugin and set trainer.precision, or shard with FSDP2 (FSDP2Strategy)"
         )

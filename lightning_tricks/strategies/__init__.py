@@ -1,5 +1,7 @@
-"""Placing tensors on devices."""
+"""Lightning strategies: where tensors live."""
 
-from lightning_tricks.strategies.shard_blocks import shard_blocks
+from lightning_tricks.strategies.consolidate_deepspeed import consolidate_deepspeed
+from lightning_tricks.strategies.deepspeed_zero_strategy import DeepSpeedZeROStrategy
+from lightning_tricks.strategies.fsdp2_strategy import FSDP2Strategy
 
-__all__ = ["shard_blocks"]
+__all__ = ["DeepSpeedZeROStrategy", "FSDP2Strategy", "consolidate_deepspeed"]

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from two_processes import run
 
@@ -21,7 +21,6 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.callbacks.grad_norm_monitor import interval_figures, parameters_by_block
 from lightning_tricks.mixins import GradientClippingMixin
-from lightning_tricks.strategies import shard_blocks
 
 
 class Kept(Logger):
@@ -74,7 +73,8 @@ class Clipping(GradientClippingMixin, Net):
 
 class Sharded(Net):
     def configure_model(self):
-        shard_blocks(self, self.blocks, self.device_mesh["data_parallel"])
+        for part in (*self.blocks, self):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
 
 class Reference(pl.Callback):

@@ -147,7 +147,7 @@ def on_strategy(kind):
 
 
 def test_modules_wrapped_in_fsdp1_one_by_one_are_refused():
-    with pytest.raises(UsageError, match=r"^FSDP1 holds parts of Model, .*use ModelParallelStrategy$"):
+    with pytest.raises(UsageError, match=r"^FSDP1 holds parts of Model, .*use FSDP2Strategy$"):
         on_strategy(FSDPStrategy)
 
 

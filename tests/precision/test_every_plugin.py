@@ -11,6 +11,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that the tests start
 from foreign import PLUGINS, CausalLM, ShardedCausalLM, differing, rows, tensors, train
 
+from lightning_tricks.strategies import FSDP2Strategy
+
 # Share by which the last loss may differ from fp32's after thirty steps; emulated fp8 has 3 bits of mantissa.
 CLOSE = {name: 0.12 if "fp8" in name else 0.03 for name in PLUGINS}
 
@@ -67,26 +69,26 @@ def test_fp32_weights_go_on_from_the_masters_of_a_bf16_run(name, tmp_path):
     assert not any("master" in state for state in trainer.optimizers[0].state.values())
 
 
-def sharded(plugin, dcp: bool):
-    return {
-        "plugin": plugin, "devices": 2,
-        "strategy": ModelParallelStrategy(2, tensor_parallel_size=1, save_distributed_checkpoint=dcp),
-    }  # fmt: skip
+# A foreign module that shards itself, saved to one file; one that knows nothing of it, saved to a folder.
+SHARDED = {
+    "itself": (ShardedCausalLM, lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)),
+    "by FSDP2Strategy": (CausalLM, FSDP2Strategy),
+}
 
 
 def under_fsdp2(rank: int, folder: str, alone: dict[str, list[float]]) -> None:
     for name in alone:
-        for dcp in (True, False):
-            files = Path(folder) / name / ("dcp" if dcp else "full")
-            straight, plugin = ShardedCausalLM(), PLUGINS[name]()
-            trainer = train(straight, **sharded(plugin, dcp), folder=files, data=rows(rank, 2))
-            resumed, again = ShardedCausalLM(), PLUGINS[name]()
-            options = {"ckpt_path": files / "step=3.ckpt", "data": rows(rank, 2)}
-            resumed_trainer = train(resumed, **sharded(again, dcp), **options)
+        for who, (model, strategy) in SHARDED.items():
+            files = Path(folder) / name / who
+            straight, plugin = model(), PLUGINS[name]()
+            options = {"devices": 2, "data": rows(rank, 2)}
+            trainer = train(straight, plugin, strategy=strategy(), folder=files, **options)
+            resumed, again = model(), PLUGINS[name]()
+            resumed_trainer = train(resumed, again, strategy=strategy(), ckpt_path=files / "step=3.ckpt", **options)
             different = differing(tensors(resumed_trainer, resumed), tensors(trainer, straight))
-            assert not different, (name, different)
-            assert resumed.losses == straight.losses[3:], name
-            assert again.state_dict() == plugin.state_dict(), name
+            assert not different, (name, who, different)
+            assert resumed.losses == straight.losses[3:], (name, who)
+            assert again.state_dict() == plugin.state_dict(), (name, who)
             mean = torch.tensor(straight.losses)
             torch.distributed.all_reduce(mean)
             torch.testing.assert_close(mean / 2, torch.tensor(alone[name]), rtol=0.02, atol=0)

@@ -1,0 +1,62 @@
+"""`consolidate`: make one file, which a plain Trainer opens, of a folder of shards. Needs no recipe and no GPU."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints import check_checkpoint, fsync_path, read_folder, size_of_folder, swap_in
+from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
+from lightning_tricks.checkpoints.read_folder import load_file
+from lightning_tricks.strategies.consolidate_deepspeed import consolidate_deepspeed
+
+
+def consolidate(args: list[str]) -> None:
+    """Write FILE from FOLDER.
+
+    Raises:
+        UsageError: FOLDER is no whole checkpoint in shards; FILE exists and `--overwrite` was not given.
+    """
+    parser = argparse.ArgumentParser(
+        "lightning-tricks consolidate",
+        description="Make one checkpoint file of a folder of shards. Needs as much of the host's memory, and of the "
+        "disk, as all weights and optimizer state take. Reading a folder can run code that was hidden in it: give only "
+        "folders that you trust. Of a folder of DeepSpeed, the weights.",
+    )
+    parser.add_argument("folder", help="what FSDP2Strategy (or Lightning's ModelParallelStrategy) saved")
+    parser.add_argument("file", help="the file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    options = parser.parse_args(args)
+    folder, file = Path(options.folder), Path(options.file)
+    if file.is_dir():
+        raise UsageError(f"{file} is a folder: give the name of a file")
+    if file.exists() and not options.overwrite:
+        raise UsageError(f"{file} exists: name another file, or give --overwrite")
+    if is_of_deepspeed(folder):
+        consolidate_deepspeed(folder, file)
+        return
+    if not check_checkpoint(folder).is_dir():
+        raise UsageError(f"{folder} is one file already")
+    print(f"{folder}: {size_of_folder(folder) / 2**30:,.3f} GiB, read to memory", flush=True)
+    checkpoint = read_folder(folder, weights_only=False)
+    write_file(checkpoint, file)
+    print(f"{file}: step {checkpoint.get('global_step', '?')}, {summary(checkpoint)}")
+    try:
+        load_file(file, weights_only=True)
+    except UsageError as error:
+        print(f"note: {error}")
+
+
+def write_file(checkpoint: dict[str, Any], file: Path) -> None:
+    """Save to the disk; `file` is there when all of it is."""
+    with swap_in(file) as new:
+        torch.save(checkpoint, new)
+        fsync_path(new)
+
+
+def summary(checkpoint: dict[str, Any]) -> str:
+    """How many weights and optimizers there are."""
+    optimizers = len(checkpoint.get("optimizer_states", []))
+    return f"{len(checkpoint['state_dict']):,} tensors of the module, {optimizers} optimizer{'s' * (optimizers != 1)}"

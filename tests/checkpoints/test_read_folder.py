@@ -1,0 +1,213 @@
+"""A folder of shards becomes what a plain Trainer's file holds: worked out by hand, and against Lightning's own."""
+
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parent))
+from shards import REST, of_file, write_shards
+
+from lightning_tricks import RecipeCLI
+from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints import FolderCheckpointIO, read_folder, size_of_folder
+from lightning_tricks.checkpoints.read_folder import _unflatten
+from lightning_tricks.cli import main
+from lightning_tricks.optim import decay_groups, follow_recipe
+
+# as torch and Lightning name things: state by name, groups in the optimizer's order, which is not the module's
+NAMED = {
+    "state": {"b": {"step": torch.tensor(3.0), "exp_avg": torch.full((2,), 2.0)}, "a": {"exp_avg": torch.ones(2, 3)}},
+    "param_groups": [
+        {"lr": 0.1, "betas": (0.9, 0.95), "fused": None, "params": ["b"]},
+        {"lr": torch.tensor(0.2), "betas": (0.9, 0.95), "fused": None, "params": ["c", "a"]},
+    ],
+}
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(2, dtype=torch.bfloat16), "c": torch.ones(1)}
+
+
+def test_names_become_places_in_the_order_of_the_groups(tmp_path):
+    shards = {"state_dict": WEIGHTS, "optimizer_0": NAMED, "optimizer_1": {"state": {}, "param_groups": []}}
+    shards["optimizer_1"]["param_groups"] = [{"lr": 1.0, "params": ["a"]}]
+    found = read_folder(write_shards(tmp_path / "at.ckpt", shards), weights_only=True)
+    assert found.keys() == {*REST, "state_dict", "optimizer_states"}
+    assert found["global_step"] == 3
+    assert found["state_dict"].keys() == WEIGHTS.keys()
+    for name, value in WEIGHTS.items():
+        assert torch.equal(found["state_dict"][name], value)
+        assert found["state_dict"][name].dtype == value.dtype
+    first, second = found["optimizer_states"]
+    assert [group["params"] for group in first["param_groups"]] == [[0], [1, 2]]  # b; c, a
+    assert first["param_groups"][0] == {"lr": 0.1, "betas": (0.9, 0.95), "fused": None, "params": [0]}
+    assert first["param_groups"][1]["lr"] == 0.2
+    assert first["state"].keys() == {0, 2}
+    assert torch.equal(first["state"][0]["exp_avg"], torch.full((2,), 2.0))
+    assert first["state"][0]["step"] == 3
+    assert torch.equal(first["state"][2]["exp_avg"], torch.ones(2, 3))
+    assert second == {"state": {}, "param_groups": [{"lr": 1.0, "params": [0]}]}
+
+
+def test_the_order_in_which_shards_are_listed_does_not_matter():
+    leaves = [
+        (("groups", 1, "lr"), 2.0),
+        (("groups", 0, "lr"), 1.0),
+        (("groups", 0, "params"), ["a"]),
+        (("none",), None),
+    ]
+    assert _unflatten(leaves) == {"groups": [{"lr": 1.0, "params": ["a"]}, {"lr": 2.0}], "none": None}
+
+
+def test_ten_optimizers_keep_their_order(tmp_path):
+    states = {f"optimizer_{i}": {"param_groups": [{"lr": float(i), "params": ["a"]}]} for i in range(11)}
+    found = read_folder(write_shards(tmp_path / "at.ckpt", {"state_dict": WEIGHTS, **states}))
+    assert [state["param_groups"][0]["lr"] for state in found["optimizer_states"]] == [float(i) for i in range(11)]
+
+
+def test_a_folder_with_weights_only_has_no_optimizer_states(tmp_path):
+    found = read_folder(write_shards(tmp_path / "at.ckpt", {"state_dict": WEIGHTS}, {"global_step": 3}))
+    assert found.keys() == {"global_step", "state_dict"}
+
+
+def test_the_weights_of_fsdp1_have_another_name(tmp_path):
+    found = read_folder(write_shards(tmp_path / "at.ckpt", {"model": WEIGHTS}))
+    assert found["state_dict"].keys() == WEIGHTS.keys()
+    assert "model" not in found
+
+
+def test_the_size_counts_each_tensor_once(tmp_path):
+    folder = write_shards(tmp_path / "at.ckpt", {"state_dict": WEIGHTS, "optimizer_0": NAMED})
+    # weights 6 x 4 + 2 x 2 + 1 x 4; state 4 + 2 x 4 + 6 x 4; a learning rate that is a tensor
+    assert size_of_folder(folder) == 32 + 36 + 4
+
+
+def test_a_folder_of_another_program_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="holds no state_dict: it is a checkpoint of another program"):
+        read_folder(write_shards(tmp_path / "at.ckpt", {"weights": WEIGHTS}))
+
+
+def test_what_weights_only_refuses_is_named_in_one_line(tmp_path):
+    rest = {**REST, "hyper_parameters": {"path": Path("x")}}
+    folder = write_shards(tmp_path / "at.ckpt", {"state_dict": WEIGHTS}, rest)
+    assert read_folder(folder, weights_only=False)["hyper_parameters"] == {"path": Path("x")}
+    for weights_only in (None, True):
+        with pytest.raises(UsageError, match=r"holds pathlib\.\w+, which weights_only=True does not let in") as caught:
+            read_folder(folder, weights_only)
+        assert "\n" not in str(caught.value)
+
+
+class Line(pl.LightningModule):
+    def __init__(self, recipe=False, weight_decay=0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.hidden, self.out = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.out(self.hidden(batch)).square().mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(decay_groups(self, self.hparams.weight_decay), lr=0.1)
+        return follow_recipe(optimizer) if self.hparams.recipe else optimizer
+
+
+def fit(model, steps, path=None, plugins=None, **kwargs) -> pl.Trainer:
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_checkpointing=False, plugins=plugins,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    data = DataLoader(torch.arange(8.0).view(4, 2) / 8, batch_size=1)
+    trainer.fit(model, data, ckpt_path=path, **kwargs)
+    return trainer
+
+
+def flat(value, path=()):
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if entries is None:
+        return {path: value}
+    return {key: leaf for name, child in entries for key, leaf in flat(child, (*path, name)).items()}
+
+
+@pytest.fixture
+def file_and_folder(tmp_path):
+    model = Line()
+    file = tmp_path / "file.ckpt"
+    fit(model, 3).save_checkpoint(file)
+    return file, of_file(file, tmp_path / "folder.ckpt", model)
+
+
+def test_a_folder_is_read_as_the_file_that_a_plain_trainer_saved(file_and_folder):
+    file, folder = file_and_folder
+    expected, found = flat(torch.load(file, weights_only=True)), flat(read_folder(folder, weights_only=True))
+    assert found.keys() == expected.keys()
+    assert ("optimizer_states", 0, "param_groups", 1, "param_names", 0) in found
+    assert ("hyper_parameters", "weight_decay") in found
+    for path, value in expected.items():
+        assert torch.equal(found[path], value) if torch.is_tensor(value) else found[path] == value
+
+
+def test_a_plain_trainer_opens_it_and_goes_on_to_the_bit(file_and_folder):
+    ends = []
+    for path in file_and_folder:
+        model = Line()
+        trainer = fit(model, 5, path, [FolderCheckpointIO()])
+        assert trainer.global_step == 5
+        ends.append({**model.state_dict(), **flat(trainer.optimizers[0].state_dict()["state"])})
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+
+
+def test_the_recipes_checks_of_names_and_settings_are_at_work(file_and_folder, tmp_path):
+    model = Line(recipe=True)
+    trainer = fit(model, 4, file_and_folder[1], [FolderCheckpointIO()])
+    assert [group["weight_decay"] for group in trainer.optimizers[0].param_groups] == [0.1, 0.0]
+    rest = torch.load(file_and_folder[0], weights_only=True)
+    group = rest["optimizer_states"][0]["param_groups"][0]
+    group["param_names"] = group["param_names"][::-1]
+    torch.save(rest, tmp_path / "turned.ckpt")
+    folder = of_file(tmp_path / "turned.ckpt", tmp_path / "turned", model)
+    with pytest.raises(UsageError, match=r"the checkpoint's optimizer has 'out\.weight'"):
+        fit(Line(recipe=True), 4, folder, [FolderCheckpointIO()])
+
+
+def test_a_file_takes_a_folders_place_whole(file_and_folder):
+    file, folder = file_and_folder
+    trainer = fit(Line(), 3, plugins=[FolderCheckpointIO()])
+    trainer.save_checkpoint(folder)
+    assert folder.is_file()
+    assert torch.load(folder, weights_only=True)["global_step"] == 3
+    trainer.save_checkpoint(file)
+    assert {entry.name for entry in file.parent.iterdir()} == {"file.ckpt", "folder.ckpt"}
+
+
+def test_what_is_no_checkpoint_is_refused_before_it_is_used(file_and_folder, tmp_path):
+    (file_and_folder[1] / ".metadata").unlink()
+    with pytest.raises(UsageError, match="incomplete: "):
+        fit(Line(), 4, file_and_folder[1], [FolderCheckpointIO()])
+    bare = tmp_path / "bare.pt"
+    for content in (Line().state_dict(), torch.zeros(1)):
+        torch.save(content, bare)
+        with pytest.raises(UsageError, match="holds no state_dict, so it is no checkpoint of Lightning"):
+            fit(Line(), 4, bare, [FolderCheckpointIO()])
+
+
+@pytest.mark.parametrize("plugins", ["[]", "[AsyncCheckpointIO]"])
+def test_the_command_line_opens_folders_unless_the_recipe_brings_a_reader(plugins, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-tricks"])
+    recipe = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+    cli = RecipeCLI(run=False, args=["--config", str(recipe), "--trainer.plugins", plugins])
+    assert isinstance(cli.trainer.strategy.checkpoint_io, FolderCheckpointIO) is (plugins == "[]")
+
+
+def test_the_command_line_says_so_before_anything_is_built_where_the_checkpoint_is_not_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(pl.Trainer, "_run", lambda *args, **kwargs: pytest.fail("it ran"))
+    (tmp_path / "at.ckpt").mkdir()
+    (tmp_path / "at.ckpt" / "__0_0.distcp").touch()
+    recipe = str(Path(__file__).parents[2] / "recipes" / "tiny.yaml")
+    for name, message in (("at.ckpt", "incomplete: "), ("no.ckpt", "there is no such file or folder")):
+        args = ["--config", recipe, "--trainer.logger", "false", "--ckpt_path", str(tmp_path / name)]
+        monkeypatch.setattr(sys, "argv", ["lightning-tricks"])
+        with pytest.raises(UsageError, match=message):
+            main(["fit", *args])

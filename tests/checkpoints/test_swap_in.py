@@ -1,0 +1,121 @@
+"""A new checkpoint takes an older one's place whole or not at all."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints import swap_in
+from lightning_tricks.checkpoints.swap_in import clear_place, put_in_place
+
+
+def folder_at(path: Path, *names: str) -> Path:
+    path.mkdir()
+    for name in names:
+        (path / name).write_text(name)
+    return path
+
+
+def content(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
+
+
+def test_a_folder_replaces_a_folder_without_a_mixture(tmp_path):
+    path = folder_at(tmp_path / "last.ckpt", "meta.pt", "__0_0.distcp", "__1_0.distcp")
+    with swap_in(path) as new:
+        assert content(path) == {"meta.pt", "__0_0.distcp", "__1_0.distcp"}  # still there
+        folder_at(new, "meta.pt", "__0_0.distcp")
+    assert content(path) == {"meta.pt", "__0_0.distcp"}
+    assert content(tmp_path) == {"last.ckpt"}
+
+
+@pytest.mark.parametrize("old_is_file", [True, False])
+def test_a_file_and_a_folder_replace_each_other(tmp_path, old_is_file):
+    path = tmp_path / "last.ckpt"
+    path.write_text("old") if old_is_file else folder_at(path, "meta.pt")
+    with swap_in(path) as new:
+        folder_at(new, "meta.pt") if old_is_file else new.write_text("new")
+    assert path.is_dir() is old_is_file
+    assert content(tmp_path) == {"last.ckpt"}
+
+
+def test_an_error_leaves_what_was_there(tmp_path):
+    path = folder_at(tmp_path / "last.ckpt", "meta.pt")
+
+    def fail():
+        with swap_in(path) as new:
+            folder_at(new, "__0_0.distcp")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert content(path) == {"meta.pt"}
+    assert content(tmp_path) == {"last.ckpt"}
+
+
+def test_what_a_killed_process_left_is_cleared(tmp_path):
+    path = tmp_path / "last.ckpt"
+    folder_at(clear_place(path), "__0_0.distcp", "__7_0.distcp")
+    folder_at(tmp_path / ".last.ckpt.replaced", "meta.pt")
+    with swap_in(path) as new:
+        folder_at(new, "meta.pt")
+    assert content(path) == {"meta.pt"}
+    assert content(tmp_path) == {"last.ckpt"}
+
+
+def test_a_kill_between_the_renames_loses_nothing(tmp_path, monkeypatch):
+    path = folder_at(tmp_path / "last.ckpt", "meta.pt", "__1_0.distcp")
+    rename = Path.rename
+
+    def killed(self, target):
+        if self.name.endswith(".saving"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    def swap(patch):
+        with swap_in(path) as new:
+            folder_at(new, "meta.pt")
+            patch.setattr(Path, "rename", killed)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        swap(patch)
+    assert content(tmp_path / ".last.ckpt.replaced") == {"meta.pt", "__1_0.distcp"}
+    assert content(tmp_path / ".last.ckpt.saving") == {"meta.pt"}
+    shutil.rmtree(tmp_path / ".last.ckpt.saving")
+    with swap_in(path) as new:
+        assert (tmp_path / ".last.ckpt.replaced").exists()  # until there is a newer one
+        folder_at(new, "meta.pt")
+    assert content(tmp_path) == {"last.ckpt"}
+
+
+def test_a_rename_that_fails_is_taken_back(tmp_path, monkeypatch):
+    path = folder_at(tmp_path / "last.ckpt", "meta.pt", "__1_0.distcp")
+    folder_at(clear_place(path), "meta.pt")
+    rename = Path.rename
+
+    def refused(self, target):
+        if self.name.endswith(".saving"):
+            raise OSError("refused")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(OSError, match="refused"):
+        put_in_place(path)
+    assert content(path) == {"meta.pt", "__1_0.distcp"}
+
+
+def test_no_name_on_the_way_is_taken_for_a_checkpoint(tmp_path):
+    place = clear_place(tmp_path / "last.ckpt")
+    assert place.suffix != ".ckpt"
+    assert not place.name.startswith("last")
+
+
+def test_a_folder_of_the_users_is_not_deleted(tmp_path):
+    path = folder_at(tmp_path / "notes", "thesis.tex")
+    with pytest.raises(UsageError, match="is a folder of something else than a checkpoint"), swap_in(path):
+        pass
+    assert content(path) == {"thesis.tex"}
+    with swap_in(tmp_path / "new" / "deep.ckpt") as new:
+        new.write_text("made with its folders")
+    assert (tmp_path / "new" / "deep.ckpt").exists()

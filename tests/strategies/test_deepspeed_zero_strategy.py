@@ -1,0 +1,673 @@
+"""ZeRO in one line: any module as one process would train it, and every wrong input told before anything waits.
+
+All runs of two processes are made once, by `zero`, as DeepSpeed takes long to import; each test reads what it needs.
+"""
+
+import gc
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import two_processes
+from monitored import Memory
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
+from foreign import CausalLM, rows, train
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lightning_tricks
+from lightning_tricks._errors import UsageError
+from lightning_tricks.cli import load_recipe
+from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.models import GPT2, Llama
+from lightning_tricks.optim import decay_groups
+from lightning_tricks.precision import AutoPrecision, BF16Mixed, BF16True, Float8, FP16Mixed
+from lightning_tricks.precision._autocast import refuse_strategy
+from lightning_tricks.schedules import WarmupCosine
+from lightning_tricks.strategies import DeepSpeedZeROStrategy, _load_deepspeed, consolidate_deepspeed
+from lightning_tricks.strategies._deepspeed_settings import fitting_sizes
+from lightning_tricks.strategies._load_deepspeed import compiling, load_deepspeed
+from lightning_tricks.strategies.consolidate_deepspeed import read_layout
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+pytestmark = pytest.mark.slow
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+LATER = pytest.mark.parametrize("stage", [2, 3])  # 1 and 2 are of one class of DeepSpeed's
+SHAPE = {"vocab_size": 64, "d_model": 32, "n_layers": 3, "n_heads": 2, "max_seq_len": 32}
+
+
+class Sgd(CausalLM):
+    """With SGD a wrong clip shows in the losses."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(decay_groups(self, weight_decay=0.1), lr=0.5)
+
+
+class Quartered(Sgd):
+    """Whose gradients are a quarter of its loss's, as TokenMeanMixin scales them; no scale is left over."""
+
+    def on_train_batch_start(self, *_):
+        assert getattr(self.trainer.optimizers[0], "loss_scale", 1.0) == 1.0
+
+    def on_after_backward(self):
+        if self.trainer.fit_loop._should_accumulate():
+            return
+        factor = torch.tensor(0.25)
+        if hasattr(self.trainer.strategy, "scale_gradients"):
+            self.trainer.strategy.scale_gradients(factor)
+        else:
+            for parameter in self.parameters():
+                parameter.grad.mul_(factor)
+
+
+class Manual(CausalLM):
+    """Steps by itself, after two backward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        losses = [self.model(input_ids=part, labels=part).loss / 2 for part in batch.chunk(2)]
+        for loss in losses:
+            self.manual_backward(loss)
+        self.losses.append(sum(losses).item())
+        optimizer.step()
+
+
+class Decaying(CausalLM):
+    """With a scheduler of torch's, a frozen embedding and a validation loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.model.embed_tokens.weight.requires_grad_(False)
+        self.lrs: list[float] = []
+
+    def configure_optimizers(self):
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=3e-3, fused=True)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def on_train_batch_start(self, *_):
+        self.lrs.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.model(input_ids=batch, labels=batch).loss, sync_dist=True)
+
+
+class Wide(CausalLM):
+    """Large enough for its tensors to outweigh buffers; counts the bytes it is held in before each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.bytes = held()
+
+
+def held() -> int:
+    """Bytes of all storages of this process."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if torch.is_tensor(thing) and thing.layout == torch.strided and not thing.is_meta:
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
+                if tensor is not None:
+                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def bytes_held(strategy="auto", devices=1, data=None, **options) -> int:
+    before, model = held(), Wide()
+    train(model, devices=devices, strategy=strategy, data=data, epochs=1, **options)
+    return model.bytes - before
+
+
+def language_model(lr=1e-2, config=None):
+    config = config or Llama(**SHAPE)
+    return LanguageModel(
+        decoder=config, schedule=WarmupCosine(warmup_steps=2), optimizer=lambda groups: torch.optim.AdamW(groups, lr=lr)
+    )
+
+
+def batches(rank=0, world=1):
+    tokens = (5 * torch.arange(33) + 3 * torch.arange(80)[:, None]) % 64
+    own = [batch.chunk(world)[rank] for batch in tokens.split(8)]
+    data = [{"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()} for ids in own]
+    return DataLoader(data, batch_size=None)
+
+
+def fit(model, strategy="auto", devices=1, data=None, ckpt_path=None, save=None, **options):
+    """Ten steps, and each series of figures by its name."""
+    memory = Memory()
+    options = {"max_steps": 10, "accumulate_grad_batches": 1, **options}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, logger=memory, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1, use_distributed_sampler=False,
+        gradient_clip_val=0.8, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    trainer.fit(model, data, ckpt_path=ckpt_path)
+    if save:
+        trainer.save_checkpoint(save)
+    figures: dict[str, list[float]] = {}
+    for _, values in memory.rows:
+        for name, value in values.items():
+            figures.setdefault(name, []).append(value)
+    return figures
+
+
+def one_process() -> dict[str, Any]:
+    """What the runs of two processes are compared with."""
+    runs: dict[str, Any] = {"tokens": fit(language_model(), data=batches())}
+    runs["tied"] = fit(language_model(config=GPT2(**SHAPE)), data=batches(), max_steps=3)["train/loss"]
+    for model, clip, epochs in ((CausalLM(), 0.3, 4), (Sgd(), 0.3, 2), (Quartered(), 0.6, 2), (Manual(), None, 2)):
+        train(model, epochs=epochs, gradient_clip_val=clip)
+        runs[type(model).__name__] = model.losses
+    model = Sgd()
+    train(model, gradient_clip_val=0.6)
+    runs["not quartered"] = model.losses
+    model = CausalLM()
+    train(model, accumulate_grad_batches=2, epochs=3)  # an epoch has three batches: its last window is of one
+    runs["window"] = model.losses
+    model = Decaying()
+    train(model)
+    runs["Decaying"] = (model.losses, model.lrs)
+    runs["bytes"] = bytes_held()
+    return runs
+
+
+def two_process_runs(rank: int, folder: str) -> None:
+    """Every run, and what it gave, in a file of this rank; an error is a string."""
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    os.environ["TORCH_EXTENSIONS_DIR"] = f"{folder}/extensions"
+    results: dict[Any, Any] = {}
+
+    def case(name: Any, run: Callable[[], Any]) -> None:
+        try:
+            results[name] = run()
+        except UsageError as error:
+            results[name] = f"UsageError: {error}"
+        except Exception:
+            results[name] = traceback.format_exc()
+        torch.distributed.barrier()
+
+    def mean(losses: list[float]) -> list[float]:
+        total = torch.tensor(losses, dtype=torch.float64)
+        torch.distributed.all_reduce(total)
+        return (total / 2).tolist()
+
+    def losses(model: Any, stage: int, offload: bool = False, **options: Any) -> tuple[list[float], pl.Trainer]:
+        strategy = DeepSpeedZeROStrategy(stage, offload_optimizer=offload, offload_parameters=offload and stage == 3)
+        trainer = train(model, **{"devices": 2, "strategy": strategy, "data": rows(rank, 2), **options})
+        return mean(model.losses), trainer
+
+    for stage in (1, 2, 3):
+        stage_runs(case, losses, stage, rank, Path(folder))
+    refused_runs(case, losses, Path(folder))
+    results["compiled"] = Path(folder, "extensions").exists()
+    torch.save(results, f"{folder}/results{rank}.pt")
+
+
+def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> None:
+    def plain(model: Any, **options: Any) -> list[float]:
+        return losses(model, stage, **{"gradient_clip_val": 0.3, **options})[0]
+
+    def from_rank_0() -> list[float]:
+        model = CausalLM()
+        if rank:
+            for parameter in model.parameters():
+                parameter.data.zero_()
+        return plain(model, epochs=4)
+
+    def bf16(precision: str) -> dict[str, Any]:
+        found, trainer = losses(CausalLM(), stage, precision=precision, gradient_clip_val=0.3)
+        engine = trainer.strategy.deepspeed_engine
+        return {
+            "losses": found, "weights": {parameter.dtype for parameter in engine.module.parameters()},
+            "state": {copy.dtype for copy in copies(trainer)},
+            "reduced": engine.communication_data_type, "added": engine.get_data_types()[1],
+        }  # fmt: skip
+
+    def resumed(precision: str) -> dict[str, Any]:
+        place = folder / f"{stage}-{precision}"
+        whole, resumed, other = Decaying(), Decaying(), Decaying()
+        _, first = losses(whole, stage, epochs=2, folder=place, precision=precision)
+        kept = state(first)
+        figures = evaluated(first, whole) if precision == "32-true" else []
+        again = {"epochs": 2, "precision": precision, "ckpt_path": place / "step=3.ckpt"}
+        _, second = losses(resumed, stage, **again)
+        _, third = losses(other, stage, gradient_clip_val=0.05, **again)
+        same = kept.keys() == state(second).keys() and all(torch.equal(kept[k], v) for k, v in state(second).items())
+        return {
+            "losses": whole.losses, "resumed": resumed.losses, "lrs": whole.lrs, "resumed_lrs": resumed.lrs,
+            "same_state": same, "clip": third.optimizers[0].clip_grad, "tensors": len(kept), "evaluated": figures,
+        }  # fmt: skip
+
+    def evaluated(trainer: pl.Trainer, model: Any) -> list[float]:
+        found = [trainer.validate(model, rows(rank, 2), verbose=False)[0]["loss"]]
+        for other in (stage, 1 if stage == 3 else 3):
+            trainer = pl.Trainer(
+                accelerator="cpu", devices=2, strategy=DeepSpeedZeROStrategy(other), logger=False,
+                enable_progress_bar=False, use_distributed_sampler=False, enable_checkpointing=False,
+            )  # fmt: skip
+            path = folder / f"{stage}-32-true" / "step=6.ckpt"
+            found.append(trainer.validate(Decaying(), rows(rank, 2), ckpt_path=path, verbose=False)[0]["loss"])
+        return found
+
+    def tokens(**options: Any) -> dict[str, list[float]]:
+        return fit(
+            language_model(**options), DeepSpeedZeROStrategy(stage), 2, batches(rank, 2), save=folder / f"lm{stage}"
+        )
+
+    def tokens_resumed() -> dict[str, list[float]]:
+        half = folder / f"half{stage}"
+        fit(language_model(), DeepSpeedZeROStrategy(stage), 2, batches(rank, 2), max_steps=5, save=half)
+        return fit(language_model(lr=2e-2), DeepSpeedZeROStrategy(stage), 2, batches(rank, 2), ckpt_path=half)
+
+    def tied() -> list[float]:
+        model = language_model(config=GPT2(**SHAPE))
+        return fit(model, DeepSpeedZeROStrategy(stage), 2, batches(rank, 2), max_steps=3)["train/loss"]
+
+    case(("losses", stage), from_rank_0)
+    case(("sgd", stage), lambda: plain(Sgd()))
+    case(("quartered", stage), lambda: plain(Quartered(), gradient_clip_val=0.6))
+    if stage > 1:
+        case(("quartered bf16", stage), lambda: plain(Quartered(), precision="bf16-mixed", gradient_clip_val=0.6))
+    case(("manual", stage), lambda: plain(Manual(), gradient_clip_val=None))
+    case(("window", stage), lambda: plain(CausalLM(), accumulate_grad_batches=2, epochs=3, gradient_clip_val=1.0))
+    if stage > 1:
+        case(("offload", stage), lambda: plain(CausalLM(), offload=True))
+    case(("bf16-mixed", stage), lambda: bf16("bf16-mixed"))
+    if stage > 1:
+        case(("bf16-true", stage), lambda: bf16("bf16-true"))
+    case(("resumed", "32-true", stage), lambda: resumed("32-true"))
+    case(("resumed", "bf16-mixed", stage), lambda: resumed("bf16-mixed"))
+    case(("tokens", stage), tokens)
+    if stage > 1:
+        case(("tokens resumed", stage), tokens_resumed)
+        case(("tied", stage), tied)
+    case(("bytes", stage), lambda: bytes_held(DeepSpeedZeROStrategy(stage), 2, rows(rank, 2)))
+
+
+def copies(trainer: pl.Trainer) -> list[torch.Tensor]:
+    """This process's part of the weights, as the optimizer steps them; each class of DeepSpeed's has its own name."""
+    names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+    optimizer = trainer.optimizers[0]
+    return next(list(getattr(optimizer, name)) for name in names if hasattr(optimizer, name))
+
+
+def state(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    """This process's part of weights and optimizer state."""
+    found = {f"{place}": copy.detach().clone() for place, copy in enumerate(copies(trainer))}
+    for place, parameter in enumerate(trainer.strategy.deepspeed_engine.basic_optimizer.state.values()):
+        found |= {f"{key} {place}": value.clone() for key, value in parameter.items() if torch.is_tensor(value)}
+    return found
+
+
+def refused_runs(case: Any, losses: Any, folder: Path) -> None:
+    saved = folder / "2-32-true" / "step=3.ckpt"
+    smaller = folder / "smaller"
+    if not smaller.exists() and int(os.environ["RANK"]) == 0:
+        shutil.copytree(saved, smaller)
+        (smaller / "checkpoint" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    torch.distributed.barrier()
+    case("other stage", lambda: losses(Decaying(), 3, ckpt_path=saved))
+    near = Decaying()
+    case("near stage", lambda: losses(near, 1, ckpt_path=saved) and near.losses)
+    case("other precision", lambda: losses(Decaying(), 2, ckpt_path=saved, precision="bf16-mixed"))
+    case("other world", lambda: losses(Decaying(), 2, ckpt_path=smaller))
+    case("two optimizers", lambda: losses(Two(), 2, gradient_clip_val=None))
+    case("shapes", lambda: losses(Shaped(), 2))
+
+    def other_model() -> None:
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=2, strategy=DeepSpeedZeROStrategy(3), logger=False, enable_progress_bar=False,
+            enable_checkpointing=False,
+        )  # fmt: skip
+        model = Decaying()
+        model.model.lm_head = torch.nn.Linear(32, 65, bias=False)
+        trainer.validate(model, rows(), ckpt_path=saved, verbose=False)
+
+    case("other model", other_model)
+
+
+class Two(Manual):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+class Shaped(CausalLM):
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters())
+
+
+@pytest.fixture(scope="module")
+def zero(tmp_path_factory):
+    """What the two processes found, by case; a failure is raised where it is read."""
+    pytest.importorskip("deepspeed")
+    folder = tmp_path_factory.mktemp("zero")
+    two_processes.run(two_process_runs, str(folder))
+    results = [torch.load(folder / f"results{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+    def read(name: Any, refused: bool = False, rank: int = 0) -> Any:
+        found = results[rank][name]
+        if isinstance(found, str) and found.startswith(("Traceback", "UsageError")) and not refused:
+            pytest.fail(f"{name}: {found}")
+        return found
+
+    read.folder = folder
+    return read
+
+
+@pytest.fixture(scope="module")
+def one():
+    return one_process()
+
+
+def close(found, expected, tolerance=1e-5):
+    assert len(found) == len(expected)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=tolerance, rtol=0, check_dtype=False)
+
+
+@STAGES
+def test_twelve_losses_are_those_of_one_process_and_of_rank_0s_weights(zero, one, stage):
+    close(zero(("losses", stage)), one["CausalLM"])
+
+
+@STAGES
+def test_the_clip_is_that_of_one_process(zero, one, stage):
+    close(zero(("sgd", stage)), one["Sgd"])
+
+
+@STAGES
+def test_scaled_gradients_are_clipped_as_if_the_loss_had_been_scaled(zero, one, stage):
+    close(zero(("quartered", stage)), one["Quartered"])
+    if stage > 1:
+        close(zero(("quartered bf16", stage)), one["Quartered"], 5e-3)
+    assert max(abs(a - b) for a, b in zip(one["Quartered"], one["not quartered"], strict=True)) > 5e-2
+
+
+@STAGES
+def test_in_manual_optimization_backward_passes_add_up(zero, one, stage):
+    close(zero(("manual", stage)), one["Manual"])
+
+
+@STAGES
+def test_a_window_of_micro_batches_ends_with_the_epoch(zero, one, stage):
+    close(zero(("window", stage)), one["window"])
+
+
+@LATER
+def test_what_is_offloaded_trains_alike(zero, one, stage):
+    close(zero(("offload", stage)), one["CausalLM"][:6])
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage"),
+    [("bf16-mixed", 1), ("bf16-mixed", 2), ("bf16-mixed", 3), ("bf16-true", 2), ("bf16-true", 3)],
+)
+def test_bf16_trains_with_fp32_copies_and_fp32_sums(zero, one, stage, precision):
+    found = zero((precision, stage))
+    close(found["losses"], one["CausalLM"][:6], 2e-2)
+    assert found["losses"][-1] < found["losses"][0] - 0.3
+    assert found["weights"] == {torch.bfloat16}
+    assert found["state"] == {torch.float32}
+    assert (found["reduced"], found["added"]) == (torch.float32, torch.bfloat16 if stage == 1 else torch.float32)
+
+
+@STAGES
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_resume_is_exact_and_takes_the_clip_of_the_recipe(zero, one, stage, precision):
+    found = zero(("resumed", precision, stage))
+    assert found["losses"][3:] == found["resumed"]
+    assert found["tensors"] == 4  # weights, two moments and the step
+    assert found["same_state"]
+    assert found["lrs"] == one["Decaying"][1] == [3e-3, 3e-3, 1.5e-3, 1.5e-3, 7.5e-4, 7.5e-4]
+    assert found["resumed_lrs"] == found["lrs"][3:]
+    assert found["clip"] == 0.05
+
+
+@STAGES
+def test_a_checkpoint_is_evaluated_under_any_stage(zero, stage):
+    own, same, other = zero(("resumed", "32-true", stage))["evaluated"]
+    assert own == pytest.approx(same, abs=1e-6)
+    assert own == pytest.approx(other, abs=1e-6)
+
+
+@STAGES
+def test_a_language_model_logs_what_one_process_logs(zero, one, stage):
+    found, expected = zero(("tokens", stage)), one["tokens"]
+    assert found.keys() == expected.keys()
+    for name in ("train/loss", "train/grad_norm", "train/lr", "train/clipped_fraction", "train/nonfinite_grad_norms"):
+        close(found[name], expected[name])
+    assert 0 < sum(expected["train/clipped_fraction"]) < 10  # both sides of the limit
+
+
+@STAGES
+def test_the_flops_of_a_step_are_those_of_one_process(zero, one, stage):
+    def per_step(figures, devices):
+        rate, seconds = figures["throughput/model_flops_per_second"], figures["throughput/step_seconds"]
+        return [devices * flops * time for flops, time in zip(rate, seconds, strict=True)]
+
+    assert per_step(zero(("tokens", stage)), 2) == pytest.approx(per_step(one["tokens"], 1), rel=1e-6)
+
+
+@LATER
+def test_a_resume_with_another_lr_follows_the_recipe(zero, one, stage):
+    expected = [2 * lr for lr in one["tokens"]["train/lr"][5:]]
+    assert zero(("tokens resumed", stage))["train/lr"] == pytest.approx(expected)
+
+
+@LATER
+def test_tied_weights_train_as_one(zero, one, stage):
+    close(zero(("tied", stage)), one["tied"])
+
+
+def test_each_stage_takes_less_of_a_process_than_one_process_takes(zero, one):
+    shares = [zero(("bytes", stage)) / one["bytes"] for stage in (1, 2, 3)]
+    # fp32: weights 4 + gradients of a bucket and a half 2 + a copy of half the weights 2 + half of AdamW's 4, of 16
+    assert shares[0] < 0.82
+    assert shares[1] < 0.82
+    assert shares[2] < 0.70  # weights 2 instead of 4
+
+
+@STAGES
+def test_a_folder_becomes_one_file_of_its_weights(zero, stage):
+    file = zero.folder / f"plain{stage}.ckpt"
+    assert consolidate_deepspeed(zero.folder / f"{stage}-32-true" / "step=6.ckpt", file) == file
+    assert not file.with_name(file.name + ".part").exists()
+    plain = torch.load(file, weights_only=True)
+    fresh = Decaying()
+    assert plain["state_dict"].keys() == fresh.state_dict().keys()
+    assert not plain.keys() & {"optimizer_states", "optimizer", "module", "ds_config", "loops", "callbacks"}
+    name = "model.model.embed_tokens.weight"  # frozen
+    assert torch.equal(plain["state_dict"][name], fresh.state_dict()[name])
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    loss = trainer.validate(Decaying(), rows(), ckpt_path=file, verbose=False)[0]["loss"]
+    assert loss == pytest.approx(zero(("resumed", "32-true", stage))["evaluated"][0], abs=1e-5)
+
+
+def test_the_file_of_a_language_model_knows_its_architecture(zero):
+    file = consolidate_deepspeed(zero.folder / "lm3", zero.folder / "new" / "lm.ckpt")
+    assert torch.load(file, weights_only=True)["decoder_config"]["d_model"] == 32
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    other = language_model(config=Llama(**{**SHAPE, "n_layers": 2}))
+    with pytest.raises(UsageError, match="n_layers"):
+        trainer.test(other, batches(), ckpt_path=file, verbose=False)
+    assert trainer.test(language_model(), batches(), ckpt_path=file, verbose=False)[0]["test/loss"] < 3
+
+
+def test_half_precision_weights_become_fp32(zero):
+    file = consolidate_deepspeed(zero.folder / "1-bf16-mixed" / "step=6.ckpt", zero.folder / "bf16.ckpt")
+    assert {value.dtype for value in torch.load(file, weights_only=True)["state_dict"].values()} == {torch.float32}
+
+
+def test_stage_1_and_2_open_each_others_checkpoints(zero):
+    close(zero("near stage"), zero(("resumed", "32-true", 2))["resumed"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("other stage", ["is of stage 1 or 2", "stage=3", "consolidate_deepspeed"]),
+        ("other precision", ["is of a run in fp32 or fp16", "trainer.precision=bf16-mixed"]),
+        ("other world", ["is of 1 processes", "this run has 2"]),
+        ("two optimizers", ["gives 2 optimizers and 0 schedulers", "FSDP2Strategy"]),
+        ("shapes", ["Adafactor needs the shapes"]),
+        ("other model", ["'model.lm_head.weight' has shape (65, 32) here and (64, 32) there"]),
+    ],
+)
+def test_what_a_run_cannot_take_is_one_line_on_every_rank(zero, name, words):
+    for rank in (0, 1):
+        message = zero(name, refused=True, rank=rank)
+        assert message.startswith("UsageError: ")
+        assert "\n" not in message
+        assert all(word in message for word in words)
+
+
+def test_nothing_was_compiled(zero):
+    assert not zero("compiled")
+
+
+def refused(match, strategy=None, **options):
+    """Told before there is a process group."""
+    with pytest.raises(UsageError, match=match) as told:
+        train(CausalLM(), options.pop("plugin", None), strategy=strategy or DeepSpeedZeROStrategy(2), **options)
+    assert "\n" not in str(told.value)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "plugin", [AutoPrecision, BF16Mixed, BF16True, FP16Mixed, lambda: Float8(emulate=True)], ids=str
+)
+def test_precision_plugins_are_refused(plugin):
+    refused(r"plugins: \w+ does not work under DeepSpeed.*trainer\.precision", plugin=plugin())
+
+
+def test_settings_that_deepspeed_has_not_are_refused():
+    refused("trainer.precision=16-mixed on a CPU", precision="16-mixed")
+    refused("gradient_clip_algorithm=value", gradient_clip_algorithm="value")
+
+
+@needs_deepspeed
+def test_another_device_than_deepspeeds_is_refused(monkeypatch):
+    accelerator = load_deepspeed().accelerator.get_accelerator()
+    monkeypatch.setattr(accelerator, "device_name", lambda index=None: "cuda")
+    refused("DS_ACCELERATOR=cpu")
+
+
+def test_a_plugins_own_check_knows_the_strategy_too():
+    class Trainer:
+        strategy = DeepSpeedZeROStrategy(2)
+
+    module = CausalLM()
+    module._trainer = Trainer
+    with pytest.raises(UsageError, match="does not work under DeepSpeed"):
+        refuse_strategy(BF16Mixed(), module)
+
+
+def test_wrong_options_are_refused():
+    refused("stage=0: give 1, 2 or 3", DeepSpeedZeROStrategy(0))
+    refused("offload_parameters=True with stage=2", DeepSpeedZeROStrategy(2, offload_parameters=True))
+
+
+def test_no_environment_variable_replaces_the_options(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text('{"zero_optimization": {"stage": 1}}')
+    monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(tmp_path / "config.json"))
+    assert DeepSpeedZeROStrategy(3).config["zero_optimization"]["stage"] == 3
+
+
+def test_the_timeout_is_the_process_groups():
+    assert DeepSpeedZeROStrategy(timeout_seconds=60)._timeout.total_seconds() == 60
+
+
+def test_a_missing_package_is_one_line(monkeypatch):
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    monkeypatch.setattr(_load_deepspeed, "find_spec", lambda name: None)
+    refused("needs deepspeed: pip install", DeepSpeedZeROStrategy(2))
+
+
+def test_a_package_that_does_not_import_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(UsageError, match=r"does not import \(.*deepspeed.*\).*--force-reinstall"):
+        load_deepspeed()
+
+
+def test_a_missing_compiler_is_one_line(monkeypatch):
+    def build(*lines):
+        with compiling():
+            try:
+                raise FileNotFoundError(lines[-1])
+            except FileNotFoundError:
+                raise RuntimeError("\n".join(lines)) from None
+
+    with pytest.raises(UsageError, match=r"nvcc is not there \(first line\).*torch.optim.AdamW") as told:
+        build("first line", "CUDA_HOME environment variable is not set")
+    assert "\n" not in str(told.value)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UsageError, match=r"a C\+\+ compiler is not there"):
+        build("op not built", "no such file: 'c++'")
+    with pytest.raises(RuntimeError, match="lr is negative"):
+        build("lr is negative")
+    monkeypatch.undo()
+    if shutil.which("c++"):
+        with pytest.raises(RuntimeError, match="no such file"):
+            build("no such file: 'c++'")
+
+
+def test_folders_that_are_no_whole_checkpoint_are_refused(tmp_path):
+    def told(path):
+        with pytest.raises(UsageError) as error:
+            read_layout(path)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    (tmp_path / "plain.ckpt").touch()
+    assert "load_from_checkpoint" in told(tmp_path / "plain.ckpt")
+    parts = tmp_path / "run" / "checkpoint"
+    parts.mkdir(parents=True)
+    assert "not one inside it" in told(parts)
+    (parts / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    assert "not written to its end" in told(tmp_path / "run")
+    (tmp_path / "run" / "latest").touch()
+    assert read_layout(tmp_path / "run").world_size == 1
+
+
+def test_small_models_get_small_buffers_and_shard_all_their_matrices():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Embedding(1_000_000, 4))
+    sizes = fitting_sizes(model)
+    assert sizes["reduce_bucket_size"] == sizes["allgather_bucket_size"] == (32 + 4 + 4_000_000) // 16
+    assert sizes["stage3_param_persistence_threshold"] == 4
+    assert fitting_sizes(torch.nn.Linear(2, 2))["reduce_bucket_size"] == 16_384
+    with torch.device("meta"):
+        large = torch.nn.Linear(100_000, 100_000)
+    assert fitting_sizes(large)["reduce_bucket_size"] == 200_000_000
+
+
+def test_a_recipe_is_read_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    _, _, trainer = load_recipe("--config", str(recipes_folder() / "llama7b_deepspeed.yaml"))
+    assert (trainer["strategy"].stage, trainer["precision"]) == (3, "bf16-mixed")
+
+
+def test_it_is_a_public_name():
+    assert lightning_tricks.DeepSpeedZeROStrategy is DeepSpeedZeROStrategy

@@ -1,0 +1,439 @@
+"""FSDP2 in one line: any module as one process would train it, and every wrong input told before anything waits."""
+
+import copy
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import two_processes
+from monitored import Memory
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
+from foreign import CausalLM, rows, train
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks import GradNormMonitor
+from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.models import GPT2, Llama
+from lightning_tricks.optim import decay_groups
+from lightning_tricks.schedules import WarmupCosine
+from lightning_tricks.strategies import FSDP2Strategy
+
+
+class Encoder(pl.LightningModule):
+    """torch's own transformer, with a parameter of the module's own and SGD, so that a wrong clip would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.scale = nn.Parameter(torch.ones(16))
+        self.losses: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        x = batch.unsqueeze(-1).float() / 64 * self.scale
+        loss = (self.encoder(x).mean((1, 2)) - batch.float().mean(1) / 8).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(decay_groups(self, weight_decay=0.1), lr=0.5)
+
+
+class Image(pl.LightningModule):
+    """A residual network with batch norm: `repeats` of each row, so that its statistics are those of either rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.stem = nn.Conv2d(1, 8, 3, padding=1)
+        self.stages = nn.Sequential(*(Residual(8) for _ in range(2)))
+        self.head = nn.Linear(8, 1)
+        self.losses: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        images = batch.float().view(len(batch), 1, 4, -1) / 64
+        loss = (self.head(self.stages(self.stem(images)).mean((2, 3))) - 1).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return x + self.norm(self.conv(x)).relu()
+
+
+class Late(CausalLM):
+    """Built in `configure_model`, on whatever device the strategy wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.model
+        self.seed = 0
+
+    def configure_model(self):
+        if "model" not in self._modules:
+            self.model = CausalLM().model
+
+
+def language_model(config=None, **options):
+    config = config or Llama(vocab_size=64, d_model=32, n_layers=3, n_heads=2, max_seq_len=32)
+    optimizer = {"optimizer": lambda groups: torch.optim.AdamW(groups, lr=1e-2)}
+    return LanguageModel(decoder=config, schedule=WarmupCosine(warmup_steps=2), **optimizer, **options)
+
+
+def batches(rank=0, world=1, count=8):
+    tokens = (5 * torch.arange(33) + 3 * torch.arange(count * 8)[:, None]) % 64
+    own = [batch.chunk(world)[rank] for batch in tokens.split(8)]
+    data = [{"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()} for ids in own]
+    return DataLoader(data, batch_size=None)
+
+
+def fit(model, strategy="auto", devices=1, data=None, **options):
+    memory = Memory()
+    trainer = pl.Trainer(
+        max_steps=options.pop("max_steps", 6), accelerator="cpu", devices=devices, strategy=strategy, logger=memory,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        use_distributed_sampler=False, gradient_clip_val=0.5, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    trainer.fit(model, data)
+    return trainer, memory
+
+
+def series(memory, name):
+    return [values[name] for _, values in memory.rows if name in values]
+
+
+def whole(model):
+    """Every weight, gathered; also of checkpointed and compiled blocks, under the plain name."""
+    return {name: full(p.detach()) for name, p in model.named_parameters()}
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+# One process, then two: what each trains, and with which options of the strategy.
+OPTIONS = {
+    "plain": {},
+    "zero2": {"reshard_after_forward": False},
+    "full": {"activation_checkpointing": "full"},
+    "selective": {"activation_checkpointing": "selective"},
+    "named_blocks": {"blocks": [r".*layers\.\d+\.(self_attn|mlp|linear\d)"]},
+}
+
+
+def foreign_in_two(rank: int, expected: dict) -> None:
+    for kind, (losses, weights, norms) in expected.items():
+        cls = {"llama": CausalLM, "encoder": Encoder, "image": Image}[kind]
+        options = OPTIONS if kind == "llama" else {"plain": {}}
+        for name, given in options.items():
+            model = cls()
+            # the image model sees the same rows on both ranks, as batch norm's statistics are a rank's own
+            data = rows(0, 1) if kind == "image" else rows(rank, 2)
+            monitors = [GradNormMonitor()]
+            trainer, memory = fit(model, FSDP2Strategy(**given), 2, data, callbacks=monitors, max_epochs=-1)
+            mean = torch.tensor(model.losses)
+            torch.distributed.all_reduce(mean)
+            torch.testing.assert_close(mean / 2, torch.tensor(losses), rtol=1e-5, atol=1e-6, msg=f"{kind} {name}")
+            for at, weight in whole(model).items():
+                torch.testing.assert_close(weight, weights[at], rtol=1e-4, atol=1e-5, msg=f"{kind} {name} {at}")
+            if rank == 0:
+                found = series(memory, "train/grad_norm")
+                assert found[0] == pytest.approx(norms[0], rel=1e-6), f"{kind} {name}"
+                assert found == pytest.approx(norms, rel=1e-3), (
+                    f"{kind} {name}"
+                )  # of weights that drift apart by digits
+            held = sum(p.to_local().numel() for p in model.parameters())
+            assert held <= 0.6 * sum(p.numel() for p in model.parameters()), "nothing was sharded"
+            assert isinstance(model, FSDPModule)
+            state = trainer.optimizers[0].state
+            assert all(
+                isinstance(s, DTensor) for v in state.values() for s in v.values() if torch.is_tensor(s) and s.ndim
+            )
+
+
+@pytest.mark.slow
+def test_foreign_modules_train_as_in_one_process(monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    expected = {}
+    for kind, cls in (("llama", CausalLM), ("encoder", Encoder), ("image", Image)):
+        model = cls()
+        _, memory = fit(model, data=rows(), callbacks=[GradNormMonitor()], max_epochs=-1)
+        expected[kind] = (model.losses, whole(model), series(memory, "train/grad_norm"))
+    two_processes.run(foreign_in_two, expected)
+
+
+CONFIGS = {
+    "llama": Llama(vocab_size=64, d_model=32, n_layers=3, n_heads=2, max_seq_len=32),
+    "tied": GPT2(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=32),
+}
+
+
+def ours_in_two(rank: int, expected: dict) -> None:
+    for (name, compiled), (weights, metrics, names) in expected.items():
+        model = language_model(CONFIGS[name], compile_blocks=compiled)
+        trainer, memory = fit(model, FSDP2Strategy(), 2, batches(rank, 2))
+        for at, weight in whole(model).items():
+            torch.testing.assert_close(weight, weights[at], rtol=1e-4, atol=2e-5, msg=f"{name} {at}")
+        if name == "tied":
+            assert model.decoder.head.weight is model.decoder.embed.weight
+        if rank == 0:
+            for key, values in metrics.items():
+                assert series(memory, key) == pytest.approx(values, rel=1e-5), key
+        groups = trainer.optimizers[0].param_groups
+        assert [group["name"] for group in groups] == names
+
+
+@pytest.mark.slow
+def test_the_language_model_has_the_same_groups_schedule_norm_and_flops(monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    expected = {}
+    for name, compiled in (("llama", False), ("tied", False)):
+        model = language_model(CONFIGS[name])
+        trainer, memory = fit(model, data=batches())
+        metrics = {key: series(memory, key) for key in ("train/loss", "train/lr", "train/grad_norm")}
+        names = [group["name"] for group in trainer.optimizers[0].param_groups]
+        expected[name, compiled] = (whole(model), metrics, names)
+    two_processes.run(ours_in_two, expected)
+
+
+def gradients_in_two(rank: int, expected: dict) -> None:
+    class Gradients(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            self.found = {name: full(p.grad) for name, p in pl_module.named_parameters()}
+
+    for compiled in (False, True):
+        seen, model = Gradients(), CausalLM()
+        strategy = FSDP2Strategy(compile_blocks=compiled)
+        fit(model, strategy, 2, rows(rank, 2), callbacks=[seen], max_steps=1, max_epochs=-1)
+        for name, gradient in seen.found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=f"{compiled} {name}")
+
+
+@pytest.mark.slow
+def test_every_gradient_is_that_of_one_process_compiled_or_not(monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    model = CausalLM()
+    batch = next(iter(rows()))
+    model.model(input_ids=batch, labels=batch).loss.backward()
+    two_processes.run(gradients_in_two, {name: p.grad.clone() for name, p in model.named_parameters()})
+
+
+def on_four(rank: int, losses: list[float]) -> None:
+    model = CausalLM()
+    trainer, _ = fit(model, FSDP2Strategy(replicate_size=2), 4, rows(rank, 4), max_epochs=-1)
+    mean = torch.tensor(model.losses)
+    torch.distributed.all_reduce(mean)
+    torch.testing.assert_close(mean / 4, torch.tensor(losses), rtol=1e-5, atol=1e-6)
+    weight = model.model.lm_head.weight
+    assert weight.placements == (Replicate(), Shard(0))
+    assert weight.to_local().numel() * 2 == weight.numel()
+    assert trainer.strategy.device_mesh.mesh_dim_names == ("replicate", "shard")
+    assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": rank}
+
+
+@pytest.mark.slow
+def test_hsdp_shards_over_two_and_copies_over_two(monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    model = CausalLM()
+    fit(model, data=rows(), max_epochs=-1)
+    two_processes.run(on_four, model.losses, world=4)
+
+
+class Start(pl.Callback):
+    """What training begins with: the weights, and the next random numbers."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.weights, self.drawn = whole(pl_module), torch.rand(4)
+
+
+def start_of(model, strategy="auto", devices=1, data=None):
+    start = Start()
+    fit(model, strategy, devices, data, callbacks=[start], max_steps=1, max_epochs=-1)
+    return start
+
+
+def starting_in_two(rank: int, weights: dict, drawn: torch.Tensor) -> None:
+    other = CausalLM()
+    if rank == 1:
+        with torch.no_grad():
+            other.model.lm_head.weight.mul_(2)
+    cases = [(Late(), {"init_on_rank_0": True}), (Late(), {}), (other, {})]
+    for model, options in cases:
+        start = start_of(model, FSDP2Strategy(**options), 2, rows(rank, 2))
+        assert start.weights.keys() == weights.keys()
+        assert all(torch.equal(start.weights[name], weights[name]) for name in weights), (type(model), options)
+        if isinstance(model, Late):
+            assert torch.equal(start.drawn, drawn), "ranks that drew no weights must not draw other numbers after"
+
+
+@pytest.mark.slow
+def test_every_rank_starts_with_rank_0s_values_wherever_they_were_made(monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    start = start_of(Late(), data=rows())
+    two_processes.run(starting_in_two, start.weights, start.drawn)
+
+
+def test_one_device_is_a_case_like_any_other(tmp_path):
+    alone, sharded, resumed = CausalLM(), CausalLM(), CausalLM()
+    train(alone)
+    train(sharded, strategy=FSDP2Strategy(), folder=tmp_path)
+    assert sharded.losses == pytest.approx(alone.losses, rel=1e-6)
+    train(resumed, strategy=FSDP2Strategy(), ckpt_path=tmp_path / "step=3.ckpt")
+    assert resumed.losses == sharded.losses[3:]
+
+
+def test_a_second_fit_and_a_validation_take_the_shards_as_they_are():
+    model, strategy = CausalLM(), FSDP2Strategy()
+    train(model, strategy=strategy, epochs=1)
+    model.validation_step = model.training_step
+    trainer = train(model, strategy=FSDP2Strategy(), epochs=1)
+    assert len(model.losses) == 6
+    assert trainer.strategy.model is model
+
+
+class ShardsItself(CausalLM):
+    def configure_model(self):
+        for layer in self.model.model.layers[:1]:
+            fully_shard(layer, mesh=self.device_mesh["shard"])
+        fully_shard(self.model, mesh=self.device_mesh["shard"])
+
+
+def test_a_module_that_shards_itself_is_left_as_it_made_itself(capsys):
+    model, alone = ShardsItself(), CausalLM()
+    train(alone, epochs=1)
+    train(model, strategy=FSDP2Strategy(), epochs=1)
+    sharded = {name for name, part in model.named_modules() if isinstance(part, FSDPModule)}
+    assert sharded == {"model", "model.model.layers.0"}
+    assert model.losses == pytest.approx(alone.losses, rel=1e-6)
+
+
+def test_the_start_is_told(caplog):
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        train(CausalLM(), strategy=FSDP2Strategy(), epochs=1)
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    assert "FSDP2 on replicate 1 x shard 1" in text
+    assert "2: model.model.layers.0, model.model.layers.1" in text
+    count = sum(p.numel() for p in CausalLM().parameters())
+    assert f"parameters  {count:,}" in text
+    assert f"{4 * count / 2**20:.2f} MiB" in text
+
+
+class Flat(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch.float()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+def test_a_module_without_repeated_blocks_is_gathered_at_once_and_says_so():
+    with pytest.warns(UserWarning, match="Flat has no repeated blocks, so all of it is gathered at once: name parts"):
+        train(Flat(), strategy=FSDP2Strategy(), epochs=1)
+
+
+def refused(model, message, strategy=None, **options):
+    with pytest.raises(UsageError, match=message) as caught:
+        train(model, strategy=strategy or FSDP2Strategy(), epochs=1, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2, 3, 0, -1])
+def test_sizes_that_do_not_divide_the_devices_are_refused(size):
+    refused(CausalLM(), rf"^replicate_size={size} does not divide the 1 devices", FSDP2Strategy(replicate_size=size))
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    refused(CausalLM(), r"^FSDP2Strategy.blocks: pattern 'layer' matches no submodule", FSDP2Strategy(blocks=["layer"]))
+
+
+def test_a_parameter_made_after_sharding_is_refused_by_name():
+    class Grows(CausalLM):
+        def configure_optimizers(self):
+            self.late = nn.Parameter(torch.ones(3))
+            return super().configure_optimizers()
+
+    refused(Grows(), r"^parameter 'late' was made after sharding: make it in __init__ or configure_model")
+
+
+def test_an_optimizer_that_takes_no_dtensors_is_refused_by_name():
+    class Factored(CausalLM):
+        def configure_optimizers(self):
+            return torch.optim.Adafactor(self.parameters())
+
+    refused(Factored(), r"^Adafactor does not work on sharded parameters: take AdamW")
+
+
+def test_meta_parameters_without_a_way_to_fill_them_are_refused():
+    class OnMeta(CausalLM):
+        def configure_model(self):
+            self.model = self.model.to("meta")
+
+    refused(OnMeta(), r"^OnMeta builds parameters on the meta device and has no method init_weights")
+
+
+def test_fsdp1_inside_is_refused():
+    class FullyShardedDataParallel(nn.Linear):
+        pass
+
+    class Old(CausalLM):
+        def configure_model(self):
+            self.old = FullyShardedDataParallel(2, 2)
+
+    refused(Old(), r"^Old wraps parts of itself in FullyShardedDataParallel \(FSDP1\)")
+
+
+def test_checkpointed_blocks_keep_names_classes_and_random_numbers():
+    from lightning_tricks.strategies._checkpoint_blocks import checkpoint_block
+
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    plain, x = copy.deepcopy(block), torch.randn(8, 4)
+    checkpoint_block(block, "full")
+    checkpoint_block(block, "full")
+    for module in (plain, block):
+        torch.manual_seed(0)
+        module(x).square().mean().backward()
+    assert [name for name, _ in block.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert type(block) is nn.Sequential
+    for ours, theirs in zip(block.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_checkpointing_keeps_only_what_enters_a_block():
+    from lightning_tricks.strategies._checkpoint_blocks import checkpoint_block
+
+    kept = {}
+    for mode in ("none", "full", "selective"):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+        checkpoint_block(block, mode)
+        kept[mode] = 0
+
+        def keep(tensor, mode=mode):
+            kept[mode] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            block(torch.randn(16, 8, requires_grad=True))
+    assert kept["full"] < kept["none"] / 4
+    assert kept["selective"] < kept["none"]

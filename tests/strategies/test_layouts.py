@@ -1,0 +1,352 @@
+"""A checkpoint of any layout opens in any other, to the bit, and training goes on as where it was saved."""
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import two_processes
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing import ProcessExitedException
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
+from foreign import PLUGINS, CausalLM, rows
+
+from lightning_tricks import LanguageModel, Llama, WarmupCosine
+from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints import FolderCheckpointIO, check_checkpoint
+from lightning_tricks.strategies import FSDP2Strategy, _save_shards
+
+
+class Ours(LanguageModel):
+    """Decay groups with their names and a schedule by the step; the foreign module's batches."""
+
+    def __init__(self) -> None:
+        config = Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=32)
+        super().__init__(config, schedule=WarmupCosine(warmup_steps=2))
+        self.losses: list[float] = []
+
+    def configure_callbacks(self):
+        return []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step({"input_ids": batch[:, :-1], "labels": batch[:, 1:]}, batch_idx)
+        self.losses.append(loss.item())
+        return loss
+
+
+class Odd(CausalLM):
+    """A parameter that no loss reaches, one that is frozen, tied weights, buffers of each rank's own, and SGD."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(4, 4)
+        self.model.model.norm.weight.requires_grad_(False)
+        self.model.lm_head.weight = self.model.model.embed_tokens.weight
+        for place in range(4):  # several, as torch would share them out among the ranks
+            self.register_buffer(f"seen_{place}", torch.zeros(500))
+
+    def on_train_batch_start(self, *args):
+        for place in range(4):
+            getattr(self, f"seen_{place}").add_(1.0 + self.global_rank)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class Stateless(CausalLM):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+MODELS = {"foreign": CausalLM, "ours": Ours, "odd": Odd, "stateless": Stateless}
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def everything(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, torch.Tensor]:
+    """Weights, buffers and optimizer state, whole, by name."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found = {name: whole(tensor) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    for optimizer in trainer.optimizers:
+        for parameter, state in optimizer.state.items():
+            entries = {key: value for key, value in state.items() if torch.is_tensor(value)}
+            found |= {f"{names[parameter]} {key}": whole(value) for key, value in entries.items()}
+    return found
+
+
+class Look(pl.Callback):
+    """What is there after `steps` steps, before the next one."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.found, self.lr = steps, {}, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.lr.append(trainer.optimizers[0].param_groups[0]["lr"])
+        if trainer.global_step == self.steps:
+            self.found = everything(trainer, pl_module) | {"scaler": trainer.precision_plugin.state_dict()}
+
+
+def fit(kind: str, rank: int = 0, plugin: str | None = None, folder: Path | None = None, **options: Any) -> list[Any]:
+    """Train to step six, from a checkpoint or with one at step three: what was there at step three; losses and lr."""
+    world = dist.get_world_size() if dist.is_initialized() else int(options.get("devices", 1))
+    ckpt_path = options.pop("ckpt_path", None)
+    plugins: list[Any] = [PLUGINS[plugin]()] if plugin else []
+    model, look = (MODELS.get(kind) or globals()[kind])(), Look(3)
+    saver = ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, enable_version_counter=False
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=6, logger=False, callbacks=[look, *([saver] if folder else [])],
+        plugins=plugins if "strategy" in options else [*plugins, FolderCheckpointIO()],
+        enable_checkpointing=bool(folder), enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, **{"devices": 1, "gradient_clip_val": 1.0, **options},
+    )  # fmt: skip
+    pl.seed_everything(0)
+    trainer.fit(model, rows(rank, world), ckpt_path=ckpt_path)
+    losses = torch.tensor(model.losses[-3:], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(losses)
+    return [look.found, (losses / world).tolist(), look.lr[-3:]]
+
+
+def write(rank: int, folder: Path, name: str, kind: str, **options: Any) -> None:
+    expected = fit(kind, rank, folder=folder / name, **options)
+    if rank == 0:
+        torch.save(expected, folder / name / "expected.pt")
+
+
+def read(folder: Path, name: str, kind: str, rank: int = 0, within: float = 1e-5, **options: Any) -> None:
+    """Open it here: all is as it was saved, and three more steps are what they were there."""
+    saved, losses, lr = torch.load(folder / name / "expected.pt", weights_only=True)
+    found, here, own_lr = fit(kind, rank, ckpt_path=folder / name / "step=3.ckpt", **options)
+    assert found.keys() == saved.keys(), (name, found.keys() ^ saved.keys())
+    assert found.pop("scaler") == saved.pop("scaler")
+    different = [key for key in saved if not torch.equal(found[key], saved[key])]
+    different += [key for key in saved if found[key].dtype != saved[key].dtype]
+    assert not different, (name, different)
+    assert here == pytest.approx(losses, abs=within), name
+    assert own_lr == lr, name
+
+
+def sharded(world: int, dcp: bool = True, replicate: int = 1) -> dict[str, Any]:
+    strategy = FSDP2Strategy(replicate_size=replicate, save_distributed_checkpoint=dcp)
+    return {"strategy": strategy, "devices": world}
+
+
+def written_by_two(rank: int, folder: Path) -> None:
+    for kind in MODELS:
+        for dcp in (True, False):
+            write(rank, folder, f"{kind}, 2, {dcp}", kind, **sharded(2, dcp))
+    for plugin in ("bf16_true_masters", "fp16_mixed"):
+        write(rank, folder, plugin, "foreign", plugin=plugin, **sharded(2))
+
+
+class Regrouped(CausalLM):
+    """The norms in a group of their own, which was not so when it was saved."""
+
+    def configure_optimizers(self):
+        groups = [[p for p in self.parameters() if p.ndim == dim] for dim in (2, 1)]
+        return torch.optim.AdamW([{"params": group} for group in groups], lr=3e-3, fused=True)
+
+
+class TwoOptimizers(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([p for p in self.parameters() if p.ndim == dim], lr=0.1) for dim in (2, 1)]
+
+
+class Wider(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.lm_head = torch.nn.Linear(32, 72, bias=False)
+
+
+class Deeper(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = torch.nn.Linear(4, 4)
+
+
+class Shallower(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.model.norm = torch.nn.Identity()
+
+
+class Foreigner(CausalLM):
+    """Optimizes a parameter that is not the module's."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.ones(3))], lr=0.1)
+
+
+REFUSED = {
+    "Regrouped": r"the checkpoint's optimizer has '[\w.]+' in group 0 where this one has '[\w.]+' in group 0",
+    "TwoOptimizers": "the checkpoint has the state of 1 optimizers where there are 2 here",
+    "Wider": r"'model.lm_head.weight' is \(64, 32\) in the checkpoint and \(72, 32\) here",
+    "Deeper": r"the checkpoint has no 'extra\.weight'",
+    "Shallower": r"the model has no 'model\.model\.norm\.weight', which the checkpoint has",
+}
+
+
+def refuse(message: str, kind: str, rank: int, **options: Any) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        fit(kind, rank, **options)
+    assert "\n" not in str(caught.value)
+
+
+def refused_by_two(rank: int, folder: Path) -> None:
+    path = folder / "foreign, 2, True" / "step=3.ckpt"
+    for bad, message in {
+        "no.ckpt": "there is no such file or folder",
+        "incomplete.ckpt": "incomplete: ",
+        "text.ckpt": "is no checkpoint",
+        "deepspeed.ckpt": "is a checkpoint of DeepSpeed",
+    }.items():
+        refuse(message, "foreign", rank, ckpt_path=folder / bad, **sharded(2))
+    seen_by_rank_0 = path if rank == 0 else folder / "no.ckpt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDP2Strategy, "broadcast", lambda self, value, src=0: value)
+        refuse(r"there is no such file .*on rank 1:", "foreign", rank, ckpt_path=seen_by_rank_0, **sharded(2))
+    refuse("holds no state_dict", "foreign", rank, ckpt_path=folder / "bare.ckpt", **sharded(2))
+    for kind, message in REFUSED.items():
+        for at in (path, folder / "foreign, 2, False" / "step=3.ckpt"):
+            if kind != "Regrouped" or at == path:  # a file has no names
+                clip = None if kind == "TwoOptimizers" else 1.0  # Lightning clips no manual optimization
+                refuse(message, kind, rank, ckpt_path=at, gradient_clip_val=clip, **sharded(2))
+    refuse(
+        r"SGD has a parameter of shape \(3,\) that is none of the module\'s",
+        "Foreigner",
+        rank,
+        folder=folder / "x",
+        **sharded(2),
+    )
+    refuse("shards go to a file system", "foreign", rank, folder="memory://x", **sharded(2))
+
+
+def one_rank_0_fails(rank: int, folder: Path) -> None:
+    """A full disk on rank 0 is an error on every rank, and what was there stays."""
+
+    def full(*args: Any) -> None:
+        raise OSError("No space left on device")
+
+    for dcp in (True, False):
+        _save_shards.torch.save, FolderCheckpointIO.save_checkpoint = full, full
+        with pytest.raises(OSError, match="No space left on device"):
+            fit("foreign", rank, folder=folder / f"foreign, 2, {dcp}", **sharded(2, dcp))
+
+
+def killed_while_saving(rank: int, folder: Path) -> None:
+    """The first rank dies when all shards are on the disk and `.metadata` is not."""
+    FileSystemWriter.finish = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+    fit("foreign", rank, folder=folder / "foreign, 2, True", **sharded(2))
+
+
+def saved_over(rank: int, folder: Path) -> None:
+    for dcp in (True, False):
+        for earlier in (True, False):
+            write(rank, folder, f"over {earlier}", "stateless", **sharded(1, dcp))
+            path = folder / f"over {earlier}" / "step=3.ckpt"
+            assert path.is_dir() is dcp
+            if dcp:
+                assert {entry.name for entry in path.iterdir()} == {".metadata", "meta.pt", "__0_0.distcp"}
+            read(folder, f"over {earlier}", "stateless", **sharded(1))
+
+
+def read_by_one(rank: int, folder: Path) -> None:
+    for kind in MODELS:
+        for dcp in (True, False):
+            read(folder, f"{kind}, 2, {dcp}", kind, **sharded(1, not dcp))
+
+
+def read_and_written_by_four(rank: int, folder: Path) -> None:
+    for kind, dcp, replicate in (("foreign", True, 1), ("foreign", False, 2), ("ours", True, 2), ("ours", False, 1)):
+        read(folder, f"{kind}, 2, {dcp}", kind, rank, **sharded(4, replicate=replicate))
+    for dcp in (True, False):
+        write(rank, folder, f"hsdp, {dcp}", "foreign", **sharded(4, dcp, replicate=2))
+
+
+def read_by_two(rank: int, folder: Path) -> None:
+    for kind in MODELS:
+        read(folder, f"{kind}, 1", kind, rank, **sharded(2))
+    for dcp in (True, False):
+        read(folder, f"hsdp, {dcp}", "foreign", rank, **sharded(2))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    for kind in MODELS:
+        write(0, folder, f"{kind}, 1", kind)
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    two_processes.run(written_by_two, folder)
+    return folder
+
+
+@pytest.mark.parametrize("dcp", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_shards_open_in_a_trainer_without_a_strategy(kind, dcp, folder):
+    read(folder, f"{kind}, 2, {dcp}", kind)
+
+
+@pytest.mark.parametrize("plugin", ["bf16_true_masters", "fp16_mixed"])
+def test_the_state_of_a_precision_goes_with_it(plugin, folder):
+    read(folder, plugin, "foreign", plugin=plugin, within=1e-3)  # 16-bit sums depend on how the rows are split
+
+
+def test_shards_open_on_one_sharded_device(folder):
+    two_processes.run(read_by_one, folder, world=1)
+
+
+def test_what_cannot_be_opened_or_saved_is_said_in_one_line_on_every_rank(folder):
+    whole = folder / "foreign, 2, True" / "step=3.ckpt"
+    shutil.copytree(whole, folder / "incomplete.ckpt")
+    (folder / "incomplete.ckpt" / ".metadata").unlink()
+    (folder / "text.ckpt").write_text("hello")
+    (folder / "deepspeed.ckpt").mkdir()
+    (folder / "deepspeed.ckpt" / "zero_to_fp32.py").touch()
+    torch.save(CausalLM().state_dict(), folder / "bare.ckpt")
+    two_processes.run(refused_by_two, folder)
+
+
+@pytest.mark.slow
+def test_a_kill_or_a_full_disk_while_saving_leaves_the_older_checkpoint_whole(folder, tmp_path):
+    for dcp in (True, False):
+        shutil.copytree(folder / f"foreign, 2, {dcp}", tmp_path / f"foreign, 2, {dcp}")
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        two_processes.run(killed_while_saving, tmp_path)
+    left = tmp_path / "foreign, 2, True" / ".step=3.ckpt.saving"
+    assert len(list(left.glob("*.distcp"))) == 2
+    with pytest.raises(UsageError, match=r"incomplete: .* has no \.metadata"):
+        check_checkpoint(left)
+    two_processes.run(one_rank_0_fails, tmp_path)
+    for dcp in (True, False):
+        read(tmp_path, f"foreign, 2, {dcp}", "foreign")
+    assert not left.exists(), "the next save clears it"
+
+
+def test_a_save_over_another_layout_leaves_no_mixture(folder, tmp_path):
+    for dcp in (True, False):
+        shutil.copytree(folder / f"foreign, 2, {dcp}", tmp_path / f"over {dcp}")
+    two_processes.run(saved_over, tmp_path, world=1)
+
+
+@pytest.mark.slow
+def test_shards_of_two_open_on_four_and_those_of_hsdp_and_plain_files_on_two(folder):
+    two_processes.run(read_and_written_by_four, folder, world=4)
+    two_processes.run(read_by_two, folder)
