@@ -157,7 +157,9 @@ def test_nothing_waits_for_the_device_between_logged_steps(monkeypatch):
     assert counts.reads == []  # an unfused optimizer's scaler reads by itself, this one does not
 
 
-@pytest.mark.parametrize("plugin", [None, MixedPrecision("bf16-mixed", "cpu"), scaling(enabled=False)], ids=str)
+@pytest.mark.parametrize(
+    "plugin", [None, MixedPrecision("bf16-mixed", "cpu"), scaling(enabled=False)], ids=["none", "bf16", "disabled"]
+)
 def test_a_plugin_without_anything_to_say_gets_one_line(plugin):
     run, lines = lines_of(lambda: fit(Overflowing(), PrecisionMonitor(), plugins=[plugin] if plugin else None))
     name = "Precision" if plugin is None else "MixedPrecision"

@@ -557,7 +557,9 @@ def refused(match, strategy=None, **options):
 
 
 @pytest.mark.parametrize(
-    "plugin", [AutoPrecision, BF16Mixed, BF16True, FP16Mixed, lambda: Float8(emulate=True)], ids=str
+    "plugin",
+    [AutoPrecision, BF16Mixed, BF16True, FP16Mixed, lambda: Float8(emulate=True)],
+    ids=["auto", "bf16_mixed", "bf16_true", "fp16_mixed", "float8"],
 )
 def test_precision_plugins_are_refused(plugin):
     refused(r"plugins: \w+ does not work under DeepSpeed.*trainer\.precision", plugin=plugin())
