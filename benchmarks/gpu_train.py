@@ -112,7 +112,7 @@ def run_once(name: str, size: Size, contender: str, shards: str, folder: Path, d
         "micro_batch_size": data.micro_batch_size,
         "accumulate_grad_batches": cli.trainer.accumulate_grad_batches,
         "precision": str(cli.trainer.precision),
-        "peak_dtype": getattr(cli.trainer.precision_plugin, "peak_dtype", "bf16"),
+        "peak_dtype": getattr(cli.trainer.precision_plugin, "peak_dtype", None) or "bf16",  # emulated fp8 has none
         "converted_share": getattr(cli.trainer.precision_plugin, "converted_share", None),
         "activation_checkpointing": cli.model.activation_checkpointing,
         "compile_blocks": cli.model.compile_blocks,
