@@ -81,14 +81,14 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_strategy_that_leaves_the_sharding_to_the_module_is_refused():
+def test_tensor_parallelism_is_refused_and_not_run_twice_over():
     from types import SimpleNamespace
 
     from lightning_tricks._errors import UsageError
 
     model, _, _ = load_recipe("--config", str(recipes_folder() / "llama7b.yaml"))
-    model._device_mesh, model._trainer = object(), SimpleNamespace(strategy=SimpleNamespace())
-    with pytest.raises(UsageError, match="leaves sharding to the module: take FSDP2Strategy"):
+    model._device_mesh = {"tensor_parallel": SimpleNamespace(size=lambda: 8)}
+    with pytest.raises(UsageError, match="tensor_parallel_size=8"):
         model.configure_model()
 
 
