@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_tricks.accounting import peak_flops
 
 # Stage: its processes, each with the contenders that it measures in turns, and its limit in seconds. Expected on an
 # H200: yardstick 15, tests 100, gpt2_124m 120, llama1b 130, llama7b_1gpu 2 x 70; 8 to 9 minutes in all. The formats:
-# 124m 120, 1b 130, 7b 200, proof 100; 9 minutes.
+# 124m 120, 1b 130, 7b 200, proof 100; 9 minutes. FSDP2: 124m 80, 1b 120, with yardstick and tests 5 minutes.
 STAGES: dict[str, list[tuple[str, int]]] = {
     "yardstick": [("", 60)],
     "tests": [("", 200)],
@@ -32,13 +32,16 @@ STAGES: dict[str, list[tuple[str, int]]] = {
     "precision_124m": [("lightning_bf16,fp8_tensorwise,bf16_mixed,bf16_true", 120)],
     "precision_1b": [("lightning_bf16,fp8_tensorwise,bf16_mixed,bf16_true", 140)],
     "precision_proof": [("", 110)],
+    "fsdp2_124m": [("one_device,fsdp2", 130)],
+    "fsdp2_1b": [("one_device,fsdp2", 170)],
 }
 # What one call of at most ten minutes runs.
 GROUPS = {
     "framework": ["yardstick", "tests", "gpt2_124m", "llama1b", "llama7b_1gpu"],
     "precision": ["yardstick", "precision_7b", "precision_124m", "precision_1b", "precision_proof"],
+    "sharding": ["yardstick", "tests", "fsdp2_124m", "fsdp2_1b"],
 }
-BASELINES = ("bare", "lightning_bf16")
+BASELINES = ("bare", "lightning_bf16", "one_device")
 
 
 def run_stage(name: str, out: Path, dry: bool, end: float) -> bool:
@@ -142,10 +145,27 @@ def summary(out: Path, peak: float | None) -> str:
         for row in rows(result, peaks, yardstick) if "stage" in result and "runs" in result else []:
             cells = ["-" if row[key] is None else text.format(row[key]) for key, text in COLUMNS.items()]
             lines.append(f"| {' | '.join(cells)} |")
+    lines += ends(results.values())
     if "precision_proof" in results:
         lines += ["", "| format | validation, bits/byte |", "|---|--:|"]
         lines += [f"| {run['format']} | {run['bits_per_byte']:.4f} |" for run in results["precision_proof"]["runs"]]
     return "\n".join(lines)
+
+
+def ends(results: Iterable[dict[str, Any]]) -> list[str]:
+    """Markdown of where the runs with and without FSDP2 ended, which should be the same; empty without such runs."""
+    compared = [
+        (result["stage"], run)
+        for result in results
+        for run in result.get("runs", [])
+        if run.get("contender") in ("one_device", "fsdp2")
+    ]
+    head = ["", "| size | contender | round | last loss | last norm |", "|---|---|--:|--:|--:|"]
+    rows = [
+        f"| {stage} | {run['contender']} | {run['round']} | {run['last_loss']:.6f} | {run['last_grad_norm']:.6f} |"
+        for stage, run in compared
+    ]
+    return [*head, *rows] if rows else []
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -48,6 +48,8 @@ SIZES = {
     # Two such models do not fit, so gpu.py gives each contender a process. The recipe accumulates 64 micro-batches.
     "llama7b_1gpu": Size(warmup=4, timed=8, rounds=1, overrides=("--trainer.accumulate_grad_batches", "4")),
     "precision_124m": Size(warmup=8, timed=16, rounds=2, recipe="gpt2_124m"),
+    "fsdp2_124m": Size(warmup=8, timed=16, rounds=3, recipe="gpt2_124m"),
+    "fsdp2_1b": Size(warmup=8, timed=16, rounds=2, recipe="llama1b"),
     "precision_1b": Size(warmup=4, timed=8, rounds=2, overrides=("--trainer.accumulate_grad_batches", "4"),
                          recipe="llama1b"),
     # The layers of the 7B model, eight of its 32, so that several formats fit on 80 GB; 16,384 tokens a micro-batch.
@@ -56,6 +58,11 @@ SIZES = {
         "--model.init_args.activation_checkpointing", "none",
     )),
 }  # fmt: skip
+# One device as it is, and the same through FSDP2: what the strategy costs where there is nothing to shard.
+STRATEGIES = {
+    "one_device": ("--trainer.strategy", "auto"),
+    "fsdp2": ("--trainer.strategy", json.dumps({"class_path": "FSDP2Strategy"})),
+}
 _DRY = (
     f"{DECODER}.d_model", "32", f"{DECODER}.n_layers", "2", f"{DECODER}.n_heads", "4", f"{DECODER}.vocab_size", "256",
     f"{DECODER}.d_ff", "64", f"{DECODER}.n_kv_heads", "2", f"{DECODER}.max_seq_len", "32",
@@ -91,10 +98,10 @@ def run_once(name: str, size: Size, contender: str, shards: str, folder: Path, d
         moments[index], graphs[index] = time.perf_counter(), compiled_graphs()
 
     start, graphs_before = time.perf_counter(), compiled_graphs()
-    in_format = on_gpu(dry=device == "cpu").get(contender, ())
-    cli: Any = load(size.recipe or name, shards, folder, (*size.overrides, *in_format))
+    variants = {**on_gpu(dry=device == "cpu"), **STRATEGIES}
+    cli: Any = load(size.recipe or name, shards, folder, (*size.overrides, *variants.get(contender, ())))
     # Here everyone reads through the data module, as there is time to do so while the device works.
-    run = CONTENDERS["ours_loader" if contender == "ours" or in_format else contender]
+    run = CONTENDERS["ours_loader" if contender == "ours" or contender in variants else contender]
     run(cli, own_loader(cli), size.warmup + size.timed, mark)
     seconds = moments[size.warmup + size.timed] - moments[size.warmup]
     data, config = cli.datamodule, cli.model.config
@@ -113,12 +120,20 @@ def run_once(name: str, size: Size, contender: str, shards: str, folder: Path, d
         "accumulate_grad_batches": cli.trainer.accumulate_grad_batches,
         "precision": str(cli.trainer.precision),
         "peak_dtype": getattr(cli.trainer.precision_plugin, "peak_dtype", None) or "bf16",  # emulated fp8 has none
+        "last_loss": last(cli, "train/loss"),
+        "last_grad_norm": last(cli, "train/grad_norm"),
         "converted_share": getattr(cli.trainer.precision_plugin, "converted_share", None),
         "activation_checkpointing": cli.model.activation_checkpointing,
         "compile_blocks": cli.model.compile_blocks,
         "matmul_parameters": matmul_parameters(config),
         "flops_per_token": {kind: training_flops_per_token(config, data.seq_len, kind) for kind in ("causal", "full")},
     }
+
+
+def last(cli: Any, name: str) -> float | None:
+    """The value of a metric at the last log step; None where the contender logs none."""
+    value = cli.trainer.callback_metrics.get(name)
+    return None if value is None else float(value)
 
 
 def train(name: str, out: Path, dry: bool, contenders: list[str], seconds: float) -> None:

@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_dry_run_goes_through_every_stage(tmp_path):
     environment = os.environ | {"OUT": str(tmp_path / "out"), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [ROOT / "benchmarks/gpu.sh", "--dry", "framework", "precision"], env=environment, capture_output=True, text=True
+        [ROOT / "benchmarks/gpu.sh", "--dry", "framework", "precision", "sharding"],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     files = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
@@ -31,7 +34,8 @@ def test_a_dry_run_goes_through_every_stage(tmp_path):
     expected = {
         "gpt2_124m": both | {"ours_watched", "stock"}, "llama1b": both | {"stock"}, "llama7b_1gpu": both,
         "precision_124m": bf16 | {"bf16_true"}, "precision_1b": bf16 | {"bf16_true"},
-        "precision_7b": bf16 | {"fp8_rowwise"},
+        "precision_7b": bf16 | {"fp8_rowwise"}, "fsdp2_124m": {"one_device", "fsdp2"},
+        "fsdp2_1b": {"one_device", "fsdp2"},
     }  # fmt: skip
     for stage, contenders in expected.items():
         runs = json.loads(files[f"{stage}.json"])["runs"]
@@ -40,6 +44,11 @@ def test_a_dry_run_goes_through_every_stage(tmp_path):
         # 2 rows of 32 tokens in a micro-batch
         assert runs[0]["tokens_per_second"] == pytest.approx(64_000 / runs[0]["micro_batch_ms"])
         assert {run["peak_dtype"] for run in runs} == {"bf16"}, "emulated fp8 has no peak of its own"
+        if "fsdp2" in contenders:
+            alone, sharded = runs[:2]
+            assert sharded["last_loss"] == pytest.approx(alone["last_loss"], rel=1e-3)
+            assert sharded["last_grad_norm"] == pytest.approx(alone["last_grad_norm"], rel=1e-2)
+            assert f"| {stage} | fsdp2 | 0 | {sharded['last_loss']:.6f} |" in files["summary.md"]
     assert {run["format"] for run in json.loads(files["precision_proof.json"])["runs"]} == {"fp8_tensorwise", "fp32"}
     assert "| fp8_tensorwise | " in files["summary.md"]
 
@@ -161,6 +170,6 @@ def test_an_unknown_stage_is_refused(capsys):
         gpu.main(["gpt5"])
     assert stopped.value.code == 2
     assert (
-        "unknown stage gpt5: give some of framework precision yardstick tests gpt2_124m llama1b llama7b_1gpu"
+        "unknown stage gpt5: give some of framework precision sharding yardstick tests gpt2_124m llama1b llama7b_1gpu"
         in capsys.readouterr().err
     )
