@@ -1,10 +1,11 @@
-"""What every test shares: one torch thread a worker, no network, and a little text."""
+"""What every test shares: one torch thread a worker, no network, no process group of an earlier test, a little text."""
 
 import argparse
 import inspect
 import os
 import pathlib
 import typing
+from collections.abc import Iterator
 
 # before anything imports torch or a tokenizer
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +16,26 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+# What a Trainer leaves behind; a process that a later test starts would take up the port and the seed.
+LEFT_BEHIND = (
+    "GROUP_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "RANK",
+    "WORLD_SIZE",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_distributed_left() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in LEFT_BEHIND}
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,23 @@
 """Every recipe parses, builds whole on the meta device, fits its own schedule, and says what it is."""
 
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.data import ShardWriter
+from lightning_tricks.strategies import DeepSpeedZeROStrategy, FSDP2Strategy
+from lightning_tricks.strategies._shard import HowToShard, local_bytes, shard_module
 
 RECIPES = sorted(recipes_folder().glob("*.yaml"))
 PARAMETERS = {
@@ -49,6 +57,75 @@ def test_the_batch_is_what_the_header_says(recipe):
     rows = data.micro_batch_size * trainer["accumulate_grad_batches"] * devices
     assert rows * data.seq_len == TOKENS_A_STEP[recipe.stem]
     assert f"{TOKENS_A_STEP[recipe.stem]:,} tokens" in recipe.read_text()
+
+
+PARTS = {"1x8": (1, 8), "2x8": (2, 8), "8x8": (8, 8)}  # hosts, devices of each
+LAID_OUT = [(name, None) for name in TOKENS_A_STEP] + [("llama7b", part) for part in PARTS]
+
+
+def configs(name, part=None):
+    """The options that name a recipe and a part of recipes/parts/ over it."""
+    files = [recipes_folder() / f"{name}.yaml"] + ([recipes_folder() / "parts" / f"{part}.yaml"] if part else [])
+    return [text for file in files for text in ("--config", str(file))]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_keeps_the_tokens_of_a_step_and_the_interval_of_validation(part):
+    assert {path.stem for path in (recipes_folder() / "parts").glob("*.yaml")} == PARTS.keys()
+    _, data, trainer = load_recipe(*configs("llama7b", part))
+    assert (trainer["num_nodes"], trainer["devices"]) == PARTS[part]
+    assert trainer["strategy"].replicate_size == trainer["num_nodes"], "sharded within a host, copied between them"
+    rows = data.micro_batch_size * trainer["accumulate_grad_batches"] * trainer["devices"] * trainer["num_nodes"]
+    assert rows * data.seq_len == TOKENS_A_STEP["llama7b"]
+    assert trainer["val_check_interval"] == 1000 * trainer["accumulate_grad_batches"]
+    text = (recipes_folder() / "parts" / f"{part}.yaml").read_text()
+    assert f"{rows // data.micro_batch_size} micro-batches a step" in text
+    assert f"--nproc-per-node {trainer['devices']} " in text
+    assert part == "1x8" or f"--nnodes {trainer['num_nodes']} " in text
+
+
+@pytest.fixture
+def world():
+    """Starts a process group of any size in which this process is rank 0 and nothing is ever sent."""
+    yield lambda size: dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def bytes_on_a_device(model, trainer, world):
+    """Weights, gradients and AdamW's state of rank 0, by sharding the whole model on the meta device as a run would."""
+    strategy = trainer["strategy"]
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    if isinstance(strategy, DeepSpeedZeROStrategy):  # docs/deepspeed.md has this measured, stage 3 in bf16
+        return 18 * elements / trainer["devices"]
+    if not isinstance(strategy, FSDP2Strategy):
+        return 16 * elements
+    hosts, devices = trainer["num_nodes"], trainer["devices"]
+    world(hosts * devices)
+    shape = (strategy.replicate_size, hosts * devices // strategy.replicate_size)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    how = HowToShard(mesh if shape[0] > 1 else mesh["shard"], MixedPrecisionPolicy(), True, OffloadPolicy())
+    shard_module(model, list(model.decoder.blocks), how)
+    return 4 * local_bytes(model)
+
+
+@pytest.mark.parametrize(("name", "part"), LAID_OUT)
+def test_a_device_holds_what_the_header_says(name, part, world, capsys):
+    model, _, trainer = load_recipe(*configs(name, part))
+    trainer["num_nodes"] = trainer["num_nodes"] or 1
+    with torch.device("meta"):
+        model.configure_model()
+    held = bytes_on_a_device(model, trainer, world) / 2**30
+    layout = f"{trainer['num_nodes']} x {trainer['devices']}"
+    with capsys.disabled():
+        print(f"\n{name}{f' + {part}' if part else ''}: {held:.1f} GiB a device on {layout}, before activations")
+    said = re.search(r"AdamW's state are ([\d.]+) GiB|16 bytes a parameter and device, ([\d.]+) GiB", header(name))
+    assert said, "the header says how much a device holds"
+    assert f"{held:.1f}" == next(figure for figure in said.groups() if figure)
+
+
+def header(name):
+    return "".join(line for line in (recipes_folder() / f"{name}.yaml").open() if line.startswith("#"))
 
 
 def test_gpt2_is_nanogpts():
@@ -92,19 +169,34 @@ def test_tensor_parallelism_is_refused_and_not_run_twice_over():
         model.configure_model()
 
 
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+REPLICAS = "--trainer.strategy.init_args.replicate_size=2"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama7b", "llama1b"])
-def test_trains_at_toy_width_on_two_processes(name, shards):
+@pytest.mark.parametrize(
+    ("name", "part", "options"),
+    [
+        ("llama1b", None, []),
+        ("llama7b", None, []),
+        ("llama7b", "1x8", []),
+        ("llama7b", "2x8", [REPLICAS]),
+        ("llama7b", "8x8", [REPLICAS]),
+        pytest.param("llama7b_deepspeed", None, [], marks=needs_deepspeed),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_trains_at_toy_width_on_two_processes(name, part, options, shards):
     decoder = {"n_layers": 2, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "d_ff": 64}
     decoder |= {"max_seq_len": 32, "vocab_size": 64}
-    overrides = [f"--model.init_args.decoder.init_args.{key}={value}" for key, value in decoder.items()]
+    toy = [f"--model.init_args.decoder.init_args.{key}={value}" for key, value in decoder.items()]
     done = subprocess.run(
         [
-            sys.executable, "-m", "lightning_tricks", "fit", "--config", str(recipes_folder() / f"{name}.yaml"),
-            *overrides, "--model.init_args.compile_blocks=false",
+            sys.executable, "-m", "lightning_tricks", "fit", *configs(name, part), *toy, *options,
+            "--model.init_args.compile_blocks=false",
             "--model.init_args.schedule.init_args.warmup_steps=2", "--data.init_args.vocab_size=64",
             "--data.init_args.seq_len=32", "--data.init_args.num_workers=0", "--data.init_args.micro_batch_size=2",
-            "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_steps=6",
+            "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.num_nodes=1", "--trainer.max_steps=6",
             "--trainer.accumulate_grad_batches=2", "--trainer.log_every_n_steps=2",
             "--trainer.val_check_interval=6", "--trainer.limit_val_batches=2",
         ],
@@ -113,3 +205,7 @@ def test_trains_at_toy_width_on_two_processes(name, shards):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 6/6" in done.stdout, done.stdout
     assert "validation  loss" in done.stdout
+    if "deepspeed" not in name and name != "llama1b":
+        assert (
+            f"FSDP2 on {'replicate 2 x shard 1' if options else 'replicate 1 x shard 2'}" in done.stderr + done.stdout
+        )

@@ -57,7 +57,7 @@ class Whole:
 
 
 def same_random_state(device: torch.device) -> None:
-    """Give all ranks the CPU's random state of rank 0, which alone has drawn the weights; every rank must call."""
+    """Give all ranks the CPU's random state of rank 0, which alone may have drawn weights; every rank must call."""
     state = torch.get_rng_state().to(device)
     dist.broadcast(state, src=0)
     torch.set_rng_state(state.cpu())
@@ -69,7 +69,7 @@ def refuse_unfillable(module: Any) -> None:
     Raises:
         UsageError: as said.
     """
-    if _has_meta(module) and not callable(getattr(module, "init_weights", None)):
+    if has_meta(module) and not callable(getattr(module, "init_weights", None)):
         raise UsageError(
             f"{type(module).__name__} builds parameters on the meta device and has no method init_weights to fill "
             "them: write one, or build it as always and set init_on_rank_0 of the strategy"
@@ -78,10 +78,11 @@ def refuse_unfillable(module: Any) -> None:
 
 def fill_meta(module: Any, device: torch.device) -> None:
     """Give a module that was built on the meta device its values, by its own `init_weights`."""
-    if _has_meta(module):
+    if has_meta(module):
         module.to_empty(device=device)
         module.init_weights()
 
 
-def _has_meta(module: nn.Module) -> bool:
+def has_meta(module: nn.Module) -> bool:
+    """Whether some parameter or buffer has no values yet."""
     return any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import match_modules, repeated_blocks
@@ -26,12 +25,14 @@ from lightning_tricks.checkpoints.folder_checkpoint_io import check_content
 from lightning_tricks.checkpoints.read_folder import load_file
 from lightning_tricks.strategies._checkpoint_blocks import Mode, checkpoint_block
 from lightning_tricks.strategies._load_shards import check_together, load_optimizers, load_weights, read_shards
+from lightning_tricks.strategies._refuse import refuse_fsdp1, refuse_late_parameters, refuse_optimizers
 from lightning_tricks.strategies._save_shards import gather, on_rank_0, save_shards, shards_by_name
 from lightning_tricks.strategies._shard import HowToShard, local_bytes, shard_module
 from lightning_tricks.strategies._start import (
     Whole,
     broadcast_from_rank0,
     fill_meta,
+    has_meta,
     refuse_unfillable,
     same_random_state,
 )
@@ -44,8 +45,6 @@ else:
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-# Their state or their arithmetic does not take DTensors, as tried with torch 2.13.
-_NO_DTENSORS = {"Adafactor": "AdamW", "AdamWFp8": "AdamW8bit", "SOAP": "Muon or AdamW"}
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -68,7 +67,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         activation_checkpointing: what of each block is computed again in the backward pass.
         compile_blocks: compile each block with `torch.compile`.
         init_on_rank_0: run `configure_model` on rank 0 only and send the others their shards, where the model is too
-            large for one copy a process. Other ranks run it on the meta device.
+            large for one copy a process. Other ranks run it on the meta device. A module that builds on the meta device
+            itself needs no rank 0 and is filled by `init_weights`.
         save_distributed_checkpoint: a folder to which each rank writes its shards; False: one file, written by rank 0.
         timeout_seconds: how long a rank waits for the others before it fails.
 
@@ -142,21 +142,30 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
-        _refuse_fsdp1(module)
-        if not self.init_on_rank_0:
+        refuse_fsdp1(module)
+        # rank 0 has no values either where the module itself builds on the meta device, to be filled by `init_weights`
+        from_rank_0 = self.init_on_rank_0 and self.world_size > 1 and not self.broadcast(has_meta(module))
+        if not from_rank_0:
             refuse_unfillable(module)
         own = any(isinstance(part, FSDPModule) for part in module.modules())  # its own, or ours of an earlier fit
         if not own:
-            self._shard(module)
+            self._shard(module, from_rank_0)
+        elif from_rank_0 and self.broadcast(has_meta(module), src=1):
+            raise UsageError(
+                f"{type(module).__name__} shards itself in configure_model, where rank 0's values cannot reach the "
+                "others: leave fully_shard to the strategy, or set init_on_rank_0 to false"
+            )
+        if self.init_on_rank_0:
+            same_random_state(self.root_device)
         fill_meta(module, self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self.barrier()
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
-            _refuse_optimizers(self.optimizers)
+            refuse_optimizers(self.optimizers)
             if not own:
-                _refuse_late_parameters(module)
+                refuse_late_parameters(module)
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -225,11 +234,11 @@ class FSDP2Strategy(ModelParallelStrategy):
     def _to_save(self, state: dict[str, Any]) -> dict[str, Any]:
         return state if self._save_distributed_checkpoint else gather(state, keep=self.global_rank == 0)
 
-    def _shard(self, module: Any) -> None:
+    def _shard(self, module: Any, from_rank_0: bool) -> None:
         blocks = self._find(module)
         elements = sum(parameter.numel() for parameter in module.parameters())
-        whole = Whole(module) if self.init_on_rank_0 and self.world_size > 1 else None
-        if whole is None and not any(parameter.is_meta for parameter in module.parameters()):
+        whole = Whole(module) if from_rank_0 else None
+        if whole is None and not has_meta(module):
             broadcast_from_rank0(module, self.root_device)
         if hasattr(self.precision_plugin, "convert_before_sharding"):
             self.precision_plugin.convert_before_sharding(module)
@@ -243,7 +252,6 @@ class FSDP2Strategy(ModelParallelStrategy):
             register_fsdp_forward_method(module, step)
         if whole is not None:
             whole.scatter(module, self.root_device)
-            same_random_state(self.root_device)
         rank_zero_info(self._summary(blocks, elements, local_bytes(module)))
 
     def _find(self, module: nn.Module) -> dict[str, nn.Module]:
@@ -276,31 +284,4 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f"  parameters  {elements:,}",
                 f"  on rank 0   {bytes_here / 2**20:,.2f} MiB of weights",
             ]
-        )
-
-
-def _refuse_fsdp1(module: nn.Module) -> None:
-    if any("FullyShardedDataParallel" in {cls.__name__ for cls in type(part).__mro__} for part in module.modules()):
-        raise UsageError(
-            f"{type(module).__name__} wraps parts of itself in FullyShardedDataParallel (FSDP1): "
-            "leave the sharding to FSDP2Strategy"
-        )
-
-
-def _refuse_optimizers(optimizers: Sequence[Any]) -> None:
-    for optimizer in optimizers:
-        for cls in type(optimizer).__mro__:
-            if cls.__name__ in _NO_DTENSORS:
-                raise UsageError(
-                    f"{cls.__name__} does not work on sharded parameters: take {_NO_DTENSORS[cls.__name__]}, "
-                    "or strategy: ddp"
-                )
-
-
-def _refuse_late_parameters(module: nn.Module) -> None:
-    late = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
-    if late:
-        raise UsageError(
-            f"parameter '{late[0]}' was made after sharding: make it in __init__ or configure_model, "
-            "where FSDP2Strategy sees it"
         )

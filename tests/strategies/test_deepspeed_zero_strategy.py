@@ -28,6 +28,7 @@ import lightning_tricks
 from lightning_tricks._errors import UsageError
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.data.batches import IGNORED
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
@@ -44,6 +45,13 @@ pytestmark = pytest.mark.slow
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 LATER = pytest.mark.parametrize("stage", [2, 3])  # 1 and 2 are of one class of DeepSpeed's
 SHAPE = {"vocab_size": 64, "d_model": 32, "n_layers": 3, "n_heads": 2, "max_seq_len": 32}
+
+
+IN_WINDOWS = {
+    "accumulate_grad_batches": 2,
+    "max_epochs": 3,
+    "max_steps": 6,
+}  # of two micro-batches and of one, in turns
 
 
 class Sgd(CausalLM):
@@ -155,6 +163,15 @@ def batches(rank=0, world=1):
     return DataLoader(data, batch_size=None)
 
 
+def ragged(rank=0, world=1):
+    """Three batches whose rows end after 4 to 32 tokens, so that every micro-batch and rank has its own number."""
+    full = list(batches(rank, world))[:3]
+    for number, batch in enumerate(full):
+        row = torch.arange(len(batch["labels"])) + rank * len(batch["labels"]) + 8 * number
+        batch["labels"][torch.arange(32) >= 4 + (11 * row[:, None]) % 29] = IGNORED
+    return DataLoader(full, batch_size=None)
+
+
 def fit(model, strategy="auto", devices=1, data=None, ckpt_path=None, save=None, **options):
     """Ten steps, and each series of figures by its name."""
     memory = Memory()
@@ -178,6 +195,7 @@ def fit(model, strategy="auto", devices=1, data=None, ckpt_path=None, save=None,
 def one_process() -> dict[str, Any]:
     """What the runs of two processes are compared with."""
     runs: dict[str, Any] = {"tokens": fit(language_model(), data=batches())}
+    runs["ragged"] = fit(language_model(), data=ragged(), **IN_WINDOWS)
     runs["tied"] = fit(language_model(config=GPT2(**SHAPE)), data=batches(), max_steps=3)["train/loss"]
     for model, clip, epochs in ((CausalLM(), 0.3, 4), (Sgd(), 0.3, 2), (Quartered(), 0.6, 2), (Manual(), None, 2)):
         train(model, epochs=epochs, gradient_clip_val=clip)
@@ -283,6 +301,9 @@ def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> N
         fit(language_model(), DeepSpeedZeROStrategy(stage), 2, batches(rank, 2), max_steps=5, save=half)
         return fit(language_model(lr=2e-2), DeepSpeedZeROStrategy(stage), 2, batches(rank, 2), ckpt_path=half)
 
+    def uneven() -> dict[str, list[float]]:
+        return fit(language_model(), DeepSpeedZeROStrategy(stage), 2, ragged(rank, 2), **IN_WINDOWS)
+
     def tied() -> list[float]:
         model = language_model(config=GPT2(**SHAPE))
         return fit(model, DeepSpeedZeROStrategy(stage), 2, batches(rank, 2), max_steps=3)["train/loss"]
@@ -302,6 +323,7 @@ def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> N
     case(("resumed", "32-true", stage), lambda: resumed("32-true"))
     case(("resumed", "bf16-mixed", stage), lambda: resumed("bf16-mixed"))
     case(("tokens", stage), tokens)
+    case(("ragged", stage), uneven)
     if stage > 1:
         case(("tokens resumed", stage), tokens_resumed)
         case(("tied", stage), tied)
@@ -460,6 +482,14 @@ def test_a_language_model_logs_what_one_process_logs(zero, one, stage):
     for name in ("train/loss", "train/grad_norm", "train/lr", "train/clipped_fraction", "train/nonfinite_grad_norms"):
         close(found[name], expected[name])
     assert 0 < sum(expected["train/clipped_fraction"]) < 10  # both sides of the limit
+
+
+@STAGES
+def test_the_mean_over_tokens_is_that_of_one_process_in_windows_of_any_length(zero, one, stage):
+    found, expected = zero(("ragged", stage)), one["ragged"]
+    for name in ("train/loss", "train/grad_norm"):
+        assert len(expected[name]) == 6
+        close(found[name], expected[name])
 
 
 @STAGES

@@ -90,10 +90,18 @@ class Late(CausalLM):
             self.model = CausalLM().model
 
 
+class LateAndSharded(Late):
+    """Shards itself, too."""
+
+    def configure_model(self):
+        super().configure_model()
+        fully_shard(self.model, mesh=self.device_mesh["shard"])
+
+
 def language_model(config=None, **options):
     config = config or Llama(vocab_size=64, d_model=32, n_layers=3, n_heads=2, max_seq_len=32)
     optimizer = {"optimizer": lambda groups: torch.optim.AdamW(groups, lr=1e-2)}
-    return LanguageModel(decoder=config, schedule=WarmupCosine(warmup_steps=2), **optimizer, **options)
+    return LanguageModel(decoder=config, schedule=WarmupCosine(warmup_steps=1), **optimizer, **options)
 
 
 def batches(rank=0, world=1, count=8):
@@ -265,11 +273,11 @@ class Start(pl.Callback):
 
 def start_of(model, strategy="auto", devices=1, data=None):
     start = Start()
-    fit(model, strategy, devices, data, callbacks=[start], max_steps=1, max_epochs=-1)
+    fit(model, strategy, devices, data, callbacks=[start], max_steps=2, max_epochs=-1)
     return start
 
 
-def starting_in_two(rank: int, weights: dict, drawn: torch.Tensor) -> None:
+def starting_in_two(rank: int, weights: dict, drawn: torch.Tensor, ours: dict) -> None:
     other = CausalLM()
     if rank == 1:
         with torch.no_grad():
@@ -281,13 +289,18 @@ def starting_in_two(rank: int, weights: dict, drawn: torch.Tensor) -> None:
         assert all(torch.equal(start.weights[name], weights[name]) for name in weights), (type(model), options)
         if isinstance(model, Late):
             assert torch.equal(start.drawn, drawn), "ranks that drew no weights must not draw other numbers after"
+    start = start_of(language_model(), FSDP2Strategy(init_on_rank_0=True), 2, batches(rank, 2))
+    assert all(torch.equal(start.weights[name], ours[name]) for name in ours), "it builds on the meta device itself"
+    with pytest.raises(UsageError, match=r"^LateAndSharded shards itself in configure_model, where rank 0's values"):
+        start_of(LateAndSharded(), FSDP2Strategy(init_on_rank_0=True), 2, rows(rank, 2))
 
 
 @pytest.mark.slow
 def test_every_rank_starts_with_rank_0s_values_wherever_they_were_made(monkeypatch):
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     start = start_of(Late(), data=rows())
-    two_processes.run(starting_in_two, start.weights, start.drawn)
+    ours = start_of(language_model(), data=batches()).weights
+    two_processes.run(starting_in_two, start.weights, start.drawn, ours)
 
 
 def test_one_device_is_a_case_like_any_other(tmp_path):
