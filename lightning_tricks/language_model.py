@@ -14,7 +14,6 @@ from lightning_tricks.callbacks import GradNormMonitor, LRMonitor, MetricBuffer,
 from lightning_tricks.callbacks.precision_monitor import has_figures
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
 from lightning_tricks.models import Decoder, DecoderConfig
-from lightning_tricks.strategies import shard_blocks
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 Batch = dict[str, Tensor]
@@ -71,13 +70,12 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         """Build the decoder, once. Where the strategy shards, on the meta device: it calls `init_weights` after."""
         if self.decoder is not None:
             return
-        mesh = self.device_mesh
         strategy: Any = self._trainer.strategy if self._trainer is not None else None
         strategy_shards = getattr(strategy, "shards_modules", False)
-        if mesh is not None and not strategy_shards and mesh["tensor_parallel"].size() > 1:
+        if self.device_mesh is not None and not strategy_shards:
             raise UsageError(
-                f"tensor_parallel_size={mesh['tensor_parallel'].size()}: LanguageModel shards over data only; "
-                "set tensor_parallel_size to 1 and data_parallel_size to the number of devices"
+                f"strategy={type(strategy).__name__} leaves the sharding to the module, and LanguageModel leaves it to "
+                "the strategy: take FSDP2Strategy"
             )
         # On the meta device no weights are drawn, so the random state that training sees does not depend on the shape.
         with torch.device("meta"):
@@ -88,12 +86,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             plugin.convert_before_sharding(decoder)
         if self.compile_blocks:
             decoder.compile_blocks()
-        if strategy_shards:
-            return
-        if mesh is not None:
-            shard_blocks(decoder, decoder.blocks, mesh["data_parallel"], getattr(plugin, "fsdp2_policy", None))
-        device = torch.empty(0).device if mesh is None else self.trainer.strategy.root_device
-        if device.type != "meta":
+        device = torch.empty(0).device
+        if not strategy_shards and device.type != "meta":
             decoder.to_empty(device=device)
             self.init_weights()
 

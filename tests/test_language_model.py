@@ -197,3 +197,9 @@ def test_checkpointing_and_compiling_leave_the_step_as_it_was(mode, monkeypatch)
     assert compiled == list(model.decoder.blocks)
     for ours, theirs in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_strategy_that_leaves_the_sharding_to_the_module_is_refused():
+    strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+    with pytest.raises(UsageError, match=r"^strategy=ModelParallelStrategy leaves .*: take FSDP2Strategy$"):
+        fit(make(), [ragged(2)], strategy=strategy)

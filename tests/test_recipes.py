@@ -158,17 +158,6 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_tensor_parallelism_is_refused_and_not_run_twice_over():
-    from types import SimpleNamespace
-
-    from lightning_tricks._errors import UsageError
-
-    model, _, _ = load_recipe("--config", str(recipes_folder() / "llama7b.yaml"))
-    model._device_mesh = {"tensor_parallel": SimpleNamespace(size=lambda: 8)}
-    with pytest.raises(UsageError, match="tensor_parallel_size=8"):
-        model.configure_model()
-
-
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 REPLICAS = "--trainer.strategy.init_args.replicate_size=2"
 

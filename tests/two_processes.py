@@ -1,6 +1,8 @@
 """Run a function in two gloo processes, as the tests of distributed code do."""
 
+import contextlib
 import os
+import random
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +11,12 @@ import torch.multiprocessing as mp
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A port that nobody listens on, below those that a system hands out by itself: none takes it in the meantime."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def _enter(rank: int, function: Callable[..., None], world: int, port: int, args: tuple[Any, ...]) -> None:

@@ -202,9 +202,19 @@ def _copy(module: Any, memo: dict[int, Any]) -> Any:
         plain: Any = type(part).__mro__[2]  # fully_shard makes a class of (FSDPModule, the module's own)
         memo[id(part)] = plain.__new__(plain)
     for part in sharded:
-        state = {name: value for name, value in vars(part).items() if "composable" not in name and name != "_trainer"}
+        state = {
+            name: _without_gathering(value)
+            for name, value in vars(part).items()
+            if "composable" not in name and name != "_trainer"
+        }
         vars(memo[id(part)]).update(copy.deepcopy(state, memo))
     return copy.deepcopy(module, memo)
+
+
+def _without_gathering(value: Any) -> Any:
+    """The method that `register_fsdp_forward_method` has wrapped on the object, or else what it is."""
+    code = getattr(getattr(value, "__func__", None), "__code__", None)
+    return value.__wrapped__ if code and code.co_qualname.startswith("register_fsdp_forward_method.") else value
 
 
 def _detach(replica: Any, trainer: Any, without_metrics: bool) -> None:

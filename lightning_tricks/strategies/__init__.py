@@ -3,6 +3,5 @@
 from lightning_tricks.strategies.consolidate_deepspeed import consolidate_deepspeed
 from lightning_tricks.strategies.deepspeed_zero_strategy import DeepSpeedZeROStrategy
 from lightning_tricks.strategies.fsdp2_strategy import FSDP2Strategy
-from lightning_tricks.strategies.shard_blocks import shard_blocks
 
-__all__ = ["DeepSpeedZeROStrategy", "FSDP2Strategy", "consolidate_deepspeed", "shard_blocks"]
+__all__ = ["DeepSpeedZeROStrategy", "FSDP2Strategy", "consolidate_deepspeed"]

@@ -1,6 +1,7 @@
 """Activation checkpointing for blocks of a model that we did not write: in place, names and classes as they were."""
 
 import functools
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -22,15 +23,15 @@ def checkpoint_block(block: nn.Module, mode: Mode) -> None:
 
     Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174.
     """
-    if mode == "none" or "checkpointed_forward" in vars(block):
+    if mode == "none" or "plain_forward" in vars(block):
         return
-    forward = block.forward
     options: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
 
-    @functools.wraps(forward)
-    def again(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(getattr(block.forward, "__func__", block.forward))
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+            return self.plain_forward(*args, **kwargs)
+        return checkpoint(self.plain_forward, *args, use_reentrant=False, **options, **kwargs)
 
-    block.__dict__.update(forward=again, checkpointed_forward=True)
+    # methods of the object, so that a deep copy of it runs its own weights
+    block.__dict__.update(plain_forward=block.forward, forward=MethodType(forward, block))

@@ -284,11 +284,11 @@ def test_ranks_give_their_largest(tmp_path):
 
 
 def sharded(rank, folder):
-    from lightning.pytorch.strategies import ModelParallelStrategy
     from monitored import Memory
     from torch.distributed.tensor import DTensor
 
     from lightning_tricks.language_model import LanguageModel
+    from lightning_tricks.strategies import FSDP2Strategy
 
     ids = torch.arange(2 * 16).view(2, 16)
     batches = [{"input_ids": ids, "labels": ids}] * 4
@@ -308,7 +308,7 @@ def sharded(rank, folder):
 
                 model.configure_model = compiling
             monitors = [AttentionMonitor(), ActivationMonitor()] if watched else []
-            strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+            strategy = FSDP2Strategy()
             loader = torch.utils.data.DataLoader(batches, batch_size=None)
             run = fit(model, *monitors, data=loader, devices=2, strategy=strategy, logger=Memory(), max_steps=3,
                       log_every_n_steps=1)  # fmt: skip

@@ -20,6 +20,7 @@ from two_processes import run as run_in_two
 from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, PrecisionMonitor
 from lightning_tricks.models import Decoder
 from lightning_tricks.precision import BF16Mixed, FP16Mixed
+from lightning_tricks.strategies import FSDP2Strategy
 
 SCALE, SKIPPED = "precision/loss_scale", "precision/skipped_steps"
 SHARE, WORST = "precision/fp8_share", "precision/fp8_underflow_max"
@@ -787,8 +788,7 @@ def with_float8(rank, folder):
         model, loader = ours_in_float8(compile_blocks=compiled)
         if not watched:
             model.configure_callbacks = lambda: []
-        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-        options = {"devices": 2, "strategy": strategy, "plugins": [float8()], "logger": Memory()}
+        options = {"devices": 2, "strategy": FSDP2Strategy(), "plugins": [float8()], "logger": Memory()}
         run = fit(model, data=loader, max_steps=3, log_every_n_steps=1, **options)
         runs[compiled, watched] = (run.trainer.loggers[0].rows, local(run))
     assert all(torch.equal(a, b) for a, b in zip(runs[True, True][1], runs[True, False][1], strict=True))

@@ -3,7 +3,6 @@
 import multiprocessing
 import re
 import signal
-import socket
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from killed_run import run
+from two_processes import free_port
 
 from lightning_tricks.data import ShardWriter
 
@@ -39,12 +39,6 @@ class Launcher:
         for process in processes:
             process.join(120)
         return [process.exitcode for process in processes]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,9 @@
 """The decoder in shards, two processes on a CPU: the same weights, logits and gradients as whole."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import two_processes
 from torch.distributed.fsdp import fully_shard
 
 from lightning_tricks.models import GPT2, Decoder, Llama
@@ -26,9 +24,8 @@ def sharded(config, mode):
     return decoder
 
 
-def compare(rank, store):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def compare(rank):
+    dist.init_process_group("gloo")
     input_ids = torch.arange(32).view(2, 16)
     for config in CONFIGS:
         torch.manual_seed(0)
@@ -46,10 +43,8 @@ def compare(rank, store):
             for (name, part), (_, tensor) in zip(shards.named_parameters(), whole.named_parameters(), strict=True):
                 torch.testing.assert_close(part.grad.full_tensor(), tensor.grad, msg=lambda m, n=name: f"{n}: {m}")
     dist.barrier()
-    os._exit(0)  # gloo's threads sometimes abort an orderly exit
 
 
 @pytest.mark.slow
-def test_two_shards_hold_the_weights_logits_and_gradients_of_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    mp.start_processes(compare, args=(tmp_path / "store",), nprocs=2, start_method="spawn")
+def test_two_shards_hold_the_weights_logits_and_gradients_of_the_whole():
+    two_processes.run(compare)

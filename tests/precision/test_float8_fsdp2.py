@@ -27,6 +27,7 @@ from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama
 from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting import count_flops
 from lightning_tricks.models import Decoder
+from lightning_tricks.strategies import FSDP2Strategy
 
 pytestmark = pytest.mark.slow
 SMALL = Llama(vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=16)
@@ -63,7 +64,7 @@ class Foreign(pl.LightningModule):
         self.losses: list[torch.Tensor] = []
 
     def configure_model(self) -> None:
-        options = {"mesh": self.device_mesh["data_parallel"], "mp_policy": self.trainer.precision_plugin.fsdp2_policy}
+        options = {"mesh": self.device_mesh["shard"], "mp_policy": self.trainer.precision_plugin.fsdp2_policy}
         for block in self.decoder.blocks:
             if self.compiled:
                 block.compile(backend="aot_eager")
@@ -97,7 +98,7 @@ def batch_of(step: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 def sharding(**options):
-    return {"devices": 2, "strategy": ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, **options)}
+    return {"devices": 2, "strategy": FSDP2Strategy(**options)}
 
 
 def train(model, own_plugin, steps=4, ckpt_path=None, folder=None, **options):
@@ -119,18 +120,18 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 class ByTorchao(Model):
-    """The same model, converted and sharded by hand with torchao's own functions."""
+    """The same model, converted with torchao's own functions."""
 
     def configure_model(self) -> None:
         if self.decoder is None:
             self.trainer.precision_plugin.convert_before_sharding = self.convert
             super().configure_model()
 
-    def convert(self, decoder) -> None:
+    def convert(self, module) -> None:
         config = Float8LinearConfig.from_recipe_name(self.recipe)
         gathers = self.recipe == "tensorwise"
         config = dataclasses.replace(config, emulate=True, enable_fsdp_float8_all_gather=gathers)
-        convert_to_float8_training(decoder, config=config, module_filter_fn=lambda _, name: name != "head")
+        convert_to_float8_training(module, config=config, module_filter_fn=lambda _, name: name != "decoder.head")
 
     def on_train_batch_end(self, *_) -> None:
         precompute_float8_dynamic_scale_for_fsdp(self)
@@ -314,7 +315,7 @@ def scales_are_those_of_the_weights(rank: int, folder: str) -> None:
         if rank == 0:  # by this shard's scale the other one's elements underflow
             layer.weight.to_local()._tensor[0, 0] = 1e6
     sharded = own.layer_stats(layer, rows)
-    model.decoder.unshard()
+    model.unshard()
     model.decoder.blocks[0].unshard()
     assert not isinstance(layer.weight, DTensor)
     gathered = own.layer_stats(layer, rows)

@@ -18,12 +18,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the 
 from foreign import CausalLM, rows, train
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.accounting import count_flops
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
 from lightning_tricks.schedules import WarmupCosine
 from lightning_tricks.strategies import FSDP2Strategy
+from lightning_tricks.strategies._checkpoint_blocks import checkpoint_block
 
 
 class Encoder(pl.LightningModule):
@@ -348,6 +350,23 @@ def test_the_start_is_told(caplog):
     assert f"{4 * count / 2**20:.2f} MiB" in text
 
 
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_the_flops_of_a_foreign_module_are_counted_as_without_the_strategy(mode):
+    class Counts(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.found = count_flops(pl_module, batch, trainer)
+
+    counts, alone = Counts(), CausalLM()
+    batch = next(iter(rows()))
+    for layer in alone.model.model.layers:
+        checkpoint_block(layer, mode)
+    expected = count_flops(alone, batch)
+    assert (expected[1] > 0) == (mode != "none")
+    model = CausalLM()
+    fit(model, FSDP2Strategy(activation_checkpointing=mode), 1, rows(), callbacks=[counts], max_epochs=1)
+    assert counts.found == expected
+
+
 class Flat(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -417,8 +436,6 @@ def test_fsdp1_inside_is_refused():
 
 
 def test_checkpointed_blocks_keep_names_classes_and_random_numbers():
-    from lightning_tricks.strategies._checkpoint_blocks import checkpoint_block
-
     block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
     plain, x = copy.deepcopy(block), torch.randn(8, 4)
     checkpoint_block(block, "full")
@@ -433,8 +450,6 @@ def test_checkpointed_blocks_keep_names_classes_and_random_numbers():
 
 
 def test_checkpointing_keeps_only_what_enters_a_block():
-    from lightning_tricks.strategies._checkpoint_blocks import checkpoint_block
-
     kept = {}
     for mode in ("none", "full", "selective"):
         torch.manual_seed(0)
