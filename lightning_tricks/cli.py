@@ -4,6 +4,7 @@ What it adds to LightningCLI: short class names for the whole collection, one li
 progress bar, no automatic optimizer (the module owns it), and checkpoints that never override what the recipe says.
 """
 
+import faulthandler
 import inspect
 import os
 import re
@@ -24,7 +25,8 @@ import lightning_tricks.strategies  # noqa: F401
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks._parse_errors import did_you_mean, one_line, parse_message
-from lightning_tricks.callbacks import TrainingProgressBar
+from lightning_tricks.callbacks import RankMonitor, TrainingProgressBar
+from lightning_tricks.callbacks.rank_monitor import end_within
 from lightning_tricks.checkpoints import FolderCheckpointIO, check_checkpoint
 from lightning_tricks.loggers import choose_folder
 from lightning_tricks.models import DecoderConfig
@@ -130,7 +132,7 @@ class RecipeCLI(LightningCLI):
             raise UsageError(parse_message(str(error)).complaint) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Lightning's Trainer with our progress bar, unless the recipe brings one or wants none."""
+        """Lightning's Trainer with our progress bar, unless the recipe brings one or wants none, and RankMonitor."""
         if self.subcommand == "prepare":
             return self.trainer_class  # a class will do: the recipe's devices need not exist here
         config = self._get(self.config_init, "trainer")
@@ -146,6 +148,9 @@ class RecipeCLI(LightningCLI):
             if "FSDPPrecision" in message:  # Lightning names the class that FSDP1 wants, and not what to write
                 message += ": set trainer.precision in place of the plugin, or shard with FSDP2 (FSDP2Strategy)"
             raise UsageError(message) from error
+        monitors = [callback for callback in trainer.callbacks if isinstance(callback, RankMonitor)]  # type: ignore[attr-defined]
+        if trainer.world_size > 1 and not monitors:
+            trainer.callbacks.insert(0, RankMonitor())  # type: ignore[attr-defined]  # the first to hear of an exception
         if type(trainer.strategy.checkpoint_io) is pl_import("plugins.io").TorchCheckpointIO:
             trainer.strategy.checkpoint_io = FolderCheckpointIO()  # so that a sharded checkpoint opens here as well
         return trainer
@@ -241,6 +246,17 @@ def main(args: list[str]) -> None:
         RecipeCLI()
     except MisconfigurationException as error:
         raise UsageError(re.sub(r"\s+", " ", str(error))) from error
+    except RuntimeError as error:
+        if type(error).__module__ != "torch.distributed" or torch.distributed.is_initialized():
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"this process has waited in vain for the others to start ({reason}): start all of them with the same "
+            "command, or set trainer.strategy.init_args.timeout_seconds higher"
+        ) from error
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if sys.exc_info()[0] is not None:
+                end_within(30.0)
             torch.distributed.destroy_process_group()
+            faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,339 @@
+"""A distributed run as a user starts it: by each launcher the same training, and an end when a process of it fails.
+
+Each run is a command line in real processes, at toy size, on CPUs with gloo; its processes are known by a mark in their
+environment. A run is made once and looked at by all tests that have something to ask of it.
+"""
+
+import csv
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_tricks.checkpoints.read_folder import load_file
+from lightning_tricks.commands.consolidate import consolidate
+from lightning_tricks.data import ShardWriter
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")]
+RECIPE = """
+seed_everything: 0
+model:
+  class_path: LanguageModel
+  init_args:
+    decoder: {class_path: Llama, init_args: {vocab_size: 64, d_model: 32, n_layers: 2, n_heads: 2, max_seq_len: 32}}
+    optimizer: {class_path: AdamW, init_args: {lr: 1.0e-2}}
+    schedule: {class_path: WarmupLinear, init_args: {warmup_steps: 2}}
+data:
+  class_path: TokenData
+  init_args: {train: "data/train*.bin", vocab_size: 64, seq_len: 32, micro_batch_size: 2}
+trainer:
+  accelerator: cpu
+  strategy: {class_path: FSDP2Strategy, init_args: {timeout_seconds: 600}}
+  max_steps: 6
+  log_every_n_steps: 1
+  limit_val_batches: 0
+  gradient_clip_val: 1.0
+  enable_progress_bar: false
+  enable_model_summary: false
+  logger: {class_path: ResumingCSVLogger, init_args: {save_dir: runs, name: toy}}
+  callbacks:
+    - {class_path: ModelCheckpoint, init_args: {dirpath: runs/toy/checkpoints, every_n_train_steps: 2, save_last: link}}
+"""
+GONE = (
+    r"^rank {rank} of {world} on \S+ is gone without a word \(process \d+\): killed, or out of memory \(dmesg tells\)$"
+)
+LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_GLOBAL_SEED")
+LIMIT = 280.0  # seconds, above which a run that should end well hangs
+
+
+class Job:
+    """The processes of one run, started in `folder`; what they print goes to `folder/out`, in its order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.mark = folder, f"{folder.name}-{os.getpid()}-{time.monotonic_ns()}"
+        self.started: list[subprocess.Popen] = []
+        self.codes: list[int] = []
+
+    def start(self, *command: str, **env: str) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        env = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **env}
+        with (self.folder / "out").open("a") as out:
+            self.started.append(
+                subprocess.Popen(
+                    command, cwd=self.folder, env={**env, "TEST_JOB": self.mark}, stdout=out, stderr=subprocess.STDOUT
+                )
+            )
+
+    def finish(self, seconds: float = LIMIT) -> float:
+        """Wait until no process of the run is left; when that was, and its exit codes. Kills what is left then."""
+        deadline = time.time() + seconds
+        while (alive := self.alive()) and time.time() < deadline:
+            for process in self.started:
+                process.poll()
+            time.sleep(0.1)
+        ended = time.time()
+        for pid in alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.codes = [process.wait() for process in self.started]
+        assert not alive, f"{len(alive)} processes were still there:\n{self.out[-5000:]}"
+        return ended
+
+    def alive(self) -> list[int]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+                if state not in "ZX" and f"TEST_JOB={self.mark}".encode() in (process / "environ").read_bytes():
+                    found.append(int(process.name))
+        return found
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text(errors="replace")
+
+    @property
+    def losses(self) -> list[str]:
+        """The training loss of every step, as it was written, to the last digit."""
+        rows = csv.DictReader((self.folder / "runs/toy/version_0/metrics.csv").open())
+        return [row["train/loss"] for row in rows if row["train/loss"]]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        whole = self.folder / "whole.ckpt"
+        consolidate([str(self.folder / "runs/toy/checkpoints/last.ckpt"), str(whole)])
+        return load_file(whole, None)["state_dict"]
+
+
+def free_port(low: int = 15000, high: int = 25000) -> int:
+    """A port below those that the system gives away, so that nobody is given it before the run listens on it."""
+    start = low + (os.getpid() * 37 + time.monotonic_ns() // 1000) % (high - low)
+    for port in [*range(start, high), *range(low, start)]:
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("", port))
+            return port
+    raise OSError("no free port")
+
+
+def fit(devices: int, *overrides: str, fail: dict[str, Any] | None = None, grace: float | None = None) -> list[str]:
+    """What follows `python` on the command line."""
+    command = ["-m", "lightning_tricks", "fit", "--config", "toy.yaml", f"--trainer.devices={devices}", *overrides]
+    added = [("faults.Fail", fail), ("RankMonitor", None if grace is None else {"grace_seconds": grace})]
+    for class_path, init_args in added:
+        if init_args is not None:
+            command.append(f"--trainer.callbacks+={json.dumps({'class_path': class_path, 'init_args': init_args})}")
+    return command
+
+
+def torchrun(job: Job, devices: int, *overrides: str, **options: Any) -> None:
+    job.start(
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(devices), "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", "localhost:0", *fit(devices, *overrides, **options),
+    )  # fmt: skip
+
+
+def lightning(job: Job, devices: int, *overrides: str, **options: Any) -> None:
+    job.start(sys.executable, *fit(devices, *overrides, **options))
+
+
+def slurm(job: Job, devices: int, *overrides: str, ranks: tuple[int, ...] | None = None, **options: Any) -> None:
+    """What srun sets, for each task of one node; Lightning takes the port from the job's id."""
+    port = free_port()
+    for rank in ranks or range(devices):
+        env = {
+            "NTASKS": devices, "NTASKS_PER_NODE": devices, "NNODES": 1, "PROCID": rank, "LOCALID": rank, "NODEID": 0,
+            "NODELIST": "127.0.0.1", "JOB_ID": f"77{port - 15000:04d}", "JOB_NAME": "train",
+        }  # fmt: skip
+        command = fit(devices, *overrides, **options)
+        job.start(sys.executable, *command, **{f"SLURM_{name}": str(value) for name, value in env.items()})
+
+
+@pytest.fixture(scope="module")
+def new_job(tmp_path_factory) -> Iterator[Any]:
+    """Makes a job in a folder of its own, with the recipe and the data; ends what is left of it."""
+    jobs: list[Job] = []
+
+    def make(name: str) -> Job:
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "toy.yaml").write_text(RECIPE)
+        (folder / "data").mkdir()
+        with ShardWriter(folder / "data", "train", vocab_size=64) as writer:
+            writer.append(torch.randint(0, 64, (4000,), generator=torch.Generator().manual_seed(0)).numpy())
+        jobs.append(Job(folder))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        for pid in job.alive():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def one_host(new_job) -> Job:
+    job = new_job("torchrun")
+    torchrun(job, 2)
+    job.finish()
+    assert job.codes == [0], job.out[-5000:]
+    return job
+
+
+@pytest.mark.parametrize("launcher", [lightning, slurm])
+def test_every_launcher_trains_the_same(launcher, one_host, new_job):
+    job = new_job(launcher.__name__)
+    launcher(job, 2)
+    job.finish()
+    assert set(job.codes) == {0}, job.out[-5000:]
+    assert len(job.losses) == 6
+    assert job.losses == one_host.losses
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[tuple[list[str], dict[str, str]]]]:
+    """Two hosts: what to put before a command to run it there, and what of the environment is the host's own."""
+    names, links = ([f"{kind}{end}{os.getpid() % 100000}" for end in "ab"] for kind in ("lthost", "ltv"))
+    with ExitStack() as stack:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                stack.callback(subprocess.run, ["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
+            ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+            stack.callback(subprocess.run, ["ip", "link", "delete", links[0]], stderr=subprocess.DEVNULL)
+            for number, (name, link) in enumerate(zip(names, links, strict=True), start=1):
+                ip("link", "set", link, "netns", name)
+                ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", link)
+                for device in (link, "lo"):
+                    ip("-n", name, "link", "set", device, "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = getattr(error, "stderr", None) or error
+            warnings.warn(f"no network namespaces ({said}): two loopback addresses in their place", stacklevel=1)
+            port = str(free_port())
+            yield [([], {"address": address, "port": port, "link": "lo"}) for address in ("127.0.0.2", "127.0.0.3")]
+            return
+        yield [
+            (["ip", "netns", "exec", name], {"address": f"10.77.0.{number}", "port": "29500", "link": link})
+            for number, (name, link) in enumerate(zip(names, links, strict=True), start=1)
+        ]
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def on_two_hosts(job: Job, hosts: Any, **options: Any) -> None:
+    first = hosts[0][1]
+    for rank, (enter, host) in enumerate(hosts):
+        job.start(
+            *enter, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank),
+            "--nproc-per-node", "1", "--master-addr", first["address"], "--master-port", first["port"],
+            "--local-addr", host["address"], *fit(1, "--trainer.num_nodes=2", **options),
+            GLOO_SOCKET_IFNAME=host["link"],
+        )  # fmt: skip
+
+
+def test_two_hosts_train_as_one(hosts, one_host, new_job):
+    job = new_job("two_hosts")
+    on_two_hosts(job, hosts)
+    job.finish()
+    assert job.codes == [0, 0], job.out[-5000:]
+    assert job.losses == one_host.losses
+
+
+def fails(job: Job, kind: Any, devices: int, **options: Any) -> float:
+    """Run to the failure and the end of it; seconds between them, to the last process."""
+    kind(job, devices, **options)
+    ended = job.finish()
+    assert all(job.codes), job.out[-5000:]
+    return ended - float((job.folder / "failed_at").read_text())
+
+
+def first_error(out: str) -> str:
+    """The first line that reads like one, but for what launchers say of processes that they end."""
+    return next(line for line in out.splitlines() if re.search("Error|Traceback|gone without|failed first", line))
+
+
+@pytest.fixture(scope="module")
+def whole(new_job) -> Job:
+    """Four processes that nothing happens to."""
+    job = new_job("whole")
+    torchrun(job, 4)
+    job.finish()
+    assert job.codes == [0], job.out[-5000:]
+    return job
+
+
+def test_one_rank_of_four_is_killed_and_the_run_goes_on_to_the_same_weights(whole, new_job):
+    job = new_job("killed")
+    assert fails(job, torchrun, 4, fail={"rank": 2, "step": 5}) < 60
+    said = re.findall(GONE.format(rank=2, world=4), job.out, re.M)
+    assert len(said) == 3  # each of the others
+    assert first_error(job.out) == said[0]
+    assert "Connection closed" not in job.out
+    torchrun(job, 4, "--ckpt_path=last")
+    job.finish()
+    assert job.codes[-1] == 0, job.out[-5000:]
+    weights, expected = job.weights, whole.weights
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(expected[name], value) for name, value in weights.items())
+    assert job.losses == whole.losses  # each step once
+
+
+def test_under_lightnings_launcher_a_killed_rank_is_named_and_none_is_left(new_job):
+    job = new_job("killed_child")
+    assert fails(job, lightning, 4, fail={"rank": 2}) < 60
+    assert len(re.findall(GONE.format(rank=2, world=4), job.out, re.M)) == 3
+    assert "Traceback" not in job.out
+
+
+def test_when_the_first_process_is_killed_the_others_say_so_and_end_though_they_are_stuck(new_job):
+    job = new_job("killed_parent")
+    took = fails(job, lightning, 3, fail={"rank": 0, "others": "stuck"}, grace=4.0)
+    assert 4 <= took < 60  # for ever, where nobody looks
+    assert len(re.findall(GONE.format(rank=0, world=3), job.out, re.M)) == 2
+    assert first_error(job.out).startswith("rank 0 of 3")
+    for rank in (1, 2):
+        assert f"rank {rank} is ended, 4 s later it was still here:" in job.out
+    assert "pthreads.pthread_mutex_lock(mutex)" in job.out  # where
+
+
+def test_a_killed_rank_is_named_on_the_other_host(hosts, new_job):
+    job = new_job("killed_far_away")
+    took = fails(job, on_two_hosts, hosts, fail={"rank": 1, "others": "sleep"}, grace=3.0)
+    assert took < 60
+    assert len(re.findall(GONE.format(rank=1, world=2), job.out, re.M)) == 1
+
+
+def test_a_rank_that_raises_shows_its_traceback_and_the_others_its_line(new_job):
+    job = new_job("raises")
+    assert fails(job, torchrun, 2, fail={"rank": 1, "how": "raise"}) < 60
+    said = re.findall(r"^rank 1 of 2 on \S+ failed first: ValueError: bad batch$", job.out, re.M)
+    assert len(said) == 2
+    assert first_error(job.out) == said[0]
+    assert len(re.findall("ValueError: bad batch$", job.out, re.M)) == 3  # the two lines, one traceback
+    assert not re.search(r"\[rank0\]|Connection closed", job.out)
+
+
+@pytest.mark.parametrize("came", [0, 1])
+def test_a_rank_that_never_comes_is_waited_for_as_long_as_was_said(came, new_job):
+    job = new_job("alone")
+    slurm(job, 2, "--trainer.strategy.init_args.timeout_seconds=4", ranks=(came,))
+    job.finish(100)
+    assert job.codes == [2], job.out[-5000:]
+    said = re.findall(
+        "^error: this process has waited in vain for the others to start .*timeout_seconds", job.out, re.M
+    )
+    assert len(said) == 1, job.out[-5000:]
+    assert "Traceback" not in job.out
