@@ -23,7 +23,7 @@ def describe() -> dict[str, Any]:
     """Date (UTC), processor, GPU and versions, ready for JSON."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     packages = {}
-    for name in ("torch", "lightning", "pytorch-lightning", "torchao", "triton", "jsonargparse"):
+    for name in ("torch", "lightning", "pytorch-lightning", "torchao", "deepspeed", "triton", "jsonargparse"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

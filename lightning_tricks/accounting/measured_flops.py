@@ -184,9 +184,10 @@ def _without_weights(module: Any, fake: Any) -> dict[int, Any]:
 
     memo = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor) or hasattr(tensor, "ds_shape"):  # FSDP2's; DeepSpeed's at stage 3
+            shape = getattr(tensor, "ds_shape", tensor.shape)
             with fake:
-                whole: Any = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                whole: Any = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
             if isinstance(tensor, torch.nn.Parameter):
                 whole = torch.nn.Parameter(whole, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = whole
@@ -205,7 +206,7 @@ def _copy(module: Any, memo: dict[int, Any]) -> Any:
         state = {
             name: _without_gathering(value)
             for name, value in vars(part).items()
-            if "composable" not in name and name != "_trainer"
+            if "composable" not in name and name not in ("_trainer", "_compiled_call_impl")
         }
         vars(memo[id(part)]).update(copy.deepcopy(state, memo))
     return copy.deepcopy(module, memo)

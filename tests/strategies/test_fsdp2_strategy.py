@@ -1,6 +1,7 @@
 """FSDP2 in one line: any module as one process would train it, and every wrong input told before anything waits."""
 
 import copy
+import functools
 import sys
 from pathlib import Path
 
@@ -350,8 +351,11 @@ def test_the_start_is_told(caplog):
     assert f"{4 * count / 2**20:.2f} MiB" in text
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_the_flops_of_a_foreign_module_are_counted_as_without_the_strategy(mode):
+def test_the_flops_of_a_foreign_module_are_counted_as_without_the_strategy(mode, compiled, monkeypatch):
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager"))
+
     class Counts(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             self.found = count_flops(pl_module, batch, trainer)
@@ -363,7 +367,8 @@ def test_the_flops_of_a_foreign_module_are_counted_as_without_the_strategy(mode)
     expected = count_flops(alone, batch)
     assert (expected[1] > 0) == (mode != "none")
     model = CausalLM()
-    fit(model, FSDP2Strategy(activation_checkpointing=mode), 1, rows(), callbacks=[counts], max_epochs=1)
+    strategy = FSDP2Strategy(activation_checkpointing=mode, compile_blocks=compiled)
+    fit(model, strategy, 1, rows(), callbacks=[counts], max_epochs=1)
     assert counts.found == expected
 
 

@@ -1,0 +1,166 @@
+"""What the table over strategies compares: the strategies, the modules, and what each process is to train.
+
+The batches are the same in every row; a process takes its part of each, and the parts hold unequal numbers of labels.
+"""
+
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.data import DataLoader
+
+from lightning_tricks import DeepSpeedZeROStrategy, FSDP2Strategy, LanguageModel, Llama, WarmupCosine
+from lightning_tricks._lightning import pl
+from lightning_tricks.models.decoder import Block
+from lightning_tricks.optim import groups_table
+
+BATCH, LENGTH, VOCABULARY = 8, 32, 64
+CONFIG = Llama(vocab_size=VOCABULARY, d_model=128, n_layers=4, n_heads=4, max_seq_len=LENGTH)
+
+
+class OnCpu(FSDPStrategy):
+    """Lightning's FSDP1, which names a GPU by its number; a CPU has none."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            auto_wrap_policy={Block, nn.TransformerEncoderLayer},
+            state_dict_type="sharded",
+            process_group_backend="gloo",
+        )
+
+    def _setup_model(self, model: Any) -> Any:
+        return FullyShardedDataParallel(
+            model, sharding_strategy=self.sharding_strategy, device_id=torch.device("cpu"), **self.kwargs
+        )
+
+
+class Row(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        processes: how many train.
+        strategy: makes what the Trainer is given.
+        trials: names of its training runs, see `TRIALS`; the first is the one that is saved and resumed.
+        needs: a package, or a compiler, that it needs.
+    """
+
+    processes: int
+    strategy: Callable[[], Any]
+    trials: tuple[str, ...] = ("adamw", "sgd", "foreign")
+    needs: str | None = None
+
+    @property
+    def missing(self) -> str | None:
+        """What it needs and this machine has not."""
+        compilers = ("c++", "g++", "clang++")
+        there = (
+            any(map(shutil.which, compilers)) if self.needs == "a C++ compiler" else find_spec(self.needs or "torch")
+        )
+        return None if there else self.needs
+
+
+ROWS = {
+    "one": Row(1, lambda: "auto", ("adamw", "sgd", "foreign", "adamw_plain", "sgd_plain")),
+    "ddp": Row(2, lambda: "ddp"),
+    "fsdp2": Row(2, FSDP2Strategy),
+    "fsdp2_compiled": Row(2, lambda: FSDP2Strategy(compile_blocks=True), needs="a C++ compiler"),
+    "hsdp": Row(4, lambda: FSDP2Strategy(replicate_size=2)),
+    # its flat parameters have no groups of ours, which the last run shows; the others give the optimizer all of them
+    "fsdp1": Row(2, OnCpu, ("adamw_plain", "sgd_plain", "foreign", "adamw")),
+    "zero1": Row(2, lambda: DeepSpeedZeROStrategy(1), needs="deepspeed"),
+    "zero2": Row(2, lambda: DeepSpeedZeROStrategy(2), needs="deepspeed"),
+    "zero3": Row(2, lambda: DeepSpeedZeROStrategy(3), needs="deepspeed"),
+}
+
+
+class Ours(LanguageModel):
+    """With decay groups and a schedule, as in the recipes."""
+
+    def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__(CONFIG, optimizer=optimizer, schedule=WarmupCosine(warmup_steps=2))
+        self.groups = ""
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        self.groups = groups_table(made["optimizer"].param_groups, lr=0.0)
+        return made
+
+
+class Plain(LanguageModel):
+    """One group of all parameters, as FSDP1's flat ones allow."""
+
+    groups = ""
+
+    def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__(CONFIG, optimizer=optimizer)
+
+    def configure_optimizers(self) -> Any:
+        assert self.optimizer is not None
+        return self.optimizer(self.parameters())
+
+
+class Foreign(pl.LightningModule):
+    """torch's own encoder in a module without anything of ours; the monitor alone gives the norm."""
+
+    groups = ""
+
+    def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.embedding = nn.Embedding(VOCABULARY, 64)
+        layer = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(64, VOCABULARY)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.head(self.encoder(self.embedding(batch["input_ids"])))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"].roll(-1, 1).flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3)
+
+
+class Trial(NamedTuple):
+    """One training run: its module, its optimizer, and the Trainer's clip."""
+
+    module: Callable[[Callable[[Any], torch.optim.Optimizer]], Any]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    clip: float
+
+
+# AdamW divides a wrong clip away, so there is SGD too, under a clip that always bites. That hides a wrong scale of the
+# gradients, which shows in their norm from before it.
+TRIALS = {
+    "adamw": Trial(Ours, adamw, 1.0),
+    "sgd": Trial(Ours, sgd, 0.3),
+    "foreign": Trial(Foreign, sgd, 0.1),
+    "adamw_plain": Trial(Plain, adamw, 1.0),
+    "sgd_plain": Trial(Plain, sgd, 0.3),
+}
+
+
+def batches(steps: int, start: int = 0, rank: int = 0, world: int = 1) -> DataLoader:
+    """One batch a step from `start` on, this rank's rows of it; the first labels of a row do not count."""
+    own: Any = []
+    for step in range(start, steps):
+        row = torch.arange(BATCH)[:, None]
+        tokens = (5 * torch.arange(LENGTH + 1) + 3 * row + 7 * step) % VOCABULARY
+        labels = tokens[:, 1:].masked_fill(torch.arange(LENGTH) < 2 * row, -100)
+        own.append({"input_ids": tokens[:, :-1].chunk(world)[rank], "labels": labels.chunk(world)[rank]})
+    return DataLoader(own, batch_size=None)

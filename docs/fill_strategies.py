@@ -1,0 +1,126 @@
+"""Write the tables of docs/strategies.md from what `python -m benchmarks.strategies` measured.
+
+python docs/fill_strategies.py benchmarks/results/strategies-DATE-cpu.json
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+TITLES = {
+    "one": "one process",
+    "ddp": '`"ddp"`',
+    "fsdp2": "`FSDP2Strategy()`",
+    "fsdp2_compiled": "`FSDP2Strategy(compile_blocks=True)`",
+    "hsdp": "`FSDP2Strategy(replicate_size=2)`",
+    "fsdp1": "`FSDPStrategy` (FSDP1)",
+    "zero1": "`DeepSpeedZeROStrategy(stage=1)`",
+    "zero2": "`DeepSpeedZeROStrategy(stage=2)`",
+    "zero3": "`DeepSpeedZeROStrategy(stage=3)`",
+}
+
+
+HEADS = {
+    "same training": "strategy|processes|loss, AdamW|loss, SGD|norm, SGD|loss, foreign|norm, foreign|gradient",
+    "monitors": "strategy|decay groups|lr|norm, AdamW: first, all|tokens|FLOPs|FLOPs, foreign",
+    "memory": "strategy|weights|gradients|optimizer|other|together|of one process",
+    "checkpoints": "strategy|its own resume|in one process|in `FSDP2Strategy()` on 2",
+}
+
+
+def tables(result: dict[str, Any]) -> dict[str, str]:
+    """Markdown by the name of its place in the page."""
+    rows, parameters = result["rows"], result["parameters"]
+    others = [row for row in rows if row["row"] != "one"]
+    lines = {
+        "same training": [[title(row), str(row["processes"]), *training(row["trials"])] for row in others],
+        "monitors": [[title(row), *monitors(row)] for row in others],
+        "memory": [[title(row), *memory(row, parameters)] for row in rows],
+        "checkpoints": [[title(row), *checkpoints(row)] for row in rows],
+    }
+    return {name: table(head.split("|"), lines[name]) for name, head in HEADS.items()}
+
+
+def title(row: dict[str, Any]) -> str:
+    """How a user writes the strategy."""
+    return TITLES[row["row"]]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A markdown table, its first column to the left."""
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def gap(value: float) -> str:
+    """A difference, to one digit."""
+    return "0" if value == 0 else f"{value:.0e}"
+
+
+def training(trials: dict[str, Any]) -> list[str]:
+    """Largest differences from one process."""
+    sgd, foreign = trials["sgd"], trials["foreign"]
+    gradients = max(trial["gradient"] for trial in trials.values())
+    figures = (trials["adamw"]["loss"], sgd["loss"], sgd["norm"], foreign["loss"], foreign["norm"], gradients)
+    return [gap(figure) for figure in figures]
+
+
+def monitors(row: dict[str, Any]) -> list[str]:
+    """Whether the monitors say what they say in one process."""
+    adamw, foreign = row["trials"]["adamw"], row["trials"]["foreign"]
+    same = {True: "same", False: "differ", None: "not counted"}
+    norms = f"{gap(adamw['first_norm'])}, {gap(adamw['norm'])}"
+    counted = [same[adamw["same_tokens"]], same[adamw["same_flops"]], same[foreign["same_flops"]]]
+    groups = same.get(row["groups"], "refused")
+    return [groups, "same" if adamw["lr"] == 0 else gap(adamw["lr"]), norms, *counted]
+
+
+def memory(row: dict[str, Any], parameters: int) -> list[str]:
+    """Bytes a parameter on the rank that holds most."""
+    parts = ("weights", "gradients", "optimizer", "other", "total")
+    return [*(f"{row['bytes'][part] / parameters:.2f}" for part in parts), f"{row['share']:.2f}"]
+
+
+def checkpoints(row: dict[str, Any]) -> list[str]:
+    """What became of the checkpoint in the middle."""
+    resume = row["resume"]
+    exact = "exact" if resume.get("loss") == resume.get("differing_tensors") == 0 else str(resume)
+    into = row["into"]
+    return [exact, into_layout(into, "one"), into_layout(into, "fsdp2")]
+
+
+def into_layout(into: dict[str, Any], layout: str) -> str:
+    """The largest difference of the losses that follow, or what is refused."""
+    if layout not in into:
+        return "its own"
+    weights = into.get(f"{layout}, weights")
+    if isinstance(into[layout], str):
+        return into[layout].split(":")[0] + (f"; its weights {gap(weights)}" if weights is not None else "")
+    return gap(into[layout])
+
+
+def refusals(result: dict[str, Any]) -> dict[str, str]:
+    """The lines that users get in the place of a figure, each once."""
+    groups = [row["groups"] for row in result["rows"] if isinstance(row["groups"], str)]
+    into = [said for row in result["rows"] for said in row["into"].values() if isinstance(said, str)]
+    said = [re.sub(r"\w+/step=\d+\.ckpt", "FOLDER", line.removeprefix("refused: ")) for line in groups + into]
+    return {"refusals": "```text\n" + "\n".join(dict.fromkeys(said)) + "\n```"}
+
+
+def fill(page: str, result: dict[str, Any]) -> str:
+    """`page` with each table between its two markers."""
+    for name, text in {**tables(result), **refusals(result)}.items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
+        page = place.sub(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", page, count=1)
+    return page
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python docs/fill_strategies.py RESULT.json")
+    measured = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    card = DOCS / "strategies.md"
+    card.write_text(fill(card.read_text(encoding="utf-8"), measured), encoding="utf-8")
