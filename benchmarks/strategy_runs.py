@@ -111,11 +111,21 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in there if storage.nbytes()}
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """False of what torch.compile has traced with and left behind."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def held(also: Iterable[Tensor]) -> int:
     """Bytes of all strided tensors that this process can reach, and of `also`."""
     gc.collect()
     found = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
     found = [tensor for tensor in found if tensor.layout == torch.strided and not tensor.is_meta]
+    found = [tensor for tensor in found if has_memory(local(tensor))]
     grads = [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
     return sum(storages([*found, *grads, *also]).values())
 

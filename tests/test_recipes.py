@@ -167,8 +167,7 @@ REPLICAS = "--trainer.strategy.init_args.replicate_size=2"
     ("name", "part", "options"),
     [
         ("llama1b", None, []),
-        ("llama7b", None, []),
-        ("llama7b", "1x8", []),
+        ("llama7b", "1x8", []),  # which changes nothing of it
         ("llama7b", "2x8", [REPLICAS]),
         ("llama7b", "8x8", [REPLICAS]),
         pytest.param("llama7b_deepspeed", None, [], marks=needs_deepspeed),

@@ -262,8 +262,9 @@ def _listen() -> socket.socket:
 
 
 def say(line: str) -> None:
-    """Print a line where errors go, at once."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line where errors go, at once and in one piece, as all ranks may do so at the same moment."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
 
 
 def _keep(sock: socket.socket) -> None:
