@@ -24,6 +24,7 @@ def _enter(rank: int, function: Callable[..., None], world: int, port: int, args
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank),
         WORLD_SIZE=str(world), OMP_NUM_THREADS="1",
     )  # fmt: skip
+    os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test: strategies would seed anew from it
     import torch
 
     torch.set_num_threads(1)
