@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.feed import RECIPES
 from benchmarks.formats import formats
 from benchmarks.gpu_checks import write
+from benchmarks.memory_logger import Memory
 from lightning_tricks._lightning import pl
 from lightning_tricks.cli import RecipeCLI
 
@@ -43,22 +43,6 @@ MODEL = {
     "data.init_args.vocab_size": 1024,
     "data.init_args.seq_len": 128,
 }  # fmt: skip
-
-
-class Memory(Logger):
-    """Keeps what it is given."""
-
-    name = version = "memory"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: dict[str, list[float]] = {}
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        for name, value in metrics.items():
-            self.values.setdefault(name, []).append(float(value))
 
 
 class Frozen(pl.Callback):
@@ -122,14 +106,14 @@ def run_once(name: str, options: Sequence[str], lr: float, device: str, steps: i
     trainer.loggers = [memory]
     trainer.callbacks = [frozen, *trainer.callbacks]
     trainer.fit(trained.model, datamodule=trained.datamodule)
-    loss, norms = memory.values["train/loss"], memory.values["train/grad_norm"]
+    loss, norms = memory.series["train/loss"], memory.series["train/grad_norm"]
     window = max(len(loss) // POINTS, 1)
     plugin = trainer.precision_plugin
     return {
         "format": name,
         "lr": lr,
         "steps": len(loss),
-        "bits_per_byte": memory.values["val/bits_per_byte"][-1],
+        "bits_per_byte": memory.series["val/bits_per_byte"][-1],
         "last_loss": statistics.mean(loss[-50:]),
         "frozen_share": frozen.share,
         "clipped_share": sum(norm > trainer.gradient_clip_val for norm in norms) / len(norms),

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from benchmarks.memory_logger import Memory
 from benchmarks.strategy_rows import ROWS, TRIALS, Row, batches
 from lightning_tricks import GradNormMonitor, LRMonitor, MFUMonitor, consolidate_deepspeed
 from lightning_tricks._errors import UsageError
@@ -32,22 +32,6 @@ from lightning_tricks.optim import clean_name
 
 TIME_LIMIT = 240.0  # seconds for the processes of one job
 Found = dict[Any, Any]
-
-
-class Memory(Logger):
-    """Keeps every series that it is given."""
-
-    name = version = "memory"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.series: dict[str, list[float]] = {}
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        for name, value in metrics.items():
-            self.series.setdefault(name, []).append(float(value))
 
 
 class Look(pl.Callback):

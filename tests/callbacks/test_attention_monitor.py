@@ -238,9 +238,6 @@ def fsdp1(rank, folder):
         def train_dataloader(self):
             return torch.utils.data.DataLoader([torch.arange(32).view(2, 16)] * 8, batch_size=None)
 
-        def configure_optimizers(self):  # AdamW's first steps follow a gradient's sign, which may be rounding alone
-            return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
     options = {"devices": 2, "use_distributed_sampler": False}
     strategies = [OnCpu(auto_wrap_policy={Block}) for _ in range(2)]
     plain = fit(SameBatch(), strategy=strategies[0], **options)
