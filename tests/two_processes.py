@@ -1,6 +1,11 @@
-"""Run a function in two gloo processes, as the tests of distributed code do."""
+"""Run a function in two or more gloo processes, as the tests of distributed code do.
+
+The processes are forked from a server that has imported Lightning and the collection already: a start costs a tenth of
+a second in place of eight seconds of importing.
+"""
 
 import contextlib
+import multiprocessing
 import os
 import random
 import socket
@@ -8,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.multiprocessing as mp
+
+PRELOADED = ["lightning.pytorch", "torch.distributed.tensor", "torch.distributed.fsdp", "lightning_tricks.cli"]
 
 
 def free_port() -> int:
@@ -19,12 +26,9 @@ def free_port() -> int:
             return port
 
 
-def _enter(rank: int, function: Callable[..., None], world: int, port: int, args: tuple[Any, ...]) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank),
-        WORLD_SIZE=str(world), OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test: strategies would seed anew from it
+def _enter(rank: int, function: Callable[..., None], environment: dict[str, str], args: tuple[Any, ...]) -> None:
+    os.environ.clear()  # that of the server is the one in which the first test started it
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     import torch
 
     torch.set_num_threads(1)
@@ -35,4 +39,8 @@ def _enter(rank: int, function: Callable[..., None], world: int, port: int, args
 
 def run(function: Callable[..., None], *args: Any, world: int = 2) -> None:
     """Call `function(rank, *args)` in `world` processes; a failure in one is raised here."""
-    mp.start_processes(_enter, args=(function, world, free_port(), args), nprocs=world, start_method="spawn")
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment.update(NODE_RANK="0", WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
+    environment.pop("PL_GLOBAL_SEED", None)  # of an earlier test: strategies would seed anew from it
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    mp.start_processes(_enter, args=(function, environment, args), nprocs=world, start_method="forkserver")
