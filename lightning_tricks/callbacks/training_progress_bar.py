@@ -42,8 +42,17 @@ def total_steps(trainer: "pl.Trainer") -> int:
     ends = [trainer.max_steps]
     batches, epochs = trainer.num_training_batches, trainer.max_epochs or 0
     if trainer.lightning_module.automatic_optimization and math.isfinite(batches):
-        ends.append(epochs * math.ceil(batches / trainer.accumulate_grad_batches))
-    return min((end for end in ends if end > 0), default=0)
+        ends.append(sum(math.ceil(batches / accumulated) for accumulated in _accumulation(trainer, epochs)))
+    total = min((end for end in ends if end > 0), default=0)
+    return total if trainer.global_step <= total else 0  # data of another length in each epoch
+
+
+def _accumulation(trainer: Any, epochs: int) -> list[int]:
+    """Micro-batches in a step, of each epoch."""
+    schedulers = [c for c in trainer.callbacks if hasattr(c, "get_accumulate_grad_batches")]
+    if schedulers:
+        return [schedulers[0].get_accumulate_grad_batches(epoch) for epoch in range(epochs)]
+    return [trainer.accumulate_grad_batches] * epochs
 
 
 def _loss(value: float) -> str:
@@ -157,9 +166,13 @@ class TrainingProgressBar(ProgressBar):
             self._started = time.perf_counter()
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Print the last interval."""
+        """Print the last interval, and why training ends before the step that it was to reach."""
         self._show(trainer)
         self._end_line()
+        step, total = trainer.global_step, total_steps(trainer)
+        if step < total:
+            reason = "a callback or a signal stopped it" if trainer.should_stop else "the data ended"
+            self.print(f"training ended at step {step} of {total}: {reason}")
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """End the redrawn line, so that the error starts on its own."""

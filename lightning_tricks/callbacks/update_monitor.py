@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,20 @@ class _Watched(NamedTuple):
 
 
 def _local(param: Tensor) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param.detach()
+    """This rank's part of a parameter; a complex one as its real and imaginary parts."""
+    local = param.to_local() if isinstance(param, DTensor) else param.detach()
+    return torch.view_as_real(local) if local.is_complex() else local
+
+
+def trained_parameters(trainer: Any, module: torch.nn.Module) -> list[Tensor]:
+    """The parameters of `module` that an optimizer moves at this moment, in the optimizers' order.
+
+    An engine such as DeepSpeed's keeps copies of its own in its optimizer; there it is all that require a gradient.
+    """
+    own = set(module.parameters())
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    found = [param for group in groups for param in group["params"] if param in own]
+    return [param for param in found or module.parameters() if param.requires_grad]
 
 
 class UpdateMonitor(pl.Callback):
@@ -63,8 +77,9 @@ class UpdateMonitor(pl.Callback):
     the lr may be too low, above too high. A step that the fp16 scaler skips gives 0. Weights that are all zero have no
     ratio.
 
-    It counts the weights that decay: matrices, convolutions and embeddings, not biases and norms, whose size says
-    little. Those outside the repeated blocks stand under their own module's name. Each tensor is sampled at a fixed
+    It counts the matrices, convolutions and embeddings that an optimizer trains at that step: no frozen weights and no
+    target network, but weights that are unfrozen later from then on. Biases and norms are left out, as their size says
+    little. Weights outside the repeated blocks stand under their own module's name. Each tensor is sampled at a fixed
     stride and the sums are scaled back; shards are joined over ranks. With several optimizers, or several steps in one
     batch, the ratio is that of the whole batch.
 
@@ -85,6 +100,7 @@ class UpdateMonitor(pl.Callback):
             raise UsageError(f"UpdateMonitor.max_elements={max_elements}: give 1 or more, or null for all")
         self.max_elements = max_elements
         self._blocks: list[str] = []
+        self._trained: list[Tensor] = []
         self._watched: list[_Watched] = []
         self._before: list[Tensor] = []
 
@@ -93,21 +109,31 @@ class UpdateMonitor(pl.Callback):
         self._buffer = MetricBuffer.of(trainer)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Find the weights, and how much of each this rank holds: a strategy has placed them by now."""
+        """Find the weights: a strategy has placed them by now."""
+        self._trained, self._before = [], []
+        self._buffer.at_flush(self._ratios)
+        self._find_weights(trainer, pl_module)
+
+    def _find_weights(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Find what is trained, and how much of each this rank holds, unless it is what was found before."""
+        trained = trained_parameters(trainer, pl_module)
+        if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
+            return
+        self._trained, moving = trained, set(trained)
         try:
-            found = [param for param in param_roles(pl_module) if param.role in ("matrix", "embedding")]
+            roles = param_roles(pl_module)
         except UsageError as error:  # a watcher must not end a run that would train
             rank_zero_warn(f"UpdateMonitor records nothing: {error}")
-            found = []
+            roles = []
+        found = [param for param in roles if param.role in ("matrix", "embedding") and param.param in moving]
         names = list(find_blocks(pl_module))
         blocks: dict[str, int] = {}
-        self._watched, self._before = [], []
+        self._watched = []
         for name, param, _ in found:
             block = next((block for block in names if name.startswith(f"{block}.")), name.rpartition(".")[0])
-            place = blocks.setdefault(block or name, len(blocks))
-            self._watched.append(self._watch(place, param, trainer.world_size))
+            index = blocks.setdefault(block or name, len(blocks))
+            self._watched.append(self._watch(index, param, trainer.world_size))
         self._blocks = list(blocks)
-        self._buffer.at_flush(self._ratios)
         if not self._watched:
             return
         device = pl_module.device
@@ -124,7 +150,8 @@ class UpdateMonitor(pl.Callback):
         local = _local(param)
         stride = sample_stride(local.numel(), local.numel() // max(len(local), 1), self.max_elements)
         sampled = -(-local.numel() // stride)
-        return _Watched(block, param, stride, local.numel() / max(sampled, 1) / copies, local.numel() / copies)
+        elements = local.numel() / 2 if param.is_complex() else local.numel()
+        return _Watched(block, param, stride, local.numel() / max(sampled, 1) / copies, elements / copies)
 
     @torch.no_grad()
     def on_before_optimizer_step(
@@ -132,6 +159,7 @@ class UpdateMonitor(pl.Callback):
     ) -> None:
         """Copy the samples before the first optimizer step of a log step."""
         if not self._before and self._buffer.is_log_step():
+            self._find_weights(trainer, pl_module)
             self._before = [watched.sample().clone() for watched in self._watched]
 
     @torch.no_grad()

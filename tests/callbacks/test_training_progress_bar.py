@@ -268,6 +268,37 @@ def test_whichever_comes_first_of_steps_and_epochs_is_the_end(capsys):
     assert steps(capsys.readouterr().out)[0].startswith("step 20/20 (100%)")
 
 
+def test_an_accumulation_that_changes_with_the_epoch_has_its_own_end(capsys):
+    # 6 batches an epoch: 6 steps, then 3, then 2 of 4 and 2 batches
+    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})
+    data = DataLoader(torch.utils.data.TensorDataset(torch.ones(6, 3, 4)))
+    options = {"max_steps": -1, "max_epochs": 3, "log_every_n_steps": 1, "val_check_interval": 6}
+    run(TrainingProgressBar(), scheduler, data=data, **options)
+    lines = steps(capsys.readouterr().out)
+    assert [line.split("  ")[0] for line in lines] == [f"step {n}/11 ({n / 11:.0%})" for n in range(1, 12)]
+    assert lines[-1].endswith("ETA 0:00:00")
+
+
+def test_data_that_ends_before_max_steps_says_so(capsys):
+    class Short(IterableDataset):
+        def __iter__(self):
+            return iter([(torch.ones(3, 4),)] * 3)
+
+    run(TrainingProgressBar(), data=DataLoader(Short()), max_epochs=1, val_check_interval=None, limit_val_batches=0)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == "training ended at step 3 of 6: the data ended"
+
+
+def test_more_steps_than_the_first_epoch_foretold_are_no_fraction_of_them():
+    trainer = SimpleNamespace(
+        max_steps=-1, max_epochs=2, num_training_batches=3, accumulate_grad_batches=1, callbacks=[], global_step=7,
+        lightning_module=SimpleNamespace(automatic_optimization=True),
+    )  # fmt: skip
+    assert training_progress_bar.total_steps(trainer) == 0
+    trainer.global_step = 6
+    assert training_progress_bar.total_steps(trainer) == 6
+
+
 def test_without_a_known_end_there_is_no_time_left(capsys):
     class Stop(pl.Callback):
         def on_train_batch_end(self, trainer, *_):
@@ -345,7 +376,10 @@ def test_an_error_and_an_early_end_start_on_their_own_line(capsys, terminal):
         run(TrainingProgressBar(), model=Failing())
     assert re.fullmatch(r"\r\x1b\[2Kstep 2/6[^\n]*\n", capsys.readouterr().out)
     run(TrainingProgressBar(), Stop(), min_epochs=0, limit_val_batches=0)
-    assert re.search(r"\r\x1b\[2Kstep 2/6[^\n]*\n$", capsys.readouterr().out)
+    assert re.search(
+        r"\r\x1b\[2Kstep 2/6[^\n]*\n\r\x1b\[2Ktraining ended at step 2 of 6: a callback or a signal stopped it\n$",
+        capsys.readouterr().out,
+    )
 
 
 def test_what_a_program_prints_stands_above_the_redrawn_line(capsys, terminal):

@@ -59,6 +59,53 @@ def test_ratios_and_sizes_by_hand():
     )
 
 
+def test_a_target_network_that_no_optimizer_trains_does_not_count():
+    class Target(Moving):
+        def __init__(self):
+            super().__init__()
+            self.target = nn.Linear(2, 2, bias=False)  # requires a gradient, as a copy of a network does
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([p for n, p in self.named_parameters() if not n.startswith("target")], lr=0.1)
+
+    run = fit(Target(), UpdateMonitor(), max_steps=1, log_every_n_steps=1)
+    assert run.of("updates/ratio") == pytest.approx([(0.1 / 129) ** 0.5], rel=1e-5)
+    assert not [name for name in run.names() if "target" in name]
+
+
+@pytest.mark.parametrize("group", ["from the start", "added"])
+def test_weights_unfrozen_later_count_from_then_on(group):
+    class Unfreezing(Moving):
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 2:
+                nn.init.constant_(self.frozen.weight, 10.0)
+                self.frozen.requires_grad_(True)
+                if group == "added":
+                    self.optimizers().optimizer.add_param_group({"params": list(self.frozen.parameters())})
+
+        def configure_optimizers(self):
+            params = [p for p in self.parameters() if p.requires_grad or group == "from the start"]
+            return torch.optim.SGD(params, lr=0.1)
+
+    run = fit(Unfreezing(), UpdateMonitor(), max_steps=4, log_every_n_steps=1)
+    ratios = [(step, row["updates/frozen/ratio"]) for step, row in run.rows if "updates/frozen/ratio" in row]
+    assert ratios == [(2, pytest.approx(0.01, rel=1e-4)), (3, pytest.approx(0.1 / 9.9, rel=1e-4))]
+
+
+def test_real_and_complex_weights_together_by_hand():
+    class Complex(Moving):
+        def __init__(self):
+            super().__init__()
+            self.wave = nn.Parameter(torch.full((2, 2), 3 + 4j))
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx).real  # of z, the gradient is 1 + 0j
+
+    run = fit(Complex(), UpdateMonitor(), max_steps=1, log_every_n_steps=1)
+    assert run.of("updates/wave/weight_rms") == pytest.approx([5.0])
+    assert run.of("updates/wave/ratio") == pytest.approx([0.1 / 5])
+
+
 def test_only_log_steps_are_measured_each_from_its_own_weights():
     run = fit(Moving(), UpdateMonitor(), accumulate_grad_batches=2, max_steps=4)
     # two micro-batches of which each counts half: still 0.1 a step; before the second and the fourth
@@ -226,7 +273,7 @@ def test_several_optimizers_and_steps_are_measured_over_the_whole_batch():
 
     run = fit(Manual(), UpdateMonitor(), max_steps=3, log_every_n_steps=1)
     assert run.of("updates/blocks.0/ratio") == pytest.approx([0.2])
-    assert run.of("updates/blocks.1/ratio") == [0.0]
+    assert run.of("updates/blocks.1/ratio") == []  # no optimizer trains it
     assert run.of("updates/head/ratio") == pytest.approx([0.1 * 2**0.5 / 5])
 
 
