@@ -21,14 +21,16 @@ def decay_groups(
     """Group the trainable parameters of `module` for any torch optimizer.
 
     Group `decay` holds matrices, convolutions and (by the option) embeddings; `no_decay` holds biases, norms, other
-    vectors and scalars, and what carries `_no_weight_decay`. `param_roles` says how each is told. Rules add groups of
+    vectors and scalars, the state of recurrences, and parameters that the model itself exempts (`_no_weight_decay`,
+    timm's `no_weight_decay()`). `param_roles` says how each is told. Rules add groups of
     their own, named after their pattern; the first rule that finds a name has it. Every trainable parameter is in
     exactly one group, tied ones once, and the order is that of `module.named_parameters()`.
 
     Args:
         module: any module, before or after compile, checkpoint and FSDP2 wrapping.
         weight_decay: of the `decay` group. Default: Llama's 0.1.
-        decay_embeddings: whether `nn.Embedding` weights decay, as in nanoGPT; learned positions count too. A weight
+        decay_embeddings: whether `nn.Embedding` weights decay, as in nanoGPT; learned positions, class and mask
+            tokens count too. A weight
             tied to the output head is an embedding. Default: true, which is nanoGPT's rule.
         rules: exceptions by name.
 

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Collection, Iterator
-from typing import Literal, NamedTuple
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torch.nn import Parameter
@@ -10,13 +11,18 @@ from torch.nn.parameter import is_lazy
 
 from lightning_tricks._errors import UsageError
 
-Role = Literal["exempt", "norm", "bias", "vector", "embedding", "matrix"]
+Role = Literal["exempt", "state", "norm", "bias", "vector", "embedding", "matrix"]
 
-_ORDER: tuple[Role, ...] = ("exempt", "norm", "bias", "vector", "embedding", "matrix")
+_ORDER: tuple[Role, ...] = ("exempt", "state", "norm", "bias", "vector", "embedding", "matrix")
 # each part of a name that a wrapper adds: torch.compile, activation checkpointing, FSDP
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
 _NORM = re.compile(r"(^|_)norms?(_|$)")
+# Mamba's (`A_log`, `dt_bias`; Vision Mamba's `A_b_log` runs backwards) and RWKV's (`time_decay`, `time_mix_key`)
+_STATE = re.compile(r"A(_\w+)?_logs?|dt_bias|time_(decay|first|mix_\w+)")
+_SKIP = re.compile(r"D(_\w+)?|Ds")
+# raw parameters that stand for a token or a position: `cls_token`, `reg_token`, `pos_embed`, `position_embeddings`
+_EMBEDDING = re.compile(r"(^|_)(tokens?|embed|embeds|embeddings?|emb)$|(^|_)pos(ition(al)?)?_(emb|enc)")
 
 
 class RoledParam(NamedTuple):
@@ -37,18 +43,29 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
 
     The roles, of which the first that fits counts; a tied parameter has the first that fits any of its places:
 
-    - `exempt`: the parameter has a true attribute `_no_weight_decay`, or a module above it lists its name (seen from
-      there) in a collection `_no_weight_decay`;
+    - `exempt`: the parameter has a true attribute `_no_weight_decay`, as in the mamba_ssm package; a module above it
+      lists its name (seen from there) in a collection `_no_weight_decay`; or the method `no_weight_decay()` of a module
+      above it returns its name, that of a module which holds it, or a pattern with wildcards, as in timm. Such a method
+      may return names that the model does not have;
+    - `state`: steers a recurrence, told by name: `A_log`, `dt_bias`, `D` beside an `A_log` (Mamba), `time_decay`,
+      `time_first`, `time_mix_...` (RWKV), of any shape;
     - `norm`: held by a LayerNorm, RMSNorm, GroupNorm, BatchNorm, InstanceNorm or a class whose name ends in `Norm`, of
       any shape; or named so (`norm`, `attn_norm_weight`), as a raw parameter of a stacked block is;
-    - `bias`: named so (`bias`, `in_proj_bias`, `bias_hh_l0`, `biases.0`), of any shape, such as (experts, out);
+    - `bias`: named so (`bias`, `in_proj_bias`, `bias_hh_l0`, `biases.0`), of any shape, such as (experts, out); or the
+      table of an embedding that is named so (T5's `relative_attention_bias`);
     - `vector`: fewer than two dimensions;
-    - `embedding`: held by an `nn.Embedding`, `nn.EmbeddingBag` or a class named `...Embedding(s)`;
+    - `embedding`: held by an `nn.Embedding`, `nn.EmbeddingBag` or a class named `...Embedding(s)`; or a raw parameter
+      named as a token or a position (`cls_token`, `register_tokens`, `mask_token`, `pos_embed`, `position_embeddings`);
     - `matrix`: everything else: linear layers, convolutions, stacked experts.
 
     Raises:
         UsageError: nothing is trainable; a parameter has no shape yet (lazy), or was flattened by FSDP1; a name in a
-            `_no_weight_decay` is that of no parameter.
+            `_no_weight_decay` is that of no parameter; a method `no_weight_decay()` returns no collection of names.
+
+    Source: `no_weight_decay` in timm's models and its use in timm/optim/_param_groups.py,
+        https://github.com/huggingface/pytorch-image-models; `_no_weight_decay` in
+        https://github.com/state-spaces/mamba/blob/main/mamba_ssm/modules/mamba2.py. transformers 5 has no such mark:
+        its Trainer leaves out norms and biases only, so that `A_log` decays there.
     """
     exempt = {id(param) for param in _exempted(module)}
     found: dict[int, RoledParam] = {}
@@ -70,32 +87,49 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
 def _role(owner: nn.Module, name: str, param: Parameter) -> Role:
     classes = [cls.__name__ for cls in type(owner).__mro__]
     # a ParameterList names its members 0, 1, ...: the list's own name tells what they are
-    local = next((part for part in reversed(name.split(".")) if not part.isdigit()), name)
+    parts = [part for part in name.split(".") if not part.isdigit()] or [name]
+    local = parts[-1]
+    if _STATE.fullmatch(local) or (_SKIP.fullmatch(local) and any(map(_STATE.fullmatch, owner._parameters))):
+        return "state"
     # torch's BatchNorm2d and its like derive from classes named so
     if any(cls.endswith("Norm") for cls in classes) or _NORM.search(local):
         return "norm"
-    if _BIAS.search(local):
+    embeds = isinstance(owner, nn.EmbeddingBag) or any(cls.endswith(("Embedding", "Embeddings")) for cls in classes)
+    # the parameter of an nn.Embedding is named `weight`: the embedding's own name tells what it holds
+    if _BIAS.search(local) or (embeds and _BIAS.search(".".join(parts[-2:-1]))):
         return "bias"
     if param.ndim < 2:
         return "vector"
-    if isinstance(owner, nn.EmbeddingBag) or any(cls.endswith(("Embedding", "Embeddings")) for cls in classes):
-        return "embedding"
-    return "matrix"
+    return "embedding" if embeds or _EMBEDDING.search(local) else "matrix"
 
 
 def _exempted(module: nn.Module) -> Iterator[Parameter]:
     for path, owner in module.named_modules():
-        listed = getattr(owner, "_no_weight_decay", ())
-        if isinstance(listed, str) or not isinstance(listed, Collection):
-            raise UsageError(f"_no_weight_decay of module '{path}' is {listed!r}: give a collection of parameter names")
-        for name in listed:
+        for name in _names(getattr(owner, "_no_weight_decay", ()), f"_no_weight_decay of module '{path}'"):
             try:
                 yield owner.get_parameter(name)
             except AttributeError:
                 raise UsageError(
                     f"_no_weight_decay of module '{path}' names '{name}', which is no parameter of it: correct the name"
                 ) from None
+        if callable(method := getattr(owner, "no_weight_decay", None)):
+            yield from _matching(owner, _names(method(), f"no_weight_decay() of module '{path}'"))
     yield from (param for param in module.parameters() if getattr(param, "_no_weight_decay", False))
+
+
+def _names(listed: Any, where: str) -> Collection[str]:
+    if isinstance(listed, str) or not isinstance(listed, Collection) or not all(isinstance(n, str) for n in listed):
+        shown = " ".join(repr(listed).split())[:80]
+        raise UsageError(f"{where} is {shown}: give a collection of parameter names")
+    return listed
+
+
+def _matching(owner: nn.Module, patterns: Collection[str]) -> Iterator[Parameter]:
+    # timm's models of one family share a list, of which each has a part, and some list modules
+    for name, param in owner.named_parameters():
+        name = clean_name(name)
+        if any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns):
+            yield param
 
 
 def _refuse_unreadable(name: str, param: Parameter) -> None:

@@ -17,7 +17,8 @@ class ParamRule:
         pattern: regular expression, searched in the name without wrappers' prefixes (`re.search`): `embed` finds every
             name with embed in it, `^model\.embed\.weight$` one name.
         lr_scale: the optimizer's learning rate is multiplied by it; the schedule applies on top.
-        weight_decay: replaces the decay that the parameters' roles give; None keeps it.
+        weight_decay: replaces the decay that the parameters' roles give; None keeps it. A number also gives decay to a
+            parameter that the model exempts.
 
     Raises:
         UsageError: the pattern is no regular expression; a negative or NaN number.

@@ -179,3 +179,13 @@ def test_the_table_shows_an_optimizers_own_learning_rates():
         "0.25",
         "0",
     ]
+
+
+def test_the_state_of_a_recurrence_does_not_decay_and_a_class_token_does_unless_its_model_exempts_it():
+    mixer = nn.Linear(2, 2)
+    mixer.A_log = nn.Parameter(torch.zeros(2, 2))
+    mixer.cls_token = nn.Parameter(torch.zeros(1, 1, 2))
+    by_name = {group["name"]: group["param_names"] for group in decay_groups(mixer)}
+    assert by_name == {"decay": ["weight", "cls_token"], "no_decay": ["bias", "A_log"]}
+    mixer.no_weight_decay = lambda: {"cls_token", "pos_embed"}
+    assert "cls_token" in decay_groups(mixer)[1]["param_names"]

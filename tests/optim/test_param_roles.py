@@ -147,6 +147,93 @@ def test_a_module_exempts_parameters_by_their_names_below_it():
     }
 
 
+def test_a_recurrences_parameters_are_known_by_name_whatever_their_shape():
+    mamba = Holder(A_log=torch.zeros(4, 2), D=torch.ones(2, 2), dt_bias=torch.ones(2, 2), conv=nn.Conv1d(2, 2, 3))
+    both_ways = Holder(A_b_log=torch.zeros(4, 2), D_b=torch.ones(2, 2))
+    rwkv = Holder(time_decay=torch.zeros(2, 2), time_mix_key=torch.zeros(1, 1, 2), time_proj=torch.zeros(2, 2))
+    assert roles(Holder(mamba=mamba, both_ways=both_ways, rwkv=rwkv, D=torch.ones(2, 2))) == {
+        "D": "matrix",  # it stands beside no A_log
+        "mamba.A_log": "state",
+        "mamba.D": "state",
+        "mamba.dt_bias": "state",
+        "mamba.conv.weight": "matrix",
+        "mamba.conv.bias": "bias",
+        "both_ways.A_b_log": "state",
+        "both_ways.D_b": "state",
+        "rwkv.time_decay": "state",
+        "rwkv.time_mix_key": "state",
+        "rwkv.time_proj": "matrix",
+    }
+
+
+def test_raw_tokens_and_positions_are_embeddings():
+    names = [
+        "cls_token", "reg_token", "register_tokens", "dist_token", "distillation_token", "mask_token", "pos_embed",
+        "absolute_pos_embed", "position_embeddings", "positional_embedding", "pos_embed_window", "query_tokens",
+    ]  # fmt: skip
+    others = ["token_mixing", "embed_proj", "positive", "text_projection"]
+    found = roles(Holder(**{name: torch.zeros(1, 2, 4) for name in names + others}, token=torch.zeros(4)))
+    assert found == dict.fromkeys(names, "embedding") | dict.fromkeys(others, "matrix") | {"token": "vector"}
+
+
+class VisionTransformer(Holder):
+    """Named and shaped as timm's, whose models of one family share a list of names."""
+
+    def __init__(self):
+        super().__init__(
+            cls_token=torch.zeros(1, 1, 4), pos_embed=torch.zeros(1, 5, 4), head=nn.Linear(4, 2),
+            blocks=nn.ModuleList([Holder(cpb_mlp=nn.Linear(2, 2), logit_scale=torch.zeros(2, 1, 1), gain=torch.ones(2, 2))]),
+        )  # fmt: skip
+
+    def no_weight_decay(self):
+        return {"pos_embed", "cls_token", "dist_token", "blocks.0.cpb_mlp", "*.logit_scale"}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_method_no_weight_decay_exempts_names_modules_and_patterns_seen_from_its_module(compiled):
+    net = VisionTransformer()
+    assert roles(Holder(net=torch.compile(net) if compiled else net)) == {
+        "net.cls_token": "exempt",
+        "net.pos_embed": "exempt",
+        "net.head.weight": "matrix",
+        "net.head.bias": "bias",
+        "net.blocks.0.logit_scale": "exempt",
+        "net.blocks.0.gain": "matrix",
+        "net.blocks.0.cpb_mlp.weight": "exempt",
+        "net.blocks.0.cpb_mlp.bias": "exempt",
+    }
+
+
+@pytest.mark.parametrize(
+    "answer", ["pos_embed", None, True, [torch.zeros(2, 2)]], ids=["str", "none", "bool", "tensors"]
+)
+def test_a_no_weight_decay_that_returns_no_names_is_refused_in_one_line(answer):
+    net = nn.Linear(2, 2)
+    net.no_weight_decay = lambda: answer
+    with pytest.raises(UsageError, match=r"^no_weight_decay\(\) of module 'net' is [^\n]*: give a collection[^\n]*$"):
+        roles(Holder(net=net))
+
+
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
+
+
+def test_roles_in_models_of_transformers():
+    import transformers as hf
+
+    mamba = roles(hf.MambaModel(hf.MambaConfig(**SMALL, state_size=4)))
+    assert {mamba[f"layers.0.mixer.{name}"] for name in ("A_log", "D")} == {"state"}
+    mamba2 = roles(hf.Mamba2Model(hf.Mamba2Config(**SMALL, num_heads=2, head_dim=8, state_size=4, n_groups=1)))
+    assert {mamba2[f"layers.0.mixer.{name}"] for name in ("A_log", "D", "dt_bias")} == {"state"}
+    t5 = roles(hf.T5Model(hf.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16)))
+    assert t5["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] == "bias"
+    assert t5["shared.weight"] == "embedding"
+    image = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    vit = roles(hf.ViTModel(hf.ViTConfig(**image, image_size=8, patch_size=4), use_mask_token=True))
+    tokens = {vit[f"embeddings.{name}"] for name in ("cls_token", "mask_token", "position_embeddings")}
+    assert tokens == {"embedding"}
+    assert vit["embeddings.patch_embeddings.projection.weight"] == "matrix"
+
+
 @pytest.mark.parametrize(
     ("listed", "message"),
     [
