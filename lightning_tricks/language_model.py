@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from lightning_tricks.callbacks import GradNormMonitor, LRMonitor, MetricBuffer,
 from lightning_tricks.callbacks.precision_monitor import has_figures
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
 from lightning_tricks.models import Decoder, DecoderConfig
+from lightning_tricks.models.checkpointing import Mode, check_mode
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 Batch = dict[str, Tensor]
@@ -34,7 +35,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     Args:
         decoder: Architecture, such as `Llama` or `GPT2`.
         activation_checkpointing: What of each block is recomputed in the backward pass: `none`, `full` (everything) or
-            `selective` (all but attention and some of the matrix products, about half of the memory).
+            `selective` (all but attention and some of the matrix products, about half of the memory). None is `none`.
         compile_blocks: Compile each block with `torch.compile`.
         **kwargs: Those of `OptimizerMixin`.
 
@@ -46,13 +47,13 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def __init__(
         self,
         decoder: DecoderConfig,
-        activation_checkpointing: Literal["none", "full", "selective"] = "none",
+        activation_checkpointing: Mode | None = "none",
         compile_blocks: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.config = decoder
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing = check_mode(activation_checkpointing)
         self.compile_blocks = compile_blocks
         self.decoder: Decoder | None = None
         self._evaluated: Tensor | None = None

@@ -1,11 +1,14 @@
 """Activation checkpointing: keep less of the forward pass, compute it again in the backward pass."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lightning_tricks._errors import UsageError
 
 Mode = Literal["none", "full", "selective"]
 
@@ -23,18 +26,26 @@ ATTENTION_OPS = frozenset(
 )
 # A linear layer without and with bias.
 LINEAR_OPS = frozenset({_aten.mm.default, _aten.addmm.default})
-# Which linear layers `selective` keeps, counted from 1 in the order they run: in a block q, v and gate (or up). Not the
-# last one, down: nothing in the backward pass reads its result.
-KEPT_LINEARS = frozenset({1, 3, 5})
 
 
-def checkpointed(mode: Mode, function: Callable[..., Tensor], *args: Any) -> Tensor:
+def check_mode(mode: Mode | None) -> Mode:
+    """`mode`, or `none` for None, which a recipe may say instead.
+
+    Raises:
+        UsageError: another word.
+    """
+    if mode is not None and mode not in get_args(Mode):
+        raise UsageError(f"activation_checkpointing={mode!r}: give one of {', '.join(get_args(Mode))}")
+    return mode or "none"
+
+
+def checkpointed(mode: Mode, function: Callable[..., Tensor], *args: Any, linears: int | None = None) -> Tensor:
     """`function(*args)` with the same gradients to the last bit, keeping what `mode` says for the backward pass.
 
     - `none`: everything autograd asks for.
     - `full`: the arguments only; the backward pass runs `function` again, about a third more compute.
-    - `selective`: also the results of attention and of every second linear layer, so that about half of the matrix
-      products run again. Attention that a CPU in bf16 does by products runs again too.
+    - `selective`: also the results of attention and of every second linear layer (the first, the third, ...), so that
+      about half of the matrix products run again. Attention that a CPU in bf16 does by products runs again too.
 
     Parameters keep their names. Dropout would differ in the second run: the random state is not saved.
 
@@ -42,6 +53,8 @@ def checkpointed(mode: Mode, function: Callable[..., Tensor], *args: Any) -> Ten
         mode: what to keep.
         function: called once now and once in the backward pass, from tensors to one tensor.
         args: its arguments.
+        linears: how many linear layers `function` runs, where the result of the last one is only added to the residual
+            stream: the backward pass does not read it, and `selective` does not keep it. None: not known.
 
     Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174. The choice of ops is torchtitan's,
     https://github.com/pytorch/torchtitan/blob/main/torchtitan/models/llama3/parallelize.py (`_always_save_ops`,
@@ -51,12 +64,16 @@ def checkpointed(mode: Mode, function: Callable[..., Tensor], *args: Any) -> Ten
         return function(*args)
     options: dict[str, Any] = {}
     if mode == "selective":
-        options["context_fn"] = selective_contexts
+        options["context_fn"] = functools.partial(selective_contexts, linears)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-def selective_contexts() -> Any:
-    """What `torch.utils.checkpoint` takes as `context_fn`: keeps attention's and every second linear layer's result."""
+def selective_contexts(linears: int | None = None) -> Any:
+    """What `torch.utils.checkpoint` takes as `context_fn`: keeps attention's and every second linear layer's result.
+
+    Args:
+        linears: as in `checkpointed`.
+    """
     seen = {False: 0, True: 0}  # linear layers so far, in the forward pass and when running it again
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -64,7 +81,7 @@ def selective_contexts() -> Any:
             return CheckpointPolicy.MUST_SAVE
         if op in LINEAR_OPS:
             seen[ctx.is_recompute] += 1
-            if seen[ctx.is_recompute] in KEPT_LINEARS:
+            if seen[ctx.is_recompute] % 2 == 1 and seen[ctx.is_recompute] != linears:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

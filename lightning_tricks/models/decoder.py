@@ -1,7 +1,7 @@
 """The reference language model: token ids in, logits out; Llama or GPT-2 by its config, in plain PyTorch."""
 
 from collections.abc import Callable
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.models.attention import Attention, Rope, document_mask
-from lightning_tricks.models.checkpointing import Mode, checkpointed
+from lightning_tricks.models.checkpointing import Mode, check_mode, checkpointed
 from lightning_tricks.models.decoder_config import DecoderConfig
 from lightning_tricks.models.draw_normal import draw_normal
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
@@ -55,11 +55,12 @@ class Block(nn.Module):
         self.mlp_norm = block_norm(config)
         self.mlp = MLP(config)
         self.checkpointing: Mode = "none"
+        self.n_linears = sum(isinstance(module, nn.Linear) for module in self.modules())
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
         """Map the residual stream (batch, length, d_model) to the next one; `rope` and `mask` as in `Attention`."""
         # Inside forward, so that what shards or compiles the block sees the checkpoint as a part of it.
-        return checkpointed(self.checkpointing, self._layer, x, rope, mask)
+        return checkpointed(self.checkpointing, self._layer, x, rope, mask, linears=self.n_linears)
 
     def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
         """The largest attention logit for what `forward` would be given, a scalar: queries and keys are made anew."""
@@ -147,19 +148,18 @@ class Decoder(nn.Module):
             x = block(x, rope, mask)
         return self.norm(x).to(matmul_dtype(x))
 
-    def set_activation_checkpointing(self, mode: Mode) -> None:
+    def set_activation_checkpointing(self, mode: Mode | None) -> None:
         """Choose what the blocks keep for the backward pass; see `checkpointed`. Gradients are the same.
 
         Args:
-            mode: `none`, `selective` (about half of the activations) or `full` (only what enters each block).
+            mode: `none`, `selective` (about half of the activations) or `full` (only what enters each block). None is
+                `none`.
 
         Raises:
             UsageError: another mode.
         """
-        if mode not in get_args(Mode):
-            raise UsageError(f"activation_checkpointing={mode!r}: give one of {', '.join(get_args(Mode))}")
         for block in self.blocks:
-            cast(Block, block).checkpointing = mode
+            cast(Block, block).checkpointing = check_mode(mode)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

@@ -23,7 +23,8 @@ from lightning_tricks._lightning import pl_import
 from lightning_tricks.checkpoints import FolderCheckpointIO
 from lightning_tricks.checkpoints.folder_checkpoint_io import check_content
 from lightning_tricks.checkpoints.read_folder import load_file
-from lightning_tricks.strategies._checkpoint_blocks import Mode, checkpoint_block
+from lightning_tricks.models.checkpointing import Mode, check_mode
+from lightning_tricks.strategies._checkpoint_blocks import checkpoint_block
 from lightning_tricks.strategies._load_shards import check_together, load_optimizers, load_weights, read_shards
 from lightning_tricks.strategies._refuse import refuse_fsdp1, refuse_late_parameters, refuse_optimizers
 from lightning_tricks.strategies._save_shards import gather, on_rank_0, save_shards, shards_by_name
@@ -64,7 +65,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         blocks: regular expressions of the whole names of what is gathered at a time; None finds the repeated blocks.
         reshard_after_forward: drop a block's weights after its forward pass (ZeRO-3); False keeps them (ZeRO-2).
         cpu_offload: keep shards and optimizer on the host; on a CPU they are there already.
-        activation_checkpointing: what of each block is computed again in the backward pass.
+        activation_checkpointing: what of each block is computed again in the backward pass: `none` (or None), `full` or
+            `selective`, see `checkpoint_block`.
         compile_blocks: compile each block with `torch.compile`.
         init_on_rank_0: run `configure_model` on rank 0 only and send the others their shards, where the model is too
             large for one copy a process. Other ranks run it on the meta device. A module that builds on the meta device
@@ -73,7 +75,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         timeout_seconds: how long a rank waits for the others before it fails.
 
     Raises:
-        UsageError: sizes that do not multiply to the number of devices, before any process waits; a pattern that
+        UsageError: another word for `activation_checkpointing`; sizes that do not multiply to the number of devices,
+            before any process waits; a pattern that
             matches nothing; parameters made after sharding; an optimizer that takes no DTensors.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; Zhao et al. 2023,
@@ -86,7 +89,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         blocks: Sequence[str] | None = None,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
-        activation_checkpointing: Mode = "none",
+        activation_checkpointing: Mode | None = "none",
         compile_blocks: bool = False,
         init_on_rank_0: bool = False,
         save_distributed_checkpoint: bool = True,
@@ -102,7 +105,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.blocks = blocks
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing = check_mode(activation_checkpointing)
         self.compile_blocks = compile_blocks
         self.init_on_rank_0 = init_on_rank_0
         self.shards_modules = True  # what a module goes by that would otherwise shard itself
