@@ -1,9 +1,11 @@
 """Find a model's parts without knowing the model: its repeated blocks, and modules by a pattern of their name."""
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.optim import clean_name
@@ -28,23 +30,21 @@ def named_submodules(module: nn.Module) -> dict[str, nn.Module]:
 def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks of `module` by name, in their order; none where nothing is repeated.
 
-    They are the members of every ModuleList or Sequential that holds at least two modules of one class with
-    parameters; of several such classes, the one with the most members. A list inside another one's member, such as the
-    experts of a layer, does not count.
+    They are the members of every outermost ModuleList or Sequential of at least two modules of one class, where two
+    modules of this class are alike (the parameters that both have are of the same shapes); single layers count only
+    where no such list has members of several.
+
+    So both halves of an encoder-decoder have blocks, also of two classes. A list inside a block, such as the experts of
+    a layer, is no list of blocks. The stages of a U-Net or a Swin, all of other widths, are not repeated: their blocks
+    are the lists inside.
     """
     modules = named_submodules(module)
-    lists: dict[type, list[str]] = {}
-    seen: list[str] = []
-    for name, container in modules.items():
-        children = list(container.children()) if isinstance(container, (nn.ModuleList, nn.Sequential)) else []
-        classes = {_class(child) for child in children}
-        if len(children) < 2 or len(classes) > 1 or not _has_parameters(children[0]):
-            continue
-        if any(name.startswith(f"{outer}.") for outer in seen):
-            continue
-        seen.append(name)
-        lists.setdefault(classes.pop(), []).extend(f"{name}.{key}" for key, _ in container.named_children())
-    return {name: modules[name] for name in max(lists.values(), key=len, default=[])}
+    lists = _lists_by_class(modules)
+    repeated = {cls: found for cls, found in lists.items() if _two_alike([modules[n] for ns in found for n in ns])}
+    if any(_is_composed(modules[found[0][0]]) for found in repeated.values()):
+        repeated = {cls: found for cls, found in repeated.items() if _is_composed(modules[found[0][0]])}
+    names = {name for found in repeated.values() for members in found for name in members}
+    return {name: modules[name] for name in modules if name in names and not _is_inside(name, names)}
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
@@ -70,6 +70,42 @@ def match_modules(module: nn.Module, patterns: Sequence[str], option: str) -> di
             raise UsageError(f"{option}: pattern {pattern!r} matches no submodule: give whole names such as {example}")
         chosen |= names
     return {name: submodule for name, submodule in modules.items() if name in chosen}
+
+
+def _lists_by_class(modules: dict[str, nn.Module]) -> dict[type, list[list[str]]]:
+    """The names of the members of each list of at least two modules of one class with parameters."""
+    lists: dict[type, list[list[str]]] = {}
+    for name, container in modules.items():
+        children = list(container.children()) if isinstance(container, (nn.ModuleList, nn.Sequential)) else []
+        classes = {_class(child) for child in children}
+        if len(children) > 1 and len(classes) == 1 and _has_parameters(children[0]):
+            lists.setdefault(classes.pop(), []).append([f"{name}.{key}" for key, _ in container.named_children()])
+    return lists
+
+
+def _two_alike(members: list[nn.Module]) -> bool:
+    """Whether two modules are alike: they share names of parameters, and these have the same shapes."""
+    shapes = [{clean_name(name): _shape(param) for name, param in member.named_parameters()} for member in members]
+    return any(
+        all(one[name] == other[name] for name in shared)
+        for one, other in itertools.combinations(shapes, 2)
+        if (shared := one.keys() & other.keys())
+    )
+
+
+def _shape(param: nn.Parameter) -> tuple[int, ...] | None:
+    # nothing is known of a lazy parameter, or of FSDP1's: those are flat, and a part of each is on this rank
+    return None if is_lazy(param) or getattr(param, "_fsdp_flattened", False) else tuple(param.shape)
+
+
+def _is_composed(module: nn.Module) -> bool:
+    return any(_has_parameters(child) for _, child in _named_children(module))
+
+
+def _is_inside(name: str, names: set[str]) -> bool:
+    """Whether a module above the one called `name` is one of `names`."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in names for count in range(1, len(parts)))
 
 
 def _class(module: nn.Module) -> type:

@@ -37,7 +37,7 @@ def shard_module(root: nn.Module, blocks: Collection[nn.Module], how: HowToShard
 
     Args:
         root: any module; its forward, or what is registered as such, gathers what belongs to no block.
-        blocks: submodules, the units of gathering.
+        blocks: submodules, the units of gathering, in the order of `root.modules()`.
         how: see `HowToShard`.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -47,11 +47,21 @@ def shard_module(root: nn.Module, blocks: Collection[nn.Module], how: HowToShard
         for module in root.modules():
             if getattr(module, "running_mean", None) is not None and next(module.parameters(), None) is not None:
                 fully_shard(module, reshard_after_forward=False, **options)
-    for block in dict.fromkeys(blocks):
+    for block in reversed(dict.fromkeys(blocks)):  # blocks inside others first, as `fully_shard` wants it
         if not isinstance(block, FSDPModule):
             fully_shard(block, mp_policy=how.policy, reshard_after_forward=how.reshard_after_forward, **options)
     as_they_come = dataclasses.replace(how.policy, cast_forward_inputs=False)
     fully_shard(root, mp_policy=as_they_come, reshard_after_forward=False, **options)
+
+
+def largest_group(root: nn.Module, blocks: Collection[nn.Module]) -> int:
+    """Elements of the largest of the groups whose parameters `shard_module` gathers together."""
+    sizes, taken = [], set()
+    for part in [*reversed(dict.fromkeys(blocks)), root]:  # blocks inside others first
+        own = set(part.parameters()) - taken
+        sizes.append(sum(parameter.numel() for parameter in own))
+        taken |= own
+    return max(sizes)
 
 
 def local_bytes(module: nn.Module) -> int:

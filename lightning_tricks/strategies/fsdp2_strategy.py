@@ -28,7 +28,7 @@ from lightning_tricks.strategies._checkpoint_blocks import checkpoint_block
 from lightning_tricks.strategies._load_shards import check_together, load_optimizers, load_weights, read_shards
 from lightning_tricks.strategies._refuse import refuse_fsdp1, refuse_late_parameters, refuse_optimizers
 from lightning_tricks.strategies._save_shards import gather, on_rank_0, save_shards, shards_by_name
-from lightning_tricks.strategies._shard import HowToShard, local_bytes, shard_module
+from lightning_tricks.strategies._shard import HowToShard, largest_group, local_bytes, shard_module
 from lightning_tricks.strategies._start import (
     Whole,
     broadcast_from_rank0,
@@ -240,6 +240,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def _shard(self, module: Any, from_rank_0: bool) -> None:
         blocks = self._find(module)
         elements = sum(parameter.numel() for parameter in module.parameters())
+        at_once = largest_group(module, blocks.values())
         whole = Whole(module) if from_rank_0 else None
         if whole is None and not has_meta(module):
             broadcast_from_rank0(module, self.root_device)
@@ -255,7 +256,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             register_fsdp_forward_method(module, step)
         if whole is not None:
             whole.scatter(module, self.root_device)
-        rank_zero_info(self._summary(blocks, elements, local_bytes(module)))
+        rank_zero_info(self._summary(blocks, elements, at_once, local_bytes(module)))
 
     def _find(self, module: nn.Module) -> dict[str, nn.Module]:
         if self.blocks is not None:
@@ -274,7 +275,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         on_host = self.cpu_offload and self.root_device.type == "cuda"
         return HowToShard(mesh, policy, self.reshard_after_forward, CPUOffloadPolicy() if on_host else OffloadPolicy())
 
-    def _summary(self, blocks: dict[str, nn.Module], elements: int, bytes_here: int) -> str:
+    def _summary(self, blocks: dict[str, nn.Module], elements: int, at_once: int, bytes_here: int) -> str:
         names = list(blocks)
         few = names if len(names) < 3 else [names[0], "...", names[-1]]
         mesh = " x ".join(
@@ -284,7 +285,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             [
                 f"FSDP2 on {mesh}",
                 f"  blocks      {len(names):,}: {', '.join(few)}" if names else "  blocks      none",
-                f"  parameters  {elements:,}",
+                f"  parameters  {elements:,}, of which at most {at_once / max(elements, 1):.1%} are gathered at a time",
                 f"  on rank 0   {bytes_here / 2**20:,.2f} MiB of weights",
             ]
         )

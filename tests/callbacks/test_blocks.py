@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+import transformers
 from monitored import LLAMA
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import find_blocks, match_modules, named_submodules
+from lightning_tricks._find_modules import find_blocks, match_modules, named_submodules, repeated_blocks
 from lightning_tricks.callbacks._watch import after_calls, before_calls, in_sight
 from lightning_tricks.models import Decoder
 
@@ -42,10 +43,86 @@ def test_a_list_inside_a_block_is_not_a_list_of_blocks():
     assert list(find_blocks(model(layers=layers(2)))) == ["layers.0", "layers.1"]
 
 
-def test_lists_of_one_class_count_together_and_outnumber_a_longer_one():
-    linears = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+def test_every_list_of_blocks_counts_and_a_longer_one_of_single_layers_does_not():
+    linears = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
     both = model(head=linears, encoder=layers(2), decoder=layers(2))
     assert list(find_blocks(both)) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+    assert list(find_blocks(model(head=linears))) == [f"head.{place}" for place in range(6)]
+
+
+class Stage(nn.Module):
+    """A level of a U-Net: two blocks of one width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(2))
+
+
+def test_stages_of_different_widths_are_not_repeated_but_their_blocks_are():
+    net = model(down=nn.ModuleList([Stage(2), Stage(4), Stage(8)]), up=nn.ModuleList([Stage(6), Stage(3)]))
+    places = [f"down.{stage}.blocks" for stage in range(3)] + [f"up.{stage}.blocks" for stage in range(2)]
+    assert list(find_blocks(net)) == [f"{place}.{block}" for place in places for block in range(2)]
+
+
+def test_a_block_may_have_parameters_more_than_the_others():
+    first, second = layers(2)
+    first.norm = nn.LayerNorm(2)  # such as the first block of T5, which has the table of relative positions
+    assert list(find_blocks(model(layers=nn.ModuleList([first, second])))) == ["layers.0", "layers.1"]
+
+
+@pytest.mark.parametrize("unknown", ["lazy", "flat"])
+def test_parameters_of_unknown_shape_count_as_alike(unknown):
+    members = [nn.Linear(2, 2), nn.Linear(2, 3)] if unknown == "flat" else [nn.LazyLinear(2), nn.LazyLinear(3)]
+    for member in members:
+        for param in member.parameters():
+            param._fsdp_flattened = unknown == "flat"
+    assert list(find_blocks(model(layers=nn.ModuleList(members)))) == ["layers.0", "layers.1"]
+
+
+SMALL = {"vocab_size": 64, "d_model": 32}
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+HALVES = {
+    **SMALL, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+}  # fmt: skip
+# Each model with the lists that hold its blocks.
+MODELS = {
+    "torch": (lambda hf: nn.Transformer(32, 2, 2, 2, 64, batch_first=True), ["encoder.layers", "decoder.layers"]),
+    "t5": (
+        lambda hf: hf.T5Model(hf.T5Config(**SMALL, d_kv=16, d_ff=64, num_layers=2, num_heads=2)),
+        ["encoder.block", "decoder.block"],
+    ),
+    "whisper": (
+        lambda hf: hf.WhisperModel(hf.WhisperConfig(**HALVES, pad_token_id=0, max_source_positions=16)),
+        ["encoder.layers", "decoder.layers"],
+    ),
+    "vit": (lambda hf: hf.ViTModel(hf.ViTConfig(**WIDTHS, image_size=8, patch_size=4)), ["layers"]),
+    "mixtral": (
+        lambda hf: hf.MixtralModel(
+            hf.MixtralConfig(**WIDTHS, vocab_size=64, num_key_value_heads=2, num_local_experts=4)
+        ),
+        ["layers"],
+    ),
+    "swin": (
+        lambda hf: hf.SwinModel(
+            hf.SwinConfig(embed_dim=8, depths=[2, 2, 2], num_heads=[1, 2, 4], image_size=32, window_size=2)
+        ),
+        [f"encoder.layers.{stage}.blocks" for stage in range(3)],
+    ),
+    "resnet": (
+        lambda hf: hf.ResNetModel(hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2])),
+        [f"encoder.stages.{stage}.layers" for stage in range(2)],
+    ),
+    "mlp": (lambda hf: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), []),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_of_models_we_did_not_write(name):
+    build, lists = MODELS[name]
+    with torch.device("meta"):
+        root = build(transformers)
+    assert list(repeated_blocks(root)) == [f"{path}.{place}" for path in lists for place in range(2)]
 
 
 @pytest.mark.parametrize(

@@ -182,11 +182,11 @@ class VisionTransformer(Holder):
     def __init__(self):
         super().__init__(
             cls_token=torch.zeros(1, 1, 4), pos_embed=torch.zeros(1, 5, 4), head=nn.Linear(4, 2),
-            blocks=nn.ModuleList([Holder(cpb_mlp=nn.Linear(2, 2), logit_scale=torch.zeros(2, 1, 1), gain=torch.ones(2, 2))]),
+            blocks=nn.ModuleList([Holder(cpb_mlp=nn.Linear(2, 2), scale=torch.zeros(2, 1), gain=torch.ones(2, 2))]),
         )  # fmt: skip
 
     def no_weight_decay(self):
-        return {"pos_embed", "cls_token", "dist_token", "blocks.0.cpb_mlp", "*.logit_scale"}
+        return {"pos_embed", "cls_token", "dist_token", "blocks.0.cpb_mlp", "*.scale"}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -197,7 +197,7 @@ def test_the_method_no_weight_decay_exempts_names_modules_and_patterns_seen_from
         "net.pos_embed": "exempt",
         "net.head.weight": "matrix",
         "net.head.bias": "bias",
-        "net.blocks.0.logit_scale": "exempt",
+        "net.blocks.0.scale": "exempt",
         "net.blocks.0.gain": "matrix",
         "net.blocks.0.cpb_mlp.weight": "exempt",
         "net.blocks.0.cpb_mlp.bias": "exempt",

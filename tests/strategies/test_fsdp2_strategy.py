@@ -3,6 +3,7 @@
 import copy
 import functools
 import sys
+import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -31,6 +32,7 @@ from lightning_tricks.optim import decay_groups
 from lightning_tricks.schedules import WarmupCosine
 from lightning_tricks.strategies import FSDP2Strategy
 from lightning_tricks.strategies._checkpoint_blocks import _warn, checkpoint_block
+from lightning_tricks.strategies._shard import largest_group
 
 
 class Encoder(pl.LightningModule):
@@ -351,7 +353,8 @@ def test_the_start_is_told(caplog):
     assert "FSDP2 on replicate 1 x shard 1" in text
     assert "2: model.model.layers.0, model.model.layers.1" in text
     count = sum(p.numel() for p in CausalLM().parameters())
-    assert f"parameters  {count:,}" in text
+    share = sum(p.numel() for p in CausalLM().model.model.layers[0].parameters()) / count
+    assert f"parameters  {count:,}, of which at most {share:.1%} are gathered at a time" in text
     assert f"{4 * count / 2**20:.2f} MiB" in text
 
 
@@ -391,6 +394,33 @@ class Flat(pl.LightningModule):
 def test_a_module_without_repeated_blocks_is_gathered_at_once_and_says_so():
     with pytest.warns(UserWarning, match="Flat has no repeated blocks, so all of it is gathered at once: name parts"):
         train(Flat(), strategy=FSDP2Strategy(), epochs=1)
+
+
+class Seq2Seq(pl.LightningModule):
+    """torch's own encoder-decoder, whose two lists hold blocks of two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Transformer(16, 2, 3, 3, 32, dropout=0.0, batch_first=True)
+
+    def training_step(self, batch, batch_idx):
+        x = batch.unsqueeze(-1).float().expand(-1, -1, 16) / 64
+        return self.net(x, x).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def test_an_encoder_decoder_is_gathered_one_block_at_a_time():
+    model = Seq2Seq()
+    of = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_modules()}
+    train(model, strategy=FSDP2Strategy(), epochs=1)
+    sharded = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+    assert sharded == ["", *(f"net.{half}coder.layers.{place}" for half in ("en", "de") for place in range(3))]
+    largest, rest = of["net.decoder.layers.0"], of[""] - sum(of[name] for name in sharded[1:])
+    assert largest_group(model, [model.get_submodule(name) for name in sharded[1:]]) == largest
+    assert largest / of[""] < 0.21
+    assert rest / of[""] < 0.01  # the two norms at the ends
 
 
 def refused(model, message, strategy=None, **options):
@@ -490,10 +520,11 @@ def test_a_dropped_cache_is_said_once_and_a_filled_one_is_refused():
     checkpoint_block(model.model.layers[1], "full")
     ids = torch.randint(64, (2, 4))
     told = r"^activation checkpointing runs LlamaDecoderLayer without past_key_values, as a second run"
-    with pytest.warns(UserWarning, match=told) as warnings:
+    with pytest.warns(UserWarning, match=told):
         model(input_ids=ids, labels=ids)  # the first block is not checkpointed and fills its part of the cache
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         model(input_ids=ids, labels=ids)
-    assert len(warnings) == 1
     prefix = hf.DynamicCache()
     for layer in range(2):
         prefix.update(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16), layer)
