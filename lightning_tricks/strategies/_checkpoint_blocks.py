@@ -57,7 +57,8 @@ def checkpoint_block(block: nn.Module, mode: Mode) -> None:
 
 def _layer_index(block: nn.Module) -> int:
     """Which part of a cache is this block's."""
-    return next((part.layer_idx for part in block.modules() if isinstance(getattr(part, "layer_idx", None), int)), 0)
+    indices = (getattr(part, "layer_idx", None) for part in block.modules())
+    return next((index for index in indices if isinstance(index, int)), 0)
 
 
 def _without_cache(cls: str, layer: int, name: str, value: Any) -> Any:

@@ -56,7 +56,8 @@ def shard_module(root: nn.Module, blocks: Collection[nn.Module], how: HowToShard
 
 def largest_group(root: nn.Module, blocks: Collection[nn.Module]) -> int:
     """Elements of the largest of the groups whose parameters `shard_module` gathers together."""
-    sizes, taken = [], set()
+    sizes: list[int] = []
+    taken: set[nn.Parameter] = set()
     for part in [*reversed(dict.fromkeys(blocks)), root]:  # blocks inside others first
         own = set(part.parameters()) - taken
         sizes.append(sum(parameter.numel() for parameter in own))

@@ -26,6 +26,7 @@ from lightning_tricks.checkpoints.read_folder import load_file
 from lightning_tricks.models.checkpointing import Mode, check_mode
 from lightning_tricks.strategies._checkpoint_blocks import checkpoint_block
 from lightning_tricks.strategies._load_shards import check_together, load_optimizers, load_weights, read_shards
+from lightning_tricks.strategies._manual_optimization import GatherOnCall
 from lightning_tricks.strategies._refuse import refuse_fsdp1, refuse_late_parameters, refuse_optimizers
 from lightning_tricks.strategies._save_shards import gather, on_rank_0, save_shards, shards_by_name
 from lightning_tricks.strategies._shard import HowToShard, largest_group, local_bytes, shard_module
@@ -76,8 +77,8 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     Raises:
         UsageError: another word for `activation_checkpointing`; sizes that do not multiply to the number of devices,
-            before any process waits; a pattern that
-            matches nothing; parameters made after sharding; an optimizer that takes no DTensors.
+            before any process waits; a pattern that matches nothing; parameters made after sharding; an optimizer that
+            takes no DTensors; under manual optimization, see `GatherOnCall`.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; Zhao et al. 2023,
         https://arxiv.org/abs/2304.11277.
@@ -181,6 +182,30 @@ class FSDP2Strategy(ModelParallelStrategy):
             buffer.data = buffer.to(self.root_device)
 
     @property
+    def _gather_on_call(self) -> GatherOnCall | None:
+        return vars(self.lightning_module).get("_gather_on_call")
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own."""
+        with self._gather_on_call.step() if self._gather_on_call else nullcontext():
+            return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the backward pass, at whose end all gradients are reduced."""
+        if self._gather_on_call:
+            closure_loss = self._gather_on_call.before_backward(closure_loss)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step, and drop what was gathered before."""
+        if not self._gather_on_call:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._gather_on_call.refuse_gradients_of_whole_parameters()
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._gather_on_call.reshard()
+        return output
+
+    @property
     def lightning_restore_optimizer(self) -> bool:
         """Lightning restores state when it has called the hooks on the checkpoint, as on one device."""
         return True
@@ -252,8 +277,11 @@ class FSDP2Strategy(ModelParallelStrategy):
             if self.compile_blocks:
                 block.compile()
         shard_module(module, list(blocks.values()), self._how())
+        # of the object, as the shards are: a second fit, by another strategy, finds both
+        module._gather_on_call = None if module.automatic_optimization else GatherOnCall(module, blocks.values())
         for step in _STEPS:
-            register_fsdp_forward_method(module, step)
+            if step != "training_step" or module._gather_on_call is None:
+                register_fsdp_forward_method(module, step)
         if whole is not None:
             whole.scatter(module, self.root_device)
         rank_zero_info(self._summary(blocks, elements, at_once, local_bytes(module)))

@@ -1,0 +1,151 @@
+"""FSDP2 under manual optimization: several forward and backward passes and optimizer steps in one `training_step`."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from lightning_tricks._errors import UsageError
+
+
+@dataclass
+class _Parameter:
+    """A parameter of a sharded model, in both of its forms.
+
+    Attributes:
+        name: in the whole model, for messages.
+        owner: the module that holds it, whole or sharded.
+        local_name: in `owner`.
+        sharded: what the optimizer has; None until `owner` was first seen with it.
+        trained: its `requires_grad` when it was last gathered.
+    """
+
+    name: str
+    owner: nn.Module
+    local_name: str
+    sharded: Any = None
+    trained: bool = True
+
+    @property
+    def registered(self) -> Any:
+        """What `owner` has at the moment."""
+        return self.owner._parameters[self.local_name]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is gathered."""
+        return not isinstance(self.registered, DTensor)
+
+    def follow_requires_grad(self) -> None:
+        """Have both forms agree, where one was frozen or thawed since the gathering: `toggle_optimizer` sees shards."""
+        if not self.is_whole:
+            self.sharded, self.trained = self.registered, self.registered.requires_grad
+        elif self.sharded is not None and self.registered.requires_grad != self.sharded.requires_grad:
+            self.trained = not self.trained
+            self.registered.requires_grad_(self.trained)
+            self.sharded.requires_grad_(self.trained)
+
+
+class GatherOnCall:
+    """Gathers the parameters that belong to no block at the start of a step and whenever a part of the model is called.
+
+    Each backward pass shards all parameters again, and an optimizer step makes gathered ones stale. Under automatic
+    optimization both come after `training_step`. Under manual optimization they lie within it, and modules are called
+    after them.
+
+    Args:
+        root: a LightningModule that `shard_module` has sharded.
+        blocks: its blocks, which gather themselves.
+    """
+
+    def __init__(self, root: Any, blocks: Collection[nn.Module]) -> None:
+        self.root = root
+        inside = {part for block in blocks for part in block.modules() if part is not block}
+        called = [part for part in root.modules() if part not in inside]
+        self.parameters = [
+            _Parameter(f"{path}.{name}".lstrip("."), owner, name)
+            for path, owner in root.named_modules()
+            for name, _ in owner.named_parameters(recurse=False)
+        ]
+        groups: list[Any] = [part for part in root.modules() if isinstance(part, FSDPModule) and part is not root]
+        gather_themselves = {part for group in groups for part in group.modules()}
+        self.of_root = [parameter for parameter in self.parameters if parameter.owner not in gather_themselves]
+        # FSDP2's hooks around the root's own forward would take a backward pass that reaches its input for the end
+        state = root._get_fsdp_state()
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        root._run_gathered = _run
+        register_fsdp_forward_method(root, "_run_gathered")
+        for part in called:
+            below = set(part.modules())
+            own = [parameter for parameter in self.parameters if parameter.owner in below]
+            part.register_forward_pre_hook(self._before_call(own), prepend=True)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around `training_step`: parameters are gathered at its start, and sharded after it.
+
+        Raises:
+            UsageError: the step uses parameters that are sharded at this point.
+        """
+        self.reshard()
+        self._gather()
+        try:
+            yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise UsageError(
+                f"{type(self.root).__mro__[2].__name__}.training_step uses a sharded parameter: after manual_backward "
+                "and optimizer.step parameters are gathered when a module is called, so put the computation into the "
+                "forward of a module that holds them, and call it"
+            ) from error
+        finally:
+            self.reshard()
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """`loss`, from which a backward pass gathers the root's parameters, reduces their gradients and shards them."""
+        return self.root._run_gathered(loss.clone)
+
+    def refuse_gradients_of_whole_parameters(self) -> None:
+        """Refuse an optimizer step after a backward pass that FSDP2 knows nothing of.
+
+        Raises:
+            UsageError: naming the first parameter whose gradient was not reduced.
+        """
+        for parameter in self.parameters:
+            if parameter.is_whole and parameter.registered.grad is not None:
+                raise UsageError(
+                    f"the gradient of '{parameter.name}' was not reduced over the devices: "
+                    "call self.manual_backward(loss) in place of loss.backward()"
+                )
+
+    def reshard(self) -> None:
+        """Drop every gathered copy of a parameter."""
+        for part in self.root.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def _gather(self) -> None:
+        for parameter in self.of_root:
+            parameter.follow_requires_grad()
+        self.root._run_gathered(lambda: None)
+
+    def _before_call(self, own: list[_Parameter]) -> Any:
+        @torch.compiler.disable
+        def hook(part: nn.Module, args: Any) -> None:
+            if self.of_root and not self.of_root[0].is_whole:
+                self._gather()
+            for parameter in own:
+                parameter.follow_requires_grad()
+
+        return hook
+
+
+def _run(function: Any) -> Any:
+    return function()
