@@ -15,8 +15,8 @@ Worked out by the ratios that hold within a family: bf16 of the RTX 6000 Ada is 
 fp8 of L4, L40, RTX 6000 Ada and both NVL twice their bf16; tf32 of both NVL half of it; fp32 of the 5090 half of it.
 """
 
+import os
 import re
-import statistics
 import time
 from typing import Any, NamedTuple
 
@@ -134,35 +134,55 @@ def peak_source(device_name: str) -> str | None:
 
 
 def measure_peak_flops(device: Any, dtype: str, seconds: float = 0.2) -> float | None:
-    """FLOP/s of the median of several matrix products on `device`, None for a dtype that torch cannot multiply there.
+    """FLOP/s of the fastest of many matrix products on a CPU, None for a dtype that torch cannot multiply there.
 
-    No datasheet says what a CPU reaches with the threads that torch was given. Takes `seconds` and a product or two;
-    draws no random numbers.
+    No datasheet says what a CPU reaches with the threads that torch was given. The figure holds on a busy machine too:
+    each product counts with the time that it had the processor, and only the fastest one matters. Draws no random
+    numbers.
 
     Args:
         device: a CPU; another device would have to be waited for.
         dtype: `bf16`, `fp16`, `fp32` or `tf32`, which is fp32 there.
-        seconds: how long to repeat, three times at least.
+        seconds: how long to repeat the largest of them, after three of each size.
     """
     import torch
 
     types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
     if dtype not in types:
         return None
+    cores = min(torch.get_num_threads(), _available_cores())
+    best, wall, sizes = 0.0, 0.0, [4096, 2048, 1024, 512, 256]
     with torch.no_grad():
-        for size in (256, 1024):  # the first product of each size packs, allocates and wakes the threads
+        while sizes:  # small products cannot keep many cores busy, large ones take long
+            size = sizes.pop()
             a = torch.full((size, size), 0.5, dtype=types[dtype], device=device)
-            a @ a
-            first = _seconds_of(a)
-            if first > 0.005:
-                break  # without instructions for this dtype a large one would take seconds
-        taken = [first]
-        while len(taken) < 3 or sum(taken) < seconds:
-            taken.append(_seconds_of(a))
-    return 2 * size**3 / statistics.median(taken)
+            a @ a  # the first product of each size packs, allocates and wakes the threads
+            taken = [_seconds_of(a, cores) for _ in range(3)]
+            best = max(best, 2 * size**3 / min(busy for _, busy in taken))
+            if min(busy for _, busy in taken) > _SHORT:
+                break
+        while wall < seconds:
+            last, busy = _seconds_of(a, cores)
+            best, wall = max(best, 2 * size**3 / busy), wall + last
+    return best
 
 
-def _seconds_of(a: Any) -> float:
-    begin = time.perf_counter()
+_SHORT = 0.01  # seconds; a larger product than that is not tried
+
+
+def _available_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _seconds_of(a: Any, cores: int) -> tuple[float, float]:
+    """Seconds of one product on the wall clock, and those in which `cores` cores were at work on it.
+
+    The second is shorter where other programs had the cores in between. Where the system counts processor time too
+    coarsely for one product, as Windows does, both are the first.
+    """
+    wall, processor = time.perf_counter(), time.process_time()
     a @ a
-    return time.perf_counter() - begin
+    wall, processor = time.perf_counter() - wall, (time.process_time() - processor) / cores
+    fine = time.get_clock_info("process_time").resolution < 1e-4
+    return wall, min(wall, processor) if fine and processor > 0 else wall

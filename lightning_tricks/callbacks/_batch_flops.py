@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting.flops import Attention
-from lightning_tricks.accounting.measured_flops import count_flops
+from lightning_tricks.accounting.measured_flops import CannotCount, counter_of_copy
 from lightning_tricks.callbacks._batch import count_tokens, samples_in, tensors_of, token_shape
 
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -72,7 +72,7 @@ def find_batch_flops(
 
     Raises:
         UsageError: `flops_per_token` is given, but the batch has no tokens.
-        CannotCount: see `count_flops`.
+        CannotCount: the step cannot be run on a copy, see `count_flops`.
     """
     held = contents(module, batch)
     if per_token is not None:
@@ -94,13 +94,29 @@ def find_batch_flops(
             return known[length]
 
         return BatchFlops(of_length, (0.0, 0.0), _a(of_length(held.length)[0], "token", f"{attention} attention"))
-    model, again = count_flops(module, batch, trainer, trainer.precision_plugin.train_step_context)
+    return flops_of_batch(counter_of_copy(module, batch, trainer, trainer.precision_plugin.train_step_context), held)
+
+
+def flops_of_batch(counter: Any, held: Contents, copies: int = 1) -> BatchFlops:
+    """What was counted on a batch, for others: by the position, or by the sample where there are no tokens.
+
+    Args:
+        counter: a `FlopCounter`.
+        held: what the batch holds.
+        copies: ranks that share the work on it, each of which counted its own share.
+
+    Raises:
+        CannotCount: the batch holds neither tokens nor samples.
+    """
+    if not (held.positions or held.samples):
+        raise CannotCount("the batch holds no tensors before the step")
+    unit, count = ("token", held.positions) if held.positions else ("sample", held.samples)
+    each = (copies * counter.model / count, copies * counter.recompute / count)
     how = "counted on the first batch, attention in full"
-    if held.positions:
-        each = (model / held.positions, again / held.positions)
-        return BatchFlops(lambda length: each, (0.0, 0.0), _a(each[0], "token", how))
-    each = (model / max(held.samples, 1), again / max(held.samples, 1))
-    return BatchFlops(None, each, _a(each[0], "sample", how))
+    for name, part in counter.uncounted.items():
+        how += f", without {name} in {part}"
+    origin = _a(each[0], unit, how)
+    return BatchFlops((lambda length: each) if held.positions else None, each, origin)
 
 
 def _a(flops: float, unit: str, how: str) -> str:

@@ -28,7 +28,7 @@ def find_peak(trainer: Any, given: float | None) -> tuple[float | None, str]:
     dtype = getattr(trainer.precision_plugin, "peak_dtype", None) or peak_dtype(trainer.precision, device)
     if device.type == "cpu":
         peak = _cpu_peak(dtype, torch.get_num_threads()) if dtype else None
-        name, origin = "CPU", "measured by a matrix product on this CPU"
+        name, origin = "CPU", "measured by matrix products on this CPU"
     else:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         peak, origin = (peak_flops(name, dtype) if dtype else None), f"dense, {peak_source(name)}"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, get_args
 
 import torch
@@ -12,8 +12,9 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks.accounting.flops import Attention
 from lightning_tricks.accounting.measured_flops import CannotCount
-from lightning_tricks.callbacks._batch_flops import BatchFlops, contents, find_batch_flops
+from lightning_tricks.callbacks._batch_flops import BatchFlops, contents, find_batch_flops, flops_of_batch
 from lightning_tricks.callbacks._device_peak import find_peak
+from lightning_tricks.callbacks._real_step import RealStep
 from lightning_tricks.callbacks._stopwatch import Stopwatch, time_checkpoints, time_compilations
 from lightning_tricks.callbacks.metric_buffer import MetricBuffer, Row
 from lightning_tricks.data.resume import data_rank
@@ -48,9 +49,9 @@ def rates(
         found |= {"tokens_per_second": tokens, "tokens_per_second_per_device": tokens / world_size}
     if model:
         found["model_flops_per_second"] = model
-        if peak:
+        if peak and not model > peak:  # more than all is no fraction: the peak is wrong, or the FLOPs are
             found |= {"mfu": model / peak}
-            if not math.isnan(again):  # given FLOPs say nothing of it
+            if not (math.isnan(again) or model + again > peak):  # given FLOPs say nothing of it
                 found["hfu"] = (model + again) / peak
     return found
 
@@ -68,14 +69,15 @@ class MFUMonitor(pl.Callback):
     clock is read when the buffer has brought the values to the host, which waits for the device; nothing else waits.
 
     FLOPs come from the options, or from the module's method `flops_per_token(seq_len, attention)`, which returns the
-    model's and those computed again, or else are counted on the first batch with `count_flops`. A module may have a
-    method `tokens_in(batch)`, a number or a scalar on the device, where the batch alone does not tell.
+    model's and those computed again, or else are counted on the first batch, with `count_flops` or, where no copy can
+    be run, while the first micro-batch runs. A module may have a method `tokens_in(batch)`, a number or a scalar on the
+    device, where the batch alone does not tell.
 
     Args:
         flops_per_token: Forward and backward pass, for one token. Default: closed form or counted.
         flops_per_sample: The same for one sample, where there are no tokens.
         peak_flops: Of one device, FLOP/s. Default: the datasheet's dense peak for the Trainer's precision; on a CPU
-            what a matrix product reaches.
+            that of the fastest matrix product. MFU and HFU above 1 are left out, with one warning.
         attention: The definition for a module with `flops_per_token`: `causal` counts what a causal model needs, `full`
             as if no token were masked, for comparison with published figures. Counted modules are always `full`.
 
@@ -104,6 +106,7 @@ class MFUMonitor(pl.Callback):
         self.flops_per_token, self.flops_per_sample = flops_per_token, flops_per_sample
         self.peak_flops, self.attention = peak_flops, attention
         self._watch: Stopwatch | None = None
+        self._real_step: RealStep | None = None
         self._undo: list[Callable[[], Any]] = []
         self._tokens: Tensor | float = 0  # of the step so far
         self._counts: dict[str, float] = dict.fromkeys(_COUNTS, 0)
@@ -117,7 +120,7 @@ class MFUMonitor(pl.Callback):
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._rates)
         self._batch_flops: BatchFlops | None = None
-        self._first_step_done = False
+        self._first_step_done = self._above_peak = False
         self._clear()
         self._undo.append(time_checkpoints(trainer, self._apart))
 
@@ -140,6 +143,7 @@ class MFUMonitor(pl.Callback):
         if self._watch is None:
             return
         held = self._batch
+        self._finish_counting()
         model, again, positions = 0.0, math.nan, 0
         if self._batch_flops is not None:
             model, again = self._batch_flops(held)
@@ -185,19 +189,33 @@ class MFUMonitor(pl.Callback):
         """Find FLOPs and peak, say so, and start the clock: the first batch is here."""
         trainer = self._trainer
         options = (self.flops_per_token, self.flops_per_sample, self.attention)
-        self._peak, against = find_peak(trainer, self.peak_flops)
+        self._peak, self._against = find_peak(trainer, self.peak_flops)
         try:
-            self._batch_flops = find_batch_flops(pl_module, batch, *options, trainer)
-            rank_zero_info(f"MFUMonitor: {self._batch_flops.origin}; {against}")
+            self._say(find_batch_flops(pl_module, batch, *options, trainer))
         except CannotCount as error:
-            rank_zero_warn(
-                f"MFUMonitor: no throughput/mfu, for the FLOPs of {type(pl_module).__name__} cannot be counted "
-                f"({error}); give flops_per_token or flops_per_sample"
-            )
+            self._real_step, self._not_on_a_copy = RealStep(trainer, pl_module), error
         device = trainer.strategy.root_device
         self._fence = None if device.type == "cpu" else torch.zeros((), device=device)
         self._watch = Stopwatch("first_step")
         self._undo.append(time_compilations(self._watch))
+
+    def _say(self, found: BatchFlops) -> None:
+        self._batch_flops = found
+        rank_zero_info(f"MFUMonitor: {found.origin}; {self._against}")
+
+    def _finish_counting(self) -> None:
+        """Take the FLOPs of the real micro-batch that has just been done, where it was watched."""
+        if self._real_step is None:
+            return
+        trainer, step, self._real_step = self._trainer, self._real_step, None
+        try:
+            self._say(flops_of_batch(step.close(), self._batch, trainer.world_size // data_rank(trainer)[1]))
+        except CannotCount as error:
+            name = type(trainer.lightning_module).__name__
+            rank_zero_warn(
+                f"MFUMonitor: no throughput/mfu, for the FLOPs of {name} cannot be counted: not without its data "
+                f"({self._not_on_a_copy}), nor in its first step ({error}); give flops_per_token or flops_per_sample"
+            )
 
     def _record(self) -> None:
         if self._fence is not None:
@@ -230,7 +248,17 @@ class MFUMonitor(pl.Callback):
             found["first_step_seconds"] = seconds
         elif seconds > 0:
             found |= rates(steps, seconds, self._trainer.world_size, data_rank(self._trainer)[1], self._peak)
+            self._check_peak(found.get("model_flops_per_second", 0.0))
         return {f"throughput/{name}": value for name, value in found.items()}
+
+    def _check_peak(self, reached: float) -> None:
+        if self._peak and reached > self._peak and not self._above_peak:
+            self._above_peak = True
+            rank_zero_warn(
+                f"MFUMonitor: throughput/mfu is left out while it is above 1: training reaches {reached / 1e12:.3g} "
+                f"TFLOP/s, the peak is taken to be {self._peak / 1e12:.3g} (a CPU that was busy when it was measured, "
+                "a wrong peak_flops, or wrong FLOPs); give peak_flops"
+            )
 
     @contextmanager
     def _apart(self, kind: str) -> Iterator[None]:
@@ -249,5 +277,9 @@ class MFUMonitor(pl.Callback):
     def _release(self) -> None:
         """Stop watching, and give back what was borrowed."""
         self._watch = None
+        if self._real_step is not None:
+            step, self._real_step = self._real_step, None
+            with suppress(CannotCount):
+                step.close()
         while self._undo:
             self._undo.pop()()

@@ -80,6 +80,56 @@ def test_attention_counts_in_full_whichever_kernel_runs_it(kind, heads_of_keys):
     assert count_flops(net, torch.ones(2, 4, 16, 8)) == (6 * 2 * 2 * 4 * 16 * 16 * 8, 0)
 
 
+# by the shapes of both matrices: 12 rows, columns or inner indices, in 3 groups; a product of each has 2 * 8 * 16 FLOPs
+GROUPED = {
+    "rows": ((12, 8), (3, 8, 16)),
+    "columns": ((3, 8, 16), (16, 12)),
+    "inner": ((8, 12), (12, 16)),
+    "one each": ((3, 4, 8), (3, 8, 16)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", GROUPED)
+def test_grouped_products_are_counted_whatever_their_groups_are(kind, dtype):
+    def step(self, batch):
+        ends = None if kind == "one each" else torch.tensor([2, 2, 12], dtype=torch.int32)
+        return F.grouped_mm(self.a, self.b, offs=ends).square().sum()
+
+    net = Net(step)
+    net.a, net.b = (nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in GROUPED[kind])
+    # forward, and the gradients of both
+    assert count_flops(net, BATCH) == (3 * 12 * 2 * 8 * 16, 0)
+
+
+def mixture(name):
+    from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {
+        "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    if name == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**sizes, intermediate_size=48, num_local_experts=4))
+    own = {"moe_intermediate_size": 48, "num_experts": 4, "intermediate_size": 64, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **own))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_mixtures_of_transformers_have_the_flops_of_their_closed_form(name, precision):
+    net = Net(lambda self, ids: self.model(input_ids=ids, labels=ids, use_cache=False).loss)
+    net.model = mixture(name).to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    model, again = count_flops(net, torch.ones(2, 16, dtype=torch.long), context=in_bf16 if "mixed" in precision else
+                               contextlib.nullcontext)  # fmt: skip
+    # weights that a token meets: q and o, k and v, the router, three matrices of two experts each, and the head
+    weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 32 * 4 + 2 * 3 * 32 * 48) + 32 * 96
+    attention = 2 * (2 * 2 * 16 * 32)  # two layers, scores and values of 16 tokens
+    assert again == 0
+    # and a few FLOPs for the angles of the rotary embedding
+    assert model / 32 == pytest.approx(3 * (2 * weights + attention), rel=0.001)
+
+
 def test_what_a_checkpoint_runs_again_is_counted_apart():
     def again(self, x):
         return checkpoint(self.run, x, use_reentrant=False).sum()
@@ -201,6 +251,13 @@ def by_value(self, x):
     return loss * 2 if loss.item() > 0 else loss
 
 
+KEPT = nn.Linear(8, 8)
+
+
+def by_closure(self, x):
+    return self.run(KEPT(x)).sum()
+
+
 def by_shape(self, x):
     return self.run(x[x.sum(1) > 0]).sum()
 
@@ -208,14 +265,15 @@ def by_shape(self, x):
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
-        (by_value, "data-dependent"),
-        (by_shape, "data-dependent"),
+        (by_value, "Net: its work depends on the values of a tensor"),
+        (by_shape, "depends? on the values of a tensor"),
+        (by_closure, "Net: it uses tensors that are no parameters or buffers of the module"),
         (lambda self, x: None, "no loss"),
         (lambda self, x: self.run(x).sum().detach(), "no loss"),
         (lambda self, x: self.run(x).sum() / self.trainer.strategy.world, "needs trainer.strategy"),
         (lambda self, x: self.run(x).sum() + self.missing, "missing"),
     ],
-    ids=["a branch by value", "a shape by value", "no loss", "no gradient", "the strategy", "a mistake"],
+    ids=["a branch by value", "a shape by value", "a closure", "no loss", "no gradient", "the strategy", "a mistake"],
 )
 def test_what_cannot_be_counted_is_said_with_its_reason(step, reason):
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
@@ -286,6 +344,46 @@ def test_a_compiled_part_is_not_compiled_for_it(monkeypatch):
     net = Net()
     net.first = torch.compile(net.first, backend=lambda *_: pytest.fail("compiled"), fullgraph=True)
     assert count_flops(net, BATCH) == (TOTAL, 0)
+
+
+def test_a_module_that_is_compiled_as_a_whole_is_counted_uncompiled():
+    compiled = torch.compile(Net(), backend=lambda *_: pytest.fail("compiled"))
+    net = pl.utilities.compile.from_compiled(compiled)
+    assert "training_step" in vars(net)
+    assert count_flops(net, BATCH) == (TOTAL, 0)
+
+
+class Host(np.ndarray):
+    """Data that must not be copied."""
+
+    def __deepcopy__(self, memo):
+        pytest.fail("copied")
+
+
+def test_arrays_on_the_host_are_neither_copied_nor_written_to():
+    net = Net(lambda self, x: self.run(x + float(self.data[0][0]) + float(self.kept.rows[1])).sum())
+    array = np.ones(4).view(Host)
+    net.data, net.kept = [array], type("Kept", (), {})()
+    net.kept.rows = array
+    assert count_flops(net, BATCH) == (TOTAL, 0)
+
+    def writes(self, x):
+        self.data[0][0] = 5
+        return self.run(x).sum()
+
+    net.step = writes
+    with pytest.raises(CannotCount, match="Net: ValueError: assignment destination is read-only"):
+        count_flops(net, BATCH)
+    assert array[0] == 1
+    array[0] = 2  # the module's own can still be written to
+
+
+@pytest.mark.parametrize("held", [list(range(100_001)), {"rows": [(0,)] * 100_001}, torch.utils.data.TensorDataset])
+def test_a_module_that_holds_much_on_the_host_is_not_copied(held):
+    net = Net()
+    net.held = held(torch.empty(100_001)) if isinstance(held, type) else held
+    with pytest.raises(CannotCount, match=r"it holds .*more than 100,000"):
+        count_flops(net, BATCH)
 
 
 def test_the_step_runs_in_the_context_that_is_given():

@@ -575,18 +575,21 @@ def test_the_language_model_has_its_flops_in_closed_form(clock, attention, caplo
     assert f"{attention} attention" in said[0]
 
 
-class Branching(Net):
+class Uncountable(Net):
+    """Needs its strategy, so no copy can be run, and a gradient that cannot be watched."""
+
     def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        return loss * 2 if loss.item() > 1e6 else loss
+        assert self.trainer.strategy is not None
+        return super().training_step(batch, batch_idx) + 0 * self.layer.weight.prod()
 
 
 def test_flops_that_cannot_be_counted_cost_one_warning_and_nothing_else(clock):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        log, _ = run(Branching(clock), MFUMonitor(peak_flops=1000.0))
+        log, _ = run(Uncountable(clock), MFUMonitor(peak_flops=1000.0))
     (said,) = [str(w.message) for w in caught if "MFUMonitor" in str(w.message)]
-    assert "Branching" in said
+    assert "Uncountable cannot be counted" in said
+    assert "training_step needs trainer.strategy" in said
     assert "give flops_per_token or flops_per_sample" in said
     assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0, 5: 8.0})
     assert log.series("samples_per_second") == pytest.approx({1: 1.0, 3: 1.0, 5: 1.0})
@@ -598,7 +601,7 @@ def test_flops_that_cannot_be_counted_cost_one_warning_and_nothing_else(clock):
 def test_such_a_module_gets_its_mfu_from_the_option(clock):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        log, _ = run(Branching(clock), MFUMonitor(flops_per_token=10.0, peak_flops=1000.0))
+        log, _ = run(Uncountable(clock), MFUMonitor(flops_per_token=10.0, peak_flops=1000.0))
     assert not [w for w in caught if "MFUMonitor" in str(w.message)]
     assert log.series("mfu") == pytest.approx({1: 0.08, 3: 0.08, 5: 0.08})
 
@@ -606,9 +609,9 @@ def test_such_a_module_gets_its_mfu_from_the_option(clock):
 def test_the_time_spent_on_counting_is_no_training_time(clock, monkeypatch):
     def slow(*args):
         clock.now += 1000.0
-        return 0.0, 0.0
+        return SimpleNamespace(model=0.0, recompute=0.0, uncounted={})
 
-    monkeypatch.setattr("lightning_tricks.callbacks._batch_flops.count_flops", slow)
+    monkeypatch.setattr("lightning_tricks.callbacks._batch_flops.counter_of_copy", slow)
     log, _ = run(Net(clock), MFUMonitor(peak_flops=1000.0))
     assert log.series("first_step_seconds") == {0: 2.0}
 
@@ -690,8 +693,34 @@ def test_a_cpus_peak_is_measured_and_labelled(clock, monkeypatch, caplog):
     assert asked == ["bf16"]  # once a process
     (said,) = [record.message for record in caplog.records if "MFUMonitor" in record.message]
     assert "16 FLOP a token (counted on the first batch, attention in full)" in said
-    assert "MFU against 2 TFLOP/s (CPU, bf16, measured by a matrix product on this CPU)" in said
+    assert "MFU against 2 TFLOP/s (CPU, bf16, measured by matrix products on this CPU)" in said
     assert log.series("mfu")[3] == pytest.approx(128 / 2e12)
+
+
+def test_mfu_above_one_is_left_out_with_one_warning(clock):
+    net, monitor = Net(clock), MFUMonitor(flops_per_token=10.0, peak_flops=60.0)
+    seconds = iter([2.0, 2.0, 2.0, 2.0, 4.0, 4.0])
+
+    class Slower(pl.Callback):
+        def on_train_batch_start(self, *_):
+            net.step_seconds = next(seconds)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        log, _ = run(net, monitor, callbacks=[Slower()])
+    # 16 tokens of 10 FLOPs in 2 seconds are 80 FLOP/s of 60; in 4 seconds 40
+    assert log.series("mfu") == pytest.approx({5: 40 / 60})
+    assert log.series("model_flops_per_second") == pytest.approx({1: 80.0, 3: 80.0, 5: 40.0})
+    (said,) = [str(w.message) for w in caught if "MFUMonitor" in str(w.message)]
+    assert "throughput/mfu is left out" in said
+    assert said.endswith("give peak_flops")
+
+
+def test_hfu_above_one_is_left_out():
+    step = {"_samples": 1, "_positions": 1, "_tokens": 1, "_flops": 80.0, "_recompute": 40.0}
+    found = mfu_monitor.rates([step], seconds=1.0, world_size=1, data_world_size=1, peak=100.0)
+    assert found["mfu"] == pytest.approx(0.8)
+    assert "hfu" not in found
 
 
 # -------------------------------------------------------------------------------------------------------- many ranks
@@ -700,7 +729,7 @@ def test_a_cpus_peak_is_measured_and_labelled(clock, monkeypatch, caplog):
 def test_rates_by_hand_of_many_ranks():
     # 8 ranks, 4 of them see different data: each sum holds every token twice
     step = {"_samples": 8, "_positions": 800, "_tokens": 600, "_flops": 8000.0, "_recompute": 800.0}
-    found = mfu_monitor.rates([step, step], seconds=4.0, world_size=8, data_world_size=4, peak=100.0)
+    found = mfu_monitor.rates([step, step], seconds=4.0, world_size=8, data_world_size=4, peak=1e3)
     assert found == pytest.approx(
         {
             "step_seconds": 2.0,
@@ -709,8 +738,8 @@ def test_rates_by_hand_of_many_ranks():
             "tokens_per_second_per_device": 600 / 2 * 2 / 4 / 8,
             # three quarters of the positions are tokens
             "model_flops_per_second": 0.75 * 8000 / 2 * 2 / 4 / 8,
-            "mfu": 0.75 * 8000 / 2 * 2 / 4 / 8 / 100,
-            "hfu": 0.75 * 8800 / 2 * 2 / 4 / 8 / 100,
+            "mfu": 0.75 * 8000 / 2 * 2 / 4 / 8 / 1e3,
+            "hfu": 0.75 * 8800 / 2 * 2 / 4 / 8 / 1e3,
         }
     )
 

@@ -1,0 +1,218 @@
+"""A copy of a module that has shapes and no data: running it takes no memory and leaves the module as it was."""
+
+import copy
+import sys
+from collections import OrderedDict
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_tricks.accounting.measured_flops import CannotCount
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+_MOST_OBJECTS = 100_000  # on the host; more are data, whose copy would take seconds
+
+
+def copy_without_data(
+    module: Any, batch: Any, trainer: Any, fake: FakeTensorMode, without_metrics: bool
+) -> tuple[Any, Any]:
+    """The module's copy and the batch's, with tensors of `fake`.
+
+    Arrays on the host are shared and cannot be written to by the copy. Of the Trainer its plain values can be read.
+
+    Args:
+        module: sharded, compiled and wrapped parts become whole and eager ones.
+        batch: of any type that can be copied.
+        trainer: the module's, or None.
+        fake: the mode that the copy's tensors belong to.
+        without_metrics: torchmetrics do nothing in the copy.
+
+    Raises:
+        CannotCount: the module holds more objects on the host than can be copied in no time.
+    """
+    memo = _shared(module, trainer) | _without_weights(module, fake)
+    memo |= _read_only_arrays(module, memo)
+    with FakeCopyMode(fake):
+        replica, batch = _copy(module, memo), copy.deepcopy(batch, memo)
+    _uncompile(replica, memo)
+    _detach(replica, trainer, without_metrics)
+    return replica, batch
+
+
+def metric_classes() -> tuple[type, ...]:
+    """The classes of torchmetrics, none where it was never imported."""
+    metrics = sys.modules.get("torchmetrics")
+    return (metrics.Metric, metrics.MetricCollection) if metrics else ()
+
+
+def _read_only_arrays(module: Any, memo: dict[int, Any]) -> dict[int, Any]:
+    """A view that cannot be written to of each array that the module holds, however deep."""
+    numpy = sys.modules.get("numpy")
+    arrays: dict[int, Any] = {}
+    seen = set(memo)
+    queue = [vars(part) for part in module.modules()]
+    while queue:
+        value = queue.pop()
+        if id(value) in seen or isinstance(value, torch.Tensor | type | ModuleType | FunctionType):
+            continue
+        seen.add(id(value))
+        if numpy and isinstance(value, numpy.ndarray):
+            arrays[id(value)] = value.view()
+            arrays[id(value)].flags.writeable = False
+        elif isinstance(value, dict | list | tuple | set):
+            if len(value) + len(seen) > _MOST_OBJECTS:
+                raise CannotCount(f"it holds more than {_MOST_OBJECTS:,} objects on the host")
+            queue.extend(value.values() if isinstance(value, dict) else value)
+        elif _rows(value) > _MOST_OBJECTS:
+            raise CannotCount(f"it holds a {type(value).__name__} of more than {_MOST_OBJECTS:,} rows")
+        elif hasattr(value, "__dict__"):
+            queue.append(vars(value))
+    return arrays
+
+
+def _rows(value: Any) -> int:
+    try:
+        return 0 if isinstance(value, str | bytes | range) else len(value)
+    except Exception:
+        return 0
+
+
+def _shared(module: Any, trainer: Any) -> dict[int, Any]:
+    """What the copy does not get a copy of: nothing of the Trainer, and no hooks, which would act on the original."""
+    mesh = getattr(module, "_device_mesh", None)
+    compiler = getattr(module, "_compiler_ctx", None)  # Lightning's, where the whole module is compiled
+    memo: dict[int, Any] = {id(mesh): mesh, id(compiler): compiler}
+    for reference in (trainer, vars(module).get("_trainer")):  # a module holds a proxy
+        if reference is not None:
+            memo[id(reference)] = _Readable(trainer)
+    for watcher in [*getattr(trainer, "callbacks", []), *getattr(trainer, "loggers", [])]:
+        memo[id(watcher)] = _Nothing()
+    for part in module.modules():
+        for name in _HOOKS:
+            hooks = part.__dict__.get(name)
+            if hooks is not None:
+                memo[id(hooks)] = OrderedDict()
+    return memo
+
+
+def _without_weights(module: Any, fake: Any) -> dict[int, Any]:
+    """A whole parameter or buffer without data for each one of the module's that lies in shards."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if isinstance(tensor, DTensor) or hasattr(tensor, "ds_shape"):  # FSDP2's; DeepSpeed's at stage 3
+            shape = getattr(tensor, "ds_shape", tensor.shape)
+            with fake:
+                whole: Any = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            if isinstance(tensor, torch.nn.Parameter):
+                whole = torch.nn.Parameter(whole, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = whole
+    return memo
+
+
+def _copy(module: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy, also of modules that `fully_shard` has forbidden to copy: they become what they were before."""
+    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in sharded:
+        plain: Any = type(part).__mro__[2]  # fully_shard makes a class of (FSDPModule, the module's own)
+        memo[id(part)] = plain.__new__(plain)
+    for part in sharded:
+        state = {
+            name: _without_gathering(value)
+            for name, value in vars(part).items()
+            if "composable" not in name and name not in ("_trainer", "_compiled_call_impl")
+        }
+        vars(memo[id(part)]).update(copy.deepcopy(state, memo))
+    return copy.deepcopy(module, memo)
+
+
+def _without_gathering(value: Any) -> Any:
+    """The method that `register_fsdp_forward_method` has wrapped on the object, or else what it is."""
+    code = getattr(getattr(value, "__func__", None), "__code__", None)
+    return value.__wrapped__ if code and code.co_qualname.startswith("register_fsdp_forward_method.") else value
+
+
+def _uncompile(replica: Any, memo: dict[int, Any]) -> None:
+    """Give the copy methods of its own where torch.compile has wrapped the original's on the object."""
+    for part in replica.modules():
+        for name, value in list(vars(part).items()):
+            method = getattr(value, "_torchdynamo_orig_callable", None)
+            if isinstance(method, MethodType) and id(method.__self__) in memo:
+                vars(part)[name] = MethodType(method.__func__, memo[id(method.__self__)])
+
+
+def _detach(replica: Any, trainer: Any, without_metrics: bool) -> None:
+    """Give every LightningModule in the copy a Trainer that can only be read, optimizers that rest, and no log."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)
+
+    def resting(count: int) -> Any:
+        return _Nothing() if count == 1 else [_Nothing() for _ in range(count)]
+
+    n_optimizers = len(getattr(trainer, "optimizers", None) or [None])
+    n_schedulers = len(getattr(trainer, "lr_scheduler_configs", None) or [])
+    for part in replica.modules():
+        if without_metrics and isinstance(part, metric_classes()):
+            vars(part).update(forward=nothing, update=nothing, compute=nothing)
+        if "_trainer" in vars(part) or part is replica:
+            vars(part).update(
+                _trainer=_Readable(trainer), _fabric=None, log=nothing, log_dict=nothing, manual_backward=backward,
+                toggle_optimizer=nothing, untoggle_optimizer=nothing, clip_gradients=nothing,
+                optimizers=lambda use_pl_optimizer=True: resting(n_optimizers),
+                lr_schedulers=lambda: resting(n_schedulers) if n_schedulers else None,
+            )  # fmt: skip
+
+
+class _Nothing:
+    """An optimizer, a scheduler or a logger that does nothing, but runs an optimizer's closure."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
+
+    def step(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return closure() if callable(closure) else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        return None
+
+
+class _Readable:
+    """A Trainer's plain values, as of a run on one device that steps after each micro-batch."""
+
+    _ALONE = {
+        "world_size": 1, "num_nodes": 1, "num_devices": 1, "accumulate_grad_batches": 1, "global_rank": 0,
+        "logger": _Nothing(), "loggers": [],
+    }  # fmt: skip
+
+    def __init__(self, trainer: Any) -> None:
+        vars(self)["_real"] = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._ALONE:
+            return self._ALONE[name]
+        value = getattr(vars(self)["_real"], name)
+        if not isinstance(value, bool | int | float | str | None):
+            raise CannotCount(f"training_step needs trainer.{name}")
+        return value

@@ -1,0 +1,225 @@
+"""Count the FLOPs of every operator that runs, forward and backward; those spent a second time stand apart."""
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from math import prod
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_tricks.accounting.measured_flops import CannotCount
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_NO_PRODUCTS = ("aten", "prim", "prims", "profiler", "fsdp", "c10d", "_c10d_functional", "_c10d_functional_autograd")
+_RNN = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")  # products of aten that torch has no formula for
+# Torch computes the gradient of these in another order while any mode sees operators: the last bits may differ.
+_OTHER_GRADIENT = ("prod", "cumprod", "masked_fill")
+# Questions about a tensor, not operators: torch's own counter leaves them to the tensor's class as well.
+_QUESTIONS = (
+    "dim", "is_contiguous", "is_non_overlapping_and_dense", "is_strides_like_format", "numel", "size", "storage_offset",
+    "stride", "sym_is_contiguous", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride",
+)  # fmt: skip
+
+
+class FlopCounter(TorchDispatchMode):
+    """Adds up the FLOPs of the products that run while it is entered.
+
+    Code that `torch.compile` has compiled runs as it would without this mode, and most of it is invisible from here:
+    count it with compilation off.
+
+    Args:
+        root: the module whose parts `uncounted` names.
+
+    Attributes:
+        model: FLOPs of forward and backward pass.
+        recompute: FLOPs of what activation checkpointing ran a second time.
+        uncounted: operators that no formula is known for, and the part that ran each of them first.
+        failed: why not everything can be counted; None where it can.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.model = self.recompute = 0
+        self.uncounted: dict[str, str] = {}
+        self.failed: Exception | None = None
+        self._formulas = FlopCounterMode(display=False, custom_mapping=_more_formulas()).flop_registry
+        self._names = names_of_parts(root)
+        self._entered = self._paused = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether `torch.compile` compiles under this mode: it does, as it would without."""
+        return True
+
+    @contextmanager
+    def counting(self, paused: bool = False) -> Iterator[None]:
+        """Count what runs inside, also within what is paused; with `paused`, do not."""
+        before = self._entered, self._paused
+        enter = not (paused or self._entered)
+        self._entered, self._paused = self._entered or enter, paused
+        try:
+            with self if enter else nullcontext():
+                yield
+        finally:
+            self._entered, self._paused = before
+
+    @contextmanager
+    def counting_backward(self) -> Iterator[None]:
+        """Count a backward pass, unless counting would change its result; `failed` then says so."""
+        if self.failed is None or _get_current_dispatch_mode() is not self:
+            with self.counting() if self.failed is None else nullcontext():
+                yield
+            return
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, and count it."""
+        kwargs = kwargs or {}
+        packet = getattr(func, "_overloadpacket", func)
+        # A DTensor calls operators on its shard next, and those are the products that this device computes.
+        if any(issubclass(kind, DTensor) for kind in types) or _is_question(packet):
+            return NotImplemented
+        formula = self._formulas.get(packet)
+        if formula is None and _is_composite(func):  # under inference_mode operators arrive whole
+            with self:
+                return func.decompose(*args, **kwargs)
+        if packet is torch.ops.aten._grouped_mm and isinstance(args[0], FakeTensor):
+            out = _grouped_output(*args, **kwargs)  # torch has shapes for bf16 only
+        else:
+            if _has_other_gradient(packet, args):
+                self.failed = CannotCount(f"counting would change the last bits of the gradient of {packet.__name__}")
+            out = func(*args, **kwargs)
+        if not self._paused:
+            self._count(func, formula, args, kwargs, out)
+        return out
+
+    def _count(self, func: Any, formula: Callable[..., Any] | None, args: Any, kwargs: Any, out: Any) -> None:
+        if formula is None:
+            if _may_multiply(func, args) and str(func) not in self.uncounted:
+                frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+                self.uncounted[str(func)] = part_in(frames, self._names)
+            return
+        try:
+            flops = int(formula(*args, **kwargs, out_val=out))
+        except Exception as error:  # an operator that runs must not fail because it cannot be counted
+            self.failed = error
+            return
+        if _is_recompute():
+            self.recompute += flops
+        else:
+            self.model += flops
+
+
+def names_of_parts(root: nn.Module) -> dict[int, str]:
+    """The path of every part of `root` by the part's id, without the names of wrappers; `root`'s own is its class."""
+    names = {id(part): name.split(".") for name, part in root.named_modules()}
+    found = {part: ".".join(word for word in name if word not in _WRAPPERS) for part, name in names.items()}
+    return found | {id(root): type(root).__name__}
+
+
+def part_in(frames: Iterable[FrameType], names: dict[int, str]) -> str:
+    """The path of the first part among those that run in `frames`; `autograd` where there is none."""
+    return next((names[key] for frame in frames if (key := id(frame.f_locals.get("self"))) in names), "autograd")
+
+
+def _is_question(packet: Any) -> bool:
+    name = getattr(packet, "_qualified_op_name", "")
+    return name == "prim::layout" or (name.startswith("aten::") and name.removeprefix("aten::") in _QUESTIONS)
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether torch runs other operators in place of this one, on every device that we know."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return False
+    kernels = [
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+        for key in ("CompositeImplicitAutograd", "CPU", "CUDA")
+    ]
+    return kernels == [True, False, False]
+
+
+def _has_other_gradient(packet: Any, args: Any) -> bool:
+    if getattr(packet, "_qualified_op_name", "").removeprefix("aten::").rstrip("_") not in _OTHER_GRADIENT:
+        return False
+    seen = args[2:] if packet.__name__.startswith("masked_fill") else args[:1]  # a value that is learnt; the input
+    learnt = any(isinstance(arg, Tensor) and arg.requires_grad for arg in seen)
+    return learnt and torch.is_grad_enabled() and not isinstance(args[0], FakeTensor)
+
+
+def _may_multiply(func: Any, args: Any) -> bool:
+    """Whether it is another package's operator on matrices, or an operator that has products and no formula."""
+    if isinstance(func, torch._ops.OpOverload) and func.namespace in _NO_PRODUCTS:
+        return func._overloadpacket.__name__ in _RNN
+    return any(isinstance(arg, Tensor) and arg.is_floating_point() and arg.dim() > 1 for arg in args)
+
+
+def _is_recompute() -> bool:
+    """Whether a forward pass runs inside a backward pass, as a checkpoint's does.
+
+    The engine runs its own products with gradients off, unless it differentiates a gradient; it then keeps its graph.
+    """
+    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+        return False
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        return True
+    return any("checkpoint" in frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe()))
+
+
+def _more_formulas() -> dict[Any, Any]:
+    """By operator. Attention counts the same whichever kernel runs it; torch has no formula for grouped products."""
+    aten: Any = torch.ops.aten
+    kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    packets = {name: f"_scaled_dot_product_{name}" for name in kernels}
+    found: dict[Any, Any] = {getattr(aten, packet): _attention for packet in packets.values()}
+    found |= {getattr(aten, f"{packet}_backward"): _attention_backward for packet in packets.values()}
+    found |= {aten._grouped_mm: _grouped, aten._scaled_grouped_mm: _grouped}
+    later = {  # operators of a newer torch, and what transformers runs where torch has no grouped product
+        "aten::_scaled_grouped_mm_v2": _grouped,
+        "aten::_scaled_mm_v2": _grouped,
+        "transformers::grouped_mm_fallback": _grouped,
+        "transformers::grouped_mm_fallback_backward": lambda *shapes, **options: 2 * _grouped(*shapes, **options),
+    }
+    for name, formula in later.items():
+        packet = getattr(getattr(torch.ops, name.partition("::")[0]), name.partition("::")[2], None)
+        if packet is not None:
+            found[packet] = formula
+    return found
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return 2 * _attention(query, key, value)
+
+
+def _grouped(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """FLOPs of a product in groups, in which each row, column or inner index belongs to one group.
+
+    Shapes: rows in groups (M, K) x (G, K, N); columns in groups (G, M, K) x (K, N); inner index in groups
+    (M, K) x (K, N); one product for each group (G, M, K) x (G, K, N).
+    """
+    rows = a[-2] if len(a) > len(b) else prod(a[:-1])
+    return int(2 * rows * a[-1] * b[-1])
+
+
+def _grouped_output(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    groups = (len(a) if a.dim() == 3 else len(offs),) if a.dim() == b.dim() else ()
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
