@@ -9,15 +9,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
-from lightning_tricks.callbacks._rank_line import Address, Hub, Line, Member, say
+from lightning_tricks.callbacks._rank_line import Connection, Hub, Member, say
 
 CAUSE_SECONDS = 5.0  # how long an error that may be the consequence of another's waits for that
 _CONSEQUENCE = re.compile(
@@ -38,13 +40,14 @@ def is_consequence(error: BaseException) -> bool:
     return False
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _chain(error: BaseException, only_causes: bool = False) -> Iterator[BaseException]:
+    """An exception and those it came from: by `raise ... from`, or also those that were handled when it was raised."""
     seen: list[BaseException] = []
     each: BaseException | None = error
     while each is not None and each not in seen:
         yield each
         seen.append(each)
-        each = each.__cause__ or each.__context__
+        each = each.__cause__ or (None if only_causes else each.__context__)
 
 
 def end_within(seconds: float) -> None:
@@ -60,7 +63,10 @@ class RankMonitor(pl.Callback):
     place of theirs. The others say it, too, of a rank that is killed. A rank that is stuck then, in a collective that
     never returns or in code of the user, ends `grace_seconds` later with exit code 1 and shows where it was. A rank
     that ends in order, is slow, stopped, compiling or saving for an hour is no failure. A user's interrupt and
-    SystemExit are as without, and so is a program that catches the exception and goes on. One process: no effect.
+    SystemExit are as without. One process: no effect.
+
+    A failure ends nothing but its own fit. A program that catches the exception and goes on, with another Trainer for
+    example, is as without: no process of it is ended, and no later exception is hidden.
 
     Steps are not touched: each rank holds an idle TCP connection to rank 0, on a port that is free there, from `setup`
     to `teardown`. The system closes it when a process dies.
@@ -78,7 +84,6 @@ class RankMonitor(pl.Callback):
             raise UsageError(f"RankMonitor.grace_seconds={grace_seconds}: give 0 or more")
         self.grace_seconds = grace_seconds
         self._watch: _Watch | None = None
-        self._hub: Hub | None = None
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Connect the ranks; all of them must call."""
@@ -86,13 +91,10 @@ class RankMonitor(pl.Callback):
         if trainer.world_size == 1:
             return
         me = Member(trainer.global_rank, trainer.world_size, socket.gethostname(), os.getpid())
-        mine: Any = None
-        if me.rank == 0:
-            self._hub = Hub(_names_of_this_host())
-            self._hub.start()
-            mine = self._hub.address, me
+        hub = Hub(_names_of_this_host(), one_host=trainer.num_nodes == 1) if me.rank == 0 else None
+        mine: Any = (hub.address, me) if hub is not None else None
         address, rank_0 = trainer.strategy.broadcast(mine)
-        self._watch = _Watch(me, address, rank_0, self.grace_seconds)
+        self._watch = _Watch(Connection(me, address, rank_0), hub, self.grace_seconds)
         self._watch.start()
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
@@ -111,80 +113,161 @@ class RankMonitor(pl.Callback):
             return
         hide = is_consequence(exception) and watch.known.wait(CAUSE_SECONDS)
         if not hide:
-            watch.line.fail(exception)
+            watch.connection.fail(exception)
             watch.known.wait(CAUSE_SECONDS)
         launched = getattr(trainer.strategy.launcher, "procs", [])
         children = [process for process in launched if isinstance(process, subprocess.Popen)]
-        sys.excepthook = _at_exit(sys.excepthook, exception if hide else None, self.grace_seconds, children)
+        _ExceptHook(watch.fit, hide, self.grace_seconds, children).install()
 
     def _leave(self) -> None:
         if self._watch is not None:
             self._watch.close()
             self._watch.join(1.0)
-        if self._hub is not None:
-            self._hub.close()
-            self._hub.join(5.0)  # its goodbyes must be out before this process ends
-        self._watch, self._hub = None, None
+            if self._watch.hub is not None:
+                self._watch.hub.join(5.0)  # its goodbyes must be out before this process ends
+        self._watch = None
+
+
+class _Fit:
+    """The call of a Trainer's `fit`, `validate`, `test` or `predict` that this thread is in, told apart from any other.
+
+    Lightning 2.6 makes a bound method for each such call and keeps it in the frame of `_call_and_handle_interrupt`,
+    which every exception of that call passes. Referred to weakly here: what a failed fit holds is freed as without us.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        methods = map(_method, _outwards(sys._getframe()))
+        method = next((each for each in methods if each is not None), None)
+        self._method = None if method is None else weakref.ref(method, lambda _: _ExceptHook.withdraw())
+
+    def over(self) -> bool:
+        """Whether the call has ended and its exception, if any, is dropped."""
+        return self._method is None or self._method() is None
+
+    def stack(self) -> list[str] | None:
+        """Where the call is now, as text; None when it has ended."""
+        innermost = sys._current_frames().get(self._thread)
+        if not self._among(_outwards(innermost)):
+            return None
+        return traceback.format_stack(innermost)
+
+    def raised(self, error: BaseException) -> bool:
+        """Whether an exception came out of the call."""
+        return self._among(frame for frame, _ in traceback.walk_tb(error.__traceback__))
+
+    def _among(self, frames: Iterable[FrameType]) -> bool:
+        method = None if self._method is None else self._method()
+        return method is not None and any(_method(frame) is method for frame in frames)
+
+
+def _method(frame: FrameType) -> Any:
+    return frame.f_locals.get("trainer_fn") if frame.f_code.co_name == "_call_and_handle_interrupt" else None
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 class _Watch(threading.Thread):
-    """Waits for the first failure, says it, and ends this process where it is still in the Trainer after the grace."""
+    """Waits for the first failure of a fit, says it, and ends this process if it is still in that fit after the grace.
 
-    def __init__(self, member: Member, address: Address, rank_0: Member, grace_seconds: float) -> None:
+    Args:
+        connection: this rank's.
+        hub: rank 0's, not started yet.
+        grace_seconds: as RankMonitor's.
+    """
+
+    def __init__(self, connection: Connection, hub: Hub | None, grace_seconds: float) -> None:
         super().__init__(daemon=True, name="rank-monitor")
-        self.line = Line(member, address, rank_0)
+        self.connection, self.hub, self.fit = connection, hub, _Fit()
         self.known = threading.Event()
         self._closed = threading.Event()
         self._grace_seconds = grace_seconds
-        self._watched = threading.get_ident()
+
+    def start(self) -> None:
+        if self.hub is not None:
+            self.hub.start()
+        super().start()
 
     def close(self) -> None:
+        """Leave the run in order; from then on this does nothing."""
         self._closed.set()
-        self.line.close()
+        self.connection.close()
+        if self.hub is not None:
+            self.hub.close()
 
     def run(self) -> None:
-        if not self.line.connect():
+        if not self.connection.connect():
             if not self._closed.is_set():
-                address = f"{' or '.join(self.line.address.hosts)}, port {self.line.address.port}"
-                say(f"RankMonitor: rank {self.line.member.rank} cannot reach rank 0 at {address}: it is not watched")
+                where = self.connection.address
+                say(
+                    f"RankMonitor: rank {self.connection.member.rank} cannot reach rank 0 at "
+                    f"{' or '.join(where.hosts)}, port {where.port}: it is not watched"
+                )
             return
-        failure = self.line.listen()
+        failure = self.connection.listen()
         if failure is None or self._closed.is_set():
             return
         say(failure)
         self.known.set()
-        if not self._closed.wait(self._grace_seconds):
-            self._end_if_stuck()
+        if self._closed.wait(self._grace_seconds):
+            return
+        stack = self.fit.stack()
+        if stack is None:
+            self.close()  # the program has caught the exception, and goes on
+        else:
+            self._end("".join(stack).rstrip())
 
-    def _end_if_stuck(self) -> None:
-        frame = sys._current_frames().get(self._watched)
-        calls = [call.name for call in traceback.extract_stack(frame)] if frame is not None else []
-        if "_call_and_handle_interrupt" not in calls:
-            return  # the user's program has caught the exception, and goes on
+    def _end(self, stack: str) -> None:
         threading.Timer(5.0, os._exit, (1,)).start()  # where nobody reads what is written here
-        stack = "".join(traceback.format_stack(frame)).rstrip()
-        say(f"rank {self.line.member.rank} is ended, {self._grace_seconds:g} s later it was still here:\n{stack}")
+        rank = self.connection.member.rank
+        say(f"rank {rank} is ended, {self._grace_seconds:g} s later it was still here:\n{stack}")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
-def _at_exit(
-    before: Callable[..., Any], hidden: BaseException | None, seconds: float, children: list[subprocess.Popen]
-) -> Callable[..., Any]:
-    """What Python calls with an exception that nobody caught: hide a consequence, and do not hang on the way out."""
+class _ExceptHook:
+    """What Python calls with an exception that nobody caught: hide a consequence, and do not hang on the way out.
 
-    def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        if hidden is None or hidden not in _chain(error):
-            before(kind, error, trace)
-        end_within(seconds + 5.0)
-        deadline = time.monotonic() + seconds
-        for child in children:  # of Lightning's launcher, whose end none but their parent would notice
+    It acts for the exceptions of one fit. When the program has dropped them, `sys.excepthook` is what it was before.
+
+    Args:
+        fit: whose exceptions.
+        hide: whether their tracebacks are left out.
+        seconds: what the children are waited for.
+        children: processes of Lightning's launcher, whose end none but their parent would notice.
+    """
+
+    def __init__(self, fit: _Fit, hide: bool, seconds: float, children: list[subprocess.Popen]) -> None:
+        self._fit, self._hide, self._seconds, self._children = fit, hide, seconds, children
+        self._before: Callable[..., Any] = sys.excepthook
+
+    def install(self) -> None:
+        sys.excepthook = self
+
+    @staticmethod
+    def withdraw() -> None:
+        """Put back what was there before the hooks of fits that are over; one that others have built upon stays."""
+        while isinstance(sys.excepthook, _ExceptHook) and sys.excepthook._fit.over():
+            sys.excepthook = sys.excepthook._before
+
+    def __call__(self, kind: Any, error: BaseException, trace: Any) -> None:
+        if not (self._hide and self._fit.raised(error)):
+            self._before(kind, error, trace)
+        if any(map(self._fit.raised, _chain(error, only_causes=True))):
+            self._end_in_time()
+
+    def _end_in_time(self) -> None:
+        end_within(self._seconds + 5.0)
+        deadline = time.monotonic() + self._seconds
+        for child in self._children:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, deadline - time.monotonic()))
             child.kill()
-
-    return hook
 
 
 def _names_of_this_host() -> tuple[str, ...]:

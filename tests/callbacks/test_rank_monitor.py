@@ -3,6 +3,7 @@
 How whole runs end is in test_launching.py.
 """
 
+import gc
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,10 +28,11 @@ from torch.distributed.checkpoint import CheckpointException
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import RankMonitor, rank_monitor
-from lightning_tricks.callbacks._rank_line import Address, Hub, Line, Member
+from lightning_tricks.callbacks._rank_line import Address, Connection, Hub, Member
 from lightning_tricks.callbacks.rank_monitor import is_consequence
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:552] Connection closed by peer [127.0.0.1]:6001"
+LONG = 60.0  # seconds, for something that happens at once or never
 NCCL = "NCCL communicator was aborted on rank 3."
 
 
@@ -92,31 +95,31 @@ def test_the_lines_name_rank_host_and_reason():
 
 
 class Ranks:
-    """The lines of `world` ranks to one hub, all in this process; what each hears is kept."""
+    """The connections of `world` ranks to one hub, all in this process; what each hears is kept."""
 
     def __init__(self, world: int) -> None:
         self.hub = Hub(("127.0.0.1",))
         self.hub.start()
         members = [Member(rank, world, "here", os.getpid()) for rank in range(world)]
-        self.lines = [Line(member, self.hub.address, members[0]) for member in members]
+        self.connections = [Connection(member, self.hub.address, members[0]) for member in members]
         self.heard: dict[int, str | None] = {}
         self.threads = [threading.Thread(target=self.listen, args=(rank,), daemon=True) for rank in range(world)]
-        for line, thread in zip(self.lines, self.threads, strict=True):
-            assert line.connect()
+        for connection, thread in zip(self.connections, self.threads, strict=True):
+            assert connection.connect()
             thread.start()
 
     def listen(self, rank: int) -> None:
-        self.heard[rank] = self.lines[rank].listen()
+        self.heard[rank] = self.connections[rank].listen()
 
     def wait(self, *ranks: int) -> dict[int, str | None]:
-        for rank in ranks or range(len(self.lines)):
+        for rank in ranks or range(len(self.connections)):
             self.threads[rank].join(10)
         return dict(sorted(self.heard.items()))
 
     def die(self, rank: int) -> None:
         """What the system does for a process that dies."""
-        self.lines[rank]._sock.shutdown(socket.SHUT_RDWR)
-        self.lines[rank]._sock.close()
+        self.connections[rank]._sock.shutdown(socket.SHUT_RDWR)
+        self.connections[rank]._sock.close()
 
 
 @pytest.fixture
@@ -129,8 +132,8 @@ def ranks():
 
     yield make
     for each in made:
-        for line in each.lines:
-            line.close()
+        for connection in each.connections:
+            connection.close()
         each.hub.close()
         each.hub.join(10)
 
@@ -149,28 +152,94 @@ def test_a_broken_connection_is_no_death(ranks, capfd):
     assert b"welcome" in far.recv(100)
     reset(far)
     until(lambda: "broke" in capfd.readouterr().err)
-    two.lines[1].fail(ValueError("later"))  # the hub has gone on
+    two.connections[1].fail(ValueError("later"))  # the hub has gone on
     assert set(two.wait().values()) == {"rank 1 of 2 on here failed first: ValueError: later"}
 
 
 def test_a_broken_connection_to_rank_0_is_no_death_of_it(capfd):
     with socket.create_server(("127.0.0.1", 0)) as server:
         rank_0, member = Member(0, 2, "there", 1), Member(1, 2, "here", 2)
-        line = Line(member, Address(("127.0.0.1",), server.getsockname()[1], "word"), rank_0)
-        connecting = threading.Thread(target=line.connect)
+        connection = Connection(member, Address(("127.0.0.1",), server.getsockname()[1], "word"), rank_0)
+        connecting = threading.Thread(target=connection.connect)
         connecting.start()
         hub, _ = server.accept()
         assert b"word" in hub.recv(1000)
         hub.sendall(b'{"welcome": true}\n')
         connecting.join()
         reset(hub)
-        assert line.listen() is None
-    line.close()
+        assert connection.listen() is None
+    connection.close()
     assert "the connection of rank 1 on here broke" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("say", "expected"),
+    [
+        (Connection.close, {"bye": True}),
+        (
+            lambda connection: connection.fail(ValueError("early")),
+            {"failed": "rank 1 of 2 on here failed first: ValueError: early"},
+        ),
+    ],
+)
+def test_what_is_said_before_the_hub_has_answered_the_greeting_reaches_it(say, expected):
+    """A goodbye that is lost then would be taken for a death."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        rank_0, address = Member(0, 2, "there", 1), Address(("127.0.0.1",), server.getsockname()[1], "word")
+        connection = Connection(Member(1, 2, "here", 2), address, rank_0)
+        connecting = threading.Thread(target=connection.connect, daemon=True)
+        connecting.start()
+        hub, _ = server.accept()
+        hub.settimeout(10)
+        with hub, hub.makefile("rb") as heard:
+            assert b"word" in heard.readline()
+            say(connection)
+            assert json.loads(heard.readline()) == expected
+            connection.close()
+        connecting.join(10)
+        assert not connecting.is_alive()
+
+
+def test_a_connection_that_is_closed_before_it_is_made_is_not_made():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address(("127.0.0.1",), server.getsockname()[1], "word")
+        connection = Connection(Member(1, 2, "here", 2), address, Member(0, 2, "there", 1))
+        sock = socket.create_connection(server.getsockname())
+        connection.close()
+        assert not connection._greet(sock)
+        hub, _ = server.accept()
+        with hub:
+            assert hub.recv(100) == b""  # the hub would take an end after a greeting for a death
+
+
+def test_a_hub_that_ends_before_it_greets_says_goodbye():
+    hub = Hub(("127.0.0.1",))
+    late = Connection(Member(1, 2, "here", 2), hub.address, Member(0, 2, "here", 1))
+    sock = socket.create_connection(("127.0.0.1", hub.address.port))
+    hub._accept()
+    hub.close()
+    hub.start()
+    hub.join(10)
+    assert late._greet(sock)
+    assert late.listen() is None
+    late.close()
+
+
+def test_on_one_host_no_other_host_can_connect():
+    hubs = [Hub(("127.0.0.1",), one_host=one_host) for one_host in (True, False)]
+    for hub in hubs:
+        hub.start()
+        socket.create_connection(("127.0.0.1", hub.address.port)).close()
+    with pytest.raises(ConnectionRefusedError):  # another address of this host
+        socket.create_connection(("127.0.0.2", hubs[0].address.port))
+    socket.create_connection(("127.0.0.2", hubs[1].address.port)).close()
+    for hub in hubs:
+        hub.close()
+        hub.join(10)
+
+
 def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LONG
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -178,13 +247,13 @@ def until(true: Callable[[], bool]) -> None:
 
 def test_all_hear_of_the_first_failure_and_of_no_other_also_who_comes_late(ranks):
     three = ranks(3)
-    three.lines[1].fail(ValueError("bad batch"))
+    three.connections[1].fail(ValueError("bad batch"))
     three.wait(1)
-    three.lines[2].fail(KeyError("later"))
+    three.connections[2].fail(KeyError("later"))
     three.die(0)
     line = "rank 1 of 3 on here failed first: ValueError: bad batch"
     assert set(three.wait().values()) == {line}
-    late = Line(Member(3, 4, "here", os.getpid()), three.hub.address, three.lines[0].member)
+    late = Connection(Member(3, 4, "here", os.getpid()), three.hub.address, three.connections[0].member)
     assert late.connect()
     assert late.listen() == line
     late.close()
@@ -192,7 +261,7 @@ def test_all_hear_of_the_first_failure_and_of_no_other_also_who_comes_late(ranks
 
 def test_a_failure_before_the_connection_is_there_is_told_when_it_is(ranks):
     two = ranks(2)
-    early = Line(Member(2, 3, "here", os.getpid()), two.hub.address, two.lines[0].member)
+    early = Connection(Member(2, 3, "here", os.getpid()), two.hub.address, two.connections[0].member)
     early.fail(ValueError("at once"))
     assert early.connect()
     assert set(two.wait().values()) == {"rank 2 of 3 on here failed first: ValueError: at once"}
@@ -208,11 +277,11 @@ def test_a_death_without_a_word_is_told_to_the_others(ranks):
 
 def test_an_end_in_order_is_no_failure_of_any_rank(ranks):
     three = ranks(3)
-    three.lines[2].close()
-    three.lines[1].close()
+    three.connections[2].close()
+    three.connections[1].close()
     assert three.wait(1, 2) == {1: None, 2: None}
     assert three.threads[0].is_alive()
-    three.lines[0].close()
+    three.connections[0].close()
     assert three.wait(0)[0] is None
     three.hub.close()
     three.hub.join(10)
@@ -221,7 +290,7 @@ def test_an_end_in_order_is_no_failure_of_any_rank(ranks):
 
 def test_when_rank_0_ends_in_order_the_others_stop_listening(ranks):
     three = ranks(3)
-    three.lines[0].close()
+    three.connections[0].close()
     three.hub.close()
     assert three.wait() == {0: None, 1: None, 2: None}
 
@@ -245,7 +314,7 @@ def test_what_has_nothing_to_do_with_the_run_is_not_heard(ranks):
         for _ in range(40):
             stranger.sendall(b"x" * 65536)
         assert stranger.recv(100) == b""
-    two.lines[1].fail(ValueError("so"))
+    two.connections[1].fail(ValueError("so"))
     assert set(two.wait().values()) == {"rank 1 of 2 on here failed first: ValueError: so"}
 
 
@@ -253,7 +322,7 @@ def test_what_has_nothing_to_do_with_the_run_is_not_heard(ranks):
 def test_a_hub_that_cannot_go_on_says_goodbye_and_is_taken_for_no_death(ranks, monkeypatch):
     two = ranks(2)
     monkeypatch.setattr(two.hub, "_tell", lambda line: 1 / 0)
-    two.lines[1].fail(ValueError("bad batch"))
+    two.connections[1].fail(ValueError("bad batch"))
     assert two.wait() == {0: None, 1: None}
 
 
@@ -270,8 +339,8 @@ def test_another_program_on_the_port_is_not_taken_for_rank_0(monkeypatch):
 
         threading.Thread(target=answer, daemon=True).start()
         rank_0 = Member(0, 2, "there", 1)
-        line = Line(Member(1, 2, "here", 2), Address(("127.0.0.1",), server.getsockname()[1], "token"), rank_0)
-        assert not line.connect()
+        address = Address(("127.0.0.1",), server.getsockname()[1], "token")
+        assert not Connection(Member(1, 2, "here", 2), address, rank_0).connect()
 
 
 def test_a_negative_grace_is_refused():
@@ -279,20 +348,121 @@ def test_a_negative_grace_is_refused():
         RankMonitor(grace_seconds=-1)
 
 
+class Program:
+    """A program that a fit has failed in; what is shown of an exception that nobody catches, and what ends then."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.shown: list[BaseException] = []
+        self.limits: list[float] = []
+        monkeypatch.setattr(rank_monitor, "end_within", self.limits.append)
+        monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: self.shown.append(error))
+
+    def fit(self, error: BaseException, hide: bool, children: tuple[subprocess.Popen, ...] = (), then=None) -> None:
+        _call_and_handle_interrupt(lambda: None, error, hide, children, then)
+
+    def uncaught(self, error: BaseException) -> tuple[list[BaseException], list[float]]:
+        """Python's end of a program; what was shown, and the limits that were set."""
+        sys.excepthook(type(error), error, error.__traceback__)
+        shown, limits = list(self.shown), list(self.limits)
+        self.shown.clear(), self.limits.clear()
+        return shown, limits
+
+
+def _call_and_handle_interrupt(trainer_fn, error, hide, children, then):
+    """Lightning's function of that name, with its parameter's, when a fit raises."""
+    fit = rank_monitor._Fit()
+    assert any(f"in {_call_and_handle_interrupt.__name__}" in line for line in fit.stack())
+    try:
+        raise error
+    except BaseException:
+        rank_monitor._ExceptHook(fit, hide, 2.0, list(children)).install()
+        if then is not None:
+            raise then  # noqa: B904 - as a teardown does
+        raise
+
+
+def caught(function: Callable[..., None], *args, **kwargs) -> BaseException:
+    try:
+        function(*args, **kwargs)
+    except BaseException as error:
+        return error
+
+
 def test_on_the_way_out_a_consequence_is_hidden_and_children_are_waited_for_and_ended(monkeypatch):
-    shown: list[BaseException] = []
-    limits: list[float] = []
-    monkeypatch.setattr(rank_monitor, "end_within", limits.append)
-    children = [subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({time_})"]) for time_ in (0, 1000)]
-    hidden = RuntimeError(GLOO)
-    hook = rank_monitor._at_exit(lambda kind, error, trace: shown.append(error), hidden, 2.0, children)
-    hook(RuntimeError, raised(RuntimeError("teardown"), hidden), None)
-    assert shown == []
-    assert limits == [7.0]  # a little later than what the children are given
+    program = Program(monkeypatch)
+    children = tuple(
+        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({time_})"]) for time_ in (0, 1000)
+    )
+    error = caught(program.fit, RuntimeError(GLOO), True, children)
+    assert program.uncaught(error) == ([], [7.0])  # a little later than what the children are given
     assert [child.wait(10) for child in children] == [0, -signal.SIGKILL]
-    other = ValueError("mine")
-    hook(ValueError, other, None)
-    assert shown == [other]
+
+
+def test_on_the_way_out_a_teardown_that_breaks_on_a_consequence_is_hidden_as_well(monkeypatch):
+    program = Program(monkeypatch)
+    error = caught(program.fit, RuntimeError(GLOO), True, then=RuntimeError("teardown"))
+    assert str(error) == "teardown"
+    assert program.uncaught(error) == ([], [7.0])
+
+
+def test_a_rank_that_failed_by_itself_shows_its_traceback_and_ends_in_time(monkeypatch):
+    program = Program(monkeypatch)
+    error = caught(program.fit, ValueError("mine"), False)
+    assert program.uncaught(error) == ([error], [7.0])
+
+
+def test_what_the_program_raises_from_a_failed_fit_is_shown_and_ends_in_time(monkeypatch):
+    program = Program(monkeypatch)
+    error = raised(ValueError("the run failed"), caught(program.fit, RuntimeError(GLOO), True))
+    assert program.uncaught(error) == ([error], [7.0])
+
+
+def test_a_later_exception_of_a_program_that_goes_on_is_as_without(monkeypatch):
+    """Also one that is raised while the fit's is handled: a consequence that the program has caught hides nothing."""
+    program = Program(monkeypatch)
+    first = caught(program.fit, RuntimeError(GLOO), True)
+    own = ValueError("own")
+    own.__context__ = first
+    assert program.uncaught(raised(own)) == ([own], [])
+    second = caught(program.fit, KeyError("second"), False, then=None)
+    second.__context__ = first  # the second fit is a part of the first one's handling
+    assert program.uncaught(second) == ([second], [7.0])
+
+
+def test_the_hook_for_uncaught_exceptions_is_gone_when_the_program_has_dropped_the_exception(monkeypatch):
+    program = Program(monkeypatch)
+    before = sys.excepthook
+    first = caught(program.fit, ValueError("first"), False)
+    second = caught(program.fit, ValueError("second"), False)
+    del first
+    gc.collect()
+    assert sys.excepthook is not before  # the second fit's is still needed
+    del second
+    gc.collect()
+    assert sys.excepthook is before
+    kept = caught(program.fit, ValueError("third"), False)
+    users = sys.excepthook = lambda *_: None  # a hook that the user sets meanwhile
+    del kept
+    gc.collect()
+    assert sys.excepthook is users
+
+
+def test_of_a_failed_fit_nothing_is_kept(monkeypatch):
+    """A program may go on with a smaller batch: the memory of the first must be free."""
+
+    class Large:
+        def fit(self):
+            pass
+
+    Program(monkeypatch)
+    large = Large()
+    alive = weakref.ref(large)
+    error = caught(_call_and_handle_interrupt, large.fit, ValueError("out of memory"), False, (), None)
+    hook = sys.excepthook
+    del error, large
+    gc.collect()
+    assert alive() is None
+    assert sys.excepthook is not hook
 
 
 def test_a_process_that_hangs_on_its_way_out_is_ended():
@@ -376,12 +546,23 @@ def in_two(rank: int, folder: str) -> None:
     forked = fit(monitor, Stopped(), Leaves())  # the same monitor, a second fit
     assert torch.equal(plain, forked)
 
-    both_fail = RankMonitor(grace_seconds=0.3)
-    for go_on in (lambda: time.sleep(1.0), lambda: fit(both_fail, Slow())):
-        with pytest.raises(ValueError, match="everywhere"):
-            fit(both_fail, Everywhere())
-        go_on()  # the program has caught it: it is not ended, nor is its next fit
-    assert torch.equal(plain, fit(both_fail))
+    before = sys.excepthook
+    for go_on in (  # the program has caught it: it is not ended, nor is its next fit, whatever watches that
+        lambda monitor, old: old.join(LONG),
+        lambda monitor, old: fit(monitor, Outlast(old)),
+        lambda monitor, old: fit(RankMonitor(grace_seconds=0.0), Outlast(old)),
+        lambda monitor, old: fit(Outlast(old)),
+    ):
+        go_on(*both_fail())
+    monitor = RankMonitor(grace_seconds=1.0)
+    try:
+        fit(monitor, Everywhere())
+    except ValueError:
+        assert torch.equal(plain, fit(Outlast(monitor._watch)))  # also while the exception is handled
+    gc.collect()
+    assert sys.excepthook is before
+    until(lambda: not threads_of_ours())
+    assert torch.equal(plain, fit(monitor))
     (Path(folder) / f"done{rank}").touch()
 
 
@@ -392,9 +573,23 @@ class Leaves(pl.Callback):
         time.sleep(0.5 * trainer.global_rank)
 
 
-class Slow(pl.Callback):
+def both_fail() -> tuple[RankMonitor, threading.Thread]:
+    """A fit that fails on both ranks, and is caught: its monitor, and the thread that watches it for the grace."""
+    monitor = RankMonitor(grace_seconds=1.0)
+    with pytest.raises(ValueError, match="everywhere"):
+        fit(monitor, Everywhere())
+    return monitor, monitor._watch
+
+
+class Outlast(pl.Callback):
+    """The fit goes on for longer than the watch of an earlier one."""
+
+    def __init__(self, old: threading.Thread) -> None:
+        self.old = old
+
     def on_train_start(self, *_):
-        time.sleep(1.0)
+        self.old.join(LONG)
+        assert not self.old.is_alive()
 
 
 class Everywhere(pl.Callback):
