@@ -40,6 +40,13 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     backward (2 to 5 % of a training step on a CPU).
     """
     device = x.device.type
+    return torch.get_autocast_dtype(device) if autocasts(device) else x.dtype
+
+
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for a type of device, such as "cuda".
+
+    Traced by `torch.compile` into a constant. `torch.amp.is_autocast_available` would not be in torch 2.11.
+    """
     # The meta device, where a model is planned and not run, knows no autocast and would raise.
-    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if casts else x.dtype
+    return device != "meta" and torch.is_autocast_enabled(device)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.models.norm import matmul_dtype
+from lightning_tricks.models.norm import autocasts, matmul_dtype
 
 
 class LayerSettings(NamedTuple):
@@ -49,11 +49,10 @@ class CheckedLinear(nn.Linear):
         if not torch.compiler.is_compiling():
             self._refuse_eager(input)
         device = input.device.type
-        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         # Flat, for torchao cannot scale by rows what is not contiguous. Cast here and not by autocast: torchao's layer
         # asks CUDA's only, and would cast twice.
         flat = input.to(matmul_dtype(input)).reshape(-1, self.in_features).contiguous()
-        with torch.autocast(device, enabled=False) if casts else nullcontext():
+        with torch.autocast(device, enabled=False) if autocasts(device) else nullcontext():
             output = super().forward(flat)
         return output.view(*input.shape[:-1], self.out_features)
 

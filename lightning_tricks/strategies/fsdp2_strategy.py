@@ -124,7 +124,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f"replicate_size={self.replicate_size} does not divide the {world} devices: "
                 "give a divisor of num_nodes x devices"
             )
-        if self.cpu_offload and self.root_device.type == "cuda" and self._process_group_backend is None:
+        if self._offloads and self._process_group_backend is None:
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms of gradients on the host are added up there
         super(ModelParallelStrategy, self).setup_environment()
         self._setup_distributed()
@@ -162,6 +162,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         if self.init_on_rank_0:
             same_random_state(self.root_device)
         fill_meta(module, self.root_device)
+        if self._offloads and not own:
+            module.to("cpu")  # values drawn on the device, so that they are those of a run without offloading
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self.barrier()
@@ -175,7 +177,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def model_to_device(self) -> None:
         """Move what is not sharded; shards are where they belong."""
         assert self.model is not None
-        if not (self.cpu_offload and self.root_device.type == "cuda"):
+        if not self._offloads:
             self.model.to(self.root_device)
             return
         for buffer in self.model.buffers():
@@ -300,8 +302,12 @@ class FSDP2Strategy(ModelParallelStrategy):
     def _how(self) -> HowToShard:
         mesh = self.device_mesh if self.replicate_size > 1 else self.device_mesh["shard"]
         policy = getattr(self.precision_plugin, "fsdp2_policy", None) or MixedPrecisionPolicy()
-        on_host = self.cpu_offload and self.root_device.type == "cuda"
-        return HowToShard(mesh, policy, self.reshard_after_forward, CPUOffloadPolicy() if on_host else OffloadPolicy())
+        offload = CPUOffloadPolicy() if self._offloads else OffloadPolicy()
+        return HowToShard(mesh, policy, self.reshard_after_forward, offload)
+
+    @property
+    def _offloads(self) -> bool:
+        return self.cpu_offload and self.root_device.type == "cuda"
 
     def _summary(self, blocks: dict[str, nn.Module], elements: int, at_once: int, bytes_here: int) -> str:
         names = list(blocks)
