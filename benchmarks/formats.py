@@ -38,13 +38,14 @@ def formats(emulate: bool) -> dict[str, tuple[str, ...]]:
     }
 
 
-def on_gpu(dry: bool) -> dict[str, tuple[str, ...]]:
+def on_gpu(dry: bool, emulate: bool) -> dict[str, tuple[str, ...]]:
     """The formats whose speed and memory the GPU stages compare; `lightning_bf16` is what they are measured against.
 
     Args:
-        dry: toy sizes on a CPU, which are below what fp8 pays for and emulated.
+        dry: toy sizes, which are below what fp8 pays for.
+        emulate: whether fp8 products are emulated, as a device without them needs.
     """
-    toy = {"convert_small": True, "emulate": True} if dry else {}
+    toy = {"convert_small": dry, "emulate": emulate}
     return {
         "lightning_bf16": lightning("bf16-mixed"),
         "bf16_mixed": plugin("BF16Mixed"),

@@ -1,81 +1,117 @@
-"""The stages of gpu.py that time no training: the yardstick, the tests marked `gpu`, the proof of each format.
+"""The stages of gpu.py that compare no loops: the yardstick, the tests marked `gpu`, the proof of each format.
 
 Each runs in a process of its own: `python -m benchmarks.gpu_checks STAGE --out FILE`.
 """
 
 import argparse
-import json
+import gc
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-import xml.etree.ElementTree as ET
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import machine
+from benchmarks.stage_file import DEVICE_LOST, write
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Replace `path` by the result, whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, path)
+PROOF = ("fp8_tensorwise", "fp32", "bf16_mixed", "fp8_rowwise", "bf16_true_stochastic", "fp16")
 
 
-def yardstick(out: Path, dry: bool) -> None:
-    """What a plain bf16 matrix product reaches here: 8192 cubed on random data (zeros would run faster and cooler)."""
-    size, repeats = (256, 5) if dry else (8192, 50)
-    device = "cpu" if dry else "cuda"
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in "ab")
-    for _ in range(repeats):
-        a @ b
+def clean_up() -> None:
+    """Give back the memory of a run; leave the process if the device does not answer any more."""
+    gc.collect()  # a Trainer and its module hold each other
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except Exception:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(DEVICE_LOST)
+
+
+def burst(work: Callable[[], Any], repeats: int, cuda: bool) -> list[float]:
+    """Seconds of each of `repeats` calls, each waited for: the clock is as high as a cool chip allows."""
     seconds = []
     for _ in range(repeats):
-        if dry:
+        if not cuda:
             start = time.perf_counter()
-            a @ b
+            work()
             seconds.append(time.perf_counter() - start)
-        else:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
-            begin.record()
-            a @ b
-            end.record()
-            end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1000)
-    rates = sorted(2 * size**3 / s / 1e12 for s in seconds)
-    figures = {"size": size, "tflops_median": statistics.median(rates), "tflops_min": rates[0], "tflops_max": rates[-1]}
-    write(out, {"stage": "yardstick", "machine": machine.describe(), **figures})
+            continue
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1000)
+    return seconds
 
 
-def tests(out: Path, dry: bool) -> None:
-    """Run the tests marked `gpu`; counts, and the names of those that failed. Fails if one failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "junit.xml"
-        where = "tests/gpu" if dry else "tests"  # in a dry run they are all skipped; one folder shows as much
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--continue-on-collection-errors", where]
-        code = subprocess.run([*command, f"--junitxml={report}", "-p", "no:cacheprovider"], cwd=ROOT).returncode
-        cases = list(ET.parse(report).getroot().iter("testcase"))
-    bad = [case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    counts = {"passed": len(cases) - len(bad) - skipped, "failed": len(bad), "skipped": skipped}
-    write(out, {"stage": "tests", **counts, "failures": bad})
-    if bad or code:
-        sys.exit(code or 1)
+def sustained(work: Callable[[], Any], seconds: float, cuda: bool) -> float:
+    """Seconds a call when nothing waits in between for so long: at the clock that the power limit leaves."""
+    calls, at_a_time, start = 0, 20 if cuda else 1, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        for _ in range(at_a_time):
+            work()
+        calls += at_a_time
+        if cuda:  # so that the queue holds no more than a few dozen products
+            torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls
 
 
-def precision_proof(out: Path, dry: bool) -> None:
+def yardstick(out: Path, dry: bool, seconds: float) -> None:
+    """What plain work reaches here: bf16 products of random data (zeros run faster and cooler), and a copy."""
+    cuda = torch.cuda.is_available()
+    device = "cuda" if cuda else "cpu"
+    size, repeats, hold, copied = (256, 5, 0.05, 2**20) if dry else (8192, 50, 5.0, 2**33)
+    result: dict[str, Any] = {"stage": "yardstick", "machine": machine.describe(), "size": size}
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in "ab")
+    result["attention"] = machine.attention_backend(32, 32, 2048, 64, torch.bfloat16) if cuda else None
+    product: Callable[[], Tensor] = lambda: a @ b  # noqa: E731
+    burst(product, repeats, cuda)
+    rates = sorted(2 * size**3 / s / 1e12 for s in burst(product, repeats, cuda))
+    result |= {"tflops_median": statistics.median(rates), "tflops_min": rates[0], "tflops_max": rates[-1]}
+    write(out, result)
+    with machine.device_state(cuda) as state:
+        result["tflops_sustained"] = 2 * size**3 / sustained(product, hold, cuda) / 1e12
+        result |= {"sustained_seconds": hold, **state.summary()}
+    write(out, result)
+    source, target = (torch.empty(copied, device=device, dtype=torch.uint8) for _ in "st")
+    source.random_(0, 256)
+    copy: Callable[[], Tensor] = lambda: target.copy_(source)  # noqa: E731
+    burst(copy, 3, cuda)
+    # read once and written once
+    result |= {"copy_bytes": copied, "copy_tb_per_second": 2 * copied / statistics.median(burst(copy, 10, cuda)) / 1e12}
+    write(out, result)
+
+
+def precision_proof(out: Path, dry: bool, seconds: float) -> None:
     """Train the small model of precision.py in the formats that a GPU computes otherwise than a CPU."""
-    formats = ["fp8_tensorwise", "fp32", "bf16_mixed", "fp8_rowwise", "bf16_true_stochastic", "fp16"]
-    command = [sys.executable, "-m", "benchmarks.precision", *formats[: 2 if dry else None], "--out", str(out)]
-    options = ["--steps", "20", "--device", "cpu"] if dry else ["--device", "cuda"]
-    sys.exit(subprocess.run([*command, *options, "--only_peak_lr"], cwd=ROOT).returncode)
+    from benchmarks import precision
+
+    device = ["--device", "cuda" if torch.cuda.is_available() else "cpu"]
+    steps = ["--steps", "20"] if dry else []
+    failed = []
+    for name in PROOF[: 2 if dry else None]:
+        try:  # each run is on disk when it ends
+            precision.main([name, "--out", str(out), "--only_peak_lr", *device, *steps])
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+    if failed:
+        sys.exit(f"failed: {' '.join(failed)}")
 
 
 def require_device(dry: bool) -> None:
@@ -86,17 +122,35 @@ def require_device(dry: bool) -> None:
         torch.set_num_threads(1)
 
 
-def main() -> None:
+def smoke(out: Path, dry: bool, seconds: float) -> None:
+    """Does each part train on this device, and do the losses come out as they should?"""
+    from benchmarks.gpu_smoke import run_checks
+
+    run_checks(out, seconds)
+
+
+def tests(out: Path, dry: bool, seconds: float) -> None:
+    """Run the tests marked `gpu`; in a dry run one file of them, as all are skipped without a GPU."""
+    from benchmarks.gpu_tests import DRY_FILES, FILES, run_tests
+
+    run_tests(out, seconds, DRY_FILES if dry else FILES)
+
+
+STAGES: dict[str, Callable[[Path, bool, float], None]] = {
+    "yardstick": yardstick, "smoke": smoke, "tests": tests, "precision_proof": precision_proof,
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line, for gpu.py."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stage", choices=["yardstick", "tests", "precision_proof"])
+    parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry", action="store_true")
-    options = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=3600.0, help="how long it may take")
+    options = parser.parse_args(arguments)
     require_device(options.dry)
-    {"yardstick": yardstick, "tests": tests, "precision_proof": precision_proof}[options.stage](
-        options.out, options.dry
-    )
+    STAGES[options.stage](options.out, options.dry, options.seconds)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,23 @@
-"""Which machine and which versions a figure belongs to: written into every result file."""
+"""Which machine and which versions a figure belongs to, and how hard the GPU was driven meanwhile."""
 
 import datetime
 import os
 import platform
+import statistics
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
+
+# What nvidia-smi is asked for once in each process: limits, and why the clock is lower than it could be.
+_SMI = ("driver_version", "power.limit", "clocks.max.sm", "clocks.mem", "clocks_event_reasons.active", "pstate")
+_SAMPLE_SECONDS = 0.5
 
 
 def cpu_name() -> str:
@@ -20,7 +30,7 @@ def cpu_name() -> str:
 
 
 def describe() -> dict[str, Any]:
-    """Date (UTC), processor, GPU and versions, ready for JSON."""
+    """Date (UTC), processor, GPU with driver and limits, and versions, ready for JSON."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     packages = {}
     for name in ("torch", "lightning", "pytorch-lightning", "torchao", "deepspeed", "triton", "jsonargparse"):
@@ -37,7 +47,86 @@ def describe() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "versions": packages,
+        **(_cuda() if gpu else {}),
     }
+
+
+def _cuda() -> dict[str, Any]:
+    return {
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+        "nvidia_smi": nvidia_smi(),
+    }
+
+
+def nvidia_smi() -> dict[str, str]:
+    """Driver, limits and clocks as nvidia-smi tells them; empty where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader", "--id=0"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(_SMI, (cell.strip() for cell in said.split(",")), strict=False))
+
+
+class DeviceState:
+    """Clock, power and temperature of the GPU, sampled in a thread between `start` and `summary`.
+
+    Reads the driver's counters and gives no work to the device. Where they cannot be read, every figure is None.
+    """
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, float, float]] = []
+        self._ended = threading.Event()
+
+    def _sample(self) -> None:
+        while not self._ended.wait(_SAMPLE_SECONDS):
+            try:
+                clock, watt = torch.cuda.clock_rate(), torch.cuda.power_draw() / 1000
+                self.samples.append((clock, watt, torch.cuda.temperature()))
+            except Exception:  # no NVML, or one that does not answer: then there is nothing to say
+                return
+
+    def start(self) -> None:
+        """Drop the samples taken so far, such as those of a warm-up."""
+        self.samples.clear()
+
+    def summary(self) -> dict[str, float | None]:
+        """MHz, watts and degrees Celsius since `start`."""
+        clocks, watts, degrees = zip(*self.samples, strict=True) if self.samples else ([], [], [])
+        return {
+            "sm_clock_mhz": statistics.median(clocks) if clocks else None,
+            "sm_clock_mhz_min": min(clocks, default=None),
+            "power_watts": round(statistics.median(watts), 1) if watts else None,
+            "temperature_celsius_max": max(degrees, default=None),
+        }
+
+
+@contextmanager
+def device_state(cuda: bool) -> Iterator[DeviceState]:
+    """A `DeviceState` that is sampled as long as this context lasts; without a GPU it stays empty."""
+    state = DeviceState()
+    thread = threading.Thread(target=state._sample, daemon=True)
+    if cuda:
+        thread.start()
+    try:
+        yield state
+    finally:
+        state._ended.set()
+        if cuda:
+            thread.join(timeout=5)
+
+
+def attention_backend(heads: int, kv_heads: int, length: int, head_dim: int, dtype: torch.dtype) -> str | None:
+    """The kernel that torch chooses for causal attention of this shape on the GPU, such as `CUDNN_ATTENTION`."""
+    q, k = (
+        torch.empty(1, n, length, head_dim, device="cuda", dtype=dtype, requires_grad=True) for n in (heads, kv_heads)
+    )
+    try:
+        chosen = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=kv_heads != heads)
+        return str(SDPBackend(chosen).name)
+    except Exception as error:  # not public: another torch may not have it, and no figure depends on it
+        return f"not known: {error}"
 
 
 def today() -> str:

@@ -20,8 +20,8 @@ from torch import Tensor
 from benchmarks import machine
 from benchmarks.feed import RECIPES
 from benchmarks.formats import formats
-from benchmarks.gpu_checks import write
 from benchmarks.memory_logger import Memory
+from benchmarks.stage_file import write
 from lightning_tricks._lightning import pl
 from lightning_tricks.cli import RecipeCLI
 

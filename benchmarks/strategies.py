@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.gpu_checks import write
+from benchmarks.stage_file import write
 from benchmarks.strategy_rows import BATCH, LENGTH, ROWS
 from benchmarks.strategy_runs import Found, open_rows, start, train_row
 

@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
-from benchmarks import gpu_train
 from benchmarks.contenders import CONTENDERS
 from benchmarks.feed import Meter, in_memory, load, own_loader, write_tokens
+from benchmarks.gpu_sizes import SIZES, toy
 
 # In fp32, since under bf16 the order of a sum would show; a short warmup, so that the weights move; a clip that cuts.
 TOY = (
-    *gpu_train.toy(gpu_train.SIZES["llama7b_1gpu"]).overrides,
+    *toy(SIZES["llama7b_1gpu"]).options,
     *("--trainer.plugins", "null", "--trainer.gradient_clip_val", "0.5"),
     *("--model.init_args.schedule.init_args.warmup_steps", "2"),
 )
@@ -27,7 +27,7 @@ def trained(tmp_path_factory):
         seen = marks[name] = []
         decoder = contender(cli, in_memory(cli, 32), 8, seen.append)
         weights[name] = torch.cat([p.detach().flatten() for p in decoder.parameters()])
-    start = gpu_train.CONTENDERS["bare"](load("llama7b_1gpu", shards, folder, TOY), [], 0, lambda index: None)
+    start = CONTENDERS["bare"](load("llama7b_1gpu", shards, folder, TOY), [], 0, lambda index: None)
     return weights, marks, torch.cat([p.detach().flatten() for p in start.parameters()])
 
 

@@ -61,7 +61,8 @@ class Eager(pl.Callback):
         buffer = next(callback for callback in trainer.callbacks if type(callback).__name__ == "MetricBuffer")
         measured, flush = buffer.is_log_step, buffer.flush
         buffer.is_log_step = lambda: trainer.global_step % 2 == 0 or measured()
-        buffer.flush = lambda: flush() if trainer.global_step >= LAST else None
+        # at the end of the last quiet batch `global_step` is LAST already
+        buffer.flush = lambda: flush() if trainer.global_step > LAST else None
 
 
 @pytest.mark.usefixtures("_sync_mode_restored")
@@ -73,6 +74,7 @@ def test_measuring_waits_for_nothing(compile_blocks):
     assert {name.split("/")[0] for name in metrics} >= {"activations", "attention", "memory", "updates"}
 
 
+@pytest.mark.usefixtures("_same_order_of_sums")
 @pytest.mark.parametrize("compile_blocks", [False, True])
 def test_training_is_the_same_with_all_of_them(compile_blocks):
     plain, _ = train(compile_blocks=compile_blocks)

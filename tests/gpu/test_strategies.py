@@ -115,6 +115,7 @@ def test_offloaded_shards_rest_on_the_host_and_train_the_same():
     torch.testing.assert_close(values(there.losses), values(here.losses), rtol=1e-4, atol=0)
 
 
+@pytest.mark.usefixtures("_same_order_of_sums")
 @pytest.mark.parametrize("as_folder", [True, False], ids=["folder", "file"])
 def test_a_resume_is_bitwise_and_opens_without_the_strategy(as_folder, tmp_path):
     from lightning_tricks.checkpoints import FolderCheckpointIO

@@ -1,0 +1,16 @@
+"""What tests share that compare two runs on a GPU bit by bit."""
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when it starts
+
+
+@pytest.fixture
+def _same_order_of_sums():
+    """Left alone, backward kernels of attention add in another order each time: flash, and cuDNN's on Hopper."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
