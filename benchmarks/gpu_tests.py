@@ -41,8 +41,11 @@ def run_tests(out: Path, seconds: float, files: Sequence[str]) -> None:
     end = time.monotonic() + seconds
     write(out, {"stage": "tests", "collected": None, "running": None, "tests": {}})
     command = [sys.executable, "-m", "pytest", "-v", "-p", "benchmarks.gpu_tests", "-p", "no:cacheprovider"]
-    command += ["-p", "no:xdist", "-o", "addopts=", "-m", "gpu", "--continue-on-collection-errors", *files]
-    environment = os.environ | {_RESULT: str(out.resolve()), "LIGHTNING_TRICKS_TEST_SECONDS": str(TEST_SECONDS)}
+    command += ["-o", "addopts=", "-m", "gpu", "--continue-on-collection-errors", *files]
+    environment = os.environ | {
+        _RESULT: str(out.resolve()), "LIGHTNING_TRICKS_TEST_SECONDS": str(TEST_SECONDS),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # of what else is installed there, nothing is needed
+    }  # fmt: skip
     while True:
         try:
             subprocess.run(command, cwd=ROOT, env=environment, timeout=max(end - time.monotonic(), 1))
