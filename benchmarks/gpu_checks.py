@@ -102,7 +102,7 @@ def precision_proof(out: Path, dry: bool, seconds: float) -> None:
     from benchmarks import precision
 
     device = ["--device", "cuda" if torch.cuda.is_available() else "cpu"]
-    steps = ["--steps", "20"] if dry else []
+    steps = ["--steps", "10"] if dry else []
     failed = []
     for name in PROOF[: 2 if dry else None]:
         try:  # each run is on disk when it ends

@@ -188,6 +188,8 @@ def run_checks(out: Path, seconds: float) -> None:
         result = json.loads(out.read_text(encoding="utf-8"))
     if result["running"]:
         result["checks"].append({"check": result["running"], "ok": False, "error": "ended the process"})
+        result["running"] = None
+        write(out, result)
     done = [check["check"] for check in result["checks"]]
     checks = suite.checks()
     if done:

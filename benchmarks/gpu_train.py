@@ -167,6 +167,7 @@ def train(stage: str, out: Path, dry: bool, contenders: Sequence[str], seconds: 
         result = json.loads(out.read_text(encoding="utf-8"))
     if result["running"]:
         fail(result, "ended the process: it crashed, or hung")
+        write(out, result)  # there may be nothing left to run
     size = SIZES[stage]
     if dry:
         size = toy(size, torch.cuda.is_available())

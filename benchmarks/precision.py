@@ -73,7 +73,7 @@ def load(options: Sequence[str], device: str, steps: int, folder: Path) -> Recip
         "model.init_args.schedule.init_args.warmup_steps": steps // 10,
         "trainer.max_steps": steps,
         "trainer.val_check_interval": steps,
-        "trainer.limit_val_batches": 100,
+        "trainer.limit_val_batches": min(100, steps),
         "trainer.num_sanity_val_steps": 0,
         "trainer.log_every_n_steps": 10,
         "trainer.callbacks": [],

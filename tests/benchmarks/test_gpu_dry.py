@@ -142,6 +142,10 @@ def test_a_process_started_again_goes_on_after_what_ended_the_first(tmp_path, mo
     assert gpu.interrupted(out)
     assert [run["contender"] for run in json.loads(out.read_text())["runs"]] == ["bare"]  # on disk at once
     assert "- llama7b_1gpu: stopped in 0 ours" in gpu_table.summary([tmp_path], None)
+    with pytest.raises(Crash):
+        training(tmp_path / "crashes.json", "ours")
+    code, result = training(tmp_path / "crashes.json", "ours")
+    assert (code, result["running"], len(result["failures"])) == (1, {}, 1)  # though nothing is left to run
     monkeypatch.setitem(gpu_train.CONTENDERS, "ours_loader", ours)
     code, result = training(out, "bare,ours,bare_again")
     assert code == 1
