@@ -104,7 +104,7 @@ def precision_proof(out: Path, dry: bool, seconds: float) -> None:
     device = ["--device", "cuda" if torch.cuda.is_available() else "cpu"]
     steps = ["--steps", "10"] if dry else []
     failed = []
-    for name in PROOF[: 2 if dry else None]:
+    for name in PROOF[: 1 if dry else None]:
         try:  # each run is on disk when it ends
             precision.main([name, "--out", str(out), "--only_peak_lr", *device, *steps])
         except Exception:

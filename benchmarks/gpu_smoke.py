@@ -105,7 +105,9 @@ class Smoke:
         )  # fmt: skip
         length = 128 if self.cuda else 16
         tokens = (5 * torch.arange(length + 1) + torch.arange(8 * 4)[:, None]) % 64
-        rows = [{"input_ids": row[:, :-1].contiguous(), "labels": row[:, 1:].contiguous()} for row in tokens.split(4)]
+        rows: Any = [
+            {"input_ids": row[:, :-1].contiguous(), "labels": row[:, 1:].contiguous()} for row in tokens.split(4)
+        ]
         data: Any = DataLoader(rows * (STEPS // 8 + 1), batch_size=None, pin_memory=self.cuda)
         trainer.fit(model, data)
         if not self.first_weights:
