@@ -197,8 +197,11 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         checkpoint["decoder_config"] = self._architecture()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Say in one line where the checkpoint's architecture is another, instead of a page of tensor shapes."""
+        """Say in one line where the checkpoint's architecture or tokenizer is another, before any tensor is loaded."""
         super().on_load_checkpoint(checkpoint)
+        data: Any = getattr(self._trainer, "datamodule", None)
+        if hasattr(data, "check_tokenizer"):  # its own state is restored later, and by the same class of data only
+            data.check_tokenizer(checkpoint)
         here, there = self._architecture(), checkpoint.get("decoder_config")
         if there is None:
             return

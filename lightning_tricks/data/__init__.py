@@ -1,8 +1,17 @@
 """Text -> tokens -> batches addressed by position."""
 
 from lightning_tricks.data.order import permute
+from lightning_tricks.data.saved_tokenizer import SavedTokenizer, tokenizer_from_checkpoint
 from lightning_tricks.data.shards import ShardWriter, open_shard
 from lightning_tricks.data.text_data import TextData
 from lightning_tricks.data.token_data import TokenData
 
-__all__ = ["ShardWriter", "TextData", "TokenData", "open_shard", "permute"]
+__all__ = [
+    "SavedTokenizer",
+    "ShardWriter",
+    "TextData",
+    "TokenData",
+    "open_shard",
+    "permute",
+    "tokenizer_from_checkpoint",
+]

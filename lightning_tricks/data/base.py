@@ -16,6 +16,7 @@ from lightning_tricks.data.loader import TrainLoader, ValidationLoader
 from lightning_tricks.data.order import WindowOrder
 from lightning_tricks.data.positions import ENDLESS, micro_batch_positions
 from lightning_tricks.data.resume import DataPosition, data_rank
+from lightning_tricks.data.saved_tokenizer import check_same, find_record, tokenizer_record
 from lightning_tricks.data.stream import TokenStream
 
 
@@ -45,16 +46,20 @@ class ShardData(pl.LightningDataModule):
         self.eot_id: int | None = None
         self.streams: dict[str, TokenStream] = {}
         self.token_texts: list[bytes] | None = None
+        self._tokenizer_record: dict[str, Any] | None = None
         self._guard = IdGuard()
         self._position = DataPosition(micro_batch_size, {"seed": seed, "seq_len": seq_len})
 
-    def use(self, streams: dict[str, TokenStream], tokenizer: Tokenizer | None, fingerprint: str) -> None:
+    def use(
+        self, streams: dict[str, TokenStream], tokenizer: Tokenizer | None, fingerprint: str, tokenizer_name: str = ""
+    ) -> None:
         """Serve these streams from now on.
 
         Args:
             streams: `train`, and `val` if there is one.
             tokenizer: the one that wrote them, None when not known.
             fingerprint: identifies the data in checkpoints.
+            tokenizer_name: names the tokenizer in checkpoints.
 
         Raises:
             UsageError: too little text for one row, or ids that the tokenizer does not have.
@@ -66,6 +71,7 @@ class ShardData(pl.LightningDataModule):
         if tokenizer is not None:
             self.token_texts = token_texts(tokenizer)
             self.check_ids(vocabulary_size(tokenizer), "the tokenizer")
+            self._tokenizer_record = tokenizer_record(tokenizer, tokenizer_name, self.eot_id)
 
     def check_ids(self, vocab_size: int, whose: str = "the model") -> None:
         """Refuse token ids that a vocabulary lacks: in the shards now, and in every batch from now on.
@@ -117,12 +123,32 @@ class ShardData(pl.LightningDataModule):
     test_dataloader = predict_dataloader = val_dataloader
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows consumed at the last completed optimizer step, and what that number refers to."""
-        return {} if self.trainer is None else self._position.state_dict(self.trainer)
+        """Rows consumed at the last completed optimizer step, what that number refers to, and the tokenizer."""
+        if self.trainer is None:
+            return {}
+        return {**self._position.state_dict(self.trainer), "tokenizer": self._tokenizer_record}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the row after those of the checkpoint."""
+        """Go on with the row after those of the checkpoint.
+
+        Raises:
+            UsageError: see `check_tokenizer`.
+        """
+        self.check_tokenizer({"": state_dict})
         self._position.load_state_dict(state_dict)
+
+    def check_tokenizer(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint that was trained with another tokenizer; one that names none is taken as it is.
+
+        Args:
+            checkpoint: with the state of its data module, of this class or another.
+
+        Raises:
+            UsageError: names both tokenizers.
+        """
+        saved = find_record(checkpoint)
+        if saved is not None and self._tokenizer_record is not None:
+            check_same(saved, self._tokenizer_record)
 
     def data_summary(self) -> str:
         """One line on what is trained on; after `setup`."""

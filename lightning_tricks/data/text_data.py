@@ -14,8 +14,9 @@ from lightning_tricks.data.base import ShardData
 from lightning_tricks.data.bpe import end_of_text, load_tokenizer, vocabulary_size
 from lightning_tricks.data.cache import build_once, default_cache_dir
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
+from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
 from lightning_tricks.data.stream import TokenStream
-from lightning_tricks.data.tokenize import FORMAT_VERSION, tokenize_corpus, tokenizer_sha256
+from lightning_tricks.data.tokenize import FORMAT_VERSION, tokenize_corpus
 
 
 class TextData(ShardData):
@@ -36,7 +37,7 @@ class TextData(ShardData):
             UTF-8 text; .gz too. None means the Python standard library's sources without its tests.
         hf_dataset: a Hugging Face dataset instead, `owner/name` or `owner/name:config`; its train split is streamed.
         text_field: the key or column that holds the text in .jsonl, .parquet and datasets.
-        tokenizer: a `tokenizers` JSON file; None learns a byte-level BPE.
+        tokenizer: a `tokenizers` JSON file, or a checkpoint, which holds its own; None learns a byte-level BPE.
         vocab_size: tokens to learn when no tokenizer is given; afterwards, the attribute is what the tokenizer has.
         seq_len: tokens in a row.
         micro_batch_size: rows in a batch of one process.
@@ -77,7 +78,7 @@ class TextData(ShardData):
             raise UsageError("files=[]: name at least one, or leave it out for the standard library")
         self.hf_dataset, self.text_field, self.val_fraction = hf_dataset, text_field, val_fraction
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
-        self._given = None if tokenizer is None else load_tokenizer(Path(tokenizer).expanduser())
+        self._given, self._name = open_tokenizer(tokenizer)
         self.vocab_size = vocab_size if self._given is None else vocabulary_size(self._given)
         self._asked = vocab_size
         self.meta: dict[str, Any] = {}
@@ -117,7 +118,8 @@ class TextData(ShardData):
         except (OSError, ValueError, KeyError) as error:  # UsageError is a ValueError
             raise UsageError(f"cache_dir: {self.folder} is damaged ({error}); delete that folder") from error
         self.vocab_size, self.eot_id = self.meta["vocab_size"], end_of_text(tokenizer)
-        self.use(streams, tokenizer, fingerprint=self.folder.name)
+        learned = f"BPE of {self.vocab_size} tokens learned from {self.meta['source']}"
+        self.use(streams, tokenizer, fingerprint=self.folder.name, tokenizer_name=self._name or learned)
 
     def data_summary(self) -> str:
         """One line on what is trained on; after `setup`."""

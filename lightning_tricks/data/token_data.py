@@ -8,9 +8,9 @@ from typing import Literal
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data.base import ShardData
-from lightning_tricks.data.bpe import end_of_text, load_tokenizer, vocabulary_size
+from lightning_tricks.data.bpe import end_of_text, vocabulary_size
+from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
 from lightning_tricks.data.stream import TokenStream
-from lightning_tricks.data.tokenize import tokenizer_sha256
 
 
 class TokenData(ShardData):
@@ -19,7 +19,8 @@ class TokenData(ShardData):
     Args:
         train: training shards: a path or glob, or a list of them, read in sorted order.
         val: validation shards, likewise; None means no validation.
-        tokenizer: the `tokenizers` JSON file that wrote them; with it, validation batches carry `n_bytes`.
+        tokenizer: the `tokenizers` JSON file that wrote them, or a checkpoint trained on them; with it, validation
+            batches carry `n_bytes`, and checkpoints hold the tokenizer.
         vocab_size: smallest vocabulary of a model for these shards; None takes the tokenizer's.
         seq_len: tokens in a row.
         micro_batch_size: rows in a batch of one process.
@@ -49,8 +50,7 @@ class TokenData(ShardData):
     ) -> None:
         super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids)
         self.train, self.val, self.shard_format = train, val, shard_format
-        self.tokenizer_path = None if tokenizer is None else Path(tokenizer).expanduser()
-        self._given = None if self.tokenizer_path is None else load_tokenizer(self.tokenizer_path)
+        self._given, self._name = open_tokenizer(tokenizer)
         sizes = [size for size in (vocab_size, self._given and vocabulary_size(self._given)) if size is not None]
         self.vocab_size = min(sizes, default=None)
         self.eot_id = end_of_text(self._given) if eot_id is None and self._given is not None else eot_id
@@ -63,7 +63,8 @@ class TokenData(ShardData):
         if self.val is not None:
             streams["val"] = self._open("val", self.val)
         files = [(path.name, path.stat().st_size) for stream in streams.values() for path in stream.paths]
-        self.use(streams, self._given, fingerprint=hashlib.sha256(repr(files).encode()).hexdigest()[:16])
+        fingerprint = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+        self.use(streams, self._given, fingerprint, tokenizer_name=self._name)
         if self.vocab_size is not None:
             self.check_ids(self.vocab_size, "vocab_size")
 
@@ -85,6 +86,5 @@ class TokenData(ShardData):
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         if meta.get("tokenizer_sha256", "") not in ("", tokenizer_sha256(self._given)):
             raise UsageError(
-                f"tokenizer={str(self.tokenizer_path)!r}: it did not write the shards in {folder}; "
-                f"use {folder / 'tokenizer.json'}"
+                f"tokenizer={self._name!r}: it did not write the shards in {folder}; use {folder / 'tokenizer.json'}"
             )

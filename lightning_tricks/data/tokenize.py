@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from lightning_tricks.data.bpe import end_of_text, train_bpe, vocabulary_size
 from lightning_tricks.data.corpus import Corpus
+from lightning_tricks.data.saved_tokenizer import tokenizer_sha256
 from lightning_tricks.data.shards import ShardWriter, token_dtype
 from lightning_tricks.data.split import document_hash, validation_threshold
 
@@ -36,11 +37,6 @@ class SplitRecord:
     bytes: int = 0
     tokens: int = 0
     sha256: str = ""
-
-
-def tokenizer_sha256(tokenizer: Tokenizer) -> str:
-    """Identity of a tokenizer, whatever file it was read from."""
-    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def tokenize_corpus(

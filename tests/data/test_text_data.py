@@ -430,7 +430,7 @@ def test_another_seed_on_resume_is_told_of_and_the_recipe_wins(make, tmp_path):
     with pytest.warns(UserWarning, match=r"other data settings \(seed 0 -> 1\); the recipe's are used"):
         trainer(tmp_path, max_steps=4).fit(module, make(seed=1), ckpt_path=tmp_path / "a.ckpt")
     assert module.seen == first_rows(set_up(make(seed=1)), 4)[2:]
-    other = make(val_fraction=0.4)
+    other = make(val_fraction=0.4, tokenizer=str(first.folder / "tokenizer.json"))  # learned anew, it would be another
     with pytest.warns(UserWarning, match=rf"\(data {first.folder.name} -> {other.folder.name}\)"):
         trainer(tmp_path, max_steps=4).fit(Loss(), other, ckpt_path=tmp_path / "a.ckpt")
 

@@ -1,0 +1,132 @@
+"""The tokenizer inside a checkpoint: written with the data's state, compared at every load, read back to make text.
+
+A model's weights mean nothing under another tokenizer: the same ids stand for other text.
+"""
+
+import hashlib
+import pickle
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.data.bpe import as_text_only, load_tokenizer
+
+_KEY = "tokenizer"  # in the state of a data module
+
+
+@dataclass(frozen=True)
+class SavedTokenizer:
+    """The tokenizer that a model was trained with.
+
+    Args:
+        tokenizer: of the `tokenizers` library.
+        name: its file, or from what it was learned.
+        eot_id: id of the token that ends a document; None where the data did not know it.
+    """
+
+    tokenizer: Tokenizer
+    name: str
+    eot_id: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without an end-of-text token; names of special tokens are plain text."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def tokenizer_sha256(tokenizer: Tokenizer) -> str:
+    """Identity of a tokenizer, whatever file it was read from."""
+    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+
+
+def tokenizer_record(tokenizer: Tokenizer, name: str, eot_id: int | None) -> dict[str, Any]:
+    """A tokenizer in plain types, as a checkpoint holds it: `json`, `sha256`, `name` and `eot_id`."""
+    return {"name": name, "sha256": tokenizer_sha256(tokenizer), "eot_id": eot_id, "json": tokenizer.to_str()}
+
+
+def tokenizer_from_checkpoint(checkpoint: dict[str, Any]) -> SavedTokenizer:
+    """The tokenizer of a checkpoint that was trained on `TextData`, or on `TokenData` with its `tokenizer`.
+
+    Args:
+        checkpoint: as `torch.load` or `read_folder` returns it.
+
+    Returns:
+        An object with `encode(text)`, `decode(ids)` and `eot_id`.
+
+    Raises:
+        UsageError: the checkpoint holds no tokenizer.
+
+    Example:
+        >>> from lightning_tricks.data.bpe import train_bpe
+        >>> record = tokenizer_record(train_bpe(["a story"], 257), "the story", eot_id=0)
+        >>> tokenizer = tokenizer_from_checkpoint({"TextData": {"tokenizer": record}})
+        >>> tokenizer.decode(tokenizer.encode("a story")), tokenizer.eot_id
+        ('a story', 0)
+    """
+    record = find_record(checkpoint)
+    if record is None:
+        raise UsageError(
+            "the checkpoint holds no tokenizer: it was trained on data that knew none, or by an older version; "
+            "give the tokenizer's own file"
+        )
+    return SavedTokenizer(as_text_only(Tokenizer.from_str(record["json"])), record["name"], record["eot_id"])
+
+
+def find_record(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """The `tokenizer_record` in the state of a checkpoint's data module, whatever the module's class; else None."""
+    for state in checkpoint.values():
+        record = state.get(_KEY) if isinstance(state, dict) else None
+        if isinstance(record, dict) and "json" in record:
+            return record
+    return None
+
+
+def check_same(saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Refuse a checkpoint's tokenizer that is not the data's.
+
+    Raises:
+        UsageError: names both.
+    """
+    if saved["sha256"] == own["sha256"]:
+        return
+    # another version of `tokenizers` may write the same tokenizer in other words
+    if as_text_only(Tokenizer.from_str(saved["json"])).to_str() == own["json"]:
+        return
+    raise UsageError(
+        f"tokenizer: the checkpoint was trained with {_title(saved)}, the data has {_title(own)}: "
+        "set the data's tokenizer to the checkpoint's path, which holds the right one, or start without the checkpoint"
+    )
+
+
+def open_tokenizer(option: str | None) -> tuple[Tokenizer | None, str]:
+    """The tokenizer in a `tokenizer.json` or in a checkpoint (file or folder), and its name; None for None.
+
+    Raises:
+        UsageError: the path is missing, or holds no tokenizer.
+    """
+    if option is None:
+        return None, ""
+    path = Path(option).expanduser()
+    file = path / "meta.pt" if path.is_dir() else path
+    if not zipfile.is_zipfile(file):
+        return load_tokenizer(path), str(path)
+    try:
+        checkpoint = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        saved = tokenizer_from_checkpoint(checkpoint)
+    except (pickle.UnpicklingError, RuntimeError, UsageError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"tokenizer={str(path)!r}: cannot be read from this checkpoint ({reason})") from error
+    return saved.tokenizer, saved.name
+
+
+def _title(record: dict[str, Any]) -> str:
+    return f"{record['name']!r} (sha256 {record['sha256'][:8]})"

@@ -1,0 +1,163 @@
+"""A checkpoint holds the tokenizer that its weights were trained with, and is refused under another one."""
+
+import doctest
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_tricks import LanguageModel, Llama
+from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints import FolderCheckpointIO
+from lightning_tricks.data import TextData, TokenData, saved_tokenizer, tokenizer_from_checkpoint
+from lightning_tricks.data.bpe import train_bpe
+from lightning_tricks.data.saved_tokenizer import check_same, tokenizer_record
+
+STAGES = ("fit", "validate", "test", "predict")
+
+
+class Foreign(pl.LightningModule):
+    """A module that knows nothing of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(400, 1)
+
+    def training_step(self, batch, _):
+        return self.table(batch["input_ids"]).mean()
+
+    def validation_step(self, batch, _):
+        pass
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def language_model() -> LanguageModel:
+    return LanguageModel(Llama(vocab_size=400, d_model=8, n_layers=1, n_heads=2, max_seq_len=16))
+
+
+def trainer(**options) -> pl.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 1}
+    limits = {"limit_test_batches": 1, "limit_predict_batches": 1, "num_sanity_val_steps": 0}
+    return pl.Trainer(accelerator="cpu", enable_checkpointing=False, **{"max_steps": 2, **quiet, **limits, **options})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A text, and two tokenizers of equal size that split it in other ways."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    (folder / "story.txt").write_text("\n\n".join(f"Paragraph {n} of a story of the sea." for n in range(400)))
+    for name, text in (("ship", "the ship sailed on the sea and the wind blew"), ("moon", "moonlight over old rooms")):
+        train_bpe([f"{text} {n}" for n in range(100)], 280).save(str(folder / f"{name}.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(folder):
+    """TextData on the story, with the named tokenizer or with one that is learned."""
+
+    def build(name: str | None = None, **options) -> TextData:
+        tokenizer = {} if name is None else {"tokenizer": str(folder / name)}
+        options = {"vocab_size": 300, "seq_len": 16, "micro_batch_size": 2, "val_fraction": 0.2} | tokenizer | options
+        return TextData(str(folder / "story.txt"), cache_dir=str(folder / "cache"), **options)
+
+    return build
+
+
+def train(model: pl.LightningModule, data: pl.LightningDataModule, path: str) -> str:
+    run = trainer()
+    run.fit(model, data)
+    run.save_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder, text) -> str:
+    """Of a foreign module, trained on the ship's tokens."""
+    return train(Foreign(), text("ship.json"), str(folder / "ship.ckpt"))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_refuses_another_tokenizer_and_names_both(stage, text, checkpoint, folder):
+    with pytest.raises(UsageError) as caught:
+        getattr(trainer(max_steps=4), stage)(Foreign(), datamodule=text("moon.json"), ckpt_path=checkpoint)
+    message = str(caught.value)
+    assert f"trained with '{folder}/ship.json' (sha256 " in message
+    assert f"the data has '{folder}/moon.json' (sha256 " in message
+    assert "set the data's tokenizer to the checkpoint's path" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_goes_on_with_the_same_one(stage, text, checkpoint):
+    getattr(trainer(max_steps=4), stage)(Foreign(), datamodule=text("ship.json"), ckpt_path=checkpoint)
+
+
+def test_the_remedy_of_the_message_works(text, checkpoint):
+    data = text(tokenizer=checkpoint)
+    trainer().validate(Foreign(), datamodule=data, ckpt_path=checkpoint, verbose=False)
+    assert data.vocab_size == 280
+
+
+def test_the_tokenizer_comes_back_out_of_a_checkpoint(text, checkpoint):
+    data = text("ship.json")
+    data.setup()
+    found = tokenizer_from_checkpoint(torch.load(checkpoint, weights_only=True))
+    assert found.tokenizer.to_str() == data.tokenizer.to_str()
+    assert found.name.endswith("ship.json")
+    assert found.eot_id == data.eot_id == 0
+    line = "the ship <|endoftext|> and ümlauts"
+    assert 0 not in found.encode(line)
+    assert found.decode([*found.encode(line), found.eot_id]) == line
+
+
+def test_a_learned_tokenizer_is_named_by_its_text(text, folder):
+    path = train(language_model(), text(), str(folder / "learned.ckpt"))
+    found = tokenizer_from_checkpoint(torch.load(path, weights_only=True))
+    assert found.name == f"BPE of 300 tokens learned from 1 file(s): {folder / 'story.txt'}"
+    with pytest.raises(UsageError, match=r"trained with 'BPE of 300 tokens .* the data has 'BPE of 290 tokens "):
+        trainer().validate(language_model(), datamodule=text(vocab_size=290), ckpt_path=path)
+
+
+def test_data_of_another_class_is_compared_as_well(text, folder):
+    path = train(language_model(), text("ship.json"), str(folder / "model.ckpt"))
+    data = text("moon.json")
+    data.setup()
+    shards = {"train": str(data.folder / "train_*.bin"), "val": str(data.folder / "val_*.bin"), "seq_len": 16}
+    tokens = TokenData(**shards, tokenizer=str(data.folder / "tokenizer.json"))
+    with pytest.raises(UsageError, match=r"ship\.json' .* the data has '.*/tokenizer\.json'"):
+        trainer().validate(language_model(), datamodule=tokens, ckpt_path=path)
+    trainer().validate(language_model(), datamodule=TokenData(**shards), ckpt_path=path, verbose=False)  # knows none
+
+
+def test_a_checkpoint_without_a_tokenizer_opens_as_before(text, checkpoint, tmp_path):
+    old = torch.load(checkpoint, weights_only=True)
+    del old["TextData"]["tokenizer"]
+    torch.save(old, tmp_path / "old.ckpt")
+    trainer(max_steps=4).fit(Foreign(), text("moon.json"), ckpt_path=tmp_path / "old.ckpt")
+    with pytest.raises(UsageError, match="holds no tokenizer"):
+        tokenizer_from_checkpoint(old)
+    with pytest.raises(UsageError, match=r"^tokenizer='.*old\.ckpt': cannot be read from this checkpoint"):
+        text(tokenizer=str(tmp_path / "old.ckpt"))
+
+
+def test_the_example_in_the_docstring_runs():
+    assert doctest.testmod(saved_tokenizer).failed == 0
+
+
+def test_a_record_that_another_version_of_the_library_wrote_is_the_same_tokenizer():
+    own = tokenizer_record(train_bpe(["a story"], 257), "a", 0)
+    check_same({**own, "sha256": "of other words", "json": own["json"].replace("{", "{ ", 1)}, own)
+
+
+def test_a_folder_of_shards_gives_its_tokenizer(text, checkpoint, tmp_path):
+    rest = torch.load(checkpoint, weights_only=True)
+    weights = {"state_dict": rest.pop("state_dict")}
+    torch.distributed.checkpoint.save(weights, checkpoint_id=tmp_path / "at.ckpt", no_dist=True)
+    torch.save(rest, tmp_path / "at.ckpt" / "meta.pt")
+    data = text(tokenizer=str(tmp_path / "at.ckpt"))
+    run = trainer(plugins=[FolderCheckpointIO()])
+    run.validate(Foreign(), datamodule=data, ckpt_path=str(tmp_path / "at.ckpt"), verbose=False)
