@@ -22,16 +22,24 @@ class TokenMeanMixin(Mixin):
     Lightning averages over micro-batches and the strategy over ranks, which weighs a token of a short micro-batch more
     than one of a long micro-batch. Here each micro-batch contributes its sum over one fixed constant, and the last
     backward pass of the step scales the gradients by constant / tokens. One micro-batch on one device needs no scaling
-    and gets the plain mean. For automatic optimization; goes before LightningModule in the bases.
+    and gets the plain mean. The sums are cleared with the gradients that they belong to, so a window that an exception
+    or the end of training cuts short leaves nothing to the next one. For automatic optimization; goes before
+    LightningModule in the bases.
     """
 
     _capacity: int | None = None
-    _step_nats: Tensor | None = None
-    _step_tokens: Tensor | None = None
-    _step_over = True
+    _batch_sums: tuple[Tensor, Tensor] | None = None  # nats and tokens of a micro-batch before its backward pass
+    _step_sums: tuple[Tensor, Tensor] | None = None  # of the micro-batches whose gradients are accumulated
+    _scaled = True  # whether the step's gradients are the mean already
+
+    def on_fit_start(self) -> None:
+        """Forget an earlier fit of the same module."""
+        super().on_fit_start()
+        self._capacity = self._batch_sums = self._step_sums = None
+        self._scaled = True
 
     def token_mean(self, nats: Tensor, tokens: Tensor, capacity: int) -> Tensor:
-        """What `training_step` returns.
+        """What `training_step` returns; call it once in each.
 
         Args:
             nats: Sum of the losses of the micro-batch's tokens, a scalar.
@@ -41,10 +49,7 @@ class TokenMeanMixin(Mixin):
         Returns:
             Scalar whose accumulated gradient becomes the mean over all tokens of the step.
         """
-        if self._step_over or self._step_nats is None or self._step_tokens is None:
-            self._step_nats, self._step_tokens, self._step_over = nats.detach(), tokens, False
-        else:
-            self._step_nats, self._step_tokens = self._step_nats + nats.detach(), self._step_tokens + tokens
+        self._batch_sums = nats.detach(), tokens
         if self._splits() == 1:
             return nats / tokens.clamp(min=1)
         if self._capacity is None:  # any constant will do, but every rank needs the same one
@@ -53,30 +58,47 @@ class TokenMeanMixin(Mixin):
 
     def step_mean(self) -> Tensor:
         """Mean nats per token of the latest step, over all ranks: every rank must call. Scalar on the device."""
-        assert self._step_nats is not None
-        return self._over_ranks(self._step_nats) / self._tokens_of_all_ranks()
+        assert self._step_sums is not None
+        nats, tokens = self._step_sums
+        return self._over_ranks(nats) / self._over_ranks(tokens).clamp(min=1)
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clear the sums together with the gradients; Lightning does so between a window's first forward and backward."""
+        super().on_before_zero_grad(optimizer)
+        self._step_sums, self._scaled = None, True
 
     def on_after_backward(self) -> None:
         """Scale the gradients after the step's last backward pass, before anyone clips or logs them."""
         super().on_after_backward()
-        if self._step_tokens is None or self.trainer.fit_loop._should_accumulate():
+        if self._batch_sums is None:
             return
-        self._step_over = True
-        if self._splits() > 1:
-            assert self._capacity is not None
-            factor = self._capacity * self._splits() / self._tokens_of_all_ranks()
-            strategy: Any = self.trainer.strategy
-            if hasattr(strategy, "scale_gradients"):  # DeepSpeed's engine holds them
-                strategy.scale_gradients(factor)
-            else:
-                scale_gradients([p.grad for p in self.parameters() if p.grad is not None], factor)
+        (nats, tokens), self._batch_sums = self._batch_sums, None
+        if self._step_sums is not None:
+            nats, tokens = self._step_sums[0] + nats, self._step_sums[1] + tokens
+        self._step_sums, self._scaled = (nats, tokens), False
+        if not self.trainer.fit_loop._should_accumulate():
+            self._scale()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Scale the gradients of a step whose last micro-batch had no backward pass: its `training_step` gave None."""
+        super().on_before_optimizer_step(optimizer)
+        if not self._scaled:
+            self._scale()
+
+    def _scale(self) -> None:
+        self._scaled = True
+        if self._splits() == 1 or self._step_sums is None:
+            return
+        assert self._capacity is not None
+        factor = self._capacity * self._splits() / self._over_ranks(self._step_sums[1]).clamp(min=1)
+        strategy: Any = self.trainer.strategy
+        if hasattr(strategy, "scale_gradients"):  # DeepSpeed's engine holds them
+            strategy.scale_gradients(factor)
+        else:
+            scale_gradients([p.grad for p in self.parameters() if p.grad is not None], factor)
 
     def _splits(self) -> int:
         return self.trainer.accumulate_grad_batches * self.trainer.world_size
-
-    def _tokens_of_all_ranks(self) -> Tensor:
-        assert self._step_tokens is not None
-        return self._over_ranks(self._step_tokens).clamp(min=1)
 
     def _over_ranks(self, value: Tensor) -> Tensor:
         return self.trainer.strategy.reduce(value.clone(), reduce_op="sum")  # it reduces in place

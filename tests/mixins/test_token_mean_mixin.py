@@ -1,6 +1,7 @@
 """The mean over tokens across ranks: two processes with ragged rows take the step that one process takes."""
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -63,16 +64,90 @@ def test_two_ragged_ranks_with_accumulation_take_the_step_of_one_process(tmp_pat
         assert mean == pytest.approx(whole.mean, rel=1e-6)
 
 
-def test_sums_start_anew_with_each_step():
-    one = fit([TARGETS[:2], TARGETS[2:4]], devices=1, accumulate_grad_batches=2)
-    assert one._step_over
-    one.token_mean(torch.tensor(3.0), torch.tensor(2), 10)
-    assert one._step_nats.item() == 3.0
-    one.token_mean(torch.tensor(4.0), torch.tensor(1), 10)
-    assert (one._step_nats.item(), one._step_tokens.item()) == (7.0, 3)
-    one._step_over = True
-    one.token_mean(torch.tensor(5.0), torch.tensor(1), 10)
-    assert one._step_nats.item() == 5.0
+class Counter(TokenMeanMixin, pl.LightningModule):
+    """Each token of a batch costs `weight` nats, so the gradient of every step is exactly 1, whatever the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(0.0))
+        self.gradients: list[float] = []
+        self.batches = 0
+        self.at: dict[int, Any] = {}
+
+    def training_step(self, batch, batch_idx):
+        self.batches += 1
+        loss = self.token_mean(self.weight * batch.sum(), batch.sum().long(), capacity=9)
+        return loss if self.batches not in self.at else self.at[self.batches](self)
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        self.gradients.append(self.weight.grad.item())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def count(model: Counter, tokens: list[float], **options) -> list[float]:
+    """Gradients of the steps of one fit, two batches each where nothing ends them earlier."""
+    model.gradients, model.batches = [], 0
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "barebones": False}
+    pl.Trainer(
+        accelerator="cpu", accumulate_grad_batches=2, enable_model_summary=False, **quiet,
+        **{"max_epochs": 1, **options},
+    ).fit(model, DataLoader(torch.tensor(tokens), batch_size=None))  # fmt: skip
+    return model.gradients
+
+
+def fail(model: Counter) -> None:
+    raise RuntimeError("power cut")
+
+
+def stop(model: Counter) -> torch.Tensor:
+    model.trainer.should_stop = True
+    return model.weight * 0.0
+
+
+def skip(model: Counter) -> None:
+    return None
+
+
+def test_a_window_that_an_exception_cut_short_leaves_nothing_to_the_next_fit():
+    model = Counter()
+    for at in (2, 3):  # in a window's second batch, and in its first
+        model.at = {at: fail}
+        with pytest.raises(RuntimeError, match="power cut"):
+            count(model, [1, 2, 3, 4])
+        model.at = {}
+        assert count(model, [2, 1, 5, 3]) == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.parametrize("cut", [{"limit_train_batches": 3}, {"max_steps": 1}, {"max_time": "00:00:00:00"}])
+def test_the_first_step_of_a_second_fit_is_right_after_a_first_one_that_was_cut(cut):
+    model = Counter()
+    count(model, [1, 2, 3, 4], **cut)
+    assert all(gradient == pytest.approx(1.0) for gradient in model.gradients)
+    assert count(model, [2, 1, 5, 3]) == pytest.approx([1.0, 1.0])
+
+
+def test_a_fit_that_was_told_to_stop_in_mid_window_leaves_nothing():
+    model = Counter()
+    model.at = {1: stop}
+    assert count(model, [1, 2, 3, 4]) == []
+    model.at = {}
+    assert count(model, [2, 1, 5, 3]) == pytest.approx([1.0, 1.0])
+
+
+def test_a_micro_batch_that_the_training_step_skips_does_not_count():
+    model = Counter()
+    model.at = {1: skip, 4: skip}  # a window's first batch, and one that is its last
+    assert count(model, [1, 2, 3, 4]) == pytest.approx([1.0, 1.0])
+
+
+def test_another_number_of_tokens_to_a_batch_in_a_second_fit_is_as_right_as_the_first():
+    model = Counter()
+    assert count(model, [1, 2]) == pytest.approx([1.0])
+    assert model.step_mean().item() == 0.0
+    assert count(model, [900, 100]) == pytest.approx([1.0])
 
 
 def test_behind_the_lightning_module_it_is_refused():
