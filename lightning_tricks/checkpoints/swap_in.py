@@ -53,21 +53,34 @@ def put_in_place(path: Path) -> None:
     """Give what is at `place_of(path)` the name `path`, then delete what had it.
 
     A folder cannot take another's name in one go: between two renames the older one is at `replaced(path)`.
+
+    Raises:
+        OSError: what the file system says; the older checkpoint is then back under its name, or a note says where it is.
     """
     new, old = place_of(path), replaced(path)
     if path.is_file() and new.is_file():
         new.replace(path)
     else:
-        if os.path.lexists(path):
+        older = os.path.lexists(path)
+        if older:
             remove(old)
             path.rename(old)
         try:
             new.rename(path)
-        except OSError:
-            old.rename(path)
+        except OSError as error:
+            if older:
+                _take_back(old, path, error)
             raise
     fsync_path(path.parent)
     remove(old)
+
+
+def _take_back(old: Path, path: Path, error: OSError) -> None:
+    """Give the older checkpoint its name again; where that fails too, `error`, the cause of both, says where it is."""
+    try:
+        old.rename(path)
+    except OSError:
+        error.add_note(f"the older checkpoint is at {old}: rename it to {path}")
 
 
 def fsync_path(path: Path) -> None:

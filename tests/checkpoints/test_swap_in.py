@@ -1,5 +1,6 @@
 """A new checkpoint takes an older one's place whole or not at all."""
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -103,6 +104,32 @@ def test_a_rename_that_fails_is_taken_back(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="refused"):
         put_in_place(path)
     assert content(path) == {"meta.pt", "__1_0.distcp"}
+
+
+def no_space(self, target):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+RENAME = Path.rename
+
+
+def test_a_rename_that_fails_says_why_where_there_was_no_older_one(tmp_path, monkeypatch):
+    folder_at(clear_place(tmp_path / "first.ckpt"), "meta.pt")
+    monkeypatch.setattr(Path, "rename", lambda self, to: (no_space if ".saving" in self.name else RENAME)(self, to))
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        put_in_place(tmp_path / "first.ckpt")
+    assert caught.value.errno == errno.ENOSPC
+    assert content(tmp_path) == {".first.ckpt.saving"}
+
+
+def test_where_the_older_one_cannot_be_put_back_the_cause_says_where_it_is(tmp_path, monkeypatch):
+    path = folder_at(tmp_path / "last.ckpt", "meta.pt")
+    folder_at(clear_place(path), "meta.pt")
+    monkeypatch.setattr(Path, "rename", lambda self, to: (RENAME if self == path else no_space)(self, to))
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        put_in_place(path)
+    assert caught.value.__notes__ == [f"the older checkpoint is at {tmp_path}/.last.ckpt.replaced: rename it to {path}"]
+    assert content(tmp_path / ".last.ckpt.replaced") == {"meta.pt"}
 
 
 def test_no_name_on_the_way_is_taken_for_a_checkpoint(tmp_path):
