@@ -177,7 +177,7 @@ class RecipeCLI(LightningCLI):
         strategy = self.trainer.strategy
         ours = isinstance(strategy.checkpoint_io, FolderCheckpointIO)
         if ours and not any("DeepSpeed" in cls.__name__ for cls in type(strategy).__mro__):
-            check_checkpoint(path)
+            check_checkpoint(path, resumes=self.subcommand == "fit")
 
     def after_fit(self) -> None:
         """Say where the results are and what to do with them."""

@@ -1,8 +1,10 @@
 """The ready LightningModule: a decoder, its loss per token, and the mixins that own optimizer and clipping."""
 
 import dataclasses
+import inspect
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -12,13 +14,34 @@ from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks.accounting import Attention, recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.callbacks import GradNormMonitor, LRMonitor, MetricBuffer, MFUMonitor, PrecisionMonitor
 from lightning_tricks.callbacks.precision_monitor import has_figures
+from lightning_tricks.checkpoints.folder_checkpoint_io import read_without_optimizers
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
+from lightning_tricks.mixins._plain_settings import build, from_plain
 from lightning_tricks.models import Decoder, DecoderConfig
 from lightning_tricks.models.checkpointing import Mode, check_mode
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 Batch = dict[str, Tensor]
 IGNORED = -100
+
+
+def _takes_decoder(cls: type, settings: dict[str, Any]) -> bool:
+    """Whether a constructor wants the decoder; a subclass whose saved settings lack it makes its own."""
+    parameters = inspect.signature(cls).parameters
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "decoder" in parameters or (passes_on and not settings)
+
+
+def _decoder_of(checkpoint: dict[str, Any]) -> DecoderConfig:
+    """The shape of the decoder in a checkpoint of LanguageModel.
+
+    Raises:
+        UsageError: the checkpoint is of another module.
+    """
+    if "decoder_config" not in checkpoint:
+        raise UsageError("the checkpoint has no decoder_config, so it is not of a LanguageModel: pass decoder=...")
+    settings = dict(checkpoint["decoder_config"])
+    return build(settings.pop("class"), settings, DecoderConfig, "decoder")
 
 
 class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.LightningModule):
@@ -52,7 +75,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.config = decoder
+        self.config: DecoderConfig = from_plain(decoder, DecoderConfig, "decoder")
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.compile_blocks = compile_blocks
         self.decoder: Decoder | None = None
@@ -187,6 +210,36 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         labels = batch["labels"]
         chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
         return torch.where(labels == IGNORED, 0.0, chosen)
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """The model of a checkpoint; the checkpoint says what its decoder is.
+
+        Args:
+            checkpoint_path: a file, or a folder of shards that `FSDP2Strategy` saved.
+            map_location: as Lightning's method has it, like those below.
+            hparams_file: see Lightning.
+            strict: see Lightning.
+            weights_only: see Lightning.
+            **kwargs: constructor arguments; `optimizer`, `schedule` and the like where the model is to be trained.
+
+        Raises:
+            UsageError: no whole checkpoint, or none of a LanguageModel.
+        """
+        if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
+            checkpoint, checkpoint_path = read_without_optimizers(Path(checkpoint_path), weights_only)
+            settings = {**checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), **kwargs}
+            if "decoder" not in settings and _takes_decoder(cls, settings):
+                kwargs["decoder"] = _decoder_of(checkpoint)
+        return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
 
     def _architecture(self) -> dict[str, Any]:
         return {"class": type(self.config).__name__, **dataclasses.asdict(self.config)}  # type: ignore[call-overload]

@@ -12,6 +12,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.precision import BF16Mixed, FP16Mixed
+from lightning_tricks.schedules import WarmupLinear
 
 SHAPE = {"vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 8}
 
@@ -46,13 +47,13 @@ class Batches(torch.utils.data.Dataset):
         return {name: value[index * self.rows : (index + 1) * self.rows] for name, value in self.whole.items()}
 
 
-def fit(model: LanguageModel, batches, **kwargs) -> pl.Trainer:
+def fit(model: LanguageModel, batches, ckpt_path=None, **kwargs) -> pl.Trainer:
     options = {
         "accelerator": "cpu", "devices": 1, "max_steps": 1, "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1,
     }  # fmt: skip
     trainer = pl.Trainer(**{**options, **kwargs})
-    trainer.fit(model, DataLoader(batches, batch_size=None))
+    trainer.fit(model, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -102,8 +103,6 @@ def test_a_micro_batch_without_a_counted_label_changes_nothing():
 
 
 def test_the_logged_lr_is_the_one_that_the_step_used():
-    from lightning_tricks.schedules import WarmupLinear
-
     trainer = fit(make(schedule=WarmupLinear(warmup_steps=2)), Batches(ragged(4), 2), max_steps=3)
     # peak 0.5: steps 0, 1 warm up; step 2 is the first of one step of decay
     assert trainer.callback_metrics["train/lr"].item() == pytest.approx(0.5)
@@ -203,3 +202,78 @@ def test_a_strategy_that_leaves_the_sharding_to_the_module_is_refused():
     strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
     with pytest.raises(UsageError, match=r"^strategy=ModelParallelStrategy leaves .*: take FSDP2Strategy$"):
         fit(make(), [ragged(2)], strategy=strategy)
+
+
+# ---- out of a checkpoint
+
+
+class Subclass(LanguageModel):
+    """Passes its settings on, as the mixins do."""
+
+    def __init__(self, width: int = 1, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.width = width
+
+
+class Keeping(LanguageModel):
+    """Keeps its settings, the decoder among them."""
+
+    def __init__(self, decoder, **kwargs) -> None:
+        super().__init__(decoder, **kwargs)
+        self.save_hyperparameters()
+
+
+class OwnDecoder(LanguageModel):
+    """Makes the decoder from a setting of its own."""
+
+    def __init__(self, width: int, **kwargs) -> None:
+        super().__init__(Llama(**{**SHAPE, "d_model": width}), **kwargs)
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [
+        (LanguageModel, {"decoder": GPT2(**SHAPE)}),
+        (Subclass, {"decoder": Llama(**SHAPE)}),
+        (Keeping, {"decoder": Llama(**SHAPE)}),
+        (OwnDecoder, {"width": 24}),
+    ],
+)
+def test_a_checkpoint_alone_gives_the_model_back(cls, settings, tmp_path):
+    model = cls(**settings, schedule=WarmupLinear(warmup_steps=1))
+    fit(model, Batches(ragged(4), 2), max_steps=2).save_checkpoint(tmp_path / "a.ckpt")
+    again = cls.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert type(again) is cls
+    assert again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    fit(cls(**settings), Batches(ragged(4), 2), max_steps=3, ckpt_path=tmp_path / "a.ckpt")  # opens under weights_only
+
+
+def test_what_the_caller_gives_beats_the_checkpoint(tmp_path):
+    fit(make(), Batches(ragged(4), 2)).save_checkpoint(tmp_path / "a.ckpt")
+    again = LanguageModel.load_from_checkpoint(tmp_path / "a.ckpt", optimizer=sgd, activation_checkpointing="full")
+    assert (again.optimizer, again.activation_checkpointing) == (sgd, "full")
+    with pytest.raises(UsageError, match=r"d_model=16, the recipe's 32"):
+        LanguageModel.load_from_checkpoint(tmp_path / "a.ckpt", decoder=Llama(**{**SHAPE, "d_model": 32}))
+
+
+def test_weights_alone_and_a_folder_of_shards_give_the_model_back_as_well(tmp_path):
+    model = make()
+    run = fit(model, Batches(ragged(4), 2))
+    run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    rest = torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    weights = {"state_dict": rest.pop("state_dict")}
+    torch.distributed.checkpoint.save(weights, checkpoint_id=tmp_path / "shards.ckpt", no_dist=True)
+    torch.save(rest, tmp_path / "shards.ckpt" / "meta.pt")
+    for name in ("weights.ckpt", "shards.ckpt"):
+        again = LanguageModel.load_from_checkpoint(str(tmp_path / name))
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_a_checkpoint_of_another_module_is_refused_in_one_line(tmp_path):
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.0"}, tmp_path / "other.ckpt")
+    with pytest.raises(UsageError, match=r"^the checkpoint has no decoder_config"):
+        LanguageModel.load_from_checkpoint(tmp_path / "other.ckpt")
+    with pytest.raises(UsageError, match=r"there is no such file or folder"):
+        LanguageModel.load_from_checkpoint(tmp_path / "none.ckpt")

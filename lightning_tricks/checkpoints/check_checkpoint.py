@@ -11,9 +11,10 @@ from lightning_tricks._errors import UsageError
 
 SHARDS_METADATA = ".metadata"  # torch's: which tensor is where; written last
 REST = "meta.pt"  # Lightning's: all that is not weights or optimizer state
+_TRAINING_STATE = "lr_schedulers"  # Lightning's key that is there, also empty, unless only the weights were saved
 
 
-def check_checkpoint(path: str | Path) -> Path:
+def check_checkpoint(path: str | Path, resumes: bool = False) -> Path:
     """Refuse what cannot be resumed from; reads no tensor. The same on every rank that sees the same files.
 
     A folder of shards is whole when `.metadata` and `meta.pt` are there and every byte that `.metadata` names. A file
@@ -22,13 +23,14 @@ def check_checkpoint(path: str | Path) -> Path:
 
     Args:
         path: what `ckpt_path` was given; anything with a protocol (`s3://...`) is left to whoever reads it.
+        resumes: whether training shall go on from it, which needs more than weights.
 
     Returns:
         The path.
 
     Raises:
         UsageError: nothing there; a folder that is incomplete, of DeepSpeed, of another program, or of something else;
-            a file cut short or of another kind.
+            a file cut short or of another kind; one that holds weights only where `resumes`.
     """
     if "://" in str(path):
         return Path(path)
@@ -41,7 +43,35 @@ def check_checkpoint(path: str | Path) -> Path:
         before = replaced(path)
         hint = f"; {before} is the one before it: rename it" if before.exists() else ""
         raise UsageError(f"ckpt_path={path}: there is no such file or folder{hint}")
+    if resumes and not _names_training_state(path / REST if path.is_dir() else path):
+        raise UsageError(_weights_only(path))
     return path
+
+
+def check_training_state(checkpoint: dict[str, Any], path: Any) -> None:
+    """Refuse to train on from a checkpoint, loaded from `path`, that holds weights only.
+
+    Raises:
+        UsageError: it has no state of schedulers, and so none of optimizers.
+    """
+    if _TRAINING_STATE not in checkpoint:
+        raise UsageError(_weights_only(path))
+
+
+def _weights_only(path: Any) -> str:
+    return (
+        f"ckpt_path={path}: it holds weights only and no optimizer state (save_weights_only), so fit cannot go on from "
+        "it: give a checkpoint that was saved whole; validate, test, predict and load_from_checkpoint take this one"
+    )
+
+
+def _names_training_state(file: Path) -> bool:
+    """Whether a file's pickle has the key, read as bytes: no object is built; True for torch's old format."""
+    if not zipfile.is_zipfile(file):
+        return True
+    with zipfile.ZipFile(file) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        return _TRAINING_STATE.encode() in archive.read(name)
 
 
 def replaced(path: Path) -> Path:

@@ -1,12 +1,15 @@
 """Folders of shards for Trainers that do not shard: one device, DDP."""
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
 from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
-from lightning_tricks.checkpoints.read_folder import read_folder
+from lightning_tricks.checkpoints.read_folder import load_file, read_by_name, read_folder, whole_tensor
 from lightning_tricks.checkpoints.swap_in import swap_in
 
 if TYPE_CHECKING:
@@ -46,6 +49,30 @@ class FolderCheckpointIO(TorchCheckpointIO):
         checkpoint = super().load_checkpoint(path, map_location or _stay, weights_only)
         check_content(checkpoint, path)
         return checkpoint
+
+
+def read_without_optimizers(path: Path, weights_only: bool | None) -> tuple[dict[str, Any], Any]:
+    """A checkpoint, file or folder, and what Lightning's `load_from_checkpoint` can open in its place.
+
+    Args:
+        path: see `check_checkpoint`.
+        weights_only: as in `torch.load`.
+
+    Returns:
+        The checkpoint, without optimizer state where it is a folder, and the path or the same as one file in memory.
+
+    Raises:
+        UsageError: what `check_checkpoint` and `check_content` raise; an object that `weights_only` refuses.
+    """
+    if not check_checkpoint(path).is_dir():
+        checkpoint = load_file(path, weights_only)
+        check_content(checkpoint, path)
+        return checkpoint, path
+    checkpoint = read_by_name(path, weights_only, whole_tensor, optimizers=False)
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    file.seek(0)
+    return checkpoint, file
 
 
 def check_content(checkpoint: Any, path: Any) -> None:

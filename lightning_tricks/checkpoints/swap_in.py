@@ -55,7 +55,7 @@ def put_in_place(path: Path) -> None:
     A folder cannot take another's name in one go: between two renames the older one is at `replaced(path)`.
 
     Raises:
-        OSError: what the file system says; the older checkpoint is then back under its name, or a note says where it is.
+        OSError: what the file system says; the older checkpoint then has its name again, or a note says where it is.
     """
     new, old = place_of(path), replaced(path)
     if path.is_file() and new.is_file():

@@ -1,15 +1,20 @@
 """Give any LightningModule its optimizer and schedule: groups by role, a learning rate per step, a safe resume."""
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
+from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
+from lightning_tricks.mixins._plain_settings import from_plain, to_plain
 from lightning_tricks.optim import ParamRule, build_optimizer, groups_table
 from lightning_tricks.schedules import Schedule, ScheduleLR
 
+_NAME = "optimizer_function"  # in a checkpoint
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 
 
@@ -19,6 +24,10 @@ class OptimizerMixin(Mixin):
     Put it before the LightningModule in the bases: `class Model(OptimizerMixin, LightningModule)`. The length of the
     run is `trainer.max_steps`, read when training starts. A resume follows the settings given here, not the
     checkpoint's: learning rate, decay, betas, length and shape of the schedule. The groups are logged once, at start.
+
+    With `save_hyperparameters()`, a checkpoint holds schedule and rules in plain types: it opens with
+    `weights_only=True`, and `load_from_checkpoint` builds them again. Of the optimizer, a function, it holds the name
+    alone: give the function to `load_from_checkpoint` to train that module.
 
     Under `fast_dev_run`, which cuts the run to a few steps, the learning rate stays constant: the length that the
     schedule is meant for is not known then.
@@ -32,7 +41,8 @@ class OptimizerMixin(Mixin):
         **kwargs: for the next class in the bases.
 
     Raises:
-        UsageError: when training starts: see `build_optimizer` and `Schedule.check`.
+        UsageError: when training starts: see `build_optimizer` and `Schedule.check`; a checkpoint that holds weights
+            only.
 
     Source: see `default_adamw` and `decay_groups`.
     """
@@ -49,13 +59,20 @@ class OptimizerMixin(Mixin):
     ) -> None:
         super().__init__(**kwargs)
         self.optimizer = optimizer
-        self.schedule = schedule
+        self._missing_optimizer: str | None = None
+        self.schedule: Schedule | None = from_plain(schedule, Schedule, "schedule")
         self.weight_decay = weight_decay
         self.decay_embeddings = decay_embeddings
-        self.param_rules = param_rules
+        self.param_rules: list[ParamRule] | None = from_plain(param_rules, ParamRule, "param_rules")
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and the schedule stepped once after each of its steps."""
+        if self.optimizer is None and self._missing_optimizer is not None:
+            raise UsageError(
+                f"optimizer: the checkpoint was trained with {self._missing_optimizer}, a function, which it cannot hold: "
+                "to train, pass optimizer=... to load_from_checkpoint, or build the module anew and give fit the "
+                "ckpt_path"
+            )
         optimizer = build_optimizer(
             self, self.optimizer, self.weight_decay, self.decay_embeddings, rules=self.param_rules
         )
@@ -66,3 +83,21 @@ class OptimizerMixin(Mixin):
             return {"optimizer": optimizer}
         scheduler = ScheduleLR(optimizer, self.schedule, self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write the optimizer's name, and in plain types what `save_hyperparameters` has kept."""
+        super().on_save_checkpoint(checkpoint)
+        if callable(self.optimizer):
+            checkpoint[_NAME] = re.sub(r" at 0x\w+", "", repr(self.optimizer))
+        settings = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)
+        if type(settings) is dict:
+            kept = {key: value for key, value in settings.items() if key != "optimizer" or not callable(value)}
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = to_plain(kept)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse to train on from weights alone; without a Trainer, remember which optimizer is missing."""
+        super().on_load_checkpoint(checkpoint)
+        if self._trainer is None and self.optimizer is None:
+            self._missing_optimizer = checkpoint.get(_NAME)
+        elif self._trainer is not None and self._trainer.state.fn == "fit":
+            check_training_state(checkpoint, self._trainer.ckpt_path)

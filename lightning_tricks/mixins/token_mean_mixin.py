@@ -63,7 +63,7 @@ class TokenMeanMixin(Mixin):
         return self._over_ranks(nats) / self._over_ranks(tokens).clamp(min=1)
 
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clear the sums together with the gradients; Lightning does so between a window's first forward and backward."""
+        """Clear the sums with the gradients: after a window's first forward pass and before its first backward pass."""
         super().on_before_zero_grad(optimizer)
         self._step_sums, self._scaled = None, True
 

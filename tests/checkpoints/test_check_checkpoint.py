@@ -33,6 +33,19 @@ def test_whole_checkpoints_pass(folder, tmp_path):
         assert check_checkpoint(tmp_path / name) == tmp_path / name
 
 
+def test_weights_alone_are_whole_but_nothing_to_resume_from(folder, tmp_path):
+    rest = torch.load(folder / "meta.pt", weights_only=True)
+    torch.save({"state_dict": {"weight": torch.zeros(2)}, "loops": {}}, tmp_path / "weights.ckpt")
+    torch.save({"state_dict": {}, "optimizer_states": [], "lr_schedulers": []}, tmp_path / "whole.ckpt")
+    assert check_checkpoint(tmp_path / "whole.ckpt", resumes=True)
+    assert check_checkpoint(folder, resumes=True)
+    torch.save({key: value for key, value in rest.items() if key != "lr_schedulers"}, folder / "meta.pt")
+    for path in (tmp_path / "weights.ckpt", folder):
+        assert check_checkpoint(path) == path
+        with pytest.raises(UsageError, match=rf"^ckpt_path={path}: it holds weights only[^\n]*$"):
+            check_checkpoint(path, resumes=True)
+
+
 def test_what_is_on_another_machine_is_left_to_the_reader():
     check_checkpoint("s3://bucket/last.ckpt")
 

@@ -1,5 +1,6 @@
 """The optimizer of any LightningModule: what it trains with, what a resume follows, what is refused."""
 
+import functools
 import logging
 import math
 
@@ -286,3 +287,108 @@ def test_every_option_has_its_line_of_help(parser, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for words in ("None for AdamW with lr 3e-4", "the learning rate's curve", "biases and norms never decay"):
         assert words in shown
+
+
+# ---- save_hyperparameters
+
+
+class Saving(OptimizerMixin, LightningModule):
+    """A module as Lightning's documentation writes them."""
+
+    def __init__(self, width: int = 2, betas=(0.9, 0.95), **kwargs):
+        super().__init__(**kwargs)
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(2, width)
+
+    def training_step(self, batch, _):
+        return self.net(batch).square().sum()
+
+    validation_step = training_step
+
+
+SETTINGS = {
+    "width": 3,
+    "schedule": WarmupStableDecay(warmup_steps=1, decay_start=1, decay_shape="linear"),
+    "param_rules": [ParamRule("bias", lr_scale=0.5)],
+    "weight_decay": 0.2,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of a module that keeps its hyper-parameters, one of them a function."""
+    path = tmp_path_factory.mktemp("saving") / "run.ckpt"
+    run = fit(Saving(optimizer=adamw(0.5), **SETTINGS), 2)
+    run.save_checkpoint(path)
+    return path
+
+
+def test_the_runs_own_checkpoint_is_resumed(saved):
+    model = Saving(optimizer=adamw(0.5), **SETTINGS)
+    run = fit(model, 4, resume=saved)
+    assert run.global_step == 4
+
+
+def test_hyper_parameters_are_plain_types_as_a_recipe_writes_them(saved):
+    found = torch.load(saved, weights_only=True)["hyper_parameters"]
+    assert "optimizer" not in found
+    assert found["schedule"]["class_path"] == "WarmupStableDecay"
+    assert found["schedule"]["init_args"]["decay_start"] == 1
+    rule = {"pattern": "bias", "lr_scale": 0.5, "weight_decay": None}
+    assert found["param_rules"] == [{"class_path": "ParamRule", "init_args": rule}]
+    assert (found["width"], found["betas"]) == (3, (0.9, 0.95))
+
+
+def test_the_module_is_built_again_from_its_checkpoint_alone(saved, tmp_path):
+    model = Saving.load_from_checkpoint(saved)
+    assert model.schedule == SETTINGS["schedule"]
+    assert model.param_rules == SETTINGS["param_rules"]
+    assert (model.net.out_features, model.weight_decay) == (3, 0.2)
+    trainer(1).validate(model, batches(1), verbose=False)
+
+
+def test_to_train_it_needs_the_function_that_no_checkpoint_holds(saved, tmp_path):
+    with pytest.raises(
+        UsageError, match=r"^optimizer: the checkpoint was trained with <function adamw.*pass optimizer="
+    ):
+        fit(Saving.load_from_checkpoint(saved), 4)
+    model = Saving.load_from_checkpoint(saved, optimizer=adamw(0.25))
+    fit(model, 4).save_checkpoint(tmp_path / "again.ckpt")
+    again = Saving.load_from_checkpoint(tmp_path / "again.ckpt")  # plain types stay plain types
+    assert again.schedule == SETTINGS["schedule"]
+
+
+def test_a_function_that_could_be_pickled_stays_out_as_well(tmp_path):
+    """Else the checkpoint would not open with weights_only=True."""
+    optimizer = functools.partial(torch.optim.SGD, lr=0.5)
+    fit(Saving(optimizer=optimizer), 2).save_checkpoint(tmp_path / "run.ckpt")
+    fit(Saving(optimizer=optimizer), 3, resume=tmp_path / "run.ckpt")
+    with pytest.raises(
+        UsageError, match=r"^optimizer: .*trained with functools\.partial\(<class 'torch.*SGD'>, lr=0\.5"
+    ):
+        fit(Saving.load_from_checkpoint(tmp_path / "run.ckpt"), 3)
+
+
+def test_without_a_function_it_trains_again_from_its_checkpoint_alone(tmp_path):
+    fit(Saving(schedule=WarmupConstant(warmup_steps=1)), 2).save_checkpoint(tmp_path / "run.ckpt")
+    model = Saving.load_from_checkpoint(tmp_path / "run.ckpt")
+    assert fit(model, 3, resume=tmp_path / "run.ckpt").global_step == 3
+
+
+def test_a_class_that_is_not_imported_is_refused_by_name():
+    unknown = {"class_path": "MyOwnCurve", "init_args": {}}
+    with pytest.raises(UsageError, match=r"^schedule: the checkpoint names MyOwnCurve, and 0 subclasses of Schedule"):
+        Saving(schedule=unknown)
+    with pytest.raises(UsageError, match=r"this version's WarmupCosine does not take .*'warmup'"):
+        Saving(schedule={"class_path": "WarmupCosine", "init_args": {"warmup": 1}})
+
+
+def test_weights_alone_are_refused_by_fit_in_one_line_and_taken_by_the_others(tmp_path):
+    path = tmp_path / "weights.ckpt"
+    fit(Saving(), 2).save_checkpoint(path, weights_only=True)
+    with pytest.raises(UsageError, match=rf"^ckpt_path={path}: it holds weights only .* saved whole; [^\n]*$"):
+        fit(Saving(), 4, resume=path)
+    for stage in ("validate", "test", "predict"):
+        model = Saving()
+        model.test_step = model.predict_step = model.validation_step
+        getattr(trainer(1), stage)(model, batches(1), ckpt_path=path)

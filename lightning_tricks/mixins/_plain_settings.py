@@ -1,0 +1,69 @@
+"""Constructor settings in plain types: a checkpoint that holds them opens with `weights_only=True` in any program.
+
+`save_hyperparameters()` keeps the objects that the constructor was given. In the checkpoint, schedules, parameter rules
+and decoder shapes become what a recipe writes, `class_path` with a short name and `init_args`, and the mixins' own
+constructors take that form back.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.models import DecoderConfig
+from lightning_tricks.optim import ParamRule
+from lightning_tricks.schedules import Schedule
+
+_OURS = (Schedule, ParamRule, DecoderConfig)
+
+
+def to_plain(value: Any) -> Any:
+    """`value` with all that is of our classes in plain types, at any depth of dicts and lists."""
+    if type(value) is dict:
+        return {key: to_plain(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(to_plain(entry) for entry in value)
+    if not isinstance(value, _OURS) or not dataclasses.is_dataclass(value):
+        return value
+    settings = {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {"class_path": type(value).__name__, "init_args": settings}
+
+
+def from_plain(value: Any, base: type, option: str) -> Any:
+    """What `to_plain` was given, where it was a `base` or a list of them; anything else unchanged.
+
+    Raises:
+        UsageError: a class that is not imported, or settings that it does not take.
+    """
+    if isinstance(value, list):
+        return [from_plain(entry, base, option) for entry in value]
+    if not isinstance(value, dict) or "class_path" not in value:
+        return value
+    return build(value["class_path"], value.get("init_args", {}), base, option)
+
+
+def build(name: str, settings: dict[str, Any], base: type, option: str) -> Any:
+    """An object of `base` or its subclass of that name, which is imported.
+
+    Raises:
+        UsageError: there is no such class, or it does not take the settings.
+    """
+    found = [cls for cls in _family(base) if cls.__name__ == name]
+    if len(found) != 1:
+        raise UsageError(
+            f"{option}: the checkpoint names {name}, and {len(found)} subclasses of {base.__name__} with that name are "
+            f"imported: import the one that is meant, or pass {option} yourself"
+        )
+    try:
+        return found[0](**settings)
+    except TypeError as error:
+        raise UsageError(
+            f"{option}: this version's {name} does not take the checkpoint's settings ({error})"
+        ) from error
+
+
+def _family(base: type) -> Iterator[type]:
+    yield base
+    children: list[type] = base.__subclasses__()
+    for child in children:
+        yield from _family(child)
