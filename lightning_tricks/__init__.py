@@ -30,6 +30,7 @@ _HOMES = {
     "data": ["TextData", "TokenData"],
     "language_model": ["LanguageModel"],
     "loggers": ["ResumingCSVLogger", "ResumingTensorBoardLogger"],
+    "metrics": ["BitsPerByte", "TokenLoss", "TokenPerplexity"],
     "mixins": ["GradientClippingMixin", "OptimizerMixin", "TokenMeanMixin"],
     "models": ["GPT2", "Decoder", "DecoderConfig", "Llama"],
     "optim": ["ParamRule", "clip_grad_norm", "decay_groups"],

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import math
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ from lightning_tricks.accounting import Attention, recompute_flops_per_token, tr
 from lightning_tricks.callbacks import GradNormMonitor, LRMonitor, MetricBuffer, MFUMonitor, PrecisionMonitor
 from lightning_tricks.callbacks.precision_monitor import has_figures
 from lightning_tricks.checkpoints.folder_checkpoint_io import read_without_optimizers
+from lightning_tricks.metrics import BitsPerByte, TokenLoss
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
 from lightning_tricks.mixins._plain_settings import build, from_plain
 from lightning_tricks.models import Decoder, DecoderConfig
@@ -79,7 +79,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.compile_blocks = compile_blocks
         self.decoder: Decoder | None = None
-        self._evaluated: Tensor | None = None
+        self.token_loss, self.bits_per_byte = TokenLoss(), BitsPerByte()
         self._buffer: MetricBuffer | None = None
 
     def configure_callbacks(self) -> list["pl.Callback"]:
@@ -167,12 +167,12 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         return self.token_mean(nats, tokens, capacity=batch["labels"].numel())
 
     def on_validation_epoch_start(self) -> None:
-        """Start the sums over the validation set."""
-        self._evaluated = None
+        """Start the sums over the validation set; an exception may have left some."""
+        self._reset_evaluation()
 
     def on_test_epoch_start(self) -> None:
-        """Start the sums over the test set."""
-        self._evaluated = None
+        """Start the sums over the test set; an exception may have left some."""
+        self._reset_evaluation()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to the sums."""
@@ -182,12 +182,6 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         """Add a batch to the sums."""
         self._evaluate(batch)
 
-    def _evaluate(self, batch: Batch) -> None:
-        nats, tokens = self._sums(batch)
-        n_bytes = batch["n_bytes"].sum() if "n_bytes" in batch else torch.zeros_like(tokens)
-        sums = torch.stack([nats.double(), tokens.double(), n_bytes.double()])
-        self._evaluated = sums if self._evaluated is None else self._evaluated + sums
-
     def on_validation_epoch_end(self) -> None:
         """Log `val/loss` and `val/bits_per_byte`."""
         self._log_evaluation("val")
@@ -196,13 +190,20 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         """Log `test/loss` and `test/bits_per_byte`."""
         self._log_evaluation("test")
 
+    def _reset_evaluation(self) -> None:
+        self.token_loss.reset()
+        self.bits_per_byte.reset()
+
+    def _evaluate(self, batch: Batch) -> None:
+        nats, tokens = self._sums(batch)
+        self.token_loss.update(nats, tokens)
+        if "n_bytes" in batch:
+            self.bits_per_byte.update(nats, batch["n_bytes"])
+
     def _log_evaluation(self, stage: str) -> None:
-        if self._evaluated is None:
-            return
-        nats, tokens, n_bytes = self.trainer.strategy.reduce(self._evaluated, reduce_op="sum").tolist()
-        self.log(f"{stage}/loss", nats / max(tokens, 1.0))
-        if n_bytes:
-            self.log(f"{stage}/bits_per_byte", nats / (math.log(2) * n_bytes))
+        for name, metric in (("loss", self.token_loss), ("bits_per_byte", self.bits_per_byte)):
+            if metric.update_called:
+                self.log(f"{stage}/{name}", metric)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log-probability of each label given the tokens before it: (B, T) fp32, in nats, 0 where it does not count."""

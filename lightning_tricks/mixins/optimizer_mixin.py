@@ -69,8 +69,8 @@ class OptimizerMixin(Mixin):
         """The optimizer, and the schedule stepped once after each of its steps."""
         if self.optimizer is None and self._missing_optimizer is not None:
             raise UsageError(
-                f"optimizer: the checkpoint was trained with {self._missing_optimizer}, a function, which it cannot hold: "
-                "to train, pass optimizer=... to load_from_checkpoint, or build the module anew and give fit the "
+                f"optimizer: the checkpoint was trained with {self._missing_optimizer}, a function, which it cannot "
+                "hold: to train, pass optimizer=... to load_from_checkpoint, or build the module anew and give fit the "
                 "ckpt_path"
             )
         optimizer = build_optimizer(

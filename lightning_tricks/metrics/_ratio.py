@@ -1,0 +1,82 @@
+"""What the metrics share: a sum of nats over an exact count, to twice the digits of fp32 on devices without float64."""
+
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+def add(total: Tensor, value: Tensor) -> Tensor:
+    """Add a number to a sum that is held as two: its value rounded, and what the rounding has left out.
+
+    Nothing is read on the host. Two fp32 numbers hold 48 bits, so a billion additions keep the first ten digits.
+
+    Args:
+        total: (2,), rounded sum and remainder.
+        value: a scalar of any floating type.
+
+    Returns:
+        The new sum, (2,), of the type and on the device of `total`.
+
+    Source: `TwoSum` and `FastTwoSum` in Shewchuk 1997, https://doi.org/10.1007/PL00009321.
+    """
+    rounded = value.to(total.dtype)
+    remainder = (value - rounded.to(value.dtype)).to(total)  # of a float64; else 0
+    rounded = rounded.to(total.device)
+    old, left = total.unbind()
+    sum_ = old + rounded
+    taken = sum_ - old
+    left = left + remainder + ((old - (sum_ - taken)) + (rounded - taken))
+    new = sum_ + left
+    # infinity and NaN leave no remainder
+    return torch.where(new.isfinite(), torch.stack([new, left - (new - sum_)]), torch.stack([sum_, sum_.new_zeros(())]))
+
+
+def add_all(totals: Tensor) -> Tensor:
+    """The sum of many sums, (n, 2) to (2,): how those of all ranks are joined."""
+    total = totals[0]
+    for rounded, left in totals[1:]:
+        total = add(add(total, rounded), left)
+    return total
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The floating type with the most digits that a device has: Apple's GPUs have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class SumRatio(Metric):
+    """A sum over an exact count, both over all batches since `reset` and over all ranks; NaN where the count is 0."""
+
+    full_state_update = False
+    is_differentiable = False
+    higher_is_better = False
+    nats: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("nats", torch.zeros(2), dist_reduce_fx=add_all)
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def _apply(self, fn: Callable, exclude_state: Sequence[str] = ()) -> Self:
+        """Follow the module to another device and to no dtype: sums in bf16, or emptied on meta, would be wrong."""
+        super()._apply(fn, exclude_state=["nats", "count"])
+        if self.device.type != "meta":
+            for name in ("nats", "count"):
+                self._defaults[name] = torch.as_tensor(self._defaults[name], device=self.device)
+                setattr(self, name, getattr(self, name).to(self.device))
+        return self
+
+    def add_batch(self, nats: Tensor | float, count: Tensor | int) -> None:
+        """Add a batch's sum and its count: scalars, or one number a row."""
+        if not isinstance(nats, Tensor):
+            nats = torch.tensor(nats, dtype=torch.float64)
+        self.nats = add(self.nats, nats.detach().sum())
+        self.count = self.count + torch.as_tensor(count).sum()
+
+    def ratio(self) -> Tensor:
+        """Sum over count as a scalar on the metric's device, in its `widest` type."""
+        return self.nats.to(widest(self.nats.device)).sum() / self.count
