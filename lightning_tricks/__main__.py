@@ -4,7 +4,7 @@ import os
 import sys
 
 import lightning_tricks
-from lightning_tricks._errors import UsageError
+from lightning_tricks._errors import one_line_and_exit
 
 HELP = """\
 usage: python -m lightning_tricks COMMAND --config RECIPE.yaml [--config MORE.yaml] [--key.subkey VALUE ...]
@@ -53,13 +53,11 @@ def run(args: list[str]) -> None:
 
 def main() -> None:
     """Entry point of `python -m lightning_tricks` and `lightning-tricks`: a mistake is one line and exit code 2."""
-    try:
+    here = os.getcwd()
+    if not sys.flags.safe_path and not {"", here} & set(sys.path):
+        sys.path.insert(0, here)  # as `python -m` does; a console script's own folder stands there instead
+    with one_line_and_exit():
         run(sys.argv[1:])
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

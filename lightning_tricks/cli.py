@@ -5,92 +5,42 @@ progress bar, no automatic optimizer (the module owns it), and checkpoints that 
 """
 
 import faulthandler
-import inspect
-import os
-import re
 import sys
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
+from jsonargparse import Namespace
 
-# Imported for their class names, which a recipe then writes without the module's path.
-import lightning_tricks.callbacks
-import lightning_tricks.data
-import lightning_tricks.language_model
-import lightning_tricks.loggers
-import lightning_tricks.precision
-import lightning_tricks.strategies  # noqa: F401
-from lightning_tricks._errors import UsageError
+from lightning_tricks._check_run import check_ckpt_path, check_folders, check_options
+from lightning_tricks._errors import UsageError, one_line_and_exit
 from lightning_tricks._lightning import pl, pl_import
-from lightning_tricks._parse_errors import did_you_mean, one_line, parse_message
+from lightning_tricks._parse_errors import parse_message
+from lightning_tricks._program import program, short
+from lightning_tricks._recipe_parser import RecipeParser, join_negative_numbers
+from lightning_tricks._recipe_text import check_values
+from lightning_tricks._run_errors import trainer_line, usage_errors
+from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.callbacks import RankMonitor, TrainingProgressBar
 from lightning_tricks.callbacks.rank_monitor import end_within
-from lightning_tricks.checkpoints import FolderCheckpointIO, check_checkpoint
+from lightning_tricks.checkpoints import FolderCheckpointIO
 from lightning_tricks.loggers import choose_folder
-from lightning_tricks.models import DecoderConfig
-from lightning_tricks.schedules import Schedule
 
 if TYPE_CHECKING:
-    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.strategies import Strategy
 else:
-    LightningArgumentParser = pl_import("cli").LightningArgumentParser
     LightningCLI = pl_import("cli").LightningCLI
-    MisconfigurationException = pl_import("utilities.exceptions").MisconfigurationException
-    # So that recipes may name Lightning's own classes shortly, too.
-    pl_import("callbacks"), pl_import("loggers"), pl_import("strategies")
-
-
-class RecipeParser(LightningArgumentParser):
-    """A parser whose errors are one line, with the nearest known name."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the cause of a failed parse as a UsageError; a parser nested in another one reports to that one."""
-        if not self.exit_on_error:
-            super().error(message, ex)
-        parser = getattr(ex, "subcommand_parser", None) or self
-        options = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
-        raise UsageError(one_line(parse_message(message), options, nameable_classes())) from None
-
-
-def nameable_classes() -> dict[str, list[str]]:
-    """Every class that a recipe may name shortly, with its parameters' names."""
-    bases: list[type] = [
-        pl.Callback,
-        pl.LightningModule,
-        pl.LightningDataModule,
-        pl_import("loggers").Logger,
-        pl_import("strategies").Strategy,
-        pl_import("plugins").Precision,
-        torch.optim.Optimizer,
-        Schedule,
-        DecoderConfig,
-    ]
-    return {cls.__name__: _parameters(cls) for base in bases for cls in _subclasses(base)}
-
-
-def _subclasses(base: type) -> Iterator[type]:
-    children: list[type] = base.__subclasses__()
-    for child in children:
-        yield child
-        yield from _subclasses(child)
-
-
-def _parameters(cls: type) -> list[str]:
-    """Names of the constructor's parameters, with those that `**kwargs` hands to the next class in the bases."""
-    return [
-        name
-        for owner in cls.__mro__
-        if "__init__" in vars(owner)
-        for name, parameter in inspect.signature(owner.__init__).parameters.items()  # type: ignore[misc]
-        if name != "self" and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
+    Strategy = pl_import("strategies").Strategy
 
 
 class RecipeTrainer(pl.Trainer):
     """Lightning's Trainer, and the signature of our own `prepare`, which `RecipeCLI` carries out without a Trainer."""
+
+    # The class before the name: jsonargparse takes `FSDP2Strategy` for a class, and `ddp`, which is none, for a name.
+    def __init__(self, *args: Any, strategy: Strategy | str = "auto", **kwargs: Any) -> None:
+        super().__init__(*args, strategy=strategy, **kwargs)
 
     def prepare(self, model: "pl.LightningModule", datamodule: "pl.LightningDataModule | None" = None) -> None:
         """Turn the recipe's text into token shards, and stop."""
@@ -99,25 +49,46 @@ class RecipeTrainer(pl.Trainer):
 class RecipeCLI(LightningCLI):
     """Run one recipe. Use it in place of LightningCLI to get the same command line around your own classes.
 
+    Without `args` it is the whole program: it reads `sys.argv`, and a user's mistake is one line and exit code 2. With
+    `args` it is called from Python, and a mistake is a `UsageError`.
+
     Args:
+        model_class: As in LightningCLI; None for any that the recipe names.
+        datamodule_class: As in LightningCLI; None for any that the recipe names.
         **kwargs: Those of LightningCLI.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, model_class: Any = None, datamodule_class: Any = None, **kwargs: Any) -> None:
         usage = "%(prog)s --config RECIPE.yaml [--config MORE.yaml] [--key.subkey VALUE ...]"
-        common = {"allow_abbrev": False, "prog": "lightning-tricks"}
+        common = {"allow_abbrev": False, "prog": program()}
         kwargs.setdefault(
             "parser_kwargs", common | {name: {"usage": usage, "allow_abbrev": False} for name in self.subcommands()}
         )
         kwargs.setdefault("parser_class", RecipeParser)
         kwargs.setdefault("trainer_class", RecipeTrainer)
         kwargs.setdefault("save_config_kwargs", {"overwrite": True})
-        super().__init__(subclass_mode_model=True, subclass_mode_data=True, auto_configure_optimizers=False, **kwargs)
+        kwargs |= {"subclass_mode_model": True, "subclass_mode_data": True, "auto_configure_optimizers": False}
+        with one_line_and_exit() if kwargs.get("args") is None else nullcontext(), usage_errors(self._ckpt_path):
+            super().__init__(model_class, datamodule_class, **kwargs)
+
+    def _ckpt_path(self) -> str | None:
+        config = getattr(self, "config", {})  # none yet where parsing failed
+        return config.get(f"{config.get('subcommand')}.ckpt_path")
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Lightning's, and `prepare`."""
         return {**LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
+
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        """Parse, and refuse what Lightning would accept and fail on later."""
+        if isinstance(args, dict | Namespace):
+            self.config = parser.parse_object(args)
+        else:
+            given = join_negative_numbers(sys.argv[1:] if args is None else args)
+            check_values(given)
+            self.config = parser.parse_args(given)
+        check_options(self.config.get(self.config.get("subcommand") or "", self.config))
 
     def _parse_ckpt_path(self) -> None:
         """Leave the recipe alone: LightningCLI would let a checkpoint's hyper-parameters override it silently."""
@@ -143,11 +114,10 @@ class RecipeCLI(LightningCLI):
             config["callbacks"] = [TrainingProgressBar(), *callbacks]
         try:
             trainer = super().instantiate_trainer(**kwargs)
-        except (MisconfigurationException, ValueError, TypeError) as error:
-            message = "trainer: " + re.sub(r"\s+", " ", str(error))
-            if "FSDPPrecision" in message:  # Lightning names the class that FSDP1 wants, and not what to write
-                message += ": set trainer.precision in place of the plugin, or shard with FSDP2 (FSDP2Strategy)"
-            raise UsageError(message) from error
+        except Exception as error:
+            if isinstance(error, UsageError) or (line := trainer_line(error, config)) is None:
+                raise
+            raise UsageError(line) from error
         monitors = [callback for callback in trainer.callbacks if isinstance(callback, RankMonitor)]  # type: ignore[attr-defined]
         if trainer.world_size > 1 and not monitors:
             trainer.callbacks.insert(0, RankMonitor())  # type: ignore[attr-defined]  # the first to hear of an exception
@@ -165,19 +135,18 @@ class RecipeCLI(LightningCLI):
             print(datamodule.data_summary())
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        if subcommand != "prepare":
+            self._check_before_data(subcommand)
         for logger in self.trainer.loggers if subcommand != "prepare" else []:
             choose_folder(logger, subcommand, resumes=bool(self.config[subcommand].get("ckpt_path")))
-        self._check_ckpt_path(self.config[subcommand].get("ckpt_path"))
         return super()._prepare_subcommand_kwargs(subcommand)
 
-    def _check_ckpt_path(self, path: str | None) -> None:
-        """Refuse what cannot be opened now; later the ranks of a distributed run would be up and waiting."""
-        if not path or path in ("best", "last", "hpc") or path.startswith("registry") or self.subcommand == "prepare":
-            return
-        strategy = self.trainer.strategy
-        ours = isinstance(strategy.checkpoint_io, FolderCheckpointIO)
-        if ours and not any("DeepSpeed" in cls.__name__ for cls in type(strategy).__mro__):
-            check_checkpoint(path, resumes=self.subcommand == "fit")
+    def _check_before_data(self, subcommand: str) -> None:
+        """Refuse what the recipe and its folders alone show to be wrong; a module may know more, in `check_run`."""
+        check_ckpt_path(self.config[subcommand].get("ckpt_path"), self.trainer, resumes=subcommand == "fit")
+        check_folders(self.trainer)
+        if hasattr(self.model, "check_run"):
+            self.model.check_run(self.trainer, self.datamodule, subcommand)
 
     def after_fit(self) -> None:
         """Say where the results are and what to do with them."""
@@ -186,27 +155,21 @@ class RecipeCLI(LightningCLI):
             return
         for logger in trainer.loggers:
             if isinstance(logger, pl_import("loggers").TensorBoardLogger):
-                print(
-                    f"\nTensorBoard: tensorboard --logdir {_short(logger.root_dir)}   then open http://localhost:6006"
-                )
+                print(f"\nTensorBoard: tensorboard --logdir {short(logger.root_dir)}   then open http://localhost:6006")
         saver = trainer.checkpoint_callback
-        checkpoint = _short(getattr(saver, "last_model_path", "") or getattr(saver, "best_model_path", ""))
-        command = f"python -m lightning_tricks fit --config {self._recipe()}"
+        checkpoint = short(getattr(saver, "last_model_path", "") or getattr(saver, "best_model_path", ""))
+        command = f"{program()} fit --config {self._recipe()}"
         if checkpoint:
             print(f"Evaluate:    {command.replace(' fit ', ' validate ')} --ckpt_path {checkpoint}")
             print(f"Go on:       {command} --ckpt_path last --trainer.max_steps {2 * trainer.global_step}")
-        print(f"Try next:    {command} --model.init_args.optimizer.init_args.lr 1e-3")
-        print("             python -m lightning_tricks ls   lists the other recipes")
+        if self.config["fit"].get("model.init_args.optimizer"):
+            print(f"Try next:    {command} --model.init_args.optimizer.init_args.lr 1e-3")
+        if program() in ("python -m lightning_tricks", "lightning-tricks"):  # not a script of the user's own
+            print(f"             {program()} ls   lists the other recipes")
 
     def _recipe(self) -> str:
         paths = self.config[self.subcommand].get("config") or ["RECIPE.yaml"]
-        return _short(str(paths[0]))
-
-
-def _short(path: str) -> str:
-    """The path from here, where it lies below this folder."""
-    here = os.getcwd() + os.sep
-    return path.removeprefix(here)
+        return short(str(paths[0]))
 
 
 class _Untrained(RecipeCLI):
@@ -226,16 +189,12 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
         The module (its decoder not built yet), the data module, and the Trainer's arguments with strategy, plugins,
         callbacks and logger as objects.
     """
-    argv, sys.argv = sys.argv, sys.argv[:1]  # LightningCLI warns where both are given
-    try:
-        cli = _Untrained(run=False, args=list(args))
-    finally:
-        sys.argv = argv
+    cli = _Untrained(run=False, args=list(args))
     return cli.model, cli.datamodule, dict(cli.config_init["trainer"])
 
 
 def main(args: list[str]) -> None:
-    """Run `args` (a subcommand and its options); what the user can mend becomes a UsageError."""
+    """Run `args` (a subcommand and its options); a mistake of the user is one line and exit code 2."""
     if args and args[0] not in RecipeCLI.subcommands() and not args[0].startswith("-"):
         names = [*RecipeCLI.subcommands(), "ls", "cp", "consolidate"]
         raise UsageError(f"unknown command {args[0]!r}{did_you_mean(args[0], names)}: --help lists them")
@@ -244,16 +203,6 @@ def main(args: list[str]) -> None:
         warnings.filterwarnings("ignore", message=noise)  # Lightning's own, and nothing that a user could mend
     try:
         RecipeCLI()
-    except MisconfigurationException as error:
-        raise UsageError(re.sub(r"\s+", " ", str(error))) from error
-    except RuntimeError as error:
-        if type(error).__module__ != "torch.distributed" or torch.distributed.is_initialized():
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        raise UsageError(
-            f"this process has waited in vain for the others to start ({reason}): start all of them with the same "
-            "command, or set trainer.strategy.init_args.timeout_seconds higher"
-        ) from error
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             if sys.exc_info()[0] is not None:

@@ -19,6 +19,7 @@ from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, Token
 from lightning_tricks.mixins._plain_settings import build, from_plain
 from lightning_tricks.models import Decoder, DecoderConfig
 from lightning_tricks.models.checkpointing import Mode, check_mode
+from lightning_tricks.optim import decay_groups
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 Batch = dict[str, Tensor]
@@ -121,11 +122,17 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         device = self.decoder.head.weight.device
         self.decoder.init_weights(torch.Generator(device).manual_seed(torch.initial_seed()))
 
-    def setup(self, stage: str) -> None:
-        """Refuse data that does not fit the decoder, before anything runs."""
-        super().setup(stage)
-        self._buffer = MetricBuffer.of(self.trainer) if stage == "fit" else None
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse a run that could not train, or data of other sizes, before the data are prepared."""
+        super().check_run(trainer, datamodule, stage)
+        self._check_sizes(datamodule)
+        if stage == "fit":
+            with torch.device("meta"):
+                shape = torch.nn.ModuleDict({"decoder": Decoder(self.config)})
+            decay_groups(shape, self.weight_decay, self.decay_embeddings, self.param_rules)
+
+    def _check_sizes(self, data: Any) -> None:
+        """Refuse sequences or a vocabulary that the decoder cannot take."""
         seq_len, vocab_size = getattr(data, "seq_len", 0), getattr(data, "vocab_size", None) or 0
         if seq_len > self.config.max_seq_len:
             raise UsageError(
@@ -137,6 +144,13 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
                 f"the data's vocabulary of {vocab_size} exceeds the decoder's vocab_size={self.config.vocab_size}: "
                 "make them equal"
             )
+
+    def setup(self, stage: str) -> None:
+        """Refuse data that does not fit the decoder, before anything runs."""
+        super().setup(stage)
+        self._buffer = MetricBuffer.of(self.trainer) if stage == "fit" else None
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        self._check_sizes(data)
         if hasattr(data, "check_ids"):
             data.check_ids(self.config.vocab_size)
         if hasattr(data, "data_summary") and stage == "fit":

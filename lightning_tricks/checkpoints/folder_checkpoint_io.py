@@ -1,6 +1,7 @@
 """Folders of shards for Trainers that do not shard: one device, DDP."""
 
 import io
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,13 @@ import torch
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
 from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
-from lightning_tricks.checkpoints.read_folder import load_file, read_by_name, read_folder, whole_tensor
+from lightning_tricks.checkpoints.read_folder import (
+    load_file,
+    read_by_name,
+    read_folder,
+    refused_object,
+    whole_tensor,
+)
 from lightning_tricks.checkpoints.swap_in import swap_in
 
 if TYPE_CHECKING:
@@ -46,7 +53,10 @@ class FolderCheckpointIO(TorchCheckpointIO):
         """Read a file or a folder; tensors of a folder are on the CPU."""
         if check_checkpoint(path).is_dir():
             return read_folder(path, weights_only)
-        checkpoint = super().load_checkpoint(path, map_location or _stay, weights_only)
+        try:
+            checkpoint = super().load_checkpoint(path, map_location or _stay, weights_only)
+        except pickle.UnpicklingError as error:
+            raise refused_object(path, error) from None
         check_content(checkpoint, path)
         return checkpoint
 
@@ -79,12 +89,17 @@ def check_content(checkpoint: Any, path: Any) -> None:
     """Refuse a file of torch that is not Lightning's.
 
     Raises:
-        UsageError: it has no state_dict.
+        UsageError: it has no state_dict or no version.
     """
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise UsageError(
             f"{path} holds no state_dict, so it is no checkpoint of Lightning: "
             "bare weights are loaded by module.load_state_dict(torch.load(...)) before training"
+        )
+    if "pytorch-lightning_version" not in checkpoint:
+        raise UsageError(
+            f"{path} lacks 'pytorch-lightning_version', so it is no whole checkpoint of Lightning: give the file "
+            "that a run saved, unchanged"
         )
 
 

@@ -91,11 +91,16 @@ def load_file(path: Path, weights_only: bool | None) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        raise UsageError(
-            f"{path} holds {found[1] if found else 'objects'}, which weights_only=True does not let in: if you trust "
-            "it, load with weights_only=False, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 where a strategy does not"
-        ) from None
+        raise refused_object(path, error) from None
+
+
+def refused_object(path: Any, error: pickle.UnpicklingError) -> UsageError:
+    """The line for a file that holds what `weights_only` does not let in."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return UsageError(
+        f"{path} holds {found[1] if found else 'objects'}, which weights_only=True does not let in: if you trust "
+        "it, load with weights_only=False, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 where a strategy does not"
+    )
 
 
 def size_of_folder(folder: Path) -> int:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._suggest import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -40,7 +41,8 @@ def cp(args: list[str]) -> None:
     options = parser.parse_args(args)
     source = recipes_folder() / f"{options.recipe.removesuffix('.yaml')}.yaml"
     if not source.is_file():
-        raise UsageError(f"no recipe named {options.recipe!r}{did_you_mean(options.recipe)}: `ls` prints the names")
+        near = did_you_mean(options.recipe, [recipe.stem for recipe in recipes_folder().glob("*.yaml")])
+        raise UsageError(f"no recipe named {options.recipe!r}{near}: `ls` prints the names")
     target = Path(options.to)
     if target.is_dir() or options.to.endswith("/"):
         target = target / source.name
@@ -56,11 +58,3 @@ def parts_of(recipe: Path) -> list[Path]:
     """The files in parts/ that a recipe includes by name."""
     text = recipe.read_text(encoding="utf-8")
     return [part for part in sorted((recipe.parent / "parts").glob("*.yaml")) if f"parts/{part.name}" in text]
-
-
-def did_you_mean(name: str) -> str:
-    """', did you mean X?' where a recipe's name is close, else nothing."""
-    import difflib
-
-    near = difflib.get_close_matches(name, [recipe.stem for recipe in recipes_folder().glob("*.yaml")], n=1)
-    return f", did you mean {near[0]!r}?" if near else ""

@@ -7,9 +7,10 @@ import glob
 import gzip
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO, cast
+from typing import NoReturn, TextIO, cast
 
 from lightning_tricks._errors import UsageError
 
@@ -35,15 +36,13 @@ def expand(patterns: list[str]) -> list[Path]:
     found: set[Path] = set()
     for pattern in patterns:
         path = Path(pattern).expanduser()
-        if path.is_dir():
-            matches = [p for p in path.rglob("*") if _suffix(p) in TEXT_SUFFIXES and _is_visible(p, path)]
-        elif path.exists():
-            if path.stat().st_size == 0:
-                raise UsageError(f"files: {pattern} is empty; remove it from the list or fill it")
-            matches = [path]
-        else:
-            matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
-        files = {p.resolve() for p in matches if p.is_file() and p.stat().st_size}
+        try:
+            files = {p.resolve() for p in _matches(path) if p.is_file() and p.stat().st_size}
+        except OSError as error:
+            reason = error.strerror or error
+            raise UsageError(
+                f"files={pattern!r}: {error.filename or path} cannot be read ({reason}); leave it out or change rights"
+            ) from error
         if not files:
             kinds = f" ending in {' '.join(TEXT_SUFFIXES)}" if path.is_dir() else ""
             raise UsageError(f"files: {pattern!r} matches no file with text in it{kinds}; check the path")
@@ -51,8 +50,28 @@ def expand(patterns: list[str]) -> list[Path]:
     return sorted(found)
 
 
-def _is_visible(path: Path, folder: Path) -> bool:
-    return not any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(folder).parts)
+def _matches(path: Path) -> Iterator[Path]:
+    """What is behind one pattern. A folder that cannot be read is an error, and no folder without text."""
+    if path.is_dir():
+        for folder, folders, names in os.walk(path, onerror=_raise):
+            folders[:] = [name for name in folders if _is_visible(name)]
+            yield from (
+                Path(folder, name) for name in names if _is_visible(name) and _suffix(Path(name)) in TEXT_SUFFIXES
+            )
+    elif path.exists():
+        if path.stat().st_size == 0:
+            raise UsageError(f"files: {path} is empty; remove it from the list or fill it")
+        yield path
+    else:
+        yield from map(Path, glob.glob(str(path), recursive=True))
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".") and name != "__pycache__"
 
 
 def _open(path: Path) -> TextIO:

@@ -12,6 +12,7 @@ from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.mixins._plain_settings import from_plain, to_plain
 from lightning_tricks.optim import ParamRule, build_optimizer, groups_table
+from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.schedules import Schedule, ScheduleLR
 
 _NAME = "optimizer_function"  # in a checkpoint
@@ -64,6 +65,23 @@ class OptimizerMixin(Mixin):
         self.weight_decay = weight_decay
         self.decay_embeddings = decay_embeddings
         self.param_rules: list[ParamRule] | None = from_plain(param_rules, ParamRule, "param_rules")
+
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse a run that could not train, before its data are prepared; the command line asks.
+
+        Args:
+            trainer: that will run this module.
+            datamodule: that it will run on; None for loaders of the module's own.
+            stage: `fit`, `validate`, `test` or `predict`.
+
+        Raises:
+            UsageError: the optimizer refuses its settings, or the schedule the length of the run.
+        """
+        if stage != "fit":
+            return
+        check_settings(self.optimizer)
+        if self.schedule is not None and not getattr(trainer, "fast_dev_run", False):
+            self.schedule.check(trainer.max_steps)
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and the schedule stepped once after each of its steps."""

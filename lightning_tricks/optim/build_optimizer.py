@@ -55,12 +55,36 @@ def build_optimizer(
     try:
         built = (optimizer or default_adamw)(groups)
     except ValueError as error:  # torch's own checks: "Invalid learning rate: -1.0"
-        raise UsageError(f"the optimizer refuses its settings (lr, betas, eps, ...): {error}") from error
+        raise _refused(error) from error
     _refuse_own_decay(built)
     check_each_parameter_once(module, built.param_groups)
     for group in built.param_groups:
         group["lr"] = _scaled_lr(group)
     return follow_recipe(built)
+
+
+def check_settings(optimizer: OptimizerFactory | None) -> None:
+    """Refuse settings that no module is needed to see wrong: lr, betas, eps out of range, a decay of its own.
+
+    Raises:
+        UsageError: the optimizer refuses them; the learning rate is no finite number; it has a weight decay of its own.
+    """
+    try:
+        built = (optimizer or default_adamw)([torch.nn.Parameter(torch.zeros(1, 1))])
+    except ValueError as error:
+        if str(error).startswith("Invalid "):  # torch's word; what else it may refuse is this parameter
+            raise _refused(error) from error
+    except Exception:  # an optimizer for other parameters than this one: the real ones will tell
+        return
+    else:
+        _refuse_own_decay(built)
+        _scaled_lr(built.param_groups[0])
+
+
+def _refused(error: ValueError) -> UsageError:
+    words = {"learning rate": ".lr", "beta": ".betas", "epsilon": ".eps"}  # torch's, and the options that they mean
+    option = next((option for word, option in words.items() if word in str(error)), "")
+    return UsageError(f"optimizer{option}: {error}; give another value")
 
 
 def _scaled_lr(group: dict[str, Any]) -> float | Tensor:

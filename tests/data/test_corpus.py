@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data.corpus import hugging_face, standard_library, text_files
-from lightning_tricks.data.readers import read_pieces
+from lightning_tricks.data.readers import expand, read_pieces
 
 
 def documents(*patterns: object, text_field: str = "text") -> list[str]:
@@ -239,3 +239,20 @@ def test_a_hugging_face_dataset_that_fails_is_named_in_one_line(fake_datasets):
     fake_datasets([{"body": "x", "id": 1}])
     with pytest.raises(UsageError, match=r"text_field='text': owner/name has the columns body, id"):
         list(hugging_face("owner/name", "text").documents())
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_path, monkeypatch):
+    (tmp_path / "texts" / "secret").mkdir(parents=True)
+    (tmp_path / "texts" / "a.txt").write_text("text")
+    real = os.scandir
+
+    def scandir(path):  # a mode would not do: root may list everything
+        if str(path).endswith("secret"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(
+        UsageError, match=r"^files='.*texts': .*secret cannot be read \(Permission denied\); leave it out"
+    ):
+        expand([str(tmp_path / "texts")])

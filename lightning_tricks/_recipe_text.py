@@ -1,0 +1,106 @@
+"""Read a recipe's YAML, and refuse two mistakes that YAML itself lets through.
+
+A key that stands twice: YAML keeps the last and drops the first without a word. Settings written beside `class_path`
+and not under its `init_args`: jsonargparse then takes the mapping for something else.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jsonargparse
+import yaml
+
+from lightning_tricks._errors import UsageError
+
+PARSER_MODE = "recipe"  # jsonargparse's word for the language that a parser reads
+_BESIDE_CLASS_PATH = {"class_path", "init_args", "dict_kwargs"}
+
+
+class RecipeTextError(yaml.YAMLError):
+    """A mistake in a recipe's text; a YAMLError, so that jsonargparse reports it as one."""
+
+
+def load_text(text: str, path: str = "") -> Any:
+    """The value of YAML text, as jsonargparse reads it.
+
+    Args:
+        text: of a file, or of one value on the command line.
+        path: the file, for the message.
+
+    Raises:
+        RecipeTextError: no YAML; a file without settings; a key stands twice in one mapping; a setting stands beside
+            `class_path`.
+    """
+    where = f"{path}, " if path else ""
+    try:
+        if ":" in text:
+            _check(yaml.compose(text, Loader=yaml.SafeLoader), where, "")
+        value = jsonargparse.get_loader("yaml")(text)
+    except RecipeTextError:
+        raise
+    except yaml.YAMLError as error:
+        said = re.sub(r'\s+|in "<unicode string>",', " ", str(error))
+        raise RecipeTextError(f"{where}no valid YAML: {' '.join(said.split())}") from error
+    if path and not isinstance(value, dict):
+        raise RecipeTextError(f"{where}no recipe: it holds no settings, such as `trainer: {{max_steps: 100}}`")
+    return value
+
+
+def check_values(args: Iterable[str]) -> None:
+    """Refuse the same mistakes in lists and mappings on the command line, where jsonargparse would try other readings.
+
+    Raises:
+        UsageError: a key stands twice in one mapping; a setting stands beside `class_path`.
+    """
+    option = ""
+    for arg in args:
+        if arg.startswith("--"):
+            option, _, arg = arg.partition("=")
+        if arg.startswith(("[", "{")):
+            try:
+                _check(yaml.compose(arg, Loader=yaml.SafeLoader), f"{option}, ", "")
+            except RecipeTextError as error:
+                raise UsageError(str(error)) from None
+            except yaml.YAMLError:
+                pass  # of these jsonargparse tells
+
+
+def _check(node: yaml.Node | None, where: str, place: str) -> None:
+    """Look at each mapping below `node`, which stands at the dotted `place` of the recipe."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check(item, where, place)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    pairs = [(key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)]
+    for key, _ in pairs:
+        line = key.start_mark.line + 1
+        if key.value in lines and key.tag != "tag:yaml.org,2002:merge":
+            both = f"lines {lines[key.value]} and {line}" if lines[key.value] != line else f"line {line}"
+            raise RecipeTextError(
+                f"{where}{both}: {_joined(place, key.value)!r} stands twice, and YAML would keep the last only: "
+                "join the two"
+            )
+        lines[key.value] = line
+    _check_beside_class_path(node, where, place, lines)
+    for key, value in pairs:
+        _check(value, where, place if key.value == "init_args" else _joined(place, key.value))
+
+
+def _check_beside_class_path(node: yaml.MappingNode, where: str, place: str, lines: dict[str, int]) -> None:
+    stray = [name for name in lines if name not in _BESIDE_CLASS_PATH and name != "<<"]
+    if "class_path" in lines and stray:
+        name = next(value.value for key, value in node.value if key.value == "class_path")
+        raise RecipeTextError(
+            f"{where}line {lines[stray[0]]}: {_joined(place, stray[0])!r} stands beside class_path: write the settings "
+            f"of {name} under init_args"
+        )
+
+
+def _joined(place: str, key: Any) -> str:
+    return f"{place}.{key}" if place else str(key)
+
+
+jsonargparse.set_loader(PARSER_MODE, load_text, exceptions=(yaml.YAMLError,))

@@ -1,0 +1,155 @@
+"""What a run of the command line can fail with, and the one line for it.
+
+Our own code raises `UsageError` where the cause is. Lightning and torch raise other exceptions for causes that a user
+can mend: this file knows them. What it does not know keeps its traceback.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl_import
+from lightning_tricks._suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+else:
+    MisconfigurationException = pl_import("utilities.exceptions").MisconfigurationException
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@contextmanager
+def usage_errors(ckpt_path: Callable[[], str | None]) -> Iterator[None]:
+    """Raise a UsageError in place of each exception whose cause the user can mend.
+
+    Args:
+        ckpt_path: tells the value of this option, once it is known; lines about a checkpoint name both.
+    """
+    try:
+        yield
+    except Exception as error:
+        line = str(error) if isinstance(error, UsageError) else _line(error)
+        if line is None:
+            raise
+        path = ckpt_path()
+        if path and line.startswith("ckpt_path: "):
+            line = f"ckpt_path={path}{line.removeprefix('ckpt_path')}"
+        elif path and path in line and "ckpt_path" not in line:
+            line = f"ckpt_path: {line}"
+        if line == str(error):
+            raise
+        raise UsageError(line) from error
+
+
+def _line(error: Exception) -> str | None:
+    said = _flat(error)
+    if isinstance(error, MisconfigurationException):
+        return said
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        return f"{error.filename or 'a file of the run'}: {error.strerror}; free some space, or write to another disk"
+    if type(error).__module__ == "torch.distributed" and not torch.distributed.is_initialized():
+        return _no_start(said)
+    if isinstance(error, RuntimeError) and said.startswith("Error(s) in loading state_dict"):
+        return _other_weights(said)
+    if isinstance(error, RuntimeError) and re.match(r"DataLoader worker \(pid", said):
+        return (
+            f"num_workers: {said.partition(' It is possible')[0].rstrip('.')}; most often the host ran out of memory: "
+            "set data.num_workers lower, or 0 to load in the process itself"
+        )
+    if isinstance(error, KeyError) and "Trying to restore" in said:
+        return (
+            "ckpt_path: the checkpoint holds weights and no optimizer state, so training cannot go on from it: give "
+            "one saved with save_weights_only: false; validate, test and predict take it as it is"
+        )
+    return None
+
+
+def _flat(error: Exception) -> str:
+    said = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return re.sub(r"\s+", " ", str(said)).strip()
+
+
+def _no_start(said: str) -> str:
+    """torch.distributed failed before all processes had met."""
+    if "EADDRINUSE" in said:
+        port = re.search(r"port: (\d+)", said)
+        return (
+            f"MASTER_PORT{f'={port[1]}' if port else ''}: another program listens on this port: set the environment "
+            "variable MASTER_PORT to a free one, or unset it"
+        )
+    return (
+        f"this process has waited in vain for the others to start ({said}): start all of them with the same "
+        "command, or set trainer.strategy.init_args.timeout_seconds higher"
+    )
+
+
+def _other_weights(said: str) -> str:
+    """`load_state_dict` found other names or shapes."""
+    module = re.match(r"Error\(s\) in loading state_dict for (\w+)", said)
+    found = []
+    for what, pattern in (
+        ("lacks", r"Missing key\(s\) in state_dict: (.*?)\. "),
+        ("has besides", r"Unexpected key\(s\) in state_dict: (.*?)\. "),
+    ):
+        if names := re.search(pattern, f"{said} "):
+            first, *more = names[1].split(", ")
+            found.append(f"{what} {first}" + (f" and {len(more)} more" if more else ""))
+    if shapes := re.search(r"size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)", said):
+        found.append(f"has {shapes[1]} of shape {shapes[2]} in place of {shapes[3]}")
+    return (
+        f"ckpt_path: the checkpoint is of another model than the recipe's {module[1] if module else 'module'}: it "
+        f"{', '.join(found) or 'differs'}; give the recipe that wrote it, or another checkpoint"
+    )
+
+
+def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
+    """The line for what Lightning's Trainer refused in its own arguments; None where it is no such error.
+
+    Args:
+        error: what the constructor raised.
+        config: the arguments.
+    """
+    said = _flat(error)
+    if "SLURM" in said or "--ntasks" in said:
+        return (
+            f"SLURM_NTASKS={os.environ.get('SLURM_NTASKS')}: with this environment variable Lightning takes the run "
+            f"for a job of SLURM, and refuses it ({said.partition(' HINT')[0].rstrip('.')}): start it with srun and "
+            "--ntasks-per-node, or `unset SLURM_NTASKS` where there is no such job"
+        )
+    if not isinstance(error, MisconfigurationException | ValueError | TypeError):
+        return None
+    if "FSDPPrecision" in said:  # Lightning names the class that FSDP1 wants, and not what to write
+        said += ": set trainer.precision in place of the plugin, or shard with FSDP2 (FSDP2Strategy)"
+    elif "invalid strategy name" in said:
+        return f"trainer.strategy={config['strategy']}: no such strategy{_near_strategy(config['strategy'])}"
+    elif match := re.search(r"invalid accelerator name: `accelerator='(.*?)'`\. Available names are: (.*?)\.", said):
+        names = [*match[2].split(", "), "gpu"]
+        near = did_you_mean(match[1], names)
+        return f"trainer.accelerator={match[1]}: no such accelerator{near or '; give one of ' + ', '.join(names)}"
+    elif match := re.search(r"Trainer\(devices='?(.*?)'?\)|^(`devices`) selected with", said):
+        return f"trainer.devices={config['devices']}: give the number of processes on this host, 1 or more, or auto"
+    elif re.match(r"No supported gpu backend found", said):
+        return "trainer.accelerator=gpu: this machine has no GPU that torch can use: give cpu or auto"
+    elif match := re.search(r"Received both `precision=(.*?)` and `plugins=(.*?)\(\)`", said):
+        return (
+            f"trainer.precision={match[1]}: {match[2]} in trainer.plugins decides the precision: leave "
+            f"trainer.precision out, or take {match[2]} out of trainer.plugins"
+        )
+    return f"trainer: {said}"
+
+
+def _near_strategy(name: str) -> str:
+    strategies = pl_import("strategies")
+
+    def below(cls: type) -> list[str]:
+        children: list[type] = cls.__subclasses__()
+        return [found for child in children for found in (child.__name__, *below(child))]
+
+    return did_you_mean(name, [*strategies.StrategyRegistry.available_strategies(), *below(strategies.Strategy)])
