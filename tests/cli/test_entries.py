@@ -1,0 +1,141 @@
+"""The ways in: the console script, and `RecipeCLI()` in a user's own script, find modules and print lines alike."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli.wrong_inputs import SMALL
+
+from lightning_tricks import __main__ as door
+from lightning_tricks._errors import UsageError
+
+MODEL = """
+import torch
+from lightning.pytorch import LightningModule
+
+
+class Mine(LightningModule):
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(width, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(8, 2))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+SCRIPT = (
+    "from mine import Mine\nfrom lightning_tricks import RecipeCLI\n\nif __name__ == '__main__':\n    RecipeCLI(Mine)\n"
+)
+RECIPE = """\
+model: Mine
+trainer:
+  accelerator: cpu
+  max_steps: 2
+  enable_progress_bar: false
+  callbacks: [{class_path: ModelCheckpoint, init_args: {dirpath: saved}}]
+  logger: false
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module, a script and a recipe of the user's own."""
+    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    """`python train.py ARGS`, without a new process; the exit code."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *args])
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    finally:
+        sys.modules.pop("mine", None)
+    return 0
+
+
+def test_the_console_script_finds_modules_of_the_working_folder(tmp_path):
+    elsewhere = tmp_path / "bin"
+    elsewhere.mkdir()
+    script = elsewhere / "lightning-tricks"  # as pip writes it
+    script.write_text("import sys\nfrom lightning_tricks.__main__ import main\nsys.exit(main())\n")
+    (tmp_path / "mine.py").write_text(MODEL)
+    done = subprocess.run(
+        [sys.executable, str(script), "fit", "--model", "mine.Mine", "--print_config"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "class_path: mine.Mine" in done.stdout
+
+
+def test_the_console_script_adds_the_working_folder_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["/elsewhere"])
+    monkeypatch.setattr(sys, "argv", ["lightning-tricks", "--version"])
+    door.main()
+    door.main()
+    assert sys.path == [str(tmp_path), "/elsewhere"]
+
+
+def test_a_mistake_in_a_process_of_its_own_is_one_line(project):
+    done = subprocess.run(
+        [sys.executable, "train.py", "fit", "--config", "mine.yaml", "--model.widht", "3"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: model: Mine has no option 'widht'; did you mean width?"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--model.width", "two"], "model.width=two: give a whole number"),
+        (["--trainer.max_stp", "2"], "did you mean trainer.max_steps?"),
+        (["--trainer.accumulate_grad_batches", "0"], "trainer.accumulate_grad_batches=0"),
+        (["--ckpt_path", "none.ckpt"], "ckpt_path=none.ckpt"),
+        (["--trainer.strategy", "ddpp"], "trainer.strategy=ddpp: no such strategy; did you mean ddp?"),
+    ],
+)
+def test_a_mistake_in_a_script_of_ones_own_is_one_line(project, monkeypatch, capsys, args, words):
+    assert run_script(monkeypatch, "fit", "--config", "mine.yaml", *args) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert words in said[-1]
+    assert said[-1].startswith("error: ")
+
+
+def test_hints_name_the_program_that_was_started(project, monkeypatch, capsys):
+    assert run_script(monkeypatch, "fit", "--config", "mine.yaml") == 0
+    said = capsys.readouterr().out
+    assert "python train.py validate --config mine.yaml --ckpt_path saved" in said
+    assert "python train.py fit --config mine.yaml" in said
+    assert "model.init_args.optimizer" not in said  # Mine has no such option
+    assert "python -m lightning_tricks" not in said
+
+
+def test_what_the_user_cannot_mend_keeps_its_traceback(project, monkeypatch):
+    (project / "mine.py").write_text(MODEL.replace("self.layer(batch).mean()", "1 / 0"))
+    with pytest.raises(ZeroDivisionError):
+        run_script(monkeypatch, "fit", "--config", "mine.yaml")
+
+
+def test_from_python_a_mistake_is_an_exception(project):
+    from lightning_tricks import RecipeCLI, load_recipe
+
+    (project / "small.yaml").write_text(SMALL)
+    with pytest.raises(UsageError, match=r"did you mean trainer\.max_steps\?"):
+        RecipeCLI(args=["fit", "--config", "small.yaml", "--trainer.max_step", "1"])
+    with pytest.raises(UsageError, match="lr=fast: give a number"):
+        load_recipe("--config", "small.yaml", "--model.optimizer.lr", "fast")

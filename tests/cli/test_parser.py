@@ -1,0 +1,111 @@
+"""What the parser takes and refuses, without a whole command line."""
+
+import pytest
+import yaml
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._recipe_parser import RecipeParser, join_negative_numbers, nameable_classes
+from lightning_tricks._recipe_text import load_text
+from lightning_tricks._suggest import SYNONYMS, did_you_mean
+
+
+@pytest.fixture(scope="module")
+def parser() -> RecipeParser:
+    from lightning_tricks.cli import RecipeTrainer
+
+    parser = RecipeParser()
+    parser.add_lightning_class_args(RecipeTrainer, "trainer")
+    return parser
+
+
+@pytest.mark.parametrize("name", ["FSDP2Strategy", "DeepSpeedZeROStrategy", "DDPStrategy", "SingleDeviceStrategy"])
+def test_a_strategy_is_named_by_its_class(parser, name):
+    arguments = parser.parse_args(["--trainer.strategy", name])
+    assert arguments.trainer.strategy.class_path.endswith(f".{name}")
+    recipe = parser.parse_string(f"trainer: {{strategy: {name}}}")
+    assert recipe.trainer.strategy.class_path.endswith(f".{name}")
+
+
+@pytest.mark.parametrize("name", ["auto", "ddp", "deepspeed_stage_2"])
+def test_a_strategy_is_named_as_lightning_registers_it(parser, name):
+    assert parser.parse_args(["--trainer.strategy", name]).trainer.strategy == name
+
+
+def test_a_strategy_of_the_command_line_takes_options(parser):
+    args = ["--trainer.strategy", "FSDP2Strategy", "--trainer.strategy.timeout_seconds", "60"]
+    assert parser.parse_args(args).trainer.strategy.init_args.timeout_seconds == 60
+
+
+@pytest.mark.parametrize("number", ["-1", "-1.5", "-.5", "-1e-3", "-2.5E+7", "-inf", "-.inf", "-nan"])
+def test_a_negative_number_is_a_value(number):
+    assert join_negative_numbers(["fit", "--lr", number, "--x"]) == ["fit", f"--lr={number}", "--x"]
+
+
+@pytest.mark.parametrize("args", [["--a", "-c", "x"], ["--a=1", "-1"], ["-1"], ["--a", "--b"], ["fit", "-1e-3"]])
+def test_what_is_no_value_of_an_option_stays_where_it_is(args):
+    assert join_negative_numbers(args) == args
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "r.yaml, lines 1 and 3: 'a' stands twice"),
+        ("t:\n  c: 1\n  c: 1\n", "r.yaml, lines 2 and 3: 't.c' stands twice"),
+        ("t:\n- x: {c: 1, c: 2}\n", "r.yaml, line 2: 't.x.c' stands twice"),
+        ("m: {class_path: A, init_args: {d: {class_path: B, w: 1}}}", "line 1: 'm.d.w' stands beside class_path"),
+        ("- 1\n", "no recipe"),
+        ("a: [\n", "no valid YAML"),
+    ],
+)
+def test_a_mistake_of_a_recipes_text_names_its_line(text, line):
+    with pytest.raises(yaml.YAMLError) as error:
+        load_text(text, "r.yaml")
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_recipe_may_repeat_a_key_in_two_places_and_merge_twice():
+    text = "x: &x {a: 1}\ny: &y {b: 2}\nz: {<<: *x, <<: *y, c: 3}\nw: {a: 1}\n"
+    assert load_text(text, "r.yaml")["z"] == {"a": 1, "b": 2, "c": 3}
+
+
+def test_the_callbacks_of_a_recipe_are_those_of_its_only_list(parser, tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("trainer:\n  callbacks: [MemoryMonitor]\n  max_steps: 3\n  callbacks: []\n")
+    with pytest.raises(UsageError, match=r"twice\.yaml, lines 2 and 4: 'trainer\.callbacks' stands twice"):
+        parser.parse_path(str(path))
+
+
+def test_each_synonym_leads_to_something_that_exists():
+    classes = nameable_classes()
+    options = {name for parameters in classes.values() for name in parameters}
+    top = {"ckpt_path", "seed_everything"}
+    commands = {"fit", "validate", "predict", "prepare", "ls", "cp", "consolidate"}
+    trainer = set(nameable_trainer_options())
+    values = {"bf16-mixed", "16-mixed", "32-true"}
+    for word, meanings in SYNONYMS.items():
+        assert word == word.lower().replace("_", "").replace("-", "")
+        for meaning in meanings:
+            group, _, last = meaning.rpartition(".")
+            known = trainer if group == "trainer" else classes.keys() | options | top | commands | values
+            assert last in known, (word, meaning)
+
+
+def nameable_trainer_options() -> list[str]:
+    import inspect
+
+    from lightning_tricks._lightning import pl
+
+    return list(inspect.signature(pl.Trainer.__init__).parameters)
+
+
+def test_a_name_is_found_by_meaning_before_spelling():
+    assert did_you_mean("WSD", ["SGD", "WarmupStableDecay"]) == "; did you mean WarmupStableDecay?"
+    assert did_you_mean("every_n_steps", ["every_n_epochs", "every_n_train_steps"]).endswith("every_n_train_steps?")
+    assert did_you_mean("LR", ["lr", "betas"]) == "; did you mean lr?"
+    assert did_you_mean("qwxyz", ["lr", "betas"]) == ""
+
+
+def test_a_place_elsewhere_in_the_recipe_is_named_only_where_asked():
+    assert did_you_mean("learning_rate", ["decoder"]) == ""
+    assert did_you_mean("learning_rate", ["decoder"], places=True) == "; did you mean model.optimizer.lr?"

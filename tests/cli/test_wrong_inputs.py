@@ -1,0 +1,183 @@
+"""Each wrong input of the table, through the real command line: exit code 2 and the line that says what to mend."""
+
+import argparse
+import inspect
+import logging
+import shlex
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli.wrong_inputs import ROWS, SMALL, Row
+
+from lightning_tricks import __main__ as door
+
+
+class Print:
+    """Would print a word where pickle is let in."""
+
+    def __reduce__(self) -> Any:
+        return print, ("let in",)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe, a text, and checkpoints of a run of it with one fault each."""
+    from lightning_tricks import RecipeCLI
+
+    folder = tmp_path_factory.mktemp("wrong")
+    (folder / "small.yaml").write_text(SMALL)
+    (folder / "text.txt").write_text(inspect.getsource(argparse)[:60_000])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        cli = RecipeCLI(args=["fit", "--config", "small.yaml", "--trainer.max_steps=2", "--trainer.logger=false"])
+        cli.trainer.save_checkpoint("right.ckpt")
+    for name, change in CHANGES.items():
+        right = torch.load(folder / "right.ckpt", weights_only=True)
+        change(right)
+        torch.save(right, folder / f"{name}.ckpt")
+    return folder
+
+
+def without_optimizer(checkpoint: dict[str, Any]) -> None:
+    del checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+
+
+def other_class(checkpoint: dict[str, Any]) -> None:
+    del checkpoint["decoder_config"]
+    checkpoint["state_dict"] = {"layer.weight": torch.ones(1, 2)}
+
+
+def other_shapes(checkpoint: dict[str, Any]) -> None:
+    del checkpoint["decoder_config"]
+    checkpoint["state_dict"]["decoder.embed.weight"] = torch.ones(2, 2)
+
+
+CHANGES = {
+    "missing": lambda checkpoint: checkpoint["state_dict"].pop("decoder.embed.weight"),
+    "extra": lambda checkpoint: checkpoint["state_dict"].update({"more.weight": torch.ones(1)}),
+    "shapes": other_shapes,
+    "other": other_class,
+    "weights": without_optimizer,
+    "pickle": lambda checkpoint: checkpoint.update(more=Print()),
+    "no_version": lambda checkpoint: checkpoint.pop("pytorch-lightning_version"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_parser() -> Any:
+    """Build the parser once: it is the same in each run, and takes longer than all that a row does with it."""
+    from lightning_tricks.cli import RecipeCLI
+
+    built: list[Any] = []
+    names = ("parser", "_subcommand_parsers", "_subcommand_method_arguments")
+    real = RecipeCLI.setup_parser
+
+    def once(self: Any, *args: Any) -> None:
+        if not built:
+            real(self, *args)
+            built.append({name: getattr(self, name) for name in names})
+        vars(self).update(built[0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecipeCLI, "setup_parser", once)
+        yield
+
+
+def stderr_of(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines of a command that must fail with exit code 2, without what Lightning tells of itself."""
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "level", logging.CRITICAL)
+    monkeypatch.setattr(logging.getLogger("lightning.fabric"), "level", logging.CRITICAL)
+    monkeypatch.setattr(sys, "argv", ["lightning-tricks", *args])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        door.main()
+    said = capsys.readouterr().err
+    assert stop.value.code == 2, said
+    assert "Traceback" not in said
+    return said.strip().splitlines()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+def test_a_wrong_input_is_one_line_with_option_value_and_remedy(row: Row, folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    for name, content in row.files.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    args = shlex.split(row.args) if isinstance(row.args, str) else row.args
+    if row.edit is not None:
+        assert row.edit[0] in SMALL
+        (folder / "edited.yaml").write_text(SMALL.replace(*row.edit, 1))
+        args = ["fit", "--config", "edited.yaml", *args]
+    elif not row.whole:
+        args = ["fit", "--config", "small.yaml", *args]
+    if row.prepare is not None:
+        row.prepare(folder, monkeypatch)
+    lines = stderr_of([arg.replace("{folder}", str(folder)) for arg in args], capsys, monkeypatch)
+    for name in row.files:
+        (folder / name).unlink()
+    assert len(lines) <= row.lines, lines
+    assert lines[-1].startswith("error: ")
+    for word in row.words:
+        assert word in lines[-1]
+
+
+def test_the_table_is_long_enough_and_names_each_row_once():
+    assert len(ROWS) >= 80
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_start_that_fails_says_whether_a_port_is_taken_or_others_are_missing(folder, capsys, monkeypatch, taken):
+    monkeypatch.chdir(folder)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "NODE_RANK": "0"}
+        for name, value in (environment | {"WORLD_SIZE": "1" if taken else "2", "LOCAL_RANK": "0"}).items():
+            monkeypatch.setenv(name, value)
+        if not taken:
+            server.close()
+        strategy = ["--trainer.strategy", "FSDP2Strategy", "--trainer.strategy.timeout_seconds", "1"]
+        devices = [] if taken else ["--trainer.devices", "2"]
+        lines = stderr_of(["fit", "--config", "small.yaml", *strategy, *devices], capsys, monkeypatch)
+    expected = (f"MASTER_PORT={port}", "unset it") if taken else ("waited in vain", "timeout_seconds higher")
+    assert all(word in lines[-1] for word in expected), lines
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--model.schedule.warmup_steps", "3"],
+        ["--trainer.max_steps", "-1"],
+        ["--model.optimizer.lr", "-1e-3"],
+        ["--model.optimizer.betas", "[0.9, 1.5]"],
+        ["--model.weight_decay", "-1"],
+        ["--model.param_rules", "[{pattern: nosuch, lr_scale: 2}]"],
+        ["--data.seq_len", "64"],
+        ["--data.vocab_size", "400"],
+        ["--ckpt_path", "no_such.ckpt"],
+        ["--trainer.logger", "ResumingCSVLogger", "--trainer.logger.save_dir", "text.txt"],
+    ],
+    ids=lambda args: args[0],
+)
+def test_what_the_recipe_alone_shows_is_refused_before_tokenizing(folder, capsys, monkeypatch, args):
+    monkeypatch.chdir(folder)
+    cold = ["fit", "--config", "small.yaml", "--data.cache_dir", "cold"]
+    assert len(stderr_of([*cold, *args], capsys, monkeypatch)) == 1
+    assert not (folder / "cold").exists()
+
+
+def test_a_disk_that_fills_in_a_run_is_one_line_and_an_unknown_error_is_none():
+    from lightning_tricks._errors import UsageError
+    from lightning_tricks._run_errors import usage_errors
+
+    with pytest.raises(UsageError, match=r"^runs/log: No space left on device; free some space"):  # noqa: SIM117
+        with usage_errors(lambda: None):
+            raise OSError(28, "No space left on device", "runs/log")
+    with pytest.raises(PermissionError), usage_errors(lambda: None):
+        raise PermissionError(13, "Permission denied", "a file of the user's own code")
