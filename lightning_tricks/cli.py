@@ -5,6 +5,7 @@ progress bar, no automatic optimizer (the module owns it), and checkpoints that 
 """
 
 import faulthandler
+
 import sys
 import warnings
 from contextlib import nullcontext
@@ -14,18 +15,24 @@ import torch
 from jsonargparse import Namespace
 
 from lightning_tricks._check_run import check_ckpt_path, check_folders, check_options
+from lightning_tricks._choose_checkpoint import choose_checkpoint
+from lightning_tricks._class_change import lines as class_change_lines
+from lightning_tricks._class_change import watch_class_changes
 from lightning_tricks._errors import UsageError, one_line_and_exit
 from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._next_steps import next_steps
 from lightning_tricks._parse_errors import parse_message
-from lightning_tricks._program import program, short
+from lightning_tricks._program import program
+from lightning_tricks._quiet import without_advertisements
 from lightning_tricks._recipe_parser import RecipeParser, join_negative_numbers
 from lightning_tricks._recipe_text import check_values
 from lightning_tricks._run_errors import trainer_line, usage_errors
+from lightning_tricks._run_folder import RunFolder, RunStart
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.callbacks import RankMonitor, TrainingProgressBar
 from lightning_tricks.callbacks.rank_monitor import end_within
 from lightning_tricks.checkpoints import FolderCheckpointIO
-from lightning_tricks.loggers import choose_folder
+from lightning_tricks.mixins import OptimizerMixin
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
@@ -33,6 +40,8 @@ if TYPE_CHECKING:
 else:
     LightningCLI = pl_import("cli").LightningCLI
     Strategy = pl_import("strategies").Strategy
+
+rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 
 
 class RecipeTrainer(pl.Trainer):
@@ -68,7 +77,10 @@ class RecipeCLI(LightningCLI):
         kwargs.setdefault("trainer_class", RecipeTrainer)
         kwargs.setdefault("save_config_kwargs", {"overwrite": True})
         kwargs |= {"subclass_mode_model": True, "subclass_mode_data": True, "auto_configure_optimizers": False}
-        with one_line_and_exit() if kwargs.get("args") is None else nullcontext(), usage_errors(self._ckpt_path):
+        self._run_folder = RunFolder()
+        self._given = kwargs.get("args") or sys.argv[1:]
+        lines = one_line_and_exit() if kwargs.get("args") is None else nullcontext()
+        with lines, usage_errors(self._ckpt_path), without_advertisements():
             super().__init__(model_class, datamodule_class, **kwargs)
 
     def _ckpt_path(self) -> str | None:
@@ -81,14 +93,18 @@ class RecipeCLI(LightningCLI):
         return {**LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse, and refuse what Lightning would accept and fail on later."""
-        if isinstance(args, dict | Namespace):
-            self.config = parser.parse_object(args)
-        else:
-            given = join_negative_numbers(sys.argv[1:] if args is None else args)
-            check_values(given)
-            self.config = parser.parse_args(given)
-        check_options(self.config.get(self.config.get("subcommand") or "", self.config))
+        """Parse; say which settings a class that replaces another one takes over; refuse what would fail later."""
+        with watch_class_changes() as changes:
+            if isinstance(args, dict | Namespace):
+                self.config = parser.parse_object(args)
+            else:
+                given = join_negative_numbers(sys.argv[1:] if args is None else args)
+                check_values(given)
+                self.config = parser.parse_args(given)
+        config = self.config.get(self.config.get("subcommand") or "", self.config)
+        check_options(config)
+        for line in class_change_lines(changes, config.as_dict()):
+            rank_zero_info(line)
 
     def _parse_ckpt_path(self) -> None:
         """Leave the recipe alone: LightningCLI would let a checkpoint's hyper-parameters override it silently."""
@@ -112,12 +128,18 @@ class RecipeCLI(LightningCLI):
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         if config.get("enable_progress_bar") is not False and not any(isinstance(c, bars) for c in callbacks):
             config["callbacks"] = [TrainingProgressBar(), *callbacks]
+        summaries = pl_import("callbacks").ModelSummary
+        if isinstance(self.model, OptimizerMixin) and not any(isinstance(c, summaries) for c in callbacks):
+            # the table of the parameter groups says as much; `enable_model_summary: true` brings it back
+            config["enable_model_summary"] = bool(config.get("enable_model_summary"))
         try:
             trainer = super().instantiate_trainer(**kwargs)
         except Exception as error:
             if isinstance(error, UsageError) or (line := trainer_line(error, config)) is None:
                 raise
             raise UsageError(line) from error
+        if self.subcommand:
+            trainer.callbacks.insert(0, RunStart(self._run_folder))  # type: ignore[attr-defined]
         monitors = [callback for callback in trainer.callbacks if isinstance(callback, RankMonitor)]  # type: ignore[attr-defined]
         if trainer.world_size > 1 and not monitors:
             trainer.callbacks.insert(0, RankMonitor())  # type: ignore[attr-defined]  # the first to hear of an exception
@@ -134,16 +156,23 @@ class RecipeCLI(LightningCLI):
         if hasattr(datamodule, "data_summary"):
             print(datamodule.data_summary())
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Lightning's; a start that is refused leaves no folder."""
+        with self._run_folder:
+            super()._run_subcommand(subcommand)
+
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         if subcommand != "prepare":
-            self._check_before_data(subcommand)
-        for logger in self.trainer.loggers if subcommand != "prepare" else []:
-            choose_folder(logger, subcommand, resumes=bool(self.config[subcommand].get("ckpt_path")))
+            given = self.config_init[subcommand]
+            given["ckpt_path"] = choose_checkpoint(subcommand, given.get("ckpt_path"), self.trainer)
+            self._check_before_data(subcommand, given["ckpt_path"])
+            if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+                self._run_folder.choose(subcommand, given["ckpt_path"], self.trainer)
         return super()._prepare_subcommand_kwargs(subcommand)
 
-    def _check_before_data(self, subcommand: str) -> None:
+    def _check_before_data(self, subcommand: str, ckpt_path: str | None) -> None:
         """Refuse what the recipe and its folders alone show to be wrong; a module may know more, in `check_run`."""
-        check_ckpt_path(self.config[subcommand].get("ckpt_path"), self.trainer, resumes=subcommand == "fit")
+        check_ckpt_path(ckpt_path, self.trainer, resumes=subcommand == "fit")
         check_folders(self.trainer)
         if hasattr(self.model, "check_run"):
             self.model.check_run(self.trainer, self.datamodule, subcommand)
@@ -153,23 +182,9 @@ class RecipeCLI(LightningCLI):
         trainer = self.trainer
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        for logger in trainer.loggers:
-            if isinstance(logger, pl_import("loggers").TensorBoardLogger):
-                print(f"\nTensorBoard: tensorboard --logdir {short(logger.root_dir)}   then open http://localhost:6006")
-        saver = trainer.checkpoint_callback
-        checkpoint = short(getattr(saver, "last_model_path", "") or getattr(saver, "best_model_path", ""))
-        command = f"{program()} fit --config {self._recipe()}"
-        if checkpoint:
-            print(f"Evaluate:    {command.replace(' fit ', ' validate ')} --ckpt_path {checkpoint}")
-            print(f"Go on:       {command} --ckpt_path last --trainer.max_steps {2 * trainer.global_step}")
-        if self.config["fit"].get("model.init_args.optimizer"):
-            print(f"Try next:    {command} --model.init_args.optimizer.init_args.lr 1e-3")
-        if program() in ("python -m lightning_tricks", "lightning-tricks"):  # not a script of the user's own
-            print(f"             {program()} ls   lists the other recipes")
-
-    def _recipe(self) -> str:
-        paths = self.config[self.subcommand].get("config") or ["RECIPE.yaml"]
-        return short(str(paths[0]))
+        options = self._given[self._given.index("fit") + 1 :] if isinstance(self._given, list) else []
+        optimizer = (self.config["fit"]["model"].get("init_args") or {}).get("optimizer") or {}
+        print("", *next_steps(trainer, options, "lr" in (optimizer.get("init_args") or {})), sep="\n")
 
 
 class _Untrained(RecipeCLI):

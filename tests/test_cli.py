@@ -4,11 +4,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jsonargparse
 import pytest
 import yaml
 
+from lightning_tricks import __main__ as door
+from lightning_tricks._errors import UsageError
+from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.models import GPT2, Llama
 
 TINY = recipes_folder() / "tiny.yaml"
 
@@ -77,12 +83,69 @@ def test_an_included_file_is_found_beside_the_recipe_and_the_command_line_wins(t
     assert (trainer["max_steps"], trainer["gradient_clip_val"]) == (9, 0.5)
 
 
-def test_switching_a_class_keeps_no_setting_of_the_one_before():
-    decoder = ["--model.init_args.decoder", "GPT2"]
-    done = run("fit", "--config", str(TINY), *decoder, "--print_config")
-    assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["model"]["init_args"]["decoder"]["class_path"].endswith("GPT2")
-    assert yaml.safe_load(done.stdout)["model"]["init_args"]["decoder"]["init_args"]["bias"] is True
+SIZES = {"vocab_size": 4096, "d_model": 256, "n_layers": 4, "n_heads": 4, "max_seq_len": 256}
+DROPPED = (
+    "model.decoder: GPT2 in place of Llama; vocab_size=4096, d_model=256, n_layers=4, n_heads=4, max_seq_len=256 stay; "
+    "dropped: activation=relu2, qk_norm=True, zero_init_outputs=True (to set one again: --model.decoder.activation "
+    "relu2)"
+)
+
+
+def decoder(*options: str) -> Any:
+    """The decoder that tiny.yaml and these options describe."""
+    return load_recipe("--config", str(TINY), *options)[0].config
+
+
+def test_another_decoder_brings_its_own_architecture_and_one_line_says_what_was_dropped(tmp_path, caplog):
+    later = tmp_path / "later.yaml"
+    later.write_text("model: {init_args: {decoder: {class_path: GPT2}}}")
+    for options in (["--model.decoder", "GPT2"], ["--config", str(later)], ["--model.decoder={class_path: GPT2}"]):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="lightning.pytorch"):
+            assert decoder(*options) == GPT2(**SIZES)
+        assert [record.message for record in caplog.records if "in place of" in record.message] == [DROPPED]
+
+
+def test_what_is_given_for_the_new_decoder_counts():
+    assert decoder("--model.decoder", "GPT2", "--model.decoder.qk_norm", "true") == GPT2(**SIZES, qk_norm=True)
+    text = "{class_path: GPT2, init_args: {activation: swiglu, d_model: 128}}"
+    assert decoder("--model.decoder", text) == GPT2(**(SIZES | {"d_model": 128}), activation="swiglu")
+    tiny = Llama(**SIZES, activation="relu2", qk_norm=True, zero_init_outputs=True)
+    assert decoder("--model.decoder", "Llama") == decoder() == tiny, "it is no other decoder"
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--model.optimizer", "SGD"], "model.optimizer: SGD in place of AdamW; lr=0.002, fused=True stay; "
+         "dropped: betas=(0.9, 0.95)"),
+        (["--model.schedule", "WarmupCosine"], "model.schedule: WarmupCosine in place of WarmupLinear; "
+         "warmup_steps=40 stay"),
+        (["--trainer.logger", "ResumingCSVLogger"], "trainer.logger: ResumingCSVLogger in place of "
+         "ResumingTensorBoardLogger; save_dir=runs, name=tiny stay"),
+    ],
+)  # fmt: skip
+def test_another_class_says_which_settings_of_the_one_before_stay(options, line, caplog):
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        load_recipe("--config", str(TINY), *options)
+    assert [record.message for record in caplog.records if "in place of" in record.message] == [line]
+
+
+def test_a_list_of_callbacks_takes_nothing_over_from_the_list_before(caplog):
+    before = "[{class_path: ModelCheckpoint, init_args: {monitor: val/loss, verbose: true}}]"
+    after = "[{class_path: EarlyStopping, init_args: {monitor: train/loss}}]"
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        trainer = load_recipe("--config", str(TINY), "--trainer.callbacks", before, "--trainer.callbacks", after)[2]
+    assert (trainer["callbacks"][0].monitor, trainer["callbacks"][0].verbose) == ("train/loss", False)
+    assert not any("in place of" in record.message for record in caplog.records)
+
+
+def test_jsonargparse_is_left_as_it_was():
+    original = jsonargparse._typehints.discard_init_args_on_class_path_change
+    decoder("--model.decoder", "GPT2")
+    with pytest.raises(UsageError):
+        decoder("--model.decoder", "GPT3")
+    assert jsonargparse._typehints.discard_init_args_on_class_path_change is original
 
 
 def test_help_of_a_command_names_our_options():

@@ -32,8 +32,7 @@ TOY = {
     "trainer.limit_val_batches": 20,
     "trainer.limit_test_batches": 20,
     # the second list replaces the recipe's: checkpoints every 5 steps, no baseline
-    "trainer.callbacks": "[{class_path: ModelCheckpoint, init_args: {dirpath: runs/tiny/checkpoints, "
-    "every_n_train_steps: 5, save_last: link}}]",
+    "trainer.callbacks": "[{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 5, save_last: link}}]",
 }
 
 
@@ -54,8 +53,11 @@ def run(folder: Path, *args, **overrides) -> str:
     return done.stdout + done.stderr
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "runs/tiny/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+LAST = "runs/tiny/version_0/checkpoints/last.ckpt"
+
+
+def weights(folder: Path, last: str = LAST) -> dict[str, torch.Tensor]:
+    return torch.load(folder / last, weights_only=True)["state_dict"]
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +84,11 @@ def test_the_loss_falls_and_the_last_validation_is_of_the_last_step(trained):
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_a_second_run_in_the_same_folder_works_and_ends_with_the_same_weights(trained, text_file):
+def test_a_second_run_has_a_folder_of_its_own_and_ends_with_the_same_weights(trained, text_file):
     folder, _ = trained
-    before = weights(folder)
     run(folder, "fit", text_file)
-    assert all(torch.equal(before[name], value) for name, value in weights(folder).items())
+    again = weights(folder, LAST.replace("version_0", "version_1"))
+    assert all(torch.equal(again[name], value) for name, value in weights(folder).items())
     assert (folder / "runs/tiny/version_1/config.yaml").is_file()
 
 
@@ -94,11 +96,11 @@ def test_evaluation_repeats_the_training_runs_figure(trained, text_file):
     folder, out = trained
     found = re.search(r"bits/byte ([\d.]+)", out)[1]
     for command in ("validate", "test"):
-        table = run(folder, command, text_file, ckpt_path="runs/tiny/checkpoints/last.ckpt")
+        table = run(folder, command, text_file, ckpt_path=LAST)
         stage = "val" if command == "validate" else "test"
         row = next(line for line in table.splitlines() if f"{stage}/bits_per_byte" in line)
         assert f"{float(re.search(r'([0-9.]+)[^0-9]*$', row)[1]):.4f}" == found
-    run(folder, "predict", text_file, ckpt_path="runs/tiny/checkpoints/last.ckpt")
+    run(folder, "predict", text_file, ckpt_path=LAST)
     folders = {path.name for path in (folder / "runs/tiny").iterdir()}
     assert {"validate", "test", "predict"} <= folders  # a fit that resumes takes none of them for the newest run
 
@@ -115,7 +117,7 @@ def test_killed_in_mid_run_it_goes_on_to_the_same_weights(trained, tmp_path, tex
     process = subprocess.Popen(
         arguments("fit", text_file), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    first = tmp_path / "runs/tiny/checkpoints/last.ckpt"
+    first = tmp_path / LAST
     deadline = time.monotonic() + 200
     while not os.path.lexists(first) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.002)
@@ -123,7 +125,7 @@ def test_killed_in_mid_run_it_goes_on_to_the_same_weights(trained, tmp_path, tex
     process.wait()
     stopped = torch.load(first, weights_only=True)["global_step"]
     assert stopped < 40, "the run was over before it could be killed"
-    run(tmp_path, "validate", text_file, ckpt_path="runs/tiny/checkpoints/last.ckpt")
+    run(tmp_path, "validate", text_file, ckpt_path=LAST)
     out = run(tmp_path, "fit", text_file, ckpt_path="last")
     assert re.findall(r"step (\d+)/40", out)[0] == str(stopped // 10 * 10 + 10)
     expected = weights(whole)

@@ -49,7 +49,7 @@ trainer:
   enable_model_summary: false
   logger: {class_path: ResumingCSVLogger, init_args: {save_dir: runs, name: toy}}
   callbacks:
-    - {class_path: ModelCheckpoint, init_args: {dirpath: runs/toy/checkpoints, every_n_train_steps: 2, save_last: link}}
+    - {class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_last: link}}
 """
 GONE = (
     r"^rank {rank} of {world} on \S+ is gone without a word \(process \d+\): killed, or out of memory \(dmesg tells\)$"
@@ -114,7 +114,7 @@ class Job:
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         whole = self.folder / "whole.ckpt"
-        consolidate([str(self.folder / "runs/toy/checkpoints/last.ckpt"), str(whole)])
+        consolidate([str(self.folder / "runs/toy/version_0/checkpoints/last.ckpt"), str(whole)])
         return load_file(whole, None)["state_dict"]
 
 

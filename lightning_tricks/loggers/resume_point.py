@@ -33,23 +33,3 @@ class ResumePoint(pl.Callback):
         for logger in trainer.loggers:
             if hasattr(logger, "resume_at"):
                 logger.resume_at(trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-
-def choose_folder(logger: Any, command: str, resumes: bool) -> None:
-    """Give a logger that can resume, and that has no version yet, the folder that suits a command.
-
-    A fit that resumes goes on in the newest `version_N`, if there is one; one that starts afresh gets the next, as
-    with Lightning. Evaluation goes into a folder named as its command, so that it is not taken for the newest run.
-
-    Args:
-        logger: any.
-        command: `fit`, `validate`, `test` or `predict`.
-        resumes: whether a checkpoint was given.
-    """
-    if not hasattr(logger, "resume_at") or logger._version is not None:
-        return
-    newest = logger._get_next_version() - 1
-    if command != "fit":
-        logger._version = command
-    elif resumes and newest >= 0:
-        logger._version = newest

@@ -43,7 +43,7 @@ class OptimizerMixin(Mixin):
 
     Raises:
         UsageError: when training starts: see `build_optimizer` and `Schedule.check`; a checkpoint that holds weights
-            only.
+            only, or the state of an optimizer of another class.
 
     Source: see `default_adamw` and `decay_groups`.
     """
@@ -65,6 +65,8 @@ class OptimizerMixin(Mixin):
         self.weight_decay = weight_decay
         self.decay_embeddings = decay_embeddings
         self.param_rules: list[ParamRule] | None = from_plain(param_rules, ParamRule, "param_rules")
+        self._optimizer_class: str | None = None
+        self._class_in_checkpoint: str | None = None
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse a run that could not train, before its data are prepared; the command line asks.
@@ -94,6 +96,8 @@ class OptimizerMixin(Mixin):
         optimizer = build_optimizer(
             self, self.optimizer, self.weight_decay, self.decay_embeddings, rules=self.param_rules
         )
+        self._optimizer_class = type(optimizer).__name__
+        self._check_optimizer_class()
         table = groups_table(optimizer.param_groups, lr=0.0)
         rank_zero_info(f"{type(optimizer).__name__}\n{table}")
         # fast_dev_run has replaced max_steps by its own
@@ -103,8 +107,9 @@ class OptimizerMixin(Mixin):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write the optimizer's name, and in plain types what `save_hyperparameters` has kept."""
+        """Write the optimizer's name and class, and in plain types what `save_hyperparameters` has kept."""
         super().on_save_checkpoint(checkpoint)
+        checkpoint["optimizer_class"] = self._optimizer_class
         if callable(self.optimizer):
             checkpoint[_NAME] = re.sub(r" at 0x\w+", "", repr(self.optimizer))
         settings = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)
@@ -113,9 +118,24 @@ class OptimizerMixin(Mixin):
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = to_plain(kept)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse to train on from weights alone; without a Trainer, remember which optimizer is missing."""
+        """Refuse to train on from weights alone, or with an optimizer of another class.
+
+        Without a Trainer, remember which optimizer is missing.
+        """
         super().on_load_checkpoint(checkpoint)
         if self._trainer is None and self.optimizer is None:
             self._missing_optimizer = checkpoint.get(_NAME)
         elif self._trainer is not None and self._trainer.state.fn == "fit":
             check_training_state(checkpoint, self._trainer.ckpt_path)
+            self._class_in_checkpoint = checkpoint.get("optimizer_class")
+            self._check_optimizer_class()
+
+    def _check_optimizer_class(self) -> None:
+        """Compare with the checkpoint; Lightning loads it before or after the optimizer is built."""
+        here, there = self._optimizer_class, self._class_in_checkpoint
+        self._class_in_checkpoint = None if here else there
+        if here and there and here != there:
+            raise UsageError(
+                f"the checkpoint holds the state of {there}, which {here} cannot take up: set the optimizer to "
+                f"{there}, or start without the checkpoint"
+            )

@@ -22,6 +22,8 @@ class DecoderConfig(abc.ABC):
 
     norm: ClassVar[Literal["rms", "layer"]]
     positions: ClassVar[Literal["rope", "learned"]]
+    taken_over: ClassVar = ("vocab_size", "d_model", "n_layers", "n_heads", "max_seq_len")
+    """Settings that stay when an override names another family: sizes, which are no part of an architecture."""
 
     vocab_size: int
     d_model: int

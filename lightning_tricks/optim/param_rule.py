@@ -49,7 +49,10 @@ def match_rules(names: Sequence[str], rules: Sequence[ParamRule]) -> dict[str, P
         matches = [name for name in names if re.search(rule.pattern, name)]
         if not matches:
             near = ", ".join(difflib.get_close_matches(rule.pattern, names, n=3, cutoff=0.0))
-            raise UsageError(f"param_rules: pattern {rule.pattern!r} matches no parameter: near names are {near}")
+            raise UsageError(
+                f"param_rules: pattern {rule.pattern!r} matches no parameter: near names are {near}; change the "
+                "pattern, or set param_rules to null for no rules (--model.param_rules null)"
+            )
         fresh = [name for name in matches if name not in chosen]
         if not fresh:
             raise UsageError(

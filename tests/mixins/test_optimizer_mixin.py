@@ -289,6 +289,14 @@ def test_every_option_has_its_line_of_help(parser, capsys):
         assert words in shown
 
 
+def test_a_resume_with_an_optimizer_of_another_class_is_refused_and_an_evaluation_is_not(checkpoint):
+    other = Model(optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    with pytest.raises(UsageError, match="holds the state of AdamW, which SGD cannot take up: set the optimizer to"):
+        fit(other, 10, resume=checkpoint)
+    other.validation_step = other.training_step
+    trainer(1).validate(other, batches(1), ckpt_path=checkpoint, verbose=False)
+
+
 # ---- save_hyperparameters
 
 

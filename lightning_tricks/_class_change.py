@@ -1,0 +1,124 @@
+"""Decide which settings stay when an override names another class, and say it: `--model.decoder GPT2` is then a GPT-2.
+
+jsonargparse keeps each setting of the class before whose name the new class has too, and says nothing. Here a class may
+list the settings that it takes over (`taken_over`), and each change of a class is one line.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jsonargparse._typehints as typehints
+from jsonargparse import Namespace
+
+from lightning_tricks._lightning import pl
+
+_HOOK = "discard_init_args_on_class_path_change"
+
+
+@dataclass
+class ClassChange:
+    """One class in place of another, and the settings of the one before.
+
+    Args:
+        old: class path before.
+        new: class path after.
+        before: settings that the recipe gave to the old class.
+        after: those of them that the new class has taken over.
+    """
+
+    old: str
+    new: str
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+def _settings(spec: Any) -> dict[str, Any]:
+    """The `init_args` of a class in a configuration, by their first names; empty without any."""
+    init_args = spec["init_args"] if spec and "init_args" in spec else None
+    return dict(vars(init_args) if isinstance(init_args, Namespace) else init_args or {})
+
+
+def _taken_over(class_path: str) -> tuple[str, ...] | None:
+    """Names of the settings that the class takes over from another one; None for jsonargparse's rule."""
+    module, _, name = class_path.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    if isinstance(cls, type) and issubclass(cls, pl.Callback):
+        return ()  # callbacks stand in a list, where the one before was just the one at the same place
+    return getattr(cls, "taken_over", None)
+
+
+@contextmanager
+def watch_class_changes() -> Iterator[list[ClassChange]]:
+    """While open, classes choose what they take over; gives the list that each change is added to.
+
+    Replaces jsonargparse's own function for the time of the `with`, and puts back what was there.
+    """
+    original = getattr(typehints, _HOOK)
+    changes: list[ClassChange] = []
+
+    def discard(parser: Any, previous: Any, value: Any) -> None:
+        before = _settings(previous)
+        if not before or previous["class_path"] == value["class_path"]:
+            return original(parser, previous, value)
+        wanted = _taken_over(value["class_path"])
+        for name in before:
+            if wanted is not None and name not in wanted:
+                previous["init_args"].pop(name)
+        original(parser, previous, value)
+        change = ClassChange(previous["class_path"], value["class_path"], before, _settings(previous))
+        if change not in changes:  # jsonargparse asks several times
+            changes.append(change)
+        return None
+
+    setattr(typehints, _HOOK, discard)
+    try:
+        yield changes
+    finally:
+        setattr(typehints, _HOOK, original)
+
+
+def lines(changes: list[ClassChange], config: Mapping[str, Any]) -> list[str]:
+    """One line for each change that the final configuration shows: which settings stay, which are dropped.
+
+    Args:
+        changes: in order.
+        config: the final configuration of the command, as nested dicts.
+    """
+    found: dict[str, str] = {}
+    for change in changes:
+        for place, final in _places(config, change.new):
+            stay = _listed({k: v for k, v in change.after.items() if k in final and final[k] == v})
+            gone = {k: v for k, v in change.before.items() if k not in change.after}
+            dropped = _listed({k: v for k, v in gone.items() if k not in final or final[k] != v})
+            line = f"{place}: {_name(change.new)} in place of {_name(change.old)}"
+            line += f"; {stay} stay" if stay else ""
+            if dropped:
+                again = next((k for k in gone if k in final), None)
+                line += f"; dropped: {dropped}"
+                line += f" (to set one again: --{place}.{again} {gone[again]})" if again else ""
+            found[place] = line  # the last one counts
+    return list(found.values())
+
+
+def _places(config: Mapping[str, Any], class_path: str, before: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each option that holds the class, as the command line names it, with the class's final settings."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            place = before if key == "init_args" else f"{before}.{key}".lstrip(".")
+            if value.get("class_path") == class_path:
+                yield place, value.get("init_args") or {}
+            yield from _places(value, class_path, place)
+
+
+def _name(class_path: str) -> str:
+    return class_path.rpartition(".")[2]
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
