@@ -1,5 +1,6 @@
 """What `TensorBoardDashboard` writes: the layout of the charts, the link to them, the recipe's facts and table."""
 
+import html
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -60,6 +61,15 @@ def pinned_link(tags: Iterable[str], port: int = 6006) -> str:
     """
     cards = json.dumps([{"plugin": "scalars", "tag": tag} for tag in tags], separators=(",", ":"))
     return f"http://localhost:{port}/?pinnedCards={quote(cards, safe='')}&smoothing=0#timeseries"
+
+
+def redirect_page(address: str) -> str:
+    """An HTML page that leads a browser to an address which is too long to print."""
+    target = html.escape(address)
+    return (
+        f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={target}">\n'
+        f'<title>TensorBoard</title><a href="{target}">The run in TensorBoard</a>, once TensorBoard is started\n'
+    )
 
 
 def facts(trainer: Any, pl_module: Any) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Lay out TensorBoard for a pretraining run: the charts that tell its health, its recipe, its schedule, its result."""
 
 import contextlib
+import os
 import shlex
 from typing import Any
 
+import fsspec
 from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
 from lightning_tricks._lightning import pl
@@ -15,10 +17,13 @@ from lightning_tricks.callbacks._dashboard_parts import (
     layout,
     pinned_link,
     recipe_of,
+    redirect_page,
     table,
 )
 from lightning_tricks.callbacks._lr_curve import draw_curve, planned_lrs
 from lightning_tricks.callbacks.metric_buffer import MetricBuffer, Row
+
+PAGE = "dashboard.html"
 
 
 class TensorBoardDashboard(pl.Callback):
@@ -33,7 +38,8 @@ class TensorBoardDashboard(pl.Callback):
     - the image `schedule`: the learning rate from the first step to the last, where a scheduler says it beforehand;
     - the HParams tab: the hyper-parameters, and `hp/val_loss`, the last validation's loss, also if training fails.
 
-    At fit start it prints the command that opens TensorBoard, and a link to the five charts to watch. It records
+    At fit start it prints the command that starts TensorBoard, and the name of a page to open in a browser, which leads
+    to the five charts to watch: `dashboard.html`, written beside the logger's files with the first batch. It records
     nothing else: the curves are those that the monitors and your module log.
 
     Args:
@@ -69,9 +75,9 @@ class TensorBoardDashboard(pl.Callback):
         """Say how to open it."""
         if trainer.is_global_zero and not self._loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             print("TensorBoardDashboard: the Trainer has no TensorBoardLogger, so there is no dashboard")
-        tags = [self.train_loss, self.val_loss, "train/grad_norm", "train/lr", "throughput/tokens_per_second"]
         for logger in self._loggers:
-            print(f"TensorBoard: tensorboard --logdir {shlex.quote(str(logger.root_dir))}\n  {pinned_link(tags)}")
+            page = shlex.quote(os.path.join(logger.log_dir, PAGE))
+            print(f"TensorBoard: tensorboard --logdir {shlex.quote(str(logger.root_dir))}   then open {page}")
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
@@ -90,6 +96,9 @@ class TensorBoardDashboard(pl.Callback):
 
     def _write_cards(self, logger: Any, trainer: Any, pl_module: Any, step: int) -> None:
         writer = logger.experiment
+        tags = [self.train_loss, self.val_loss, "train/grad_norm", "train/lr", "throughput/tokens_per_second"]
+        with fsspec.open(os.path.join(logger.log_dir, PAGE), "w", encoding="utf-8") as file:
+            file.write(redirect_page(pinned_link(tags)))
         recipe, hparams = recipe_of(trainer), dict(getattr(pl_module, "hparams", {}))
         text = [table(facts(trainer, pl_module)), *([table(hparams)] if hparams else [])]
         writer.add_text("recipe", "\n\n".join([*text, *([f"```yaml\n{recipe[0]}\n```"] if recipe else [])]), step)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import html
 import json
 import os
 import random
@@ -493,16 +494,18 @@ def test_foreign_names_reach_the_layout_the_link_and_the_result(tmp_path, capsys
     fit(logger(tmp_path), 6, model=Foreign(), callbacks=(TensorBoardDashboard("loss", "eval.loss"),))
     assert points(tmp_path / "run", "hp/val_loss") == [(5, 3.0)]
     assert list(layouts(tmp_path)[0].category[0].chart[0].multiline.tag) == ["^loss$", r"^eval\.loss$"]
-    assert "%22tag%22%3A%22eval.loss%22" in capsys.readouterr().out
+    assert "%22tag%22%3A%22eval.loss%22" in (tmp_path / "run" / "dashboard.html").read_text()
 
 
 def test_the_start_says_how_to_open_it(tmp_path, capsys):
     folder = tmp_path / "my runs"
     fit(logger(folder), 2, callbacks=(TensorBoardDashboard(),))
     said = capsys.readouterr().out
-    assert f"tensorboard --logdir '{folder}/run'" in said
+    page = folder / "run" / "dashboard.html"
+    assert said.splitlines()[0] == f"TensorBoard: tensorboard --logdir '{folder}/run'   then open '{page}'"
     tags = ["train/loss", "val/loss", "train/grad_norm", "train/lr", "throughput/tokens_per_second"]
-    assert pinned_link(tags) in said
+    target = re.search(r'http-equiv="refresh" content="0; url=([^"]+)"', page.read_text())[1]
+    assert html.unescape(target) == pinned_link(tags)
 
 
 @pytest.mark.parametrize("loggers", [lambda _: False, lambda folder: CSVLogger(folder)], ids=["none", "CSV"])
