@@ -39,7 +39,11 @@ def same_run(trainer: Any, options: Sequence[str]) -> list[str]:
     """The options that describe the run: those that were typed, or its saved `config.yaml` where they are many."""
     if not without(options, "--config", "-c", "--ckpt_path", LENGTH):
         return without(options, "--ckpt_path", LENGTH)
-    saved = os.path.join(trainer.log_dir or "", "config.yaml")
+    logger = (
+        trainer.loggers[0] if trainer.loggers else None
+    )  # trainer.log_dir is a collective, and this is rank 0 alone
+    folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or trainer.default_root_dir
+    saved = os.path.join(folder, "config.yaml")
     return ["--config", short(saved)] if os.path.isfile(saved) else without(options, "--ckpt_path", LENGTH)
 
 

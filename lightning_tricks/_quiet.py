@@ -1,4 +1,4 @@
-"""Keep Lightning's advertisements, and its statements that are not true here, out of a run's output."""
+"""Keep Lightning's advertisements, and its statements that are of no use or not true here, out of a run's output."""
 
 import logging
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from lightning_tricks._lightning import pl_import
 
 # A resume follows the recipe's settings and not the checkpoint's, so not all states are restored.
-_UNWANTED = ("💡 Tip: ", "Restored all states from the checkpoint")
+_UNWANTED = ("💡 Tip: ", "TPU available: False", "Restored all states from the checkpoint")
 
 
 def _wanted(record: logging.LogRecord) -> bool:
