@@ -7,13 +7,9 @@ from typing import Any
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
+from lightning_tricks._program import short
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
-
-
-def short(path: Any) -> str:
-    """The path from here, where it lies below this folder."""
-    return str(path).removeprefix(os.getcwd() + os.sep)
 
 
 def newest_checkpoint(folder: Any) -> Path | None:

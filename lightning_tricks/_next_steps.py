@@ -5,8 +5,9 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_tricks._choose_checkpoint import newest_checkpoint, short
+from lightning_tricks._choose_checkpoint import newest_checkpoint
 from lightning_tricks._lightning import pl_import
+from lightning_tricks._program import program, short
 from lightning_tricks.callbacks.tensorboard_dashboard import PAGE
 
 LENGTH = "--trainer.max_steps"
@@ -59,7 +60,7 @@ def next_steps(trainer: Any, options: Sequence[str], has_lr: bool) -> list[str]:
     found: list[str] = []
 
     def line(command: str, *added: str) -> str:
-        return f"python -m lightning_tricks {shlex.join([command, *same, *added])}"
+        return f"{program()} {shlex.join([command, *same, *added])}"
 
     for logger in trainer.loggers:
         if isinstance(logger, pl_import("loggers").TensorBoardLogger):
@@ -77,4 +78,6 @@ def next_steps(trainer: Any, options: Sequence[str], has_lr: bool) -> list[str]:
     if has_lr:
         afresh = ["--ckpt_path", "none"] if trainer.ckpt_path else []
         found.append(f"Try next:    {line('fit', *afresh, '--model.optimizer.lr', '1e-3')}")
-    return [*found, "             python -m lightning_tricks ls   lists the other recipes"]
+    if program() in ("python -m lightning_tricks", "lightning-tricks"):  # not a script of the user's own
+        found.append(f"             {program()} ls   lists the other recipes")
+    return found

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 
 def program() -> str:
@@ -15,6 +16,6 @@ def program() -> str:
     return os.path.basename(script) or "python -m lightning_tricks"
 
 
-def short(path: str) -> str:
+def short(path: Any) -> str:
     """The path from the working folder, where it lies below that."""
-    return path.removeprefix(os.getcwd() + os.sep)
+    return str(path).removeprefix(os.getcwd() + os.sep)

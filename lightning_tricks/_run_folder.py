@@ -13,9 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lightning_tricks._choose_checkpoint import folder_name, is_remote, number, short
+from lightning_tricks._choose_checkpoint import folder_name, is_remote, number
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._program import short
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 rank_zero_only = pl_import("utilities.rank_zero").rank_zero_only

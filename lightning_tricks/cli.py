@@ -5,7 +5,6 @@ progress bar, no automatic optimizer (the module owns it), and checkpoints that 
 """
 
 import faulthandler
-
 import sys
 import warnings
 from contextlib import nullcontext

@@ -10,7 +10,6 @@ import jsonargparse
 import pytest
 import yaml
 
-from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
