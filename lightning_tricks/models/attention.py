@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_tricks.models.decoder_config import DecoderConfig
+from lightning_tricks.models.kv_cache import LayerCache
 from lightning_tricks.models.norm import RMSNorm
 from lightning_tricks.models.rope import rotate
 
@@ -71,6 +72,23 @@ def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None)
     return torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1)).view(batch, heads, length, head_dim)
 
 
+def continued_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`causal_attention` for the last tokens of a row, whose earlier keys and values are known.
+
+    Args:
+        q: (batch, heads, new, head_dim), of the last `new` of `length` tokens.
+        k: (batch, kv_heads, length, head_dim).
+        v: as `k`.
+
+    Returns:
+        (batch, heads, new, head_dim).
+    """
+    repeats, new, length = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    mask = torch.ones(new, length, dtype=torch.bool, device=q.device).tril(length - new)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
 def max_logit(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     """The largest number that enters the softmax of `causal_attention`: query times key, over sqrt(head_dim).
 
@@ -122,17 +140,19 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
         """Map (batch, length, d_model) to the same shape.
 
         Args:
             x: normalised residual stream.
-            rope: tables of `RotaryPositions`; None: positions came with the embedding.
+            rope: tables of `RotaryPositions` for these positions; None: positions came with the embedding.
             mask: as `document_mask` gives it, or None.
+            cache: keys and values of the tokens before these, to which theirs are added; takes no mask.
         """
         q, k = self._queries_and_keys(x, rope)
         v = self._split_heads(self.v(x))
-        return self.o(causal_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        heads = causal_attention(q, k, v, mask) if cache is None else continued_attention(q, *cache.append(k, v))
+        return self.o(heads.transpose(1, 2).flatten(2))
 
     def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
         """`max_logit` of what `forward` would attend with, a scalar; arguments as there."""

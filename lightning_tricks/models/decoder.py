@@ -12,6 +12,7 @@ from lightning_tricks.models.attention import Attention, Rope, document_mask
 from lightning_tricks.models.checkpointing import Mode, check_mode, checkpointed
 from lightning_tricks.models.decoder_config import DecoderConfig
 from lightning_tricks.models.draw_normal import draw_normal
+from lightning_tricks.models.kv_cache import KVCache, LayerCache
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
 from lightning_tricks.models.norm import block_norm, matmul_dtype
 from lightning_tricks.models.rope import RotaryPositions
@@ -57,8 +58,10 @@ class Block(nn.Module):
         self.checkpointing: Mode = "none"
         self.n_linears = sum(isinstance(module, nn.Linear) for module in self.modules())
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
-        """Map the residual stream (batch, length, d_model) to the next one; `rope` and `mask` as in `Attention`."""
+    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+        """Map the residual stream (batch, length, d_model) to the next one; the rest as in `Attention`."""
+        if cache is not None:
+            return self._layer(x, rope, mask, cache)
         # Inside forward, so that what shards or compiles the block sees the checkpoint as a part of it.
         return checkpointed(self.checkpointing, self._layer, x, rope, mask, linears=self.n_linears)
 
@@ -66,9 +69,9 @@ class Block(nn.Module):
         """The largest attention logit for what `forward` would be given, a scalar: queries and keys are made anew."""
         return self.attn.max_attention_logit(self.attn_norm(x).to(matmul_dtype(x)), rope, mask)
 
-    def _layer(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+    def _layer(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
         dtype = matmul_dtype(x)
-        x = x + self.attn(self.attn_norm(x).to(dtype), rope, mask)
+        x = x + self.attn(self.attn_norm(x).to(dtype), rope, mask, cache)
         return x + self.mlp(self.mlp_norm(x).to(dtype))
 
 
@@ -108,7 +111,13 @@ class Decoder(nn.Module):
             self.to_empty(device=device)
             self.init_weights()
 
-    def forward(self, input_ids: Tensor, document_ids: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
         """Logits of the token after each position, or with `labels` the sum of their cross-entropies.
 
         Args:
@@ -116,11 +125,12 @@ class Decoder(nn.Module):
             document_ids: (batch, length) integers; a token sees tokens of its own document only. None: all before it.
             labels: (batch, length) int64, the token after each position; -100 does not count. The loss is made here,
                 and the head applied in slices, so that the logits never exist and shards of the head stay gathered.
+            cache: what the tokens before these left in each block; these are added to it. Not with `document_ids`.
 
         Returns:
             (batch, length, vocab_size), or a scalar in nats.
         """
-        features = self.features(input_ids, document_ids)
+        features = self.features(input_ids, document_ids, cache)
         if labels is None:
             return self.head(features)
         return linear_cross_entropy(features.flatten(0, 1), self.head.weight, labels.flatten())
@@ -130,22 +140,27 @@ class Decoder(nn.Module):
         for block in self.blocks:
             block.compile()
 
-    def features(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def features(self, input_ids: Tensor, document_ids: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """What `head` turns into logits, (batch, length, d_model), for a loss that applies the head in chunks."""
-        length = input_ids.shape[1]
-        if length > self.config.max_seq_len:
+        length, begin = input_ids.shape[1], 0 if cache is None else cache.length
+        if begin + length > self.config.max_seq_len:
             raise UsageError(
-                f"a row of {length} tokens, but max_seq_len={self.config.max_seq_len}: shorten the rows or raise it"
+                f"a row of {begin + length} tokens, but max_seq_len={self.config.max_seq_len}: "
+                "shorten the rows or raise it"
             )
         x = self.embed(input_ids)
         mask = None if document_ids is None else document_mask(document_ids)
         rope = None
         if isinstance(self.positions, RotaryPositions):
-            rope = self.positions(length, matmul_dtype(x))
+            rope = self.positions(length, matmul_dtype(x), begin)
         else:
-            x = x + self.positions(_places(input_ids, document_ids))
-        for block in self.blocks:
-            x = block(x, rope, mask)
+            x = x + self.positions(_places(input_ids, document_ids, begin))
+        if cache is None:
+            for block in self.blocks:
+                x = block(x, rope, mask)
+        else:
+            for block, layer in zip(self.blocks, cache.layers, strict=True):
+                x = block(x, rope, mask, layer)
         return self.norm(x).to(matmul_dtype(x))
 
     def set_activation_checkpointing(self, mode: Mode | None) -> None:
@@ -197,9 +212,9 @@ class Decoder(nn.Module):
         return self
 
 
-def _places(input_ids: Tensor, document_ids: Tensor | None) -> Tensor:
+def _places(input_ids: Tensor, document_ids: Tensor | None, begin: int = 0) -> Tensor:
     """Position of each token in its document, counted from 0: (length,), or (batch, length) with documents."""
-    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    places = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
     if document_ids is None:
         return places
     starts = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)

@@ -41,9 +41,10 @@ class RotaryPositions(nn.Module):
         # The minus sign of the rotation lives in the table, so that `rotate` needs no negated copy.
         self.sin.copy_(torch.cat((-angles.sin(), angles.sin()), dim=1))
 
-    def forward(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The first `length` rows of both tables, (length, head_dim), in the dtype that queries and keys will have."""
-        return self.cos[:length].to(dtype), self.sin[:length].to(dtype)
+    def forward(self, length: int, dtype: torch.dtype, begin: int = 0) -> tuple[Tensor, Tensor]:
+        """`length` rows of both tables from `begin`, (length, head_dim), in the dtype of queries and keys."""
+        rows = slice(begin, begin + length)
+        return self.cos[rows].to(dtype), self.sin[rows].to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

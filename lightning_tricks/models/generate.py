@@ -1,0 +1,112 @@
+"""Continue rows of tokens with a decoder: greedily, or drawn with temperature, top-k and top-p."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.models.decoder import Decoder
+from lightning_tricks.models.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Filters apply in the order of the arguments, as in transformers' `generate`.
+
+    Args:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: draw among the k most likely tokens only; None: among all.
+        top_p: draw among the most likely tokens that together reach this probability; 1: among all.
+
+    Raises:
+        UsageError: a value out of its range.
+
+    Source: top-k in Fan et al. 2018, https://arxiv.org/abs/1805.04833; top-p in Holtzman et al. 2019,
+        https://arxiv.org/abs/1904.09751.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        if not 0 <= self.temperature < float("inf"):
+            raise UsageError(f"temperature={self.temperature}: give 0 (the most likely token) or a positive number")
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(f"top_k={self.top_k}: give a whole number of at least 1, or leave it out")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p={self.top_p}: give a number above 0, at most 1")
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """One token for each row.
+
+        Args:
+            logits: (batch, vocabulary).
+            generator: source of randomness on the logits' device. Default: torch's.
+
+        Returns:
+            (batch,) int64.
+        """
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The distribution that a token is drawn from, (batch, vocabulary), fp32; temperature above 0."""
+        logits = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        chances = logits.softmax(dim=-1)
+        if self.top_p < 1:
+            ordered, order = chances.sort(dim=-1, descending=True)
+            before = ordered.cumsum(dim=-1) - ordered  # a token stays where those before it do not reach top_p
+            dropped = (before >= self.top_p).scatter(-1, order, before >= self.top_p)
+            chances = chances.masked_fill(dropped, 0.0)
+        return chances / chances.sum(dim=-1, keepdim=True)
+
+
+@torch.no_grad()
+def generate(
+    decoder: Decoder,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """Yield the next token of each row, one position at a time, with a cache of keys and values.
+
+    Args:
+        decoder: in the mode (train or eval) and precision that it is to run in.
+        input_ids: (batch, length) int64, at least one token; rows of one length.
+        max_new_tokens: number of tokens to yield; stop earlier by leaving the loop.
+        sampling: how a token is chosen; None: the most likely one.
+        generator: source of randomness on the decoder's device. Default: torch's.
+
+    Yields:
+        (batch,) int64.
+
+    Raises:
+        UsageError: an empty prompt, or more tokens in all than `max_seq_len`.
+    """
+    sampling = sampling or Sampling(temperature=0.0)
+    length, longest = input_ids.shape[1], decoder.config.max_seq_len
+    if length == 0:
+        raise UsageError("the prompt holds no token: give at least one, such as the end-of-text token")
+    if length + max_new_tokens > longest:
+        raise UsageError(
+            f"max_new_tokens={max_new_tokens} after a prompt of {length} tokens is more than the decoder's "
+            f"max_seq_len={longest}: give at most {max(longest - length, 0)}"
+        )
+    cache = KVCache(decoder.config.n_layers, length + max_new_tokens)
+    new = input_ids
+    for _ in range(max_new_tokens):
+        # Compiled blocks would be compiled anew for rows of other lengths.
+        with torch.compiler.set_stance("force_eager"):
+            logits = decoder.head(decoder.features(new, cache=cache)[:, -1])
+        chosen = sampling.choose(logits, generator)
+        yield chosen
+        new = chosen.unsqueeze(1)

@@ -1,0 +1,145 @@
+"""Generation: the cache changes nothing, greedy tokens are transformers', draws follow the stated distribution."""
+
+import pytest
+import torch
+import transformers
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.models import GPT2, Decoder, Llama, gpt2_state_from_hf, llama_state_from_hf
+from lightning_tricks.models.generate import Sampling, generate
+from lightning_tricks.models.kv_cache import KVCache
+
+SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 24}
+CONFIGS = {
+    "llama": Llama(**SHAPE),
+    "llama-all": Llama(**SHAPE, n_kv_heads=2, qk_norm=True, activation="relu2", tie_embeddings=True),
+    "gpt2": GPT2(**SHAPE),
+    "gpt2-gated": GPT2(**SHAPE, n_kv_heads=1, bias=False, activation="swiglu", tie_embeddings=False),
+}
+PROMPT = torch.randint(61, (3, 5), generator=torch.Generator().manual_seed(1))
+
+
+def build(config):
+    torch.manual_seed(0)
+    decoder = Decoder(config)
+    with torch.no_grad():
+        for parameter in decoder.parameters():  # off the initial values, where all tokens are about as likely
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return decoder.eval()
+
+
+def tokens(*args, **kwargs):
+    return torch.stack(list(generate(*args, **kwargs)), dim=1)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_logits_with_a_cache_are_those_of_the_whole_row(config):
+    decoder, row = build(config), torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(3))
+    cache = KVCache(config.n_layers, 24)
+    pieces = [decoder(part, cache=cache) for part in row.split([7, 1, 1, 5, 10], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), decoder(row), rtol=1e-4, atol=1e-5)
+    assert cache.length == 24
+
+
+def test_greedy_is_the_most_likely_token_of_the_whole_row_at_each_step():
+    decoder = build(CONFIGS["llama-all"])
+    row = PROMPT
+    for _ in range(19):
+        row = torch.cat([row, decoder(row)[:, -1:].argmax(dim=-1)], dim=1)
+    assert torch.equal(tokens(decoder, PROMPT, 19), row[:, 5:])
+
+
+def test_greedy_tokens_are_those_of_transformers_llama():
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=24, rms_norm_eps=1e-5, initializer_range=0.3,
+        )
+    ).eval()  # fmt: skip
+    config = Llama(**SHAPE, n_kv_heads=2, d_ff=48)
+    ours = Decoder(config)
+    ours.load_state_dict(llama_state_from_hf(theirs.state_dict(), config))
+    expected = theirs.generate(PROMPT, max_new_tokens=19, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(tokens(ours, PROMPT, 19), expected[:, 5:])
+
+
+def test_greedy_tokens_are_those_of_transformers_gpt2():
+    torch.manual_seed(0)
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=61, n_positions=24, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+    ).eval()
+    config = GPT2(**SHAPE)
+    ours = Decoder(config).eval()
+    ours.load_state_dict(gpt2_state_from_hf(theirs.state_dict(), config))
+    expected = theirs.generate(PROMPT, max_new_tokens=19, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(tokens(ours, PROMPT, 19), expected[:, 5:])
+
+
+def test_the_filters_by_hand():
+    logits = torch.tensor([[0.4, 0.1, 0.3, 0.2]]).log()
+
+    def chances(**options):
+        return Sampling(**options).probabilities(logits)[0].tolist()
+
+    assert chances() == pytest.approx([0.4, 0.1, 0.3, 0.2])
+    assert chances(temperature=0.5) == pytest.approx([16 / 30, 1 / 30, 9 / 30, 4 / 30])
+    assert chances(top_k=2) == pytest.approx([4 / 7, 0, 3 / 7, 0])
+    assert chances(top_p=0.7) == pytest.approx([4 / 7, 0, 3 / 7, 0])  # 0.4 + 0.3 reach it
+    assert chances(top_p=0.75) == pytest.approx([4 / 9, 0, 3 / 9, 2 / 9])
+    assert chances(top_p=0.01) == pytest.approx([1, 0, 0, 0])  # one token always stays
+    assert chances(top_k=3, top_p=0.7) == pytest.approx([4 / 7, 0, 3 / 7, 0])  # of the three's own distribution
+    assert chances(top_k=9) == chances()
+
+
+def test_draws_have_the_stated_distribution():
+    logits = torch.tensor([0.4, 0.1, 0.3, 0.2]).log().expand(100_000, 4)
+    drawn = Sampling(top_k=3).choose(logits, torch.Generator().manual_seed(0)).bincount(minlength=4) / 100_000
+    assert drawn.tolist() == pytest.approx([4 / 9, 0, 3 / 9, 2 / 9], abs=0.01)
+
+
+def test_a_seed_repeats_and_leaves_torchs_random_state_alone():
+    decoder, before = build(CONFIGS["llama"]), torch.get_rng_state()
+    options = {"sampling": Sampling(), "generator": None}
+    runs = []
+    for seed in (1, 1, 2):
+        options["generator"] = torch.Generator().manual_seed(seed)
+        runs.append(tokens(decoder, PROMPT, 19, **options))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_compiled_blocks_compile_nothing_for_it():
+    decoder = build(CONFIGS["llama"])
+    expected = tokens(decoder, PROMPT, 4)
+
+    def backend(graph, inputs):
+        raise AssertionError("compiled")
+
+    for block in decoder.blocks:
+        block.compile(backend=backend)
+    assert torch.equal(tokens(decoder, PROMPT, 4), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0: give 0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0: give a whole number"),
+        ({"top_p": 0.0}, "top_p=0.0: give a number above 0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+    ],
+)
+def test_a_bad_option_is_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        Sampling(**options)
+
+
+def test_a_row_that_does_not_fit_is_refused_before_anything_runs():
+    decoder = build(CONFIGS["llama"])
+    with pytest.raises(UsageError, match=r"max_new_tokens=20 after a prompt of 5 .* max_seq_len=24: give at most 19"):
+        next(generate(decoder, PROMPT, 20))
+    with pytest.raises(UsageError, match="the prompt holds no token"):
+        next(generate(decoder, PROMPT[:, :0], 1))
