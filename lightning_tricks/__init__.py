@@ -22,6 +22,7 @@ _HOMES = {
         "MetricBuffer",
         "PrecisionMonitor",
         "RankMonitor",
+        "SampleText",
         "TensorBoardDashboard",
         "TrainingProgressBar",
         "UpdateMonitor",
@@ -32,7 +33,7 @@ _HOMES = {
     "loggers": ["ResumingCSVLogger", "ResumingTensorBoardLogger"],
     "metrics": ["BitsPerByte", "TokenLoss", "TokenPerplexity"],
     "mixins": ["GradientClippingMixin", "OptimizerMixin", "TokenMeanMixin"],
-    "models": ["GPT2", "Decoder", "DecoderConfig", "Llama"],
+    "models": ["GPT2", "Decoder", "DecoderConfig", "Llama", "Sampling", "generate"],
     "optim": ["ParamRule", "clip_grad_norm", "decay_groups"],
     "precision": ["AutoPrecision", "BF16Mixed", "BF16True", "FP16Mixed", "Float8"],
     "schedules": [

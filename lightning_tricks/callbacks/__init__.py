@@ -11,6 +11,7 @@ from lightning_tricks.callbacks.metric_buffer import MetricBuffer
 from lightning_tricks.callbacks.mfu_monitor import MFUMonitor
 from lightning_tricks.callbacks.precision_monitor import PrecisionMonitor
 from lightning_tricks.callbacks.rank_monitor import RankMonitor
+from lightning_tricks.callbacks.sample_text import SampleText
 from lightning_tricks.callbacks.tensorboard_dashboard import TensorBoardDashboard
 from lightning_tricks.callbacks.training_progress_bar import TrainingProgressBar
 from lightning_tricks.callbacks.update_monitor import UpdateMonitor
@@ -27,6 +28,7 @@ __all__ = [
     "MetricBuffer",
     "PrecisionMonitor",
     "RankMonitor",
+    "SampleText",
     "TensorBoardDashboard",
     "TrainingProgressBar",
     "UpdateMonitor",
