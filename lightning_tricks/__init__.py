@@ -21,6 +21,7 @@ _HOMES = {
         "MFUMonitor",
         "MetricBuffer",
         "PrecisionMonitor",
+        "PredictionWriter",
         "RankMonitor",
         "SampleText",
         "TensorBoardDashboard",

@@ -20,6 +20,7 @@ Train and evaluate language models from YAML recipes, with PyTorch Lightning.
   ls         list the recipes that come with the collection
   cp NAME    copy one, to change it
 
+  generate   continue a text: --ckpt_path FILE --prompt "..."
   consolidate FOLDER FILE   make one checkpoint file of a sharded one
 
   COMMAND --help prints all that a command takes; --help and --version work alone.
@@ -42,6 +43,10 @@ def run(args: list[str]) -> None:
         from lightning_tricks.commands.consolidate import consolidate
 
         consolidate(args[1:])
+    elif args[0] == "generate":
+        from lightning_tricks.commands.generate import generate
+
+        generate(args[1:])
     else:
         # Before torch loads its thread pool. Threads that spin while they wait for each other made tiny.yaml eight
         # times slower on two cores when another program wanted one; with a hundredth of the spins it was 2.6 times.

@@ -10,6 +10,7 @@ from lightning_tricks.callbacks.memory_monitor import MemoryMonitor
 from lightning_tricks.callbacks.metric_buffer import MetricBuffer
 from lightning_tricks.callbacks.mfu_monitor import MFUMonitor
 from lightning_tricks.callbacks.precision_monitor import PrecisionMonitor
+from lightning_tricks.callbacks.prediction_writer import PredictionWriter
 from lightning_tricks.callbacks.rank_monitor import RankMonitor
 from lightning_tricks.callbacks.sample_text import SampleText
 from lightning_tricks.callbacks.tensorboard_dashboard import TensorBoardDashboard
@@ -27,6 +28,7 @@ __all__ = [
     "MemoryMonitor",
     "MetricBuffer",
     "PrecisionMonitor",
+    "PredictionWriter",
     "RankMonitor",
     "SampleText",
     "TensorBoardDashboard",

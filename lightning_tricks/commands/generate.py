@@ -1,0 +1,138 @@
+"""`generate`: continue a text with a trained model. Needs its checkpoint and nothing else: no recipe and no data."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints import check_checkpoint
+from lightning_tricks.checkpoints.read_folder import load_file, read_by_name, whole_tensor
+from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
+from lightning_tricks.models import GPT2, Decoder, DecoderConfig, Llama, Sampling
+from lightning_tricks.models import generate as generate_tokens
+from lightning_tricks.models.rope import RotaryPositions
+
+DEFAULT_NEW_TOKENS = 200
+_FAMILIES: dict[str, type[DecoderConfig]] = {"Llama": Llama, "GPT2": GPT2}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"generate: {message}; generate --help lists the options")
+
+
+def generate(args: list[str]) -> None:
+    """Print the prompt and its continuation, token by token.
+
+    Raises:
+        UsageError: no whole checkpoint of a LanguageModel at the path; one without its tokenizer; a bad option.
+    """
+    options = _parse(args)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    checkpoint = _read(options.ckpt_path)
+    tokenizer, decoder = tokenizer_from_checkpoint(checkpoint), decoder_from_checkpoint(checkpoint)
+    prompt = tokenizer.encode(options.prompt)
+    if not prompt and tokenizer.eot_id is None:
+        raise UsageError("generate: prompt='': the tokenizer has no end-of-text token to start from; give a text")
+    prompt = prompt or [tokenizer.eot_id or 0]
+    longest = decoder.config.max_seq_len
+    if len(prompt) >= longest:
+        raise UsageError(
+            f"generate: prompt: its {len(prompt)} tokens leave no room in the model's max_seq_len={longest}: shorten it"
+        )
+    count = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, longest - len(prompt))
+    continuations = _continuations(decoder, tokenizer, prompt, count, sampling, options.seed, options.samples)
+    if options.samples == 1:
+        shown = ""
+        for (text,) in continuations:
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character whose last bytes are still to come
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+        print(text[len(shown) :])
+    else:
+        *_, last = continuations
+        for number, text in enumerate(last):
+            print(f"--- sample {number}\n{text}")
+
+
+def _parse(args: list[str]) -> argparse.Namespace:
+    parser = _Parser(
+        "lightning-tricks generate",
+        description="Continue a text with the model of a checkpoint, which holds its architecture and its tokenizer. "
+        "Runs on the GPU if there is one, in the number format of the saved weights.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ckpt_path", required=True, help="a checkpoint: a file, or a folder of shards")
+    parser.add_argument("--prompt", default="", help="the text to continue; empty (the default): a document's start")
+    parser.add_argument("--max_new_tokens", type=int, help=f"default: {DEFAULT_NEW_TOKENS}, or as many as fit")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token; default %(default)s")
+    parser.add_argument("--top_k", type=int, help="draw among the k most likely tokens only; default: among all")
+    parser.add_argument("--top_p", type=float, default=1.0, help="draw among the tokens that together reach it")
+    parser.add_argument("--seed", type=int, default=0, help="of the random numbers; default %(default)s")
+    parser.add_argument("--samples", type=int, default=1, help="number of continuations; default %(default)s")
+    options = parser.parse_args(args)
+    for name in ("max_new_tokens", "samples"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"generate: {name}={value}: give at least 1")
+    if not 0 <= options.seed < 2**63:
+        raise UsageError(f"generate: seed={options.seed}: give a number from 0 to 2**63 - 1")
+    return options
+
+
+def decoder_from_checkpoint(checkpoint: dict[str, Any]) -> Decoder:
+    """The decoder of a LanguageModel's checkpoint, on the CPU, with the saved weights in their own number format.
+
+    Raises:
+        UsageError: the checkpoint is that of another module.
+    """
+    fields = dict(checkpoint.get("decoder_config") or {})
+    family = _FAMILIES.get(fields.pop("class", ""))
+    if family is None:
+        raise UsageError(
+            "the checkpoint holds no decoder_config of a Llama or GPT2, so it is not one of LanguageModel: "
+            "write text with your own module's method"
+        )
+    with torch.device("meta"):
+        decoder = Decoder(family(**fields))
+    prefix = "decoder."
+    weights = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
+    decoder.load_state_dict(weights, assign=True)
+    if isinstance(decoder.positions, RotaryPositions):  # its tables are not saved
+        decoder.positions.to_empty(device="cpu").reset_parameters()
+    return decoder.eval()
+
+
+def _read(ckpt_path: str) -> dict[str, Any]:
+    path = check_checkpoint(ckpt_path)
+    if Path(path).is_dir():
+        return read_by_name(path, True, whole_tensor, optimizers=False)
+    return load_file(path, weights_only=True)
+
+
+def _continuations(
+    decoder: Decoder,
+    tokenizer: SavedTokenizer,
+    prompt: list[int],
+    count: int,
+    sampling: Sampling,
+    seed: int,
+    samples: int,
+) -> Iterator[list[str]]:
+    """The text of each sample, prompt included, after each further token; ends where all documents have ended."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = torch.tensor([prompt] * samples, device=device)
+    ids, going = [[*prompt] for _ in range(samples)], set(range(samples))
+    for chosen in generate_tokens(decoder.to(device), rows, count, sampling, generator):
+        for index, token in enumerate(chosen.tolist()):
+            if token == tokenizer.eot_id:
+                going.discard(index)
+            elif index in going:
+                ids[index].append(token)
+        yield [tokenizer.decode(row) for row in ids]
+        if not going:
+            return

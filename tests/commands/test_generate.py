@@ -1,0 +1,102 @@
+"""`generate`: what a checkpoint's model writes, with its own tokenizer, and one line for what cannot be done."""
+
+import pytest
+import torch
+from checkpoints.shards import of_file
+
+from lightning_tricks import LanguageModel, TextData
+from lightning_tricks import __main__ as door
+from lightning_tricks import generate as generate_tokens
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl
+from lightning_tricks.models import GPT2, Llama
+
+SHAPE = {"vocab_size": 300, "d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def trained(request, tmp_path_factory, text_file):
+    """A short run's data, module and checkpoint."""
+    folder = tmp_path_factory.mktemp("run")
+    pl.seed_everything(0, verbose=False)
+    config = {"llama": Llama(**SHAPE, n_kv_heads=1), "gpt2": GPT2(**SHAPE)}[request.param]
+    model = LanguageModel(config, optimizer=lambda groups: torch.optim.AdamW(groups, lr=3e-3))
+    data = TextData([text_file], vocab_size=300, seq_len=32, cache_dir=str(folder / "cache"), val_fraction=0.5)
+    trainer = pl.Trainer(
+        max_steps=5, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(model, datamodule=data)
+    trainer.save_checkpoint(folder / "run.ckpt")
+    return data, model.eval(), folder / "run.ckpt"
+
+
+def run(capsys, *args):
+    door.run(["generate", *map(str, args)])
+    return capsys.readouterr().out
+
+
+def test_greedy_text_is_that_of_the_trained_module(trained, capsys):
+    data, model, path = trained
+    prompt = data.tokenizer.encode("def parse").ids
+    ids = [int(token) for token in generate_tokens(model.decoder, torch.tensor([prompt]), 20)]
+    ids = ids[: ids.index(data.eot_id)] if data.eot_id in ids else ids
+    printed = run(capsys, "--ckpt_path", path, "--prompt", "def parse", "--temperature", "0", "--max_new_tokens", 20)
+    assert printed == data.tokenizer.decode([*prompt, *ids]) + "\n"
+
+
+def test_a_seed_repeats_what_is_drawn_and_each_sample_is_its_own(trained, capsys):
+    _, _, path = trained
+    once, again, other = (run(capsys, "--ckpt_path", path, "--prompt", "def ", "--seed", seed) for seed in (1, 1, 2))
+    assert once == again != other
+    assert once.startswith("def ")
+    two = run(capsys, "--ckpt_path", path, "--prompt", "def ", "--samples", 2)
+    first, second = two.split("--- sample 1\n")
+    assert first.startswith("--- sample 0\ndef ")
+    assert first.removeprefix("--- sample 0\n") != second
+
+
+def test_a_folder_of_shards_writes_what_the_file_writes(trained, tmp_path, capsys):
+    _, model, path = trained
+    folder = of_file(path, tmp_path / "folder.ckpt", model)
+    assert run(capsys, "--ckpt_path", folder) == run(capsys, "--ckpt_path", path)
+
+
+def test_without_a_prompt_it_starts_a_document(trained, capsys):
+    _, _, path = trained
+    assert len(run(capsys, "--ckpt_path", path, "--max_new_tokens", 5)) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "x " * 200], r"prompt: its \d+ tokens leave no room in the model's max_seq_len=64"),
+        (["--prompt", "x", "--max_new_tokens", "64"], "max_new_tokens=64 after a prompt of 1 tokens"),
+        (["--max_new_tokens", "0"], "max_new_tokens=0: give at least 1"),
+        (["--samples", "-1"], "samples=-1: give at least 1"),
+        (["--seed", "-1"], "seed=-1: give a number"),
+        (["--temperature", "-1"], "temperature=-1.0: give 0"),
+        (["--temperature", "hot"], "generate: argument --temperature: invalid float value: 'hot'"),
+        (["--promt", "x"], "generate: unrecognized arguments: --promt x"),
+    ],
+)
+def test_a_bad_option_is_one_line(trained, options, message):
+    with pytest.raises(UsageError, match=message) as refused:
+        door.run(["generate", "--ckpt_path", str(trained[2]), *options])
+    assert "\n" not in str(refused.value)
+
+
+def test_checkpoints_that_cannot_write_are_refused_in_one_line(trained, tmp_path):
+    checkpoint = torch.load(trained[2], weights_only=True)
+    torch.save({**checkpoint, "decoder_config": None}, tmp_path / "other.ckpt")
+    del checkpoint["TextData"]
+    torch.save(checkpoint, tmp_path / "bare.ckpt")
+    for name, message in {
+        "none.ckpt": "none.ckpt",
+        "other.ckpt": "it is not one of LanguageModel",
+        "bare.ckpt": "holds no tokenizer",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            door.run(["generate", "--ckpt_path", str(tmp_path / name)])
+    with pytest.raises(UsageError, match="the following arguments are required: --ckpt_path"):
+        door.run(["generate"])
