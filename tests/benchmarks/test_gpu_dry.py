@@ -154,6 +154,8 @@ def test_a_process_started_again_goes_on_after_what_ended_the_first(tmp_path, mo
 
 
 def test_no_run_begins_that_is_not_likely_to_end_in_time(tmp_path):
+    assert gpu_train.expected_seconds([]) == 0
+    assert gpu_train.expected_seconds([{"micro_batch_ms": 100.0, "micro_batches": 60}]) == 6 + 6
     code, result = training(tmp_path / "llama7b_1gpu.json", "bare,bare_again", "--seconds", "5")
     assert code == 0
     assert [run["contender"] for run in result["runs"]] == ["bare"]  # the second one may take 6 s to start
