@@ -208,7 +208,7 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
 
 
 def main(args: list[str]) -> None:
-    """Run `args` (a subcommand and its options); a mistake of the user is one line and exit code 2."""
+    """Run `args` (a subcommand and its options); what the user can mend becomes a UsageError."""
     if args and args[0] not in RecipeCLI.subcommands() and not args[0].startswith("-"):
         names = [*RecipeCLI.subcommands(), "ls", "cp", "consolidate"]
         raise UsageError(f"unknown command {args[0]!r}{did_you_mean(args[0], names)}: --help lists them")
@@ -216,7 +216,7 @@ def main(args: list[str]) -> None:
     for noise in (".*isinstance.treespec, LeafSpec.*", "Precision .* is not supported by the model summary"):
         warnings.filterwarnings("ignore", message=noise)  # Lightning's own, and nothing that a user could mend
     try:
-        RecipeCLI()
+        RecipeCLI(args=args)
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             if sys.exc_info()[0] is not None:
