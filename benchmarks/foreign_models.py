@@ -4,7 +4,7 @@ All come from packages of the registry, at toy width with weights of their own l
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class GAN(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         judge, bce = self.discriminator, nn.functional.binary_cross_entropy_with_logits
-        g, d = self.optimizers()
+        g, d = cast(list[Any], self.optimizers())
         true, false = torch.ones(len(batch["z"]), 1), torch.zeros(len(batch["z"]), 1)
         self.toggle_optimizer(g)
         loss = bce(judge(self(batch["z"])), true)
@@ -110,7 +110,9 @@ def _own_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**batch).loss
 
 
-def _transformers(kind: str, task: str, batch_of: Callable[[torch.Generator], Batch] = _labelled, **config: Any) -> Any:
+def _transformers(
+    kind: str, task: str, batch_of: Callable[[torch.Generator], Batch] = _labelled, /, **config: Any
+) -> Any:
     import transformers
 
     settings = getattr(transformers, f"{kind}Config")(**config)

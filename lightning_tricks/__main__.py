@@ -12,9 +12,9 @@ usage: python -m lightning_tricks COMMAND --config RECIPE.yaml [--config MORE.ya
 Train and evaluate language models from YAML recipes, with PyTorch Lightning.
 
   fit        train; --ckpt_path last takes up the latest checkpoint
-  validate   validation figures of a checkpoint (--ckpt_path FILE)
+  validate   validation figures of a checkpoint (--ckpt_path FILE, last or none)
   test       the same on the test set
-  predict    log-probability of each token of the test set
+  predict    log-probability of each token of the test set, to a file (--output FILE.jsonl)
   prepare    turn the recipe's text into token shards, and stop
 
   ls         list the recipes that come with the collection

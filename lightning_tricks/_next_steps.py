@@ -1,4 +1,4 @@
-"""What to type after a fit: commands that evaluate this run, go on with it, or try another learning rate."""
+"""What to type after a fit: commands that evaluate the run, go on with it, write text, or try another learning rate."""
 
 import os
 import shlex
@@ -9,6 +9,7 @@ from lightning_tricks._choose_checkpoint import newest_checkpoint
 from lightning_tricks._lightning import pl_import
 from lightning_tricks._program import program, short
 from lightning_tricks.callbacks.tensorboard_dashboard import PAGE
+from lightning_tricks.language_model import LanguageModel
 
 LENGTH = "--trainer.max_steps"
 
@@ -73,6 +74,9 @@ def next_steps(trainer: Any, options: Sequence[str], has_lr: bool) -> list[str]:
     if checkpoint:
         more = line("fit", "--ckpt_path", checkpoint, LENGTH, str(2 * trainer.global_step))
         found += [f"Evaluate:    {line('validate', '--ckpt_path', checkpoint)}", f"Go on:       {more}"]
+        if isinstance(trainer.lightning_module, LanguageModel) and getattr(trainer.datamodule, "tokenizer", None):
+            text = shlex.join(["generate", "--ckpt_path", checkpoint, "--prompt"])
+            found.append(f'Write:       {program()} {text} "..."')
     else:
         found.append("No checkpoint was saved: there is nothing to evaluate or to go on from")
     if has_lr:

@@ -5,6 +5,7 @@ progress bar, no automatic optimizer (the module owns it), and checkpoints that 
 """
 
 import faulthandler
+import inspect
 import sys
 import warnings
 from contextlib import nullcontext
@@ -28,7 +29,7 @@ from lightning_tricks._recipe_text import check_values
 from lightning_tricks._run_errors import trainer_line, usage_errors
 from lightning_tricks._run_folder import RunFolder, RunStart
 from lightning_tricks._suggest import did_you_mean
-from lightning_tricks.callbacks import RankMonitor, TrainingProgressBar
+from lightning_tricks.callbacks import PredictionWriter, RankMonitor, TrainingProgressBar
 from lightning_tricks.callbacks.rank_monitor import end_within
 from lightning_tricks.checkpoints import FolderCheckpointIO
 from lightning_tricks.mixins import OptimizerMixin
@@ -91,6 +92,13 @@ class RecipeCLI(LightningCLI):
         """Lightning's, and `prepare`."""
         return {**LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "predict":
+            default = inspect.signature(PredictionWriter).parameters["output"].default
+            parser.add_argument("--output", type=str, default=default, help="JSON lines of what predict_step returns")
+        return parser
+
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse; say which settings a class that replaces another one takes over; refuse what would fail later."""
         with watch_class_changes() as changes:
@@ -127,6 +135,9 @@ class RecipeCLI(LightningCLI):
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         if config.get("enable_progress_bar") is not False and not any(isinstance(c, bars) for c in callbacks):
             config["callbacks"] = [TrainingProgressBar(), *callbacks]
+        writers = (PredictionWriter, pl_import("callbacks").BasePredictionWriter)
+        if self.subcommand == "predict" and not any(isinstance(c, writers) for c in callbacks):
+            config["callbacks"] = [*(config.get("callbacks") or []), PredictionWriter(self.config["predict"]["output"])]
         summaries = pl_import("callbacks").ModelSummary
         if isinstance(self.model, OptimizerMixin) and not any(isinstance(c, summaries) for c in callbacks):
             # the table of the parameter groups says as much; `enable_model_summary: true` brings it back
@@ -167,6 +178,8 @@ class RecipeCLI(LightningCLI):
             self._check_before_data(subcommand, given["ckpt_path"])
             if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
                 self._run_folder.choose(subcommand, given["ckpt_path"], self.trainer)
+            if subcommand == "predict" and given.get("return_predictions") is None:
+                given["return_predictions"] = False  # they are in the file; all of them would fill the memory
         return super()._prepare_subcommand_kwargs(subcommand)
 
     def _check_before_data(self, subcommand: str, ckpt_path: str | None) -> None:
@@ -210,7 +223,7 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
 def main(args: list[str]) -> None:
     """Run `args` (a subcommand and its options); what the user can mend becomes a UsageError."""
     if args and args[0] not in RecipeCLI.subcommands() and not args[0].startswith("-"):
-        names = [*RecipeCLI.subcommands(), "ls", "cp", "consolidate"]
+        names = [*RecipeCLI.subcommands(), "ls", "cp", "consolidate", "generate"]
         raise UsageError(f"unknown command {args[0]!r}{did_you_mean(args[0], names)}: --help lists them")
     sys.argv[1:] = args
     for noise in (".*isinstance.treespec, LeafSpec.*", "Precision .* is not supported by the model summary"):

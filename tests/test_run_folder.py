@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_tricks import _next_steps
 from lightning_tricks._choose_checkpoint import choose_checkpoint, newest_checkpoint
 from lightning_tricks._errors import UsageError
 from lightning_tricks._next_steps import next_steps
@@ -74,6 +75,7 @@ LOGGERS = {
 def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-tricks"])
+    monkeypatch.setattr(_next_steps, "program", lambda: "python -m lightning_tricks")
 
 
 def run(command, checkpoint=None, *, steps=4, logger="tensorboard", saves=True, dirpath=None, refuses=""):

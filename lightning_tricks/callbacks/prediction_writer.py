@@ -2,17 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import BasePredictionWriter
-else:
-    BasePredictionWriter = pl_import("callbacks").BasePredictionWriter
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 
@@ -36,7 +31,7 @@ def rows_of(prediction: Any) -> list[Any]:
     return [prediction]
 
 
-class PredictionWriter(BasePredictionWriter):
+class PredictionWriter(pl.Callback):
     """Write what `predict_step` returns as JSON lines, a line for each row of each batch, and say where.
 
     `{"batch": 0, "row": 0, "prediction": ...}`, in the order of the data. With several processes each writes its own
@@ -50,7 +45,6 @@ class PredictionWriter(BasePredictionWriter):
     """
 
     def __init__(self, output: str = "predictions.jsonl") -> None:
-        super().__init__(write_interval="batch")
         if Path(output).suffix != ".jsonl":
             raise UsageError(f"output={output!r}: predictions are written as JSON lines; end the name in .jsonl")
         self.output = Path(output)
@@ -70,19 +64,18 @@ class PredictionWriter(BasePredictionWriter):
             raise UsageError(f"output={str(self._path)!r}: cannot be written ({error.strerror})") from None
         self._rows = 0
 
-    def write_on_batch_end(
+    def on_predict_batch_end(
         self,
         trainer: "pl.Trainer",
         pl_module: "pl.LightningModule",
-        prediction: Any,
-        batch_indices: Any,
+        outputs: Any,
         batch: Any,
         batch_idx: int,
-        dataloader_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Append the batch's rows."""
         assert self._file is not None
-        for number, row in enumerate(rows_of(prediction)):
+        for number, row in enumerate(rows_of(outputs)):
             line = {"batch": batch_idx, "row": number, "prediction": row}
             self._file.write(json.dumps(line, default=str) + "\n")
             self._rows += 1
