@@ -65,8 +65,8 @@ def _line(error: Exception) -> str | None:
         )
     if isinstance(error, KeyError) and "Trying to restore" in said:
         return (
-            "ckpt_path: the checkpoint holds weights and no optimizer state, so training cannot go on from it: give "
-            "one saved with save_weights_only: false; validate, test and predict take it as it is"
+            "ckpt_path: the checkpoint holds weights and no optimizer state (save_weights_only), so fit cannot go on "
+            "from it: give a checkpoint that was saved whole; validate, test and predict take this one"
         )
     return None
 

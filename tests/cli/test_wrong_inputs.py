@@ -172,12 +172,14 @@ def test_what_the_recipe_alone_shows_is_refused_before_tokenizing(folder, capsys
     assert not (folder / "cold").exists()
 
 
-def test_a_disk_that_fills_in_a_run_is_one_line_and_an_unknown_error_is_none():
+def test_what_fails_in_a_run_and_can_be_mended_is_one_line_and_an_unknown_error_none():
     from lightning_tricks._errors import UsageError
     from lightning_tricks._run_errors import usage_errors
 
     with pytest.raises(UsageError, match=r"^runs/log: No space left on device; free some space"):  # noqa: SIM117
         with usage_errors(lambda: None):
             raise OSError(28, "No space left on device", "runs/log")
+    with pytest.raises(UsageError, match=r"^ckpt_path=w\.ckpt: .*saved whole"), usage_errors(lambda: "w.ckpt"):
+        raise KeyError("Trying to restore optimizer state but checkpoint contains only the model.")  # Lightning's
     with pytest.raises(PermissionError), usage_errors(lambda: None):
         raise PermissionError(13, "Permission denied", "a file of the user's own code")

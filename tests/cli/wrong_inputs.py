@@ -311,7 +311,7 @@ ROWS = [
     checkpoint("extra", "has besides", "more.weight", "give the recipe that wrote it"),
     checkpoint("shapes", "decoder.embed.weight", "[2, 2]", "[300, 32]", "give the recipe that wrote it"),
     checkpoint("other", "of another model", "and 11 more", "give the recipe that wrote it"),
-    checkpoint("weights", "no optimizer state", "save_weights_only: false"),
+    checkpoint("weights", "no optimizer state", "save_weights_only", "give a checkpoint that was saved whole"),
     checkpoint("pickle", "print", "weights_only", "if you trust it"),
     checkpoint("no_version", "pytorch-lightning_version", "give the file"),
     # The machine.
