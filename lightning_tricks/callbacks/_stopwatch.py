@@ -4,8 +4,10 @@ import functools
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+
+from lightning_tricks._replaced import replaced
 
 clock = time.perf_counter
 
@@ -55,23 +57,16 @@ class Stopwatch:
 
 def time_checkpoints(trainer: Any, apart: Callable[[str], AbstractContextManager[None]]) -> Callable[[], None]:
     """Run `trainer.save_checkpoint`, which has no hook around it, inside `apart("checkpoint")`; returns the undoing."""
-    save, before = trainer.save_checkpoint, vars(trainer).get("save_checkpoint")
+    save = trainer.save_checkpoint
 
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         with apart("checkpoint"):
             save(*args, **kwargs)
 
-    def undo() -> None:
-        if vars(trainer).get("save_checkpoint") is not save_checkpoint:
-            return  # someone has wrapped ours in turn
-        if before is None:
-            del trainer.save_checkpoint
-        else:
-            trainer.save_checkpoint = before
-
-    trainer.save_checkpoint = save_checkpoint
-    return undo
+    scope = ExitStack()
+    scope.enter_context(replaced(trainer, "save_checkpoint", save_checkpoint))
+    return scope.close
 
 
 def time_compilations(watch: Stopwatch) -> Callable[[], None]:

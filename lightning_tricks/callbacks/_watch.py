@@ -1,11 +1,13 @@
 """Watch modules of any model run, without entering what torch.compile has compiled."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_tricks._replaced import replaced
 from lightning_tricks.optim import clean_name
 
 Undo = Callable[[], None]
@@ -32,7 +34,7 @@ def outermost_compiled(root: nn.Module) -> list[nn.Module]:
 def before_calls(module: nn.Module, see: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Undo:
     """Have `see(args, kwargs)` called before each call of `module`, where that is not inside a compiled region."""
     if getattr(module, "_compiled_call_impl", None) is not None:
-        return _CompiledCall.of(module).watch(module, before=see)
+        return _CompiledCall.of(module).watch(before=see)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
@@ -44,7 +46,7 @@ def before_calls(module: nn.Module, see: Callable[[tuple[Any, ...], dict[str, An
 def after_calls(module: nn.Module, see: Callable[[Any], None]) -> Undo:
     """Have `see(output)` called after each call of `module`, where that is not inside a compiled region."""
     if getattr(module, "_compiled_call_impl", None) is not None:
-        return _CompiledCall.of(module).watch(module, after=see)
+        return _CompiledCall.of(module).watch(after=see)
 
     def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -59,25 +61,27 @@ class _CompiledCall:
     Hooks of such a module are traced into its graph; this stands around the graph, which stays as it was.
     """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
+    def __init__(self, module: Any) -> None:
+        self.call: Callable[..., Any] = module._compiled_call_impl
+        self.installed = ExitStack()
+        self.installed.enter_context(replaced(module, "_compiled_call_impl", self))
         self.before: list[Callable[[tuple[Any, ...], dict[str, Any]], None]] = []
         self.after: list[Callable[[Any], None]] = []
 
     @classmethod
     def of(cls, module: Any) -> "_CompiledCall":
         if not isinstance(module._compiled_call_impl, cls):
-            module._compiled_call_impl = cls(module._compiled_call_impl)
+            return cls(module)
         return module._compiled_call_impl
 
-    def watch(self, module: Any, before: Any = None, after: Any = None) -> Undo:
+    def watch(self, before: Any = None, after: Any = None) -> Undo:
         watchers, see = (self.before, before) if before is not None else (self.after, after)
         watchers.append(see)
 
         def undo() -> None:
             watchers.remove(see)
             if not self.before and not self.after:
-                module._compiled_call_impl = self.call
+                self.installed.close()
 
         return undo
 

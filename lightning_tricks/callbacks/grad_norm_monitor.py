@@ -1,22 +1,23 @@
-"""Log the gradient norm from before the clip: the one that the clip computes, never a second pass.
+"""Log the gradient norm from before the clip: the one that the clip computes, not a second pass.
 
-Lightning clips and throws the norm away. Here the norm is measured once, given to the clip, and recorded.
+Lightning clips and throws the norm away. Here the clip itself is replaced by one that records it.
 """
 
-from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import find_blocks
 from lightning_tricks._lightning import pl
+from lightning_tricks._replaced import replaced
+from lightning_tricks.callbacks._optimizer_norms import clip_by_norm, is_strategy, norms_by_part, unwrapped
 from lightning_tricks.callbacks.lr_monitor import place_of
 from lightning_tricks.callbacks.metric_buffer import MetricBuffer, Row
-from lightning_tricks.optim import clean_name, clip_grad_norm, clip_grad_norm_fsdp1, grad_norms_of
 
 Parts = Literal["block", "group"]
+Measured = dict[tuple[str, ...], Tensor]  # by the names of the metrics, a value for each
 
 
 def interval_figures(norms: list[float], clip_val: float | None) -> dict[str, float]:
@@ -37,20 +38,6 @@ def interval_figures(norms: list[float], clip_val: float | None) -> dict[str, fl
     return figures
 
 
-def parameters_by_block(module: nn.Module, parameters: Iterable[Tensor]) -> dict[str, list[Tensor]]:
-    """Which of `parameters` are in which repeated block; those outside go by the largest module without a block."""
-    wanted, blocks = {id(parameter) for parameter in parameters}, list(find_blocks(module))
-    parts: dict[str, list[Tensor]] = {}
-    for name, parameter in module.named_parameters():
-        if id(parameter) not in wanted:
-            continue
-        words = clean_name(name).split(".")
-        paths = [".".join(words[:end]) for end in range(1, len(words) + 1)]
-        free = (path for path in paths if path in blocks or not any(block.startswith(f"{path}.") for block in blocks))
-        parts.setdefault(next(free), []).append(parameter)
-    return parts
-
-
 class GradNormMonitor(pl.Callback):
     """Record `train/grad_norm` of every optimizer step, before the clip. Never changes training.
 
@@ -59,10 +46,16 @@ class GradNormMonitor(pl.Callback):
     also gets `train/clipped_fraction` and `train/nonfinite_grad_norms`. With several optimizers the names are
     `train/grad_norm/0`, `train/grad_norm/1` and so on, without those two.
 
-    The norm is handed to the Trainer's clip, which then needs no pass of its own; under FSDP1 this also gives the clip
-    by norm that Lightning refuses. A module that overrides `configure_gradient_clipping` keeps its own way. In manual
-    optimization the norm is that of `self.clip_gradients(...)` where the module calls it, else that of the gradients
-    as the step finds them.
+    In automatic optimization it is the norm of the gradients as this callback's `on_before_optimizer_step` finds them.
+    Whatever changes them later in the step (a hook of the module, a callback behind this one, the Trainer's clip) does
+    not change the logged norm. Where only the clip comes later, the clip measures for both. Where other code comes
+    first that neither Lightning nor this package wrote, the gradients are measured twice, for that code may change
+    them. In manual optimization it is the norm before the last `self.clip_gradients(...)` of the batch, or, without
+    one, the norm that the step finds.
+
+    The precision plugin's methods `clip_grad_by_norm` and, in manual optimization, `clip_grad_by_value` are replaced
+    for a part of each batch, and put back at its end. Under FSDP1 and for sparse gradients this clips by norm where
+    Lightning and torch refuse to.
 
     Args:
         per: also record, on log steps, `grad_norms/<name>` of each block of the model (`block`) or of each parameter
@@ -78,157 +71,151 @@ class GradNormMonitor(pl.Callback):
         if per is not None and per not in get_args(Parts):
             raise UsageError(f"per={per!r}: give one of {', '.join(get_args(Parts))}, or none")
         self.per = per
-        self._known: dict[int, Tensor] = {}  # by optimizer: measured, and not yet used by the clip
-        self._clipped: dict[int, Tensor] = {}  # by optimizer: what the clip of the running step found
         self._clip_val: float | None = None
-        self._replaced: list[tuple[Any, str]] = []
+        self._batch = ExitStack()  # closed when a batch ends
+        self._before_clip: dict[Any, Measured] = {}  # in manual optimization, by optimizer, until its step
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Find the buffer."""
+        self._clip_val = None
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._of_interval)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Stand between the module and the clip, until training ends."""
-        if self.per and _is(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy"):
+        """Refuse `per` where no rank holds a parameter whole."""
+        if self.per and is_strategy(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy"):
             raise UsageError(
                 f"GradNormMonitor: per={self.per!r} under {type(trainer.strategy).__name__}, which holds no parameter "
                 "whole: leave it out, or use FSDP2Strategy"
             )
-        if _is(trainer.strategy, "DeepSpeedStrategy"):
-            return  # its engine clips
-        configure, plugin = pl_module.configure_gradient_clipping, trainer.precision_plugin
 
-        # functions, not bound methods: a copy of the module must not copy this callback and its Trainer
-        def configure_gradient_clipping(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            self._around_the_clip(trainer, pl_module, optimizer, configure, args, kwargs)
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """In manual optimization, measure before each clip of the batch."""
+        if pl_module.automatic_optimization or is_strategy(trainer.strategy, "DeepSpeedStrategy"):
+            return
+        plugin: Any = trainer.precision_plugin
+        by_norm, by_value = plugin.clip_grad_by_norm, plugin.clip_grad_by_value
+        replaces = _is_known(by_norm)  # else it is a method of the user's, which clips in its own way
+
+        def measure(optimizer: Any, max_norm: float | None = None) -> bool:
+            own = any(unwrapped(known) is unwrapped(optimizer) for known in trainer.optimizers)
+            if own:
+                self._before_clip[unwrapped(optimizer)] = self._measure(trainer, pl_module, optimizer, max_norm)
+            return own
 
         def clip_grad_by_norm(optimizer: Any, clip_val: int | float = 0.0) -> None:
-            self._clip(trainer, optimizer, clip_val)
+            self._clip_val = float(clip_val)
+            clipped = measure(optimizer, clip_val if replaces else None) and replaces
+            if not clipped:
+                by_norm(optimizer, clip_val)
 
-        pl_module.configure_gradient_clipping = configure_gradient_clipping  # type: ignore[method-assign]
-        plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
-        self._replaced = [(pl_module, "configure_gradient_clipping"), (plugin, "clip_grad_by_norm")]
+        def clip_grad_by_value(optimizer: Any, clip_val: int | float = 0.0) -> None:
+            measure(optimizer)
+            by_value(optimizer, clip_val)
 
-    def _around_the_clip(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        optimizer: Any,
-        configure: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Measure, let the module clip, record. `configure` is the module's own method."""
-        key, clip_val = id(_unwrapped(optimizer)), args[0] if args else kwargs.get("gradient_clip_val")
-        self._record_parts(trainer, pl_module, optimizer)
-        if getattr(type(pl_module), "keeps_grad_norm", False):
-            configure(optimizer, *args, **kwargs)
-            by_value = "value" in (*args, kwargs.get("gradient_clip_algorithm"))
-            self._clip_val = None if by_value else clip_val
-            self._record(trainer, optimizer, pl_module.grad_norm)  # a mixin may refuse what is scaled: it never is
-            return
-        plain = configure.__module__.endswith(".core.module")  # Lightning's own: it does nothing but clip
-        measured: Tensor | None = None
-        if not (plain and clip_val and _is(trainer.strategy, "FSDPStrategy")):  # whose clip has to measure by itself
-            measured = self._measure(trainer, optimizer)
-        if plain and measured is not None:
-            self._known[key] = measured
-        configure(optimizer, *args, **kwargs)
-        measured = None if measured is None else _unscaled(measured, trainer, optimizer)
-        self._record(trainer, optimizer, self._clipped.pop(key, measured))
-
-    def _clip(self, trainer: Any, optimizer: Any, clip_val: int | float) -> None:
-        """What the precision plugin does when the module clips by norm."""
-        key = id(_unwrapped(optimizer))
-        self._clip_val = float(clip_val)
-        if _is(trainer.strategy, "FSDPStrategy"):
-            self._clipped[key] = clip_grad_norm_fsdp1(trainer.strategy.model, clip_val)
-        else:
-            self._clipped[key] = clip_grad_norm(_parameters(optimizer), clip_val, self._known.pop(key, None))
-        # in manual optimization the module may clip what is still scaled
-        self._clipped[key] = _unscaled(self._clipped[key], trainer, optimizer)
-
-    def _measure(self, trainer: Any, optimizer: Any) -> Tensor:
-        if _is(trainer.strategy, "FSDPStrategy"):
-            return clip_grad_norm_fsdp1(trainer.strategy.model, None)
-        return clip_grad_norm(_parameters(optimizer), None)
-
-    def _record(self, trainer: Any, optimizer: Any, norm: Tensor | float | None) -> None:
-        if norm is not None:
-            several = len(trainer.optimizers) > 1
-            name = f"train/grad_norm/{place_of(optimizer, trainer.optimizers)}" if several else "train/grad_norm"
-            self._buffer.record(name, norm)
-
-    def _record_parts(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if self.per is None or not self._buffer.is_log_step():
-            return
-        parts = _groups(optimizer) if self.per == "group" else parameters_by_block(pl_module, _parameters(optimizer))
-        norms = _unscaled(grad_norms_of(list(parts.values())), trainer, optimizer)
-        several = f"{place_of(optimizer, trainer.optimizers)}/" if len(trainer.optimizers) > 1 else ""
-        self._buffer.record_all(tuple(f"grad_norms/{several}{name}" for name in parts), norms)
+        self._batch.callback(self._before_clip.clear)
+        self._batch.enter_context(replaced(plugin, "clip_grad_by_norm", clip_grad_by_norm))
+        self._batch.enter_context(replaced(plugin, "clip_grad_by_value", clip_grad_by_value))
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: torch.optim.Optimizer
     ) -> None:
-        """In manual optimization, where Lightning calls no clip by itself, record what the step is about to use."""
-        if pl_module.automatic_optimization or _is(trainer.strategy, "DeepSpeedStrategy"):
+        """Measure, or let the clip measure."""
+        if is_strategy(trainer.strategy, "DeepSpeedStrategy"):
             return
-        norm = self._clipped.pop(id(_unwrapped(optimizer)), None)
-        if norm is None:
-            norm = _unscaled(self._measure(trainer, optimizer), trainer, optimizer)
-        self._record_parts(trainer, pl_module, optimizer)
-        self._record(trainer, optimizer, norm)
+        if pl_module.automatic_optimization:
+            self._batch.close()  # optimizers such as LBFGS come here several times a step
+            self._measure_or_let_clip(trainer, pl_module, optimizer)
+        else:
+            known = self._before_clip.pop(unwrapped(optimizer), None)
+            self._record(known or self._measure(trainer, pl_module, optimizer))
+
+    def _measure_or_let_clip(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        plugin, by_norm = trainer.precision_plugin, trainer.gradient_clip_algorithm != "value"
+        limit = trainer.gradient_clip_val or 0.0 if by_norm else 0.0
+        clip_is_next = self._clip_is_next(trainer, pl_module)
+        keeps_norm = getattr(type(pl_module), "keeps_grad_norm", False)
+        if keeps_norm and _is_known(pl_module.configure_gradient_clipping):
+            self._clip_val = limit
+        if clip_is_next and keeps_norm:
+            self._record(self._measure_parts(trainer, pl_module, optimizer))
+            self._batch.callback(self._record_kept, pl_module, pl_module.grad_norm)
+            return
+        clip_measures = clip_is_next and limit > 0
+        if not clip_measures:
+            self._record(self._measure(trainer, pl_module, optimizer))
+
+        def clip_grad_by_norm(of: Any, clip_val: int | float = 0.0) -> None:
+            self._clip_val = float(clip_val)
+            if clip_measures:
+                self._record(self._measure(trainer, pl_module, of, clip_val))
+            else:
+                clip_by_norm(trainer, of, clip_val)
+
+        if _is_known(plugin.clip_grad_by_norm):
+            self._batch.enter_context(replaced(plugin, "clip_grad_by_norm", clip_grad_by_norm))
+
+    def _clip_is_next(self, trainer: Any, pl_module: Any) -> bool:
+        """Whether until the clip only code of Lightning and of this package runs, which leaves gradients alone."""
+        plugin, callbacks = trainer.precision_plugin, trainer.callbacks
+        later = callbacks[callbacks.index(self) :] if self in callbacks else callbacks
+        code = [callback.on_before_optimizer_step for callback in later]
+        code += [pl_module.on_before_optimizer_step, pl_module.configure_gradient_clipping, pl_module.clip_gradients]
+        return all(map(_is_known, [*code, type(plugin), plugin.clip_gradients, plugin.clip_grad_by_norm]))
+
+    def _measure(self, trainer: Any, pl_module: Any, optimizer: Any, max_norm: float | None = None) -> Measured:
+        """Measure all that is to be recorded of the gradients, then clip them to `max_norm`."""
+        name = "train/grad_norm"
+        if len(trainer.optimizers) > 1:
+            name += f"/{place_of(optimizer, trainer.optimizers)}"
+        parts = self._measure_parts(trainer, pl_module, optimizer)
+        return {(name,): clip_by_norm(trainer, optimizer, max_norm), **parts}
+
+    def _measure_parts(self, trainer: Any, pl_module: Any, optimizer: Any) -> Measured:
+        if self.per is None or not self._buffer.is_log_step():
+            return {}
+        names, norms = norms_by_part(trainer, pl_module, optimizer, self.per)
+        several = f"{place_of(optimizer, trainer.optimizers)}/" if len(trainer.optimizers) > 1 else ""
+        return {tuple(f"grad_norms/{several}{name}" for name in names): norms}
+
+    def _record(self, measured: Measured) -> None:
+        for names, norms in measured.items():
+            self._buffer.record_all(names, norms)
+
+    def _record_kept(self, pl_module: Any, earlier: Tensor | None) -> None:
+        """Record the norm that the module's own clip keeps, unless the step failed before it."""
+        if pl_module.grad_norm is not earlier:
+            self._buffer.record("train/grad_norm", pl_module.grad_norm)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Under DeepSpeed, ask its engine."""
+        """Put back the plugin's methods; under DeepSpeed, ask its engine for the norm."""
+        self._batch.close()
         strategy: Any = trainer.strategy
-        if _is(strategy, "DeepSpeedStrategy") and not trainer.fit_loop._should_accumulate():
+        if is_strategy(strategy, "DeepSpeedStrategy") and not trainer.fit_loop._should_accumulate():
             self._clip_val = trainer.gradient_clip_val
-            self._record(trainer, trainer.optimizers[0], strategy.deepspeed_engine.get_global_grad_norm())
+            norm = strategy.deepspeed_engine.get_global_grad_norm()
+            if norm is not None:
+                self._buffer.record("train/grad_norm", norm)
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Put back the plugin's methods where a module has ended the epoch in its `on_train_batch_start`."""
+        self._batch.close()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Put back the plugin's methods."""
+        self._batch.close()
 
     def _of_interval(self, rows: list[Row]) -> dict[str, float]:
         norms = [row.values["train/grad_norm"] for row in rows if "train/grad_norm" in row.values]
         return interval_figures(norms, self._clip_val) if norms else {}
 
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Leave the module and the plugin as they were."""
-        self._withdraw()
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Leave the module and the plugin as they were."""
-        self._withdraw()
-
-    def _withdraw(self) -> None:
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
-        self._replaced = []
-
-
-def _is(strategy: Any, *names: str) -> bool:
-    """Whether a strategy is of a class of Lightning's, by its name: the Trainer may be of either Lightning package."""
-    return any(cls.__name__ in names for cls in type(strategy).__mro__)
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", optimizer)
-
-
-def _parameters(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _groups(optimizer: Any) -> dict[str, list[Tensor]]:
-    return {group.get("name", str(index)): group["params"] for index, group in enumerate(optimizer.param_groups)}
-
-
-def _unscaled(norms: Tensor, trainer: Any, optimizer: Any) -> Tensor:
-    """Divide by the scale of fp16's scaler where gradients still carry it: fused optimizers unscale in their step."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is None or not scaler.is_enabled():
-        return norms
-    stage = scaler._per_optimizer_states[id(_unwrapped(optimizer))]["stage"]
-    scale = scaler._get_scale_async()
-    return norms if stage.name != "READY" or scale is None else norms / scale
+def _is_known(code: Any) -> bool:
+    """Whether a method or class is of Lightning or of this package: by its globals, which `functools.wraps` keeps."""
+    function = getattr(code, "__func__", code)
+    module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
+    return module.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_tricks")

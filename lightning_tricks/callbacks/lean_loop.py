@@ -7,9 +7,11 @@ profiler's context and with a debug message; and each step it inspects the signa
 import importlib
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._replaced import replaced
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 
@@ -92,7 +94,7 @@ class LeanLoop(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self._originals: list[tuple[Any, str, Any]] = []
+        self._calls_taken_over = ExitStack()
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Take the calls over."""
@@ -110,18 +112,12 @@ class LeanLoop(pl.Callback):
         replacements = [(call, name, lean) for name, lean in lean_calls(trainer, call, callbacks.Callback).items()]
         replacements.append((loop, _INSPECTS, remembered(getattr(loop, _INSPECTS))))
         for module, name, lean in replacements:
-            self._originals.append((module, name, getattr(module, name)))
-            setattr(module, name, lean)
+            self._calls_taken_over.enter_context(replaced(module, name, lean))
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Give the calls back."""
-        self._give_back()
+        self._calls_taken_over.close()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Give the calls back."""
-        self._give_back()
-
-    def _give_back(self) -> None:
-        for module, name, function in self._originals:
-            setattr(module, name, function)
-        self._originals = []
+        self._calls_taken_over.close()

@@ -41,16 +41,20 @@ class MetricBuffer(pl.Callback):
 
     def __init__(self) -> None:
         self._trainer: Any = None
+        self._every = 0
+        self._saves_every: list[int] = []
+        self._saved = 0.0  # when the loggers last wrote to the disk
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop all that belongs to one fit."""
         self._current = StepRecord()
         self._finished: list[StepRecord] = []
         self._over_ranks: dict[str, OverRanks] = {}
         self._derived: list[Callable[[list[Row]], Mapping[str, float]]] = []
-        self._failed = False
-        self._every = 0
-        self._without_log_metrics: set[int] = set()
+        self._without_log_metrics: list[Any] = []  # loggers that were warned of
         self._answered: tuple[int, bool] | None = None
-        self._saves_every: list[int] = []
-        self._saved = 0.0  # when the loggers last wrote to the disk
+        self._failed = False
 
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> "MetricBuffer":
@@ -65,9 +69,6 @@ class MetricBuffer(pl.Callback):
         trainer.callbacks = [*others[:place], buffer, *others[place:]]  # type: ignore[attr-defined]
         buffer._trainer = trainer
         buffer._every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        buffer._failed = False
-        buffer._without_log_metrics = set()
-        buffer._answered = None
         # of ModelCheckpoints, which come after the buffer and may look at a step's values
         every = [getattr(callback, "_every_n_train_steps", 0) for callback in checkpoints]
         buffer._saves_every = [steps for steps in every if steps]
@@ -136,7 +137,8 @@ class MetricBuffer(pl.Callback):
     def at_flush(self, derive: Callable[[list[Row]], Mapping[str, float]]) -> None:
         """Have `derive` called with each interval's rows, on every rank; what it returns joins the last of them.
 
-        Once is enough: asking again with the same function changes nothing.
+        Until the end of the running fit: ask in a hook that each fit calls, such as `setup`. Asking again with the same
+        function changes nothing.
         """
         if derive not in self._derived:
             self._derived.append(derive)
@@ -205,6 +207,11 @@ class MetricBuffer(pl.Callback):
             self.flush()
         except Exception as error:  # a broken device gives nothing any more: that must not hide what broke it
             rank_zero_warn(f"the metrics since the last logged step are lost: {type(error).__name__}: {error}")
+        self._forget()  # Lightning calls no `teardown` after an exception
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Forget the fit: the next one starts with what is recorded and asked for in it."""
+        self._forget()
 
     def _close_step(self) -> None:
         if self._current:
@@ -235,9 +242,9 @@ class MetricBuffer(pl.Callback):
     def _log(self, rows: list[Row]) -> None:
         for logger in self._trainer.loggers:
             if not hasattr(logger, "log_metrics"):
-                if id(logger) not in self._without_log_metrics:
+                if not any(known is logger for known in self._without_log_metrics):
                     rank_zero_warn(f"{type(logger).__name__} has no log_metrics: it gets none of the monitors' values")
-                self._without_log_metrics.add(id(logger))
+                    self._without_log_metrics.append(logger)
                 continue
             for row in rows:
                 if row.values and getattr(logger, "takes_wall_time", False):

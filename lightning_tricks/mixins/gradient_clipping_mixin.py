@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
 from lightning_tricks.mixins._base import Mixin
-from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1
+from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, clip_grad_value
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
@@ -22,8 +22,8 @@ class GradientClippingMixin(Mixin):
 
     Put it before the LightningModule in the bases. `trainer.gradient_clip_val` and `gradient_clip_algorithm` mean what
     they always mean (a value of 0 or none does not clip); the norm is kept in each case. Works with fused optimizers
-    under bf16, which Lightning refuses to clip, and with sharded gradients: FSDP2's, and FSDP1's, which Lightning
-    refuses to clip by norm. `GradNormMonitor` logs the norm.
+    under bf16, which Lightning refuses to clip, with sharded gradients: FSDP2's, and FSDP1's, which Lightning refuses
+    to clip by norm, and with sparse gradients, which torch refuses to clip. `GradNormMonitor` logs the norm.
 
     Attributes:
         grad_norm: L2 norm of all gradients of the last optimizer step before its clip, a 0-dim tensor on their device;
@@ -50,8 +50,6 @@ class GradientClippingMixin(Mixin):
             return
         self._refuse_unreadable_gradients(optimizer)
         by_value = gradient_clip_algorithm == "value" and bool(gradient_clip_val)
-        if by_value and not (gradient_clip_val or 0) > 0:
-            raise UsageError(f"gradient_clip_val={gradient_clip_val!r}: give a number above 0, or none")
         max_norm = None if by_value else gradient_clip_val or None  # 0: no clipping, as in Lightning
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if isinstance(self.trainer.strategy, FSDPStrategy):
@@ -59,7 +57,7 @@ class GradientClippingMixin(Mixin):
         else:
             self.grad_norm = clip_grad_norm(parameters, max_norm)
         if by_value:
-            torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val or 0.0)
+            clip_grad_value(parameters, gradient_clip_val or 0.0)
 
     def _refuse_unreadable_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)

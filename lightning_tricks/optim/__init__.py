@@ -1,7 +1,7 @@
 """Who decays, which optimizer, and the one clip: torch only."""
 
 from lightning_tricks.optim.build_optimizer import OptimizerFactory, build_optimizer, default_adamw
-from lightning_tricks.optim.clip import clip_grad_norm, clip_grad_norm_fsdp1, grad_norms_of
+from lightning_tricks.optim.clip import clip_grad_norm, clip_grad_norm_fsdp1, clip_grad_value, grad_norms_of
 from lightning_tricks.optim.decay_groups import check_each_parameter_once, decay_groups
 from lightning_tricks.optim.follow_recipe import follow_recipe
 from lightning_tricks.optim.groups_table import groups_table
@@ -17,6 +17,7 @@ __all__ = [
     "clean_name",
     "clip_grad_norm",
     "clip_grad_norm_fsdp1",
+    "clip_grad_value",
     "decay_groups",
     "default_adamw",
     "follow_recipe",

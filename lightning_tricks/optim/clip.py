@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,17 +12,17 @@ from lightning_tricks._errors import UsageError
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None, norm: Tensor | None = None) -> Tensor:
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
     """Scale the gradients of `parameters` in place so that their joint L2 norm is at most `max_norm`.
 
-    The same arithmetic as `torch.nn.utils.clip_grad_norm_`. Plain tensors and DTensors, of several meshes too, may come
-    together: shards are summed across ranks, so every rank must call. A norm that is infinite or NaN makes every
-    clipped gradient 0 or NaN, as in torch.
+    The same arithmetic as `torch.nn.utils.clip_grad_norm_`. Plain tensors, DTensors of several meshes and sparse
+    gradients (`nn.Embedding(sparse=True)`) may come together, where torch's function refuses them. Shards are summed
+    across ranks, so every rank must call. A norm that is infinite or NaN makes every clipped gradient 0 or NaN, as in
+    torch.
 
     Args:
         parameters: of any shapes; those without a gradient count for nothing.
         max_norm: the largest norm allowed, above 0; None to measure only. Usual: 1.0.
-        norm: their norm where it is known already, a 0-dim tensor; None to measure it.
 
     Returns:
         The norm before clipping, a 0-dim tensor on the gradients' device; 0 where there are none.
@@ -32,20 +33,40 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None, norm: T
     Source: Pascanu et al. 2012, https://arxiv.org/abs/1211.5063; 1.0: Touvron et al. 2023,
         https://arxiv.org/abs/2302.13971.
     """
-    if max_norm is not None and not max_norm > 0:
-        raise UsageError(f"gradient_clip_val={max_norm!r}: give a number above 0, or none to measure only")
+    _check_limit(max_norm)
     parameters = list(parameters)
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     if not with_grad:
         return torch.zeros((), device=parameters[0].device if parameters else None)
     meshes = _by_mesh(with_grad)
-    if norm is None:
-        norms = [_full(torch.nn.utils.get_total_norm([p.grad for p in g if p.grad is not None])) for g in meshes]
-        norm = _joint(norms)
+    norm = _joint([_full(torch.nn.utils.get_total_norm([_summed(p) for p in group])) for group in meshes])
     if max_norm is not None:
         for group in meshes:
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_([_dense(parameter) for parameter in group], max_norm, norm)
     return norm
+
+
+@torch.no_grad()
+def clip_grad_value(parameters: Iterable[Tensor], clip_value: float) -> None:
+    """Limit each number in the gradients of `parameters` to -`clip_value` and `clip_value`, in place.
+
+    What `torch.nn.utils.clip_grad_value_` does, and for the same gradients as `clip_grad_norm`. A sparse gradient
+    becomes coalesced: the limit is that of the sum of rows with the same index.
+
+    Args:
+        parameters: of any shapes; those without a gradient stay as they are.
+        clip_value: the largest absolute value allowed, above 0.
+
+    Raises:
+        UsageError: clip_value is 0, negative or NaN.
+    """
+    _check_limit(clip_value)
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    for parameter in with_grad:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+    for group in _by_mesh(with_grad):
+        torch.nn.utils.clip_grad_value_([_dense(parameter) for parameter in group], clip_value)
 
 
 @torch.no_grad()
@@ -66,9 +87,7 @@ def grad_norms_of(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     device = with_grad[0].device
     squares = torch.zeros(len(parts), device=device)
     for group in _by_mesh(with_grad):
-        norms = torch.stack(
-            [norm.float() for norm in torch._foreach_norm([p.grad for p in group if p.grad is not None])]
-        )
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm([_summed(p) for p in group])])
         index = torch.tensor([place[id(p)] for p in group]).to(device, non_blocking=True)
         squares.index_add_(0, index, _full(norms).to(device).square())
     return squares.sqrt()
@@ -87,14 +106,36 @@ def clip_grad_norm_fsdp1(root: Any, max_norm: float | None) -> Tensor:
     Raises:
         UsageError: max_norm is 0, negative or NaN, or `root` is not wrapped as a whole.
     """
-    if max_norm is not None and not max_norm > 0:
-        raise UsageError(f"gradient_clip_val={max_norm!r}: give a number above 0, or none to measure only")
+    _check_limit(max_norm)
     if not hasattr(root, "clip_grad_norm_"):
         raise UsageError(
             f"FSDP1 holds parts of {type(root).__name__}, and the norm of the whole is not known: leave the wrapping "
             "to the strategy, or use FSDP2Strategy"
         )
     return root.clip_grad_norm_(math.inf if max_norm is None else max_norm)  # an infinite limit scales by exactly 1
+
+
+def _check_limit(limit: float | None) -> None:
+    if limit is not None and not limit > 0:
+        raise UsageError(f"gradient_clip_val={limit!r}: give a number above 0, or none")
+
+
+def _summed(parameter: Any) -> Tensor:
+    """Numbers with the norm of the parameter's gradient: a sparse one may hold an index several times, to be summed."""
+    gradient = parameter.grad
+    if not gradient.is_sparse or gradient.is_coalesced():
+        return gradient._values() if gradient.is_sparse else gradient
+    indices, values = gradient._indices(), gradient._values()
+    index = indices[0]
+    for size, more in zip(gradient.shape[1:], indices[1:], strict=False):
+        index = index * size + more
+    # not `coalesce()`, which waits for the device to count the indices: each value goes to where its index comes first
+    return torch.zeros_like(values).index_add_(0, torch.searchsorted(index.sort().values, index), values)
+
+
+def _dense(parameter: Any) -> Any:
+    """An object whose `grad` is dense and shares the memory of the parameter's gradient: torch looks at no more."""
+    return SimpleNamespace(grad=parameter.grad._values()) if parameter.grad.is_sparse else parameter
 
 
 def _joint(norms: list[Tensor]) -> Tensor:

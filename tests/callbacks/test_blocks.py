@@ -211,6 +211,15 @@ def test_each_call_is_seen_with_its_arguments_and_output_until_undone(compiled, 
     assert type(layer._compiled_call_impl).__name__ != "_CompiledCall"
 
 
+def test_a_module_that_is_compiled_anew_while_it_is_watched_stays_so():
+    layer, anew = nn.Linear(1, 1), lambda *_: "compiled anew"
+    layer.compile(backend="eager")
+    undo = before_calls(layer, lambda args, kwargs: None)
+    layer._compiled_call_impl = anew
+    undo()
+    assert layer._compiled_call_impl is anew
+
+
 def test_what_is_inside_a_compiled_module_is_out_of_sight():
     def names(root):
         return list(in_sight(root, find_blocks(root)))

@@ -139,6 +139,21 @@ def test_a_failing_run_gives_the_calls_back(error):
     assert originals() == before
 
 
+def test_what_somebody_else_puts_there_while_training_stays(monkeypatch):
+    monkeypatch.setattr(call, "_call_strategy_hook", call._call_strategy_hook)  # back at the test's end
+    theirs = []
+
+    class Wraps(pl.Callback):
+        def on_train_batch_start(self, *_):
+            if not theirs:
+                lean = call._call_strategy_hook
+                theirs.append(lambda *args, **kwargs: lean(*args, **kwargs))
+                call._call_strategy_hook = theirs[0]
+
+    fit(LeanLoop(), Wraps())
+    assert call._call_strategy_hook is theirs[0]
+
+
 def test_a_fit_within_a_fit_is_called_as_ever():
     def inner():
         seen, profiler = [], SimpleProfiler()

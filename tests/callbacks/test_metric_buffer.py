@@ -449,6 +449,33 @@ def test_at_flush_sees_the_intervals_rows_and_its_result_joins_the_last():
     assert not {"_x", "_hidden"} & trainer.callback_metrics.keys()
 
 
+class AsksAnew(pl.Callback):
+    """Asks in each fit with a new function, as a watcher's helper object does."""
+
+    def __init__(self):
+        self.calls = []
+
+    def setup(self, trainer, pl_module, stage):
+        fit = max(self.calls, default=0) + 1
+        MetricBuffer.of(trainer).at_flush(lambda rows: self.calls.append(fit) or {"fit": fit})
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_function_is_called_in_the_fit_that_asked_for_it_and_in_no_later_one(fails):
+    class Fails(Model):
+        def on_train_batch_end(self, *_):
+            if fails and self.trainer.global_step == 4:
+                raise RuntimeError("after a flush")
+
+    asks, recorder, buffer = AsksAnew(), Recorder(), MetricBuffer()
+    for _ in range(3):
+        logger = Plain()
+        trainer = trainer_with([asks, recorder, buffer], logger, max_steps=4)
+        with pytest.raises(RuntimeError, match="after") if fails else contextlib.nullcontext():
+            trainer.fit(Fails(), loader())
+    assert asks.calls == [1, 2, 3]
+
+
 def test_wall_time_goes_to_a_logger_that_takes_it(monkeypatch):
     class Timed(Plain):
         takes_wall_time = True

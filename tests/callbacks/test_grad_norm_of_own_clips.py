@@ -1,0 +1,363 @@
+"""The logged norm, and the clip itself, beside clips, hooks and overrides of the user's own; nothing is left behind."""
+
+import functools
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from monitored import Memory, fit, same_training
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader
+
+from lightning_tricks.callbacks import GradNormMonitor
+from lightning_tricks.mixins import GradientClippingMixin
+from lightning_tricks.precision import BF16Mixed
+
+
+class Slope(pl.LightningModule):
+    """Batch n has the gradient n * (3, 4), whatever the weights: its norm is 5 n."""
+
+    def __init__(self, automatic=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.automatic_optimization = automatic
+
+    def loss(self, batch):
+        return (self.weight * torch.tensor([3.0, 4.0])).sum() * batch.sum()
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def train_dataloader(self):
+        return DataLoader([1.0, 2.0, 3.0, 4.0], batch_size=1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def steps_by_hand(self, *clips):
+        """One optimizer step in manual optimization, after `clips` of Lightning's."""
+
+        def step(batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            for clip in clips:
+                self.clip_gradients(optimizer, *clip)
+            optimizer.step()
+
+        self.training_step = step
+        return self
+
+
+def replaced_methods(trainer):
+    """What an instance holds in place of its class's methods."""
+    return {name for part in (trainer.precision_plugin, trainer.lightning_module) for name in vars(part)} & {
+        "clip_grad_by_norm", "clip_grad_by_value", "configure_gradient_clipping",
+    }  # fmt: skip
+
+
+NORMS = [5.0, 10.0, 15.0, 20.0]
+UNIT_STEPS = pytest.approx([-0.6 * 4, -0.8 * 4], rel=1e-5)  # of four steps whose gradients were clipped to norm 1
+
+
+def watched(make, *callbacks, monitor=None, **options):
+    """Fit with the monitor in front of `callbacks`; it has changed nothing, and nothing of it is left."""
+    run = fit(make(), monitor or GradNormMonitor(), *callbacks, **options)
+    assert same_training(run, fit(make(), *callbacks, **options))
+    assert not replaced_methods(run.trainer)
+    return run
+
+
+def by_torch(module, optimizer):
+    clip_grad_norm_(module.parameters(), 1.0)
+
+
+def by_lightning(module, optimizer):
+    module.clip_gradients(optimizer, 1.0, "norm")
+
+
+def by_data(module, optimizer):  # leaves no trace in the gradient's version
+    module.weight.grad.data.div_(module.weight.grad.norm())
+
+
+HOW = [by_torch, by_lightning, by_data]
+
+
+@pytest.mark.parametrize("clip_val", [None, 1.0])
+@pytest.mark.parametrize("clip", HOW)
+def test_a_clip_in_the_modules_own_hook_has_its_own_steps_norm_and_so_has_the_log(clip, clip_val):
+    class Own(Slope):
+        def on_before_optimizer_step(self, optimizer):
+            clip(self, optimizer)
+
+    run = watched(Own, gradient_clip_val=clip_val)
+    assert run.of("train/grad_norm") == NORMS
+    assert run.weights[0].tolist() == UNIT_STEPS
+
+
+@pytest.mark.parametrize("clip", HOW)
+@pytest.mark.parametrize("mixin", [True, False])
+def test_a_clip_in_a_callback_behind_the_monitor_comes_after_the_logged_norm(clip, mixin):
+    class Clips(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            clip(pl_module, optimizer)
+
+    class Mixed(GradientClippingMixin, Slope):
+        pass
+
+    run = watched(Mixed if mixin else Slope, Clips(), gradient_clip_val=1.0)
+    assert run.of("train/grad_norm") == NORMS
+    assert run.weights[0].tolist() == UNIT_STEPS
+
+
+def test_a_hook_on_the_object_counts_like_one_of_its_class():
+    def make():
+        model = Slope()
+        model.on_before_optimizer_step = lambda optimizer: by_torch(model, optimizer)
+        return model
+
+    assert watched(make, gradient_clip_val=3.0).of("train/grad_norm") == NORMS
+
+
+def test_with_accumulation_the_norm_is_that_of_the_whole_batch_before_the_modules_clip():
+    class Own(Slope):
+        def on_before_optimizer_step(self, optimizer):
+            by_torch(self, optimizer)
+
+    run = watched(Own, accumulate_grad_batches=2, max_steps=2)
+    assert run.of("train/grad_norm") == [7.5, 17.5]
+
+
+@pytest.mark.parametrize("clip", HOW)
+@pytest.mark.parametrize("place", ["class", "object", "wrapped"])
+def test_a_clip_of_the_modules_own_is_called_and_stays(clip, place):
+    calls = []
+
+    def own(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        calls.append(gradient_clip_val)
+        self.weight.grad.mul_(0.5)
+        clip(self, optimizer)
+
+    if place == "wrapped":  # which takes over the name and the module of Lightning's
+        own = functools.wraps(pl.LightningModule.configure_gradient_clipping)(own)
+
+    def make():
+        if place == "class":
+            return type("Own", (Slope,), {"configure_gradient_clipping": own})()
+        model = Slope()
+        model.configure_gradient_clipping = functools.partial(own, model)
+        return model
+
+    run = fit(make(), GradNormMonitor(), gradient_clip_val=1.0)
+    assert calls == [1.0] * 4
+    assert run.of("train/grad_norm") == NORMS
+    assert run.weights[0].tolist() == UNIT_STEPS
+    assert replaced_methods(run.trainer) == (set() if place == "class" else {"configure_gradient_clipping"})
+    assert same_training(run, fit(make(), gradient_clip_val=1.0))
+
+
+class Halves(Precision):
+    """A user's plugin, whose clip by norm is not Lightning's."""
+
+    def clip_grad_by_norm(self, optimizer, clip_val):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("place", ["class", "object"])
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_clip_of_the_users_plugin_is_called_and_stays(automatic, place):
+    plugin = Halves() if place == "class" else Precision()
+    if place == "object":
+        plugin.clip_grad_by_norm = functools.partial(Halves.clip_grad_by_norm, plugin)
+    before = dict(vars(plugin))
+    model = Slope() if automatic else Slope(automatic=False).steps_by_hand((1.0, "norm"))
+    run = fit(model, GradNormMonitor(), plugins=[plugin], gradient_clip_val=1.0 if automatic else None)
+    assert run.of("train/grad_norm") == NORMS
+    assert run.weights[0].tolist() == [-15.0, -20.0]  # half of 10 * (3, 4)
+    assert vars(plugin) == before
+
+
+@pytest.mark.parametrize("clips", [[], [(1.0, "norm")], [(1.0, "value")]], ids=["none", "norm", "value"])
+def test_in_manual_optimization_the_norm_and_its_parts_are_from_before_the_clip(clips):
+    run = watched(lambda: Slope(automatic=False).steps_by_hand(*clips), monitor=GradNormMonitor(per="group"))
+    assert run.of("train/grad_norm") == NORMS
+    assert run.of("grad_norms/0") == [10.0, 20.0]  # on log steps
+    assert run.weights[0].tolist() == {
+        "none": [-30.0, -40.0], "norm": UNIT_STEPS, "value": [-4.0, -4.0],
+    }["none" if not clips else clips[0][1]]  # fmt: skip
+
+
+def test_in_manual_optimization_a_clip_without_a_step_is_no_later_steps_norm():
+    class EveryOther(Slope):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            if batch_idx % 2 == 0:
+                self.clip_gradients(optimizer, 1.0, "norm")
+            else:
+                optimizer.step()
+
+    run = watched(lambda: EveryOther(automatic=False), max_steps=2)
+    assert run.of("train/grad_norm") == [10.0, 20.0]
+
+
+def test_in_manual_optimization_an_optimizer_that_the_trainer_does_not_know_is_clipped_as_ever():
+    class Private(Slope):
+        def training_step(self, batch, batch_idx):
+            self.private = getattr(self, "private", None) or torch.optim.SGD(self.parameters(), lr=1.0)
+            self.private.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(self.private, 1.0, "norm")
+            self.private.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD([nn.Parameter(torch.zeros(1))]) for _ in range(2)]
+
+    run = fit(Private(automatic=False), GradNormMonitor(), max_epochs=1)
+    assert run.weights[0].tolist() == UNIT_STEPS
+    assert not run.names()
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize("error", [RuntimeError("in the clip"), KeyboardInterrupt()])
+def test_what_fails_in_the_clip_leaves_nothing_behind(monkeypatch, automatic, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", fail)
+    monitor, plugin = GradNormMonitor(), BF16Mixed()
+    before = dict(vars(plugin))
+    model = Slope() if automatic else Slope(automatic=False).steps_by_hand((1.0, "norm"))
+    with pytest.raises((RuntimeError, SystemExit)):
+        fit(model, monitor, plugins=[plugin], gradient_clip_val=1.0 if automatic else None)
+    assert vars(plugin) == before
+    monkeypatch.undo()
+    assert fit(Slope(), monitor, plugins=[plugin], gradient_clip_val=1.0).of("train/grad_norm") == NORMS
+
+
+def test_a_clip_that_is_never_called_leaves_nothing_behind():
+    class Fails(Slope):
+        def on_before_optimizer_step(self, optimizer):
+            raise RuntimeError("before the clip")
+
+    plugin = BF16Mixed()
+    with pytest.raises(RuntimeError, match="before the clip"):
+        fit(Fails(), GradNormMonitor(), plugins=[plugin], gradient_clip_val=1.0)
+    assert "clip_grad_by_norm" not in vars(plugin)
+
+
+def test_an_epoch_that_the_module_ends_early_leaves_nothing_behind():
+    class Ends(Slope):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 2 else None
+
+        def on_train_end(self):
+            assert not replaced_methods(self.trainer)
+
+    run = watched(lambda: Ends(automatic=False).steps_by_hand(), max_epochs=1, max_steps=-1)
+    assert run.of("train/grad_norm") == [5.0, 10.0]
+
+
+def test_the_plugin_has_its_own_methods_outside_of_batches():
+    class Looks(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            assert not replaced_methods(trainer)
+
+        on_validation_start = on_train_epoch_end = on_train_epoch_start
+
+        def on_train_batch_end(self, trainer, *_):
+            assert not replaced_methods(trainer)
+
+    class Validated(Slope):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+        val_dataloader = Slope.train_dataloader
+
+    for make in (Validated, lambda: Validated(automatic=False).steps_by_hand()):
+        watched(make, Looks(), val_check_interval=2)
+
+
+def test_two_monitors_leave_nothing_behind():
+    for make in (Slope, lambda: Slope(automatic=False).steps_by_hand((1.0, "norm"))):
+        clip_val = 1.0 if make is Slope else None
+        assert watched(make, GradNormMonitor(), gradient_clip_val=clip_val).of("train/grad_norm") == NORMS
+
+
+def test_a_second_fit_with_the_same_objects_knows_nothing_of_the_first():
+    model, monitor = Slope(), GradNormMonitor()
+    assert fit(model, monitor, gradient_clip_val=7.0).of("train/clipped_fraction") == [0.5, 1.0]
+    model.on_before_optimizer_step = lambda optimizer: by_torch(model, optimizer)
+    again = fit(model, monitor)
+    assert again.of("train/grad_norm") == NORMS
+    assert not again.of("train/clipped_fraction")
+
+
+def test_the_norm_of_a_step_that_fails_after_its_clip_is_logged():
+    class Mixed(GradientClippingMixin, Slope):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                raise RuntimeError("after the step")
+
+    memory = Memory()
+    with pytest.raises(RuntimeError, match="after the step"):
+        fit(Mixed(), GradNormMonitor(), gradient_clip_val=1.0, logger=memory)
+    assert [row["train/grad_norm"] for _, row in memory.rows] == NORMS[:3]
+
+
+class Rows(Slope):
+    """A table of three rows of two numbers; batch n reads row 0 twice and row 2 once, each number of it n times."""
+
+    def __init__(self, sparse=True, automatic=True):
+        super().__init__(automatic)
+        self.table = nn.Embedding(3, 2, sparse=sparse)
+        nn.init.zeros_(self.table.weight)
+
+    def loss(self, batch):
+        # dense (3, 4) n; row 0 gets 2 * (n, n), row 2 gets (n, n): norm n * sqrt(25 + 8 + 2)
+        return super().loss(batch) + self.table(torch.tensor([0, 2, 0])).sum() * batch.sum()
+
+
+class MixedRows(GradientClippingMixin, Rows):
+    pass
+
+
+def parts_of(run):
+    return torch.cat([weights.flatten() for weights in run.weights]).tolist()
+
+
+@pytest.mark.parametrize("kind", [Rows, MixedRows])
+@pytest.mark.parametrize("clip_val", [None, 1.0])
+@pytest.mark.parametrize("per", [None, "block"])
+def test_sparse_gradients_have_the_norm_and_the_clip_of_dense_ones(kind, clip_val, per):
+    runs = [fit(kind(sparse=sparse), GradNormMonitor(per=per), gradient_clip_val=clip_val) for sparse in (True, False)]
+    assert runs[0].of("train/grad_norm") == pytest.approx([35**0.5 * n for n in range(1, 5)])
+    for name in runs[1].names():
+        assert runs[0].of(name) == pytest.approx(runs[1].of(name))
+    assert parts_of(runs[0]) == pytest.approx(parts_of(runs[1]))
+    if per and clip_val is None:
+        assert runs[0].of("grad_norms/table") == pytest.approx([10**0.5 * n for n in (2, 4)])
+
+
+def test_sparse_gradients_in_manual_optimization():
+    runs = [
+        fit(Rows(sparse=sparse, automatic=False).steps_by_hand((1.0, "norm")), GradNormMonitor())
+        for sparse in (True, False)
+    ]
+    assert runs[0].of("train/grad_norm") == pytest.approx([35**0.5 * n for n in range(1, 5)])
+    assert parts_of(runs[0]) == pytest.approx(parts_of(runs[1]))
+
+
+def test_the_monitor_leaves_sparse_gradients_as_they_are():
+    assert same_training(fit(Rows(), GradNormMonitor()), fit(Rows()))
+
+
+def test_the_mixin_clips_sparse_gradients_by_value():
+    clip = {"gradient_clip_val": 1.5, "gradient_clip_algorithm": "value"}
+    assert parts_of(fit(MixedRows(), **clip)) == parts_of(fit(MixedRows(sparse=False), **clip))
