@@ -141,14 +141,13 @@ def test_a_clip_of_the_modules_own_is_called_and_stays(clip, place):
         self.weight.grad.mul_(0.5)
         clip(self, optimizer)
 
-    if place == "wrapped":  # which takes over the name and the module of Lightning's
-        own = functools.wraps(pl.LightningModule.configure_gradient_clipping)(own)
-
     def make():
         if place == "class":
             return type("Own", (Slope,), {"configure_gradient_clipping": own})()
         model = Slope()
-        model.configure_gradient_clipping = functools.partial(own, model)
+        model.configure_gradient_clipping = lambda *args, **kwargs: own(model, *args, **kwargs)
+        if place == "wrapped":  # has the name and the module of Lightning's
+            functools.update_wrapper(model.configure_gradient_clipping, pl.LightningModule.configure_gradient_clipping)
         return model
 
     run = fit(make(), GradNormMonitor(), gradient_clip_val=1.0)
@@ -299,16 +298,22 @@ def test_a_second_fit_with_the_same_objects_knows_nothing_of_the_first():
     assert not again.of("train/clipped_fraction")
 
 
-def test_the_norm_of_a_step_that_fails_after_its_clip_is_logged():
+@pytest.mark.parametrize("fails", ["before", "after"])
+def test_a_step_that_fails_has_a_norm_if_its_clip_was_made(fails, monkeypatch):
     class Mixed(GradientClippingMixin, Slope):
+        def on_train_batch_start(self, batch, batch_idx):
+            if fails == "before" and batch_idx == 2:
+                monkeypatch.setattr(torch.nn.utils, "get_total_norm", None)  # cannot be called
+
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if batch_idx == 2:
-                raise RuntimeError("after the step")
+                raise TypeError("after the step")
 
     memory = Memory()
-    with pytest.raises(RuntimeError, match="after the step"):
+    with pytest.raises(TypeError, match="not callable" if fails == "before" else "after the step"):
         fit(Mixed(), GradNormMonitor(), gradient_clip_val=1.0, logger=memory)
-    assert [row["train/grad_norm"] for _, row in memory.rows] == NORMS[:3]
+    norms = [row["train/grad_norm"] for _, row in memory.rows if "train/grad_norm" in row]
+    assert norms == NORMS[: 2 if fails == "before" else 3]
 
 
 class Rows(Slope):
