@@ -29,7 +29,7 @@ def test_fsdp1_with_a_plugin_says_what_to_write(monkeypatch):
 
     monkeypatch.setattr(LightningCLI, "instantiate_trainer", refuses)
     cli = RecipeCLI.__new__(RecipeCLI)
-    cli.subcommand = None
+    cli.subcommand = cli.model = None
     monkeypatch.setattr(RecipeCLI, "_get", lambda *_: {"enable_progress_bar": False})
     cli.config_init = {}
     with pytest.raises(UsageError, match=r"found BF16Mixed\(\): set trainer\.precision in place of the plugin"):

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torchao.float8 import convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
 from lightning_tricks.precision._torchao_linear import torchao_config
@@ -64,9 +64,9 @@ class Scales:
     def find(self) -> None:
         """Find every scale, with one all-reduce for each mesh, unless those found last still hold.
 
-        Not while something looks on at every operation, such as a count of FLOPs on a copy without data.
+        Not while FLOPs are counted on a copy without data, which has no scales.
         """
-        if self._hold or is_in_torch_dispatch_mode():
+        if self._hold or detect_fake_mode() is not None:
             return
         for group in self._groups:
             precompute_float8_dynamic_scale_for_fsdp(group)
