@@ -144,7 +144,7 @@ def library_rule(model: Any) -> set[str]:
     if hasattr(model, "no_weight_decay"):
         from timm.optim import param_groups_weight_decay
 
-        groups = param_groups_weight_decay(model, 0.1, model.no_weight_decay())
+        groups = param_groups_weight_decay(model, 0.1, no_weight_decay_list=model.no_weight_decay())
         decaying = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
         return {name for name, p in model.named_parameters() if id(p) in decaying}
     return {
