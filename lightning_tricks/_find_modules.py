@@ -8,9 +8,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.optim import clean_name
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_WRAPPERS = re.compile(rf"(?<![^.])(?:{'|'.join(_WRAPPED)})\.")
+
+
+def clean_name(name: str) -> str:
+    """`name` as the plain model would have it, without the prefixes of compile, checkpointing and FSDP wrappers."""
+    return _WRAPPERS.sub("", name)
 
 
 def named_submodules(module: nn.Module) -> dict[str, nn.Module]:

@@ -8,17 +8,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lightning_tricks._activation_checkpointing import Mode, check_mode
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks.accounting import Attention, recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.callbacks import GradNormMonitor, LRMonitor, MetricBuffer, MFUMonitor, PrecisionMonitor
-from lightning_tricks.callbacks.precision_monitor import has_figures
 from lightning_tricks.checkpoints.folder_checkpoint_io import read_without_optimizers
 from lightning_tricks.metrics import BitsPerByte, TokenLoss
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
 from lightning_tricks.mixins._plain_settings import build, from_plain
 from lightning_tricks.models import Decoder, DecoderConfig
-from lightning_tricks.models.checkpointing import Mode, check_mode
+from lightning_tricks.monitors.precision.precision_monitor import has_figures
 from lightning_tricks.optim import decay_groups
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import LRMonitor, MetricBuffer, TensorBoardDashboard
-from lightning_tricks.callbacks._dashboard_parts import pinned_link
 from lightning_tricks.loggers import ResumingTensorBoardLogger
+from lightning_tricks.monitors.dashboard.parts import pinned_link
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for path in map(shutil.which, BROWSERS) if path), None)

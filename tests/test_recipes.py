@@ -17,7 +17,7 @@ from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.data import ShardWriter
 from lightning_tricks.strategies import DeepSpeedZeROStrategy, FSDP2Strategy
-from lightning_tricks.strategies._shard import HowToShard, local_bytes, shard_module
+from lightning_tricks.strategies.fsdp2.shard import HowToShard, local_bytes, shard_module
 
 RECIPES = sorted(recipes_folder().glob("*.yaml"))
 PARAMETERS = {

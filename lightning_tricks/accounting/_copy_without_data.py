@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_tricks._trainer import trainer_of, uncopied
 from lightning_tricks.accounting.measured_flops import CannotCount
 
 _HOOKS = (
@@ -87,10 +88,8 @@ def _rows(value: Any) -> int:
 
 def _shared(module: Any, trainer: Any) -> dict[int, Any]:
     """What the copy does not get a copy of: nothing of the Trainer, and no hooks, which would act on the original."""
-    mesh = getattr(module, "_device_mesh", None)
-    compiler = getattr(module, "_compiler_ctx", None)  # Lightning's, where the whole module is compiled
-    memo: dict[int, Any] = {id(mesh): mesh, id(compiler): compiler}
-    for reference in (trainer, vars(module).get("_trainer")):  # a module holds a proxy
+    memo: dict[int, Any] = {id(held): held for held in uncopied(module)}
+    for reference in (trainer, trainer_of(module)):  # a module holds a proxy
         if reference is not None:
             memo[id(reference)] = _Readable(trainer)
     for watcher in [*getattr(trainer, "callbacks", []), *getattr(trainer, "loggers", [])]:

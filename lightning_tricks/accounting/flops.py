@@ -154,7 +154,7 @@ def recompute_flops_per_token(
     Raises:
         UsageError: another mode, or experts, whose checkpointing is not known; see also `attention_flops_per_token`.
 
-    Source: `lightning_tricks/models/checkpointing.py`, which says what is kept. MFU and HFU as in
+    Source: `lightning_tricks/_activation_checkpointing.py`, which says what is kept. MFU and HFU as in
         https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md.
     """
     forward_attention = attention_flops_per_token(shape, seq_len, attention) // 3

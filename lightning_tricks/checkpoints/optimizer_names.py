@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.optim import clean_name
+from lightning_tricks._find_modules import clean_name
 
 StateDict = dict[str, Any]
 

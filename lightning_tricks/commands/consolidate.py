@@ -10,7 +10,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import check_checkpoint, fsync_path, read_folder, size_of_folder, swap_in
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.read_folder import load_file
-from lightning_tricks.strategies.consolidate_deepspeed import consolidate_deepspeed
+from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import consolidate_deepspeed
 
 
 def consolidate(args: list[str]) -> None:

@@ -9,13 +9,14 @@ from tokenizers import Tokenizer
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
+from lightning_tricks._trainer import data_rank
 from lightning_tricks.data.batches import TrainBatches, ValidationBatches
 from lightning_tricks.data.bpe import token_bytes, token_texts, vocabulary_size
 from lightning_tricks.data.id_guard import IdGuard
 from lightning_tricks.data.loader import TrainLoader, ValidationLoader
 from lightning_tricks.data.order import WindowOrder
 from lightning_tricks.data.positions import ENDLESS, micro_batch_positions
-from lightning_tricks.data.resume import DataPosition, data_rank
+from lightning_tricks.data.resume import DataPosition
 from lightning_tricks.data.saved_tokenizer import check_same, find_record, tokenizer_record
 from lightning_tricks.data.stream import TokenStream
 

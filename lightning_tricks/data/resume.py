@@ -8,20 +8,15 @@ import warnings
 from typing import Any
 
 from lightning_tricks._lightning import pl
+from lightning_tricks._trainer import batch_progress, data_rank, is_restarting
 from lightning_tricks.data.positions import ENDLESS, micro_batch_positions
-
-
-def data_rank(trainer: pl.Trainer | None) -> tuple[int, int]:
-    """(rank, world) among the processes that see different data; with tensor parallelism fewer than all."""
-    kwargs = trainer.distributed_sampler_kwargs if trainer is not None else None
-    return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
 
 
 def steps_done(trainer: pl.Trainer) -> int:
     """Optimizer steps done in this run and those it was resumed from (micro-batches under manual optimization)."""
     if trainer.lightning_module.automatic_optimization:
         return trainer.global_step
-    return trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined]
+    return batch_progress(trainer).total.processed
 
 
 def steps_to_come(trainer: pl.Trainer, steps_in_pass: int) -> int:
@@ -48,7 +43,7 @@ def align_accumulation(trainer: pl.Trainer, saved_micro_batches: int) -> None:
         trainer: its fit loop has loaded its state and has not yet run.
         saved_micro_batches: micro-batches per step in the run that wrote the checkpoint.
     """
-    progress = trainer.fit_loop.epoch_loop.batch_progress
+    progress = batch_progress(trainer)
     if trainer.max_steps > trainer.global_step and trainer.limit_train_batches == 1.0:
         progress.is_last_batch = False  # it was the last of a shorter run
     if progress.is_last_batch:
@@ -97,7 +92,7 @@ class DataPosition:
     def begin(self, trainer: pl.Trainer) -> None:
         """Fix where this run starts; call when the training loader is asked for."""
         if (state := self._loaded) is None:
-            if trainer.fit_loop.restarting:
+            if is_restarting(trainer):
                 # a checkpoint of other data: its steps count as if they had been made with this global batch
                 align_accumulation(trainer, trainer.accumulate_grad_batches)
             return

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning_tricks._lightning import pl
+from lightning_tricks._trainer import logging_step, trainer_of
 
 
 class ResumePoint(pl.Callback):
@@ -19,7 +20,7 @@ class ResumePoint(pl.Callback):
 
         In front, so that what other callbacks write at the first batch comes after it.
         """
-        trainer = getattr(model, "_trainer", None)
+        trainer = trainer_of(model)
         if trainer is None or trainer.state.fn != "fit":
             return
         if not any(isinstance(callback, cls) for callback in trainer.callbacks):
@@ -32,4 +33,4 @@ class ResumePoint(pl.Callback):
         trainer.callbacks = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
         for logger in trainer.loggers:
             if hasattr(logger, "resume_at"):
-                logger.resume_at(trainer.fit_loop.epoch_loop._batches_that_stepped)
+                logger.resume_at(logging_step(trainer))

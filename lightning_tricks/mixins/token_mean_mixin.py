@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.mixins._base import Mixin
 
 
@@ -76,7 +77,7 @@ class TokenMeanMixin(Mixin):
         if self._step_sums is not None:
             nats, tokens = self._step_sums[0] + nats, self._step_sums[1] + tokens
         self._step_sums, self._scaled = (nats, tokens), False
-        if not self.trainer.fit_loop._should_accumulate():
+        if not is_accumulating(self.trainer):
             self._scale()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

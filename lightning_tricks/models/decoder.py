@@ -7,14 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_tricks._activation_checkpointing import Mode, check_mode, checkpointed
+from lightning_tricks._dtypes import matmul_dtype
 from lightning_tricks._errors import UsageError
 from lightning_tricks.models.attention import Attention, Rope, document_mask
-from lightning_tricks.models.checkpointing import Mode, check_mode, checkpointed
 from lightning_tricks.models.decoder_config import DecoderConfig
 from lightning_tricks.models.draw_normal import draw_normal
 from lightning_tricks.models.kv_cache import KVCache, LayerCache
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
-from lightning_tricks.models.norm import block_norm, matmul_dtype
+from lightning_tricks.models.norm import block_norm
 from lightning_tricks.models.rope import RotaryPositions
 
 

@@ -1,6 +1,5 @@
-"""The decoder's two norms, and the dtype in which the linear layers after them work."""
+"""The decoder's two norms."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -31,22 +30,3 @@ def block_norm(config: DecoderConfig) -> nn.Module:
     if config.norm == "rms":
         return RMSNorm(config.d_model, config.norm_eps)
     return nn.LayerNorm(config.d_model, config.norm_eps, bias=config.bias)
-
-
-def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a linear layer gives for `x`: its own, or autocast's.
-
-    A result used by several layers is cast to it once; left alone, autocast casts it for each of them, forward and
-    backward (2 to 5 % of a training step on a CPU).
-    """
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if autocasts(device) else x.dtype
-
-
-def autocasts(device: str) -> bool:
-    """Whether autocast is on for a type of device, such as "cuda".
-
-    Traced by `torch.compile` into a constant. `torch.amp.is_autocast_available` would not be in torch 2.11.
-    """
-    # The meta device, where a model is planned and not run, knows no autocast and would raise.
-    return device != "meta" and torch.is_autocast_enabled(device)

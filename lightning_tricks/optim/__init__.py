@@ -5,7 +5,7 @@ from lightning_tricks.optim.clip import clip_grad_norm, clip_grad_norm_fsdp1, cl
 from lightning_tricks.optim.decay_groups import check_each_parameter_once, decay_groups
 from lightning_tricks.optim.follow_recipe import follow_recipe
 from lightning_tricks.optim.groups_table import groups_table
-from lightning_tricks.optim.param_roles import RoledParam, clean_name, param_roles
+from lightning_tricks.optim.param_roles import RoledParam, param_roles
 from lightning_tricks.optim.param_rule import ParamRule, match_rules
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "RoledParam",
     "build_optimizer",
     "check_each_parameter_once",
-    "clean_name",
     "clip_grad_norm",
     "clip_grad_norm_fsdp1",
     "clip_grad_value",

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.optim.param_roles import RoledParam, clean_name, param_roles
+from lightning_tricks._find_modules import clean_name
+from lightning_tricks.optim.param_roles import RoledParam, param_roles
 from lightning_tricks.optim.param_rule import ParamRule, match_rules
 
 

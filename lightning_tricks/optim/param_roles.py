@@ -10,12 +10,12 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import clean_name
 
 Role = Literal["exempt", "state", "norm", "bias", "vector", "embedding", "matrix"]
 
 _ORDER: tuple[Role, ...] = ("exempt", "state", "norm", "bias", "vector", "embedding", "matrix")
 # each part of a name that a wrapper adds: torch.compile, activation checkpointing, FSDP
-_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
 _NORM = re.compile(r"(^|_)norms?(_|$)")
 # Mamba's (`A_log`, `dt_bias`; Vision Mamba's `A_b_log` runs backwards) and RWKV's (`time_decay`, `time_mix_key`)
@@ -31,11 +31,6 @@ class RoledParam(NamedTuple):
     name: str
     param: Parameter
     role: Role
-
-
-def clean_name(name: str) -> str:
-    """`name` as the plain model would have it, without the prefixes of compile, checkpointing and FSDP wrappers."""
-    return _WRAPPERS.sub("", name)
 
 
 def param_roles(module: nn.Module) -> list[RoledParam]:

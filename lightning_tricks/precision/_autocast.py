@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._trainer import is_a, trainer_of
 
 _OWN_PRECISION = {"DeepSpeedStrategy": "DeepSpeed", "FSDPStrategy": "FSDP1", "XLAStrategy": "XLA"}
 
@@ -45,11 +46,6 @@ class Autocast:
             yield
 
 
-def trainer_of(module: nn.Module) -> Any:
-    """The Trainer that a LightningModule is attached to; None for one that is not, and for any other module."""
-    return getattr(module, "_trainer", None)
-
-
 def casts_by_fsdp2(module: nn.Module, dtype: torch.dtype) -> bool:
     """Whether FSDP2 casts all parameters of `module`, and what enters it, to `dtype`: autocast would only repeat it."""
     sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -70,8 +66,8 @@ def refuse_strategy(plugin: Any, module: nn.Module) -> None:
             already when the Trainer is built.)
     """
     trainer = trainer_of(module)
-    names = [cls.__name__ for cls in type(trainer.strategy).__mro__] if trainer is not None else []
-    found = next((_OWN_PRECISION[name] for name in names if name in _OWN_PRECISION), None)
+    strategy = getattr(trainer, "strategy", None)
+    found = next((own for name, own in _OWN_PRECISION.items() if is_a(strategy, name)), None)
     if found is not None:
         raise UsageError(
             f"plugins: {type(plugin).__name__} does not work under {found}, which has a precision of its own: remove "

@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
+from lightning_tricks._trainer import trainer_of
 from lightning_tricks.optim.bf16_step import BF16Step, StateType, Update
-from lightning_tricks.precision._autocast import Autocast, refuse_strategy, trainer_of
+from lightning_tricks.precision._autocast import Autocast, refuse_strategy
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision

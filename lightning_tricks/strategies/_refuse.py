@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._trainer import is_a
 
 # Their state or their arithmetic does not take DTensors, as tried with torch 2.13.
 NO_DTENSORS = {"Adafactor": "AdamW", "AdamWFp8": "AdamW8bit", "SOAP": "Muon or AdamW"}
@@ -18,7 +19,7 @@ def refuse_fsdp1(module: nn.Module) -> None:
     Raises:
         UsageError: as said.
     """
-    if any("FullyShardedDataParallel" in {cls.__name__ for cls in type(part).__mro__} for part in module.modules()):
+    if any(is_a(part, "FullyShardedDataParallel") for part in module.modules()):
         raise UsageError(
             f"{type(module).__name__} wraps parts of itself in FullyShardedDataParallel (FSDP1): "
             "leave the sharding to FSDP2Strategy"

@@ -4,14 +4,14 @@ import pytest
 import yaml
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._recipe_parser import RecipeParser, join_negative_numbers, nameable_classes
-from lightning_tricks._recipe_text import load_text
 from lightning_tricks._suggest import SYNONYMS, did_you_mean
+from lightning_tricks.cli.recipe_parser import RecipeParser, join_negative_numbers, nameable_classes
+from lightning_tricks.cli.recipe_text import load_text
 
 
 @pytest.fixture(scope="module")
 def parser() -> RecipeParser:
-    from lightning_tricks.cli import RecipeTrainer
+    from lightning_tricks.cli.recipe_cli import RecipeTrainer
 
     parser = RecipeParser()
     parser.add_lightning_class_args(RecipeTrainer, "trainer")

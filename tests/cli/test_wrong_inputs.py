@@ -174,7 +174,7 @@ def test_what_the_recipe_alone_shows_is_refused_before_tokenizing(folder, capsys
 
 def test_what_fails_in_a_run_and_can_be_mended_is_one_line_and_an_unknown_error_none():
     from lightning_tricks._errors import UsageError
-    from lightning_tricks._run_errors import usage_errors
+    from lightning_tricks.cli.run_errors import usage_errors
 
     with pytest.raises(UsageError, match=r"^runs/log: No space left on device; free some space"):  # noqa: SIM117
         with usage_errors(lambda: None):

@@ -6,10 +6,10 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, MemoryMonitor, UpdateMonitor
-from lightning_tricks.callbacks.memory_monitor import device_memory
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama
 from lightning_tricks.models.attention import max_logit
+from lightning_tricks.monitors.memory_monitor import device_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

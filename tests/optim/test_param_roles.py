@@ -6,7 +6,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.optim import clean_name, param_roles
+from lightning_tricks._find_modules import clean_name
+from lightning_tricks.optim import param_roles
 
 
 def roles(module):

@@ -22,9 +22,9 @@ from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama, MFUMonitor
 from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting import count_flops
 from lightning_tricks.models import Decoder
-from lightning_tricks.precision import _load_torchao
-from lightning_tricks.precision._float8_layers import choose_layers, find_heads, too_small
-from lightning_tricks.precision._float8_stats import e4m3_scale, underflow
+from lightning_tricks.precision.float8 import load_torchao
+from lightning_tricks.precision.float8.layers import choose_layers, find_heads, too_small
+from lightning_tricks.precision.float8.stats import e4m3_scale, underflow
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 ONE_QUICKLY = ["tensorwise", *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in RECIPES[1:])]
@@ -639,7 +639,7 @@ def test_torchao_missing_or_too_old(monkeypatch, found, recipe, message):
             raise importlib.metadata.PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(_load_torchao, "version", version)
+    monkeypatch.setattr(load_torchao, "version", version)
     with pytest.raises(UsageError, match=message):
         Float8(recipe)
 

@@ -21,18 +21,18 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
 from foreign import CausalLM, rows, train
 
+from lightning_tricks._activation_checkpointing import LINEAR_OPS
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import repeated_blocks
 from lightning_tricks.accounting import count_flops
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
-from lightning_tricks.models.checkpointing import LINEAR_OPS
 from lightning_tricks.optim import decay_groups
 from lightning_tricks.schedules import WarmupCosine
 from lightning_tricks.strategies import FSDP2Strategy
-from lightning_tricks.strategies._checkpoint_blocks import _warn, checkpoint_block
-from lightning_tricks.strategies._shard import largest_group
+from lightning_tricks.strategies.fsdp2.checkpoint_blocks import _warn, checkpoint_block
+from lightning_tricks.strategies.fsdp2.shard import largest_group
 
 
 class Encoder(pl.LightningModule):

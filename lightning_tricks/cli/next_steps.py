@@ -1,0 +1,87 @@
+"""What to type after a fit: commands that evaluate the run, go on with it, write text, or try another learning rate."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_tricks._lightning import pl_import
+from lightning_tricks.cli.choose_checkpoint import newest_checkpoint
+from lightning_tricks.cli.program import program, short
+from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.monitors.dashboard.tensorboard_dashboard import PAGE
+
+LENGTH = "--trainer.max_steps"
+
+
+def without(options: Sequence[str], *names: str) -> list[str]:
+    """The options of a command line but those of these names, written `--name value` or `--name=value`."""
+    kept: list[str] = []
+    skip = False
+    for option in options:
+        if skip:
+            skip = False
+        elif option in names:
+            skip = True
+        elif option.partition("=")[0] not in names:
+            kept.append(option)
+    return kept
+
+
+def saved_checkpoint(trainer: Any) -> str | None:
+    """The newest checkpoint that this run has saved, as a path from here; None where it saved none."""
+    for saver in trainer.checkpoint_callbacks:
+        paths = [getattr(saver, name, "") for name in ("last_model_path", "best_model_path")]
+        if any(paths) and (newest := newest_checkpoint(saver.dirpath)):
+            return short(newest)
+    return None
+
+
+def same_run(trainer: Any, options: Sequence[str]) -> list[str]:
+    """The options that describe the run: those that were typed, or its saved `config.yaml` where they are many."""
+    if not without(options, "--config", "-c", "--ckpt_path", LENGTH):
+        return without(options, "--ckpt_path", LENGTH)
+    logger = (
+        trainer.loggers[0] if trainer.loggers else None
+    )  # trainer.log_dir is a collective, and this is rank 0 alone
+    folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or trainer.default_root_dir
+    saved = os.path.join(folder, "config.yaml")
+    return ["--config", short(saved)] if os.path.isfile(saved) else without(options, "--ckpt_path", LENGTH)
+
+
+def next_steps(trainer: Any, options: Sequence[str], has_lr: bool) -> list[str]:
+    """The lines to print.
+
+    Args:
+        trainer: after its fit.
+        options: of the `fit` that has run, without the command.
+        has_lr: whether the recipe has an optimizer whose learning rate can be set.
+    """
+    same = same_run(trainer, options)
+    found: list[str] = []
+
+    def line(command: str, *added: str) -> str:
+        return f"{program()} {shlex.join([command, *same, *added])}"
+
+    for logger in trainer.loggers:
+        if isinstance(logger, pl_import("loggers").TensorBoardLogger):
+            page = os.path.join(logger.log_dir, PAGE)
+            address = shlex.quote(short(page)) if os.path.isfile(page) else "http://localhost:6006"
+            found.append(
+                f"TensorBoard: tensorboard --logdir {shlex.quote(short(logger.root_dir))}   then open {address}"
+            )
+    checkpoint = saved_checkpoint(trainer)
+    if checkpoint:
+        more = line("fit", "--ckpt_path", checkpoint, LENGTH, str(2 * trainer.global_step))
+        found += [f"Evaluate:    {line('validate', '--ckpt_path', checkpoint)}", f"Go on:       {more}"]
+        if isinstance(trainer.lightning_module, LanguageModel) and getattr(trainer.datamodule, "tokenizer", None):
+            text = shlex.join(["generate", "--ckpt_path", checkpoint, "--prompt"])
+            found.append(f'Write:       {program()} {text} "..."')
+    else:
+        found.append("No checkpoint was saved: there is nothing to evaluate or to go on from")
+    if has_lr:
+        afresh = ["--ckpt_path", "none"] if trainer.ckpt_path else []
+        found.append(f"Try next:    {line('fit', *afresh, '--model.optimizer.lr', '1e-3')}")
+    if program() in ("python -m lightning_tricks", "lightning-tricks"):  # not a script of the user's own
+        found.append(f"             {program()} ls   lists the other recipes")
+    return found

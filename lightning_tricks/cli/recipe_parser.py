@@ -1,0 +1,110 @@
+"""The parser of the command line: recipes as YAML, negative numbers as values, each error as one line."""
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+# Imported for their class names, which a recipe then writes without the module's path.
+import lightning_tricks.callbacks
+import lightning_tricks.data
+import lightning_tricks.language_model
+import lightning_tricks.loggers
+import lightning_tricks.precision
+import lightning_tricks.strategies  # noqa: F401
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks.cli.parse_errors import one_line, parse_message
+from lightning_tricks.cli.recipe_text import PARSER_MODE
+from lightning_tricks.models import DecoderConfig
+from lightning_tricks.schedules import Schedule
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningArgumentParser
+else:
+    LightningArgumentParser = pl_import("cli").LightningArgumentParser
+    # So that recipes may name Lightning's own classes shortly, too.
+    pl_import("callbacks"), pl_import("loggers"), pl_import("strategies")
+
+_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|-\.?(inf|nan)", re.IGNORECASE)
+
+
+class RecipeParser(LightningArgumentParser):
+    """A parser whose errors are one line, with the nearest known name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("parser_mode", PARSER_MODE)
+        super().__init__(*args, **kwargs)
+
+    def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Read a recipe's file.
+
+        Raises:
+            UsageError: it holds no text.
+        """
+        try:
+            return super().parse_path(cfg_path, *args, **kwargs)
+        except UnicodeDecodeError as error:
+            raise UsageError(f"--config {cfg_path}: no UTF-8 text; give a recipe in YAML") from error
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the cause of a failed parse as a UsageError; a parser nested in another one reports to that one."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        options = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
+        raise UsageError(one_line(parse_message(message), options, nameable_classes())) from None
+
+
+def join_negative_numbers(args: Sequence[str]) -> list[str]:
+    """`--option -1e-3` as `--option=-1e-3`: argparse takes a negative number with an exponent for an option.
+
+    Example:
+        >>> join_negative_numbers(["fit", "--lr", "-1e-3", "--steps", "-1"])
+        ['fit', '--lr=-1e-3', '--steps=-1']
+    """
+    joined: list[str] = []
+    for arg in args:
+        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and _NEGATIVE.fullmatch(arg):
+            joined[-1] += f"={arg}"
+        else:
+            joined.append(arg)
+    return joined
+
+
+def nameable_classes() -> dict[str, list[str]]:
+    """Every class that a recipe may name shortly, with its parameters' names."""
+    bases: list[type] = [
+        pl.Callback,
+        pl.LightningModule,
+        pl.LightningDataModule,
+        pl_import("loggers").Logger,
+        pl_import("strategies").Strategy,
+        pl_import("plugins").Precision,
+        torch.optim.Optimizer,
+        Schedule,
+        DecoderConfig,
+    ]
+    return {cls.__name__: _parameters(cls) for base in bases for cls in _subclasses(base)}
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    children: list[type] = base.__subclasses__()
+    for child in children:
+        yield child
+        yield from _subclasses(child)
+
+
+def _parameters(cls: type) -> list[str]:
+    """Names of the constructor's parameters, with those that `**kwargs` hands to the next class in the bases."""
+    names: list[str] = []
+    for owner in cls.__mro__:
+        if "__init__" not in vars(owner):
+            continue
+        parameters = list(inspect.signature(owner.__init__).parameters.values())[1:]  # type: ignore[misc]
+        names += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return [name for name in names if name != "params"]  # of an optimizer, which no recipe sets

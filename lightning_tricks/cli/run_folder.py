@@ -1,0 +1,162 @@
+"""The folder of a run, `save_dir/name/version_N`, with its checkpoints in it.
+
+Each start of `fit` makes a folder of its own, so that no run finds another one's checkpoints. A run that goes on from
+a checkpoint of such a folder goes on in that folder. A start that is refused leaves no folder.
+"""
+
+import contextlib
+import os
+import shutil
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._trainer import choose_version, chosen_version, has_versions, logging_step, next_version
+from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number
+from lightning_tricks.cli.program import short
+
+rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
+rank_zero_only = pl_import("utilities.rank_zero").rank_zero_only
+
+
+def _root(logger: Any) -> Path:
+    """The folder in which a logger makes its versions; Lightning's expand `~` and variables, too."""
+    return Path(os.path.expanduser(os.path.expandvars(logger.root_dir)))
+
+
+class RunFolder:
+    """The folders of one run: open it around the command, and `choose` before the Trainer starts.
+
+    Where an exception ends the `with` before the first batch, the folders are as they were before.
+    """
+
+    def __init__(self) -> None:
+        self.started = False
+        self._made: list[Path] = []
+        self._parents: list[Path] = []
+        self._before: dict[Path, dict[Path, bytes | None]] = {}
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None or self.started:
+            return
+        for folder in self._made:
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in self._parents:  # the innermost first
+            with contextlib.suppress(OSError):  # another run has put something there
+                folder.rmdir()
+        for folder, files in self._before.items():
+            _restore(folder, files)
+
+    def choose(self, command: str, checkpoint: str | None, trainer: Any) -> None:
+        """Give each local logger of the Trainer its folder, and make it on rank 0.
+
+        A fit that starts afresh gets the next number, the same for all loggers. One that resumes goes on in the
+        run's folder that holds the checkpoint, or in the newest if checkpoints lie elsewhere (`dirpath`); a checkpoint
+        of another recipe starts a new folder. An evaluation writes into a folder of its command's name. Loggers that
+        cannot resume get a new number each time, as with Lightning.
+        """
+        loggers = [one for one in trainer.loggers if has_versions(one) and not is_remote(one.root_dir)]
+        free = [logger for logger in loggers if chosen_version(logger) is None]
+        next_number = max((next_version(logger) for logger in free), default=0)
+        resumable = [logger for logger in free if hasattr(logger, "resume_at")]
+        version: Any = command if command != "fit" else None
+        if command == "fit" and checkpoint:
+            version = _version_to_go_on(checkpoint, trainer, resumable)
+        for logger in resumable if version is not None else []:
+            choose_version(logger, version)
+        fresh = [logger for logger in free if chosen_version(logger) is None]
+        while fresh and not self._make(_root(fresh[0]) / f"version_{next_number}"):
+            next_number += 1  # another run has just taken it
+        for logger in fresh:
+            choose_version(logger, next_number)
+        for folder in (_root(logger) / folder_name(chosen_version(logger)) for logger in loggers):
+            if not self._make(folder):
+                self._before[folder] = _files(folder)
+        if checkpoint and command == "fit" and version is not None:  # the run's own checkpoints, and no surprise
+            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+        for saver in trainer.checkpoint_callbacks if checkpoint and command != "fit" else []:
+            if getattr(saver, "dirpath", "") is None:  # else it warns that it saved elsewhere before
+                saver.dirpath = os.path.dirname(str(checkpoint))
+
+    def _make(self, folder: Path) -> bool:
+        """Make a folder that is not there; False where it was there already, and this run did not make it."""
+        if rank_zero_only.rank != 0 or folder in self._made:
+            return True
+        missing = [parent for parent in folder.parents if not parent.exists()]
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            self._parents += missing
+            folder.mkdir()
+        except FileExistsError:
+            if folder.is_dir():
+                return False
+            raise UsageError(f"{short(folder)}: a file stands where the run's folder should be: remove it") from None
+        except OSError as error:
+            raise UsageError(
+                f"{short(folder)}: the run's folder cannot be made ({error.strerror}): give the logger another save_dir"
+            ) from error
+        self._made.append(folder)
+        return True
+
+
+def _files(folder: Path) -> dict[Path, bytes | None]:
+    """The files of a run's folder, with the text of the small ones that a start overwrites (`config.yaml`)."""
+    files = (path for path in folder.iterdir() if path.is_file())
+    return {path: path.read_bytes() if path.suffix == ".yaml" else None for path in files}
+
+
+def _restore(folder: Path, files: dict[Path, bytes | None]) -> None:
+    """Undo what a start that was refused has done to the folder of a run."""
+    with contextlib.suppress(OSError):
+        for path in _files(folder).keys() - files.keys():
+            path.unlink()
+        for path, text in files.items():
+            if text is not None and path.read_bytes() != text:
+                path.write_bytes(text)
+
+
+def _version_to_go_on(checkpoint: str, trainer: Any, loggers: Iterable[Any]) -> int | str | None:
+    """The version whose folder a resumed run goes on in; None for a new one."""
+    folder = Path(os.path.abspath(checkpoint)).parent
+    run = Path(os.path.realpath(folder)).parent
+    for logger in loggers:
+        if run.parent == Path(os.path.realpath(_root(logger))):
+            return number(run) if number(run) >= 0 else run.name
+    savers = [getattr(saver, "dirpath", None) for saver in trainer.checkpoint_callbacks]
+    if any(place and os.path.realpath(place) == os.path.realpath(folder) for place in savers):
+        newest = max((next_version(logger) - 1 for logger in loggers), default=-1)
+        return newest if newest >= 0 else None
+    return None
+
+
+class RunStart(pl.Callback):
+    """Tell the run's folder that the first batch has come, and the user where a resumed run goes on."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
+        """Training has begun; the step is known only now."""
+        if not self._folder.started and trainer.ckpt_path:
+            step = logging_step(trainer)
+            rank_zero_info(f"Going on from step {step} of {short(trainer.ckpt_path)}")
+        self._folder.started = True
+
+    def on_validation_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
+        """An evaluation has begun, if it is no sanity check."""
+        self._folder.started |= not trainer.sanity_checking
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        """An evaluation has begun."""
+        self._folder.started = True
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        """A prediction has begun."""
+        self._folder.started = True

@@ -1,0 +1,1 @@
+"""Callbacks that act. The first line of each docstring says what it changes."""

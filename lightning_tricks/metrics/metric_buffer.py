@@ -1,0 +1,286 @@
+"""Where every monitor writes: values stay on their device and go to the loggers together, once per logging interval.
+
+A value costs a dict entry when it is recorded, and its share of one transfer when the interval ends.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._trainer import batch_progress, is_accumulating, logging_step, steps_between_saves
+from lightning_tricks.metrics.step_record import COUNT, TOTAL, Row, StepRecord, join_numbers, rows_of, to_host
+
+rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
+OverRanks = Literal["sum", "max"]
+SAVE_SECONDS = 1.0  # between two `logger.save()`, which waits for the disk; Lightning calls it at the end in any case
+
+
+def _check_single(name: str, value: Tensor) -> None:
+    if value.numel() != 1:
+        raise UsageError(f"{name}: recorded a tensor of shape {tuple(value.shape)}; give one number, or use record_all")
+
+
+class MetricBuffer(pl.Callback):
+    """Collect device scalars and hand them to `trainer.loggers` every `log_every_n_steps`. Never changes training.
+
+    There is one a Trainer: `MetricBuffer.of(trainer)` finds it or adds it, in front of the checkpoint callbacks. Record
+    during training, in any hook up to a callback's `on_train_batch_end`; nothing is read from the device until the
+    interval ends. Then there is one transfer a device and one `logger.log_metrics` for each step that recorded
+    something, with that step's own values, at the step that Lightning's own `self.log` uses. The same happens at the
+    end, before validation, before a checkpoint is written, and when training fails. The latest values stand in
+    `trainer.callback_metrics`, for ModelCheckpoint and EarlyStopping to monitor.
+
+    A name that begins with an underscore is not logged; it is for `at_flush`. With `log_every_n_steps=0`, which turns
+    Lightning's logging off, nothing is kept.
+    """
+
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._every = 0
+        self._saves_every: list[int] = []
+        self._saved = 0.0  # when the loggers last wrote to the disk
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop all that belongs to one fit."""
+        self._current = StepRecord()
+        self._finished: list[StepRecord] = []
+        self._over_ranks: dict[str, OverRanks] = {}
+        self._derived: list[Callable[[list[Row]], Mapping[str, float]]] = []
+        self._without_log_metrics: list[Any] = []  # loggers that were warned of
+        self._answered: tuple[int, bool] | None = None
+        self._failed = False
+
+    @classmethod
+    def of(cls, trainer: "pl.Trainer") -> "MetricBuffer":
+        """The Trainer's buffer, added to its callbacks if it has none. Call it in `setup`, and keep what it returns."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        buffer = next((callback for callback in callbacks if isinstance(callback, cls)), None) or cls()
+        others = [callback for callback in callbacks if callback is not buffer]
+        # asked of the Trainer, which may be that of the other package
+        checkpoints: list[Any] = trainer.checkpoint_callbacks
+        place = next((i for i, callback in enumerate(others) if callback in checkpoints), len(others))
+        # a new list: Lightning may be iterating over the old one
+        trainer.callbacks = [*others[:place], buffer, *others[place:]]  # type: ignore[attr-defined]
+        buffer._trainer = trainer
+        buffer._every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        # ModelCheckpoints come after the buffer, and may look at a step's values
+        buffer._saves_every = steps_between_saves(trainer)
+        return buffer
+
+    def record(self, name: str, value: Tensor | float, over_ranks: OverRanks | None = None) -> None:
+        """Keep `value` for the running optimizer step; a later one for the same step replaces it.
+
+        Args:
+            name: of the metric, such as `train/grad_norm`.
+            value: a scalar tensor, of which no copy is made, or a number.
+            over_ranks: how the ranks' values become one, at the end of the interval; None where they agree already,
+                or where rank 0's is meant. Every rank must record what is joined, in the same order.
+
+        Raises:
+            UsageError: the tensor holds more than one number.
+        """
+        if not self._every:
+            return
+        if over_ranks is not None and not isinstance(value, Tensor):
+            value = torch.tensor(value, dtype=torch.float64)  # to be joined like the others
+        if isinstance(value, Tensor):
+            _check_single(name, value)
+            self._current.scalars[name] = value.detach() if value.requires_grad else value
+        else:
+            self._current.scalars.pop(name, None)
+            self._current.numbers[name] = float(value)
+        if over_ranks is not None:
+            self._over_ranks[name] = over_ranks
+
+    def record_mean(self, name: str, total: Tensor, count: Tensor | float) -> None:
+        """Keep a share of a mean: totals over counts, of all micro-batches of the step and of all ranks.
+
+        Args:
+            name: of the metric, such as `train/loss`.
+            total: a scalar tensor, such as the nats of a micro-batch.
+            count: how many things it is the sum of, such as its tokens.
+
+        Raises:
+            UsageError: the total or the count holds more than one number.
+        """
+        if self._every:
+            count = count if isinstance(count, Tensor) else torch.full((), count, device=total.device)
+            _check_single(name, total)
+            _check_single(name, count)
+            self._current.means.setdefault(name, []).append((total.detach(), count.detach()))
+
+    def record_all(self, names: tuple[str, ...], values: Tensor, over_ranks: OverRanks | None = None) -> None:
+        """Keep many values that are one tensor already.
+
+        Args:
+            names: of the metrics, n of them.
+            values: (n,) tensor, of which no copy is made.
+            over_ranks: see `record`.
+
+        Raises:
+            UsageError: there are more names than values, or fewer.
+        """
+        if len(names) != values.numel():
+            raise UsageError(f"record_all: {len(names)} names ({', '.join(names[:3])}...), {values.numel()} values")
+        if self._every and names:
+            self._current.vectors[names] = values.detach()
+            if over_ranks is not None:
+                self._over_ranks[names[0]] = over_ranks
+
+    def at_flush(self, derive: Callable[[list[Row]], Mapping[str, float]]) -> None:
+        """Have `derive` called with each interval's rows, on every rank; what it returns joins the last of them.
+
+        Until the end of the running fit: ask in a hook that each fit calls, such as `setup`. Asking again with the same
+        function changes nothing.
+        """
+        if derive not in self._derived:
+            self._derived.append(derive)
+
+    def is_log_step(self) -> bool:
+        """Whether the running optimizer step ends an interval: measure on such steps only what is not free."""
+        done = logging_step(self._trainer)
+        if self._answered is None or self._answered[0] != done:  # all who ask during a step get one answer
+            self._answered = done, self._ends_interval(done)
+        return self._answered[1]
+
+    def _ends_interval(self, done: int) -> bool:
+        if not self._every:
+            return False
+        return (done + 1) % self._every == 0 or bool(self._trainer.fast_dev_run) or self._is_last_step()
+
+    def _is_last_step(self) -> bool:
+        """Whether the running optimizer step is the last of the run."""
+        trainer = self._trainer
+        if logging_step(trainer) + 1 == trainer.max_steps or trainer.should_stop:
+            return True
+        if trainer.current_epoch + 1 != trainer.max_epochs or not math.isfinite(trainer.num_training_batches):
+            return False
+        accumulated: int = trainer.accumulate_grad_batches
+        left = trainer.num_training_batches - batch_progress(trainer).current.ready
+        # the same for each micro-batch of a step, and the last step may have fewer
+        return left < ((trainer.num_training_batches - 1) % accumulated + 1)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Close the step's row, and the interval if this step ends it."""
+        if is_accumulating(trainer):
+            return
+        self._close_step()
+        save = any(trainer.global_step % steps == 0 for steps in self._saves_every)
+        if save or self.is_log_step() or trainer.should_stop:
+            self.flush()
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Flush, at the run's end too: EarlyStopping and ModelCheckpoint, which come next, may look at the values."""
+        self.flush()
+
+    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Flush."""
+        if not trainer.sanity_checking:
+            self.flush()
+
+    def on_save_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Flush, to the disk: a run that resumes from this checkpoint will not repeat these steps."""
+        self.flush()
+        self._save()
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Forget micro-batches that no optimizer step followed: they are no part of a later run's first step."""
+        self._current = StepRecord()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Write what the device still gives, with what the failed step had recorded; the error goes its way."""
+        self._failed = True
+        try:
+            self._close_step()
+            self.flush()
+        except Exception as error:  # a broken device gives nothing any more: that must not hide what broke it
+            rank_zero_warn(f"the metrics since the last logged step are lost: {type(error).__name__}: {error}")
+        self._forget()  # Lightning calls no `teardown` after an exception
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Forget the fit: the next one starts with what is recorded and asked for in it."""
+        self._forget()
+
+    def _close_step(self) -> None:
+        if self._current:
+            self._current.step = logging_step(self._trainer)
+            self._current.wall_time = time.time()
+            self._finished.append(self._current)
+            self._current = StepRecord()
+
+    def flush(self) -> None:
+        """Bring what finished steps recorded to the host, log it, and start a new interval. Every rank must call."""
+        if not self._finished:
+            return
+        pending, self._finished = self._finished, []
+        rows = self._read(pending)
+        derived: dict[str, float] = {}
+        for derive in self._derived:
+            derived.update(derive(rows))
+        rows[-1].values.update(derived)
+        latest: dict[str, float] = {}
+        for row in rows:
+            row.values = {name: value for name, value in row.values.items() if name[0] != "_"}
+            latest.update(row.values)
+        tensors = dict(zip(latest, torch.tensor(list(latest.values())).unbind(), strict=True))
+        self._trainer.callback_metrics.update(tensors)
+        self._trainer.logged_metrics.update(tensors)
+        self._log(rows)
+
+    def _log(self, rows: list[Row]) -> None:
+        for logger in self._trainer.loggers:
+            if not hasattr(logger, "log_metrics"):
+                if not any(known is logger for known in self._without_log_metrics):
+                    rank_zero_warn(f"{type(logger).__name__} has no log_metrics: it gets none of the monitors' values")
+                    self._without_log_metrics.append(logger)
+                continue
+            for row in rows:
+                if row.values and getattr(logger, "takes_wall_time", False):
+                    logger.log_metrics(row.values, row.step, wall_time=row.wall_time)
+                elif row.values:
+                    logger.log_metrics(row.values, row.step)
+        if time.monotonic() - self._saved > SAVE_SECONDS:
+            self._save()
+
+    def _save(self) -> None:
+        """Have the loggers write to the disk what they hold."""
+        self._saved = time.monotonic()
+        for logger in self._trainer.loggers:
+            logger.save()
+
+    def _read(self, records: list[StepRecord]) -> list[Row]:
+        """The interval's rows as numbers, joined over ranks."""
+        tensors = [record.tensors() for record in records]
+        flat = [(names, tensor) for recorded in tensors for names, tensor in recorded.items()]
+        return rows_of(records, tensors, to_host(self._join_ranks(flat)))
+
+    def _join_ranks(self, flat: list[tuple[tuple[str, ...], Tensor]]) -> list[Tensor]:
+        """Put sums and maxima over ranks in their places, with one collective for all sums and one for all maxima."""
+        tensors = [tensor for _, tensor in flat]
+        joins = ["sum" if names[-1] in (TOTAL, COUNT) else self._over_ranks.get(names[0]) for names, _ in flat]
+        if self._trainer.world_size == 1 or not any(joins):
+            return tensors
+        if self._failed:  # the other ranks may be gone, so nobody can be asked
+            rank_zero_warn("the last steps' metrics before the failure are those of rank 0 alone")
+            return tensors
+        for join in ("sum", "max"):
+            indices = [index for index, kind in enumerate(joins) if kind == join]
+            if indices:
+                device = self._trainer.strategy.root_device
+                local = join_numbers([tensors[index].to(device, torch.float64) for index in indices])
+                joined = self._trainer.strategy.reduce(local, reduce_op=join)
+                parts = joined.split([tensors[index].numel() for index in indices])
+                for index, part in zip(indices, parts, strict=True):
+                    tensors[index] = part
+        return tensors

@@ -1,0 +1,1 @@
+"""Callbacks that watch. None of them changes training: one battery of tests runs over all of them."""

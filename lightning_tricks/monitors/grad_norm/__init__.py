@@ -1,0 +1,1 @@
+"""The norm of the gradients before the clip."""

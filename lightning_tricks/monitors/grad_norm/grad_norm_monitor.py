@@ -1,0 +1,221 @@
+"""Log the gradient norm from before the clip: the one that the clip computes, not a second pass.
+
+Lightning clips and throws the norm away. Here the clip itself is replaced by one that records it.
+"""
+
+from contextlib import ExitStack
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl
+from lightning_tricks._replaced import replaced
+from lightning_tricks._trainer import is_a, is_accumulating, optimizer_index, unwrapped
+from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
+from lightning_tricks.monitors.grad_norm.optimizer_norms import clip_by_norm, norms_by_part
+
+Parts = Literal["block", "group"]
+Measured = dict[tuple[str, ...], Tensor]  # by the names of the metrics, a value for each
+
+
+def interval_figures(norms: list[float], clip_val: float | None) -> dict[str, float]:
+    """What an interval's norms say together.
+
+    Args:
+        norms: of each step, before the clip.
+        clip_val: the limit, None without a clip by norm.
+
+    Returns:
+        `train/nonfinite_grad_norms`, the number of steps whose norm was infinite or NaN, and, with a clip,
+        `train/clipped_fraction` of the steps with a finite norm that were above the limit.
+    """
+    finite = [norm for norm in norms if abs(norm) < float("inf")]  # also False for NaN
+    figures = {"train/nonfinite_grad_norms": float(len(norms) - len(finite))}
+    if clip_val and finite:
+        figures["train/clipped_fraction"] = sum(norm > clip_val for norm in finite) / len(finite)
+    return figures
+
+
+class GradNormMonitor(pl.Callback):
+    """Record `train/grad_norm` of every optimizer step, before the clip. Never changes training.
+
+    The L2 norm of all gradients of the optimizer, of the whole accumulated batch, unscaled under fp16, over all ranks
+    and shards (DDP, FSDP2, tensor parallelism, FSDP1; DeepSpeed's is read from its engine). Each interval's last step
+    also gets `train/clipped_fraction` and `train/nonfinite_grad_norms`. With several optimizers the names are
+    `train/grad_norm/0`, `train/grad_norm/1` and so on, without those two.
+
+    In automatic optimization it is the norm of the gradients as this callback's `on_before_optimizer_step` finds them.
+    Whatever changes them later in the step (a hook of the module, a callback behind this one, the Trainer's clip) does
+    not change the logged norm. Where only the clip comes later, the clip measures for both. Where other code comes
+    first that neither Lightning nor this package wrote, the gradients are measured twice, for that code may change
+    them. In manual optimization it is the norm before the last `self.clip_gradients(...)` of the batch, or, without
+    one, the norm that the step finds.
+
+    The precision plugin's methods `clip_grad_by_norm` and, in manual optimization, `clip_grad_by_value` are replaced
+    for a part of each batch, and put back at its end. Under FSDP1 and for sparse gradients this clips by norm where
+    Lightning and torch refuse to.
+
+    Args:
+        per: also record, on log steps, `grad_norms/<name>` of each block of the model (`block`) or of each parameter
+            group of the optimizer (`group`); one more pass over the gradients on those steps.
+
+    Raises:
+        UsageError: `per` under FSDP1 or DeepSpeed, which hold no parameter whole; modules wrapped in FSDP1 one by one.
+
+    Source: Pascanu et al. 2012, https://arxiv.org/abs/1211.5063.
+    """
+
+    def __init__(self, per: Parts | None = None) -> None:
+        if per is not None and per not in get_args(Parts):
+            raise UsageError(f"per={per!r}: give one of {', '.join(get_args(Parts))}, or none")
+        self.per = per
+        self._clip_val: float | None = None
+        self._batch = ExitStack()  # closed when a batch ends
+        self._before_clip: dict[Any, Measured] = {}  # in manual optimization, by optimizer, until its step
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Find the buffer."""
+        self._clip_val = None
+        self._buffer = MetricBuffer.of(trainer)
+        self._buffer.at_flush(self._of_interval)
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Refuse `per` where no rank holds a parameter whole."""
+        if self.per and is_a(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy"):
+            raise UsageError(
+                f"GradNormMonitor: per={self.per!r} under {type(trainer.strategy).__name__}, which holds no parameter "
+                "whole: leave it out, or use FSDP2Strategy"
+            )
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """In manual optimization, measure before each clip of the batch."""
+        if pl_module.automatic_optimization or is_a(trainer.strategy, "DeepSpeedStrategy"):
+            return
+        plugin: Any = trainer.precision_plugin
+        by_norm, by_value = plugin.clip_grad_by_norm, plugin.clip_grad_by_value
+        replaces = _is_known(by_norm)  # else it is a method of the user's, which clips in its own way
+
+        def measure(optimizer: Any, max_norm: float | None = None) -> bool:
+            own = any(unwrapped(known) is unwrapped(optimizer) for known in trainer.optimizers)
+            if own:
+                self._before_clip[unwrapped(optimizer)] = self._measure(trainer, pl_module, optimizer, max_norm)
+            return own
+
+        def clip_grad_by_norm(optimizer: Any, clip_val: int | float = 0.0) -> None:
+            self._clip_val = float(clip_val)
+            clipped = measure(optimizer, clip_val if replaces else None) and replaces
+            if not clipped:
+                by_norm(optimizer, clip_val)
+
+        def clip_grad_by_value(optimizer: Any, clip_val: int | float = 0.0) -> None:
+            measure(optimizer)
+            by_value(optimizer, clip_val)
+
+        self._batch.callback(self._before_clip.clear)
+        self._batch.enter_context(replaced(plugin, "clip_grad_by_norm", clip_grad_by_norm))
+        self._batch.enter_context(replaced(plugin, "clip_grad_by_value", clip_grad_by_value))
+
+    def on_before_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Measure, or let the clip measure."""
+        if is_a(trainer.strategy, "DeepSpeedStrategy"):
+            return
+        if pl_module.automatic_optimization:
+            self._batch.close()  # optimizers such as LBFGS come here several times a step
+            self._measure_or_let_clip(trainer, pl_module, optimizer)
+        else:
+            known = self._before_clip.pop(unwrapped(optimizer), None)
+            self._record(known or self._measure(trainer, pl_module, optimizer))
+
+    def _measure_or_let_clip(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        plugin, by_norm = trainer.precision_plugin, trainer.gradient_clip_algorithm != "value"
+        limit = trainer.gradient_clip_val or 0.0 if by_norm else 0.0
+        clip_is_next = self._clip_is_next(trainer, pl_module)
+        keeps_norm = getattr(type(pl_module), "keeps_grad_norm", False)
+        if keeps_norm and _is_known(pl_module.configure_gradient_clipping):
+            self._clip_val = limit
+        if clip_is_next and keeps_norm:
+            self._record(self._measure_parts(trainer, pl_module, optimizer))
+            self._batch.callback(self._record_kept, pl_module, pl_module.grad_norm)
+            return
+        clip_measures = clip_is_next and limit > 0
+        if not clip_measures:
+            self._record(self._measure(trainer, pl_module, optimizer))
+
+        def clip_grad_by_norm(of: Any, clip_val: int | float = 0.0) -> None:
+            self._clip_val = float(clip_val)
+            if clip_measures:
+                self._record(self._measure(trainer, pl_module, of, clip_val))
+            else:
+                clip_by_norm(trainer, of, clip_val)
+
+        if _is_known(plugin.clip_grad_by_norm):
+            self._batch.enter_context(replaced(plugin, "clip_grad_by_norm", clip_grad_by_norm))
+
+    def _clip_is_next(self, trainer: Any, pl_module: Any) -> bool:
+        """Whether until the clip only code of Lightning and of this package runs, which leaves gradients alone."""
+        plugin, callbacks = trainer.precision_plugin, trainer.callbacks
+        later = callbacks[callbacks.index(self) :] if self in callbacks else callbacks
+        code = [callback.on_before_optimizer_step for callback in later]
+        code += [pl_module.on_before_optimizer_step, pl_module.configure_gradient_clipping, pl_module.clip_gradients]
+        return all(map(_is_known, [*code, type(plugin), plugin.clip_gradients, plugin.clip_grad_by_norm]))
+
+    def _measure(self, trainer: Any, pl_module: Any, optimizer: Any, max_norm: float | None = None) -> Measured:
+        """Measure all that is to be recorded of the gradients, then clip them to `max_norm`."""
+        name = "train/grad_norm"
+        if len(trainer.optimizers) > 1:
+            name += f"/{optimizer_index(trainer, optimizer)}"
+        parts = self._measure_parts(trainer, pl_module, optimizer)
+        return {(name,): clip_by_norm(trainer, optimizer, max_norm), **parts}
+
+    def _measure_parts(self, trainer: Any, pl_module: Any, optimizer: Any) -> Measured:
+        if self.per is None or not self._buffer.is_log_step():
+            return {}
+        names, norms = norms_by_part(trainer, pl_module, optimizer, self.per)
+        several = f"{optimizer_index(trainer, optimizer)}/" if len(trainer.optimizers) > 1 else ""
+        return {tuple(f"grad_norms/{several}{name}" for name in names): norms}
+
+    def _record(self, measured: Measured) -> None:
+        for names, norms in measured.items():
+            self._buffer.record_all(names, norms)
+
+    def _record_kept(self, pl_module: Any, earlier: Tensor | None) -> None:
+        """Record the norm that the module's own clip keeps, unless the step failed before it."""
+        if pl_module.grad_norm is not earlier:
+            self._buffer.record("train/grad_norm", pl_module.grad_norm)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Put back the plugin's methods; under DeepSpeed, ask its engine for the norm."""
+        self._batch.close()
+        strategy: Any = trainer.strategy
+        if is_a(strategy, "DeepSpeedStrategy") and not is_accumulating(trainer):
+            self._clip_val = trainer.gradient_clip_val
+            norm = strategy.deepspeed_engine.get_global_grad_norm()
+            if norm is not None:
+                self._buffer.record("train/grad_norm", norm)
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Put back the plugin's methods where a module has ended the epoch in its `on_train_batch_start`."""
+        self._batch.close()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Put back the plugin's methods."""
+        self._batch.close()
+
+    def _of_interval(self, rows: list[Row]) -> dict[str, float]:
+        norms = [row.values["train/grad_norm"] for row in rows if "train/grad_norm" in row.values]
+        return interval_figures(norms, self._clip_val) if norms else {}
+
+
+def _is_known(code: Any) -> bool:
+    """Whether a method or class is of Lightning or of this package: by its globals, which `functools.wraps` keeps."""
+    function = getattr(code, "__func__", code)
+    module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
+    return module.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_tricks")

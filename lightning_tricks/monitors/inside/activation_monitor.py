@@ -1,0 +1,144 @@
+"""Log what comes out of each block: its size, its zeros, and whether it is still finite."""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import find_blocks, match_modules
+from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._trainer import is_accumulating
+from lightning_tricks.metrics.largest_of_ranks import LargestOfRanks
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.monitors._module_calls import Undo, after_calls, in_sight
+
+rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
+STATS = ("rms", "max_abs", "zero_fraction", "nonfinite_fraction")
+
+
+def activation_stats(x: Tensor) -> Tensor:
+    """The four `STATS` of all numbers in `x`, a floating-point tensor of any shape but not empty.
+
+    A NaN anywhere makes the first two NaN, an infinity makes them infinite. The root mean square of bf16 or fp16 is
+    summed in fp32.
+
+    Returns:
+        (4,) fp32 tensor on the device of `x`.
+    """
+    wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else None
+    stats = (
+        torch.linalg.vector_norm(x, dtype=wide) / x.numel() ** 0.5,
+        torch.linalg.vector_norm(x, torch.inf),
+        (x == 0).sum() / x.numel(),
+        x.isfinite().logical_not_().sum() / x.numel(),
+    )
+    return torch.stack([value.float() for value in stats])
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """The first floating-point tensor, not empty, in a tensor, sequence or mapping; of a DTensor its local part."""
+    if isinstance(output, DTensor):
+        output = output.to_local()
+    if isinstance(output, Tensor):
+        usable = output.is_floating_point() and output.layout == torch.strided and not output.is_nested
+        usable = usable and output.numel() > 0
+        return output.detach() if usable else None
+    if isinstance(output, Mapping):
+        output = output.values()
+    elif not isinstance(output, (tuple, list)):
+        return None
+    items: Iterable[Any] = output
+    return next((tensor for item in items if (tensor := first_tensor(item)) is not None), None)
+
+
+class ActivationMonitor(pl.Callback):
+    r"""Record size and trouble of each block's output on each log step. Never changes training.
+
+    For each block `activations/<block>/rms`, `/max_abs`, `/zero_fraction` and `/nonfinite_fraction` of its first
+    floating-point tensor, in the last micro-batch of the step and in the block's first run there: what activation
+    checkpointing computes again is not counted twice. `<block>` is the submodule's name. The non-finite fraction is
+    the largest over ranks, so that trouble anywhere shows; the others are those of rank 0.
+
+    Blocks compiled one by one (`block.compile()`, `torch.compile(block)`) are watched from outside their graphs, which
+    stay as they are. Blocks inside a model that is compiled as a whole cannot be seen: one warning says so.
+
+    Args:
+        blocks: regular expressions that match whole names of submodules, such as `decoder\.blocks\.\d+`. Default:
+            the repeated blocks, that is the members of lists that hold modules of one class; else the model's parts.
+
+    Raises:
+        UsageError: `blocks` is empty, or has a pattern that matches no submodule or is no regular expression.
+    """
+
+    def __init__(self, blocks: list[str] | None = None) -> None:
+        if blocks is not None and (isinstance(blocks, str) or not blocks):
+            raise UsageError(f"ActivationMonitor.blocks={blocks!r}: give a list of names or patterns, or leave it out")
+        self.blocks = blocks
+        self._names: list[str] = []
+        self._undo: list[Undo] = []
+        self._stats: dict[str, Tensor] = {}
+        self._active = False
+        self._warned = False
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Find the buffer."""
+        self._buffer = MetricBuffer.of(trainer)
+
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Find the blocks and watch them."""
+        if self.blocks is None:
+            blocks = find_blocks(pl_module)
+        else:
+            blocks = match_modules(pl_module, self.blocks, "ActivationMonitor.blocks")
+        blocks = in_sight(pl_module, blocks)
+        self._names = list(blocks)
+        if not blocks:
+            self._warn("its blocks are inside a model that is compiled as a whole")
+        # watched all the time, and only active on log steps: a hook that comes and goes would make torch.compile
+        # compile again what is around it
+        self._undo = [after_calls(block, partial(self._see, name)) for name, block in blocks.items()]
+        self._worst = LargestOfRanks(self._buffer, [f"activations/{name}/{STATS[3]}" for name in blocks])
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(f"ActivationMonitor records nothing: {reason}; if you use torch.compile, compile each block")
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the last micro-batch of a log step."""
+        self._stats = {}
+        self._active = not is_accumulating(trainer) and self._buffer.is_log_step()
+
+    def _see(self, name: str, output: Any) -> None:
+        if self._active and name not in self._stats:
+            tensor = first_tensor(output)
+            if tensor is not None:
+                self._stats[name] = activation_stats(tensor)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hand over what was seen."""
+        if not self._active or not self._names:
+            return
+        if not self._stats:
+            self._warn(f"no block ({self._names[0]}, ...) ran where it can be seen")
+        for name, stats in self._stats.items():
+            self._buffer.record_all(tuple(f"activations/{name}/{stat}" for stat in STATS[:3]), stats[:3])
+        nonfinite = {f"activations/{name}/{STATS[3]}": stats[3] for name, stats in self._stats.items()}
+        self._worst.record(nonfinite, pl_module.device)
+
+    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Leave the model as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Leave the model as it was."""
+        self.on_fit_end(trainer, pl_module)

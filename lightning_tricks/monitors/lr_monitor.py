@@ -1,0 +1,30 @@
+"""Log the learning rate that each step used."""
+
+from typing import Any
+
+import torch
+
+from lightning_tricks._lightning import pl
+from lightning_tricks._trainer import optimizer_index
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+
+
+class LRMonitor(pl.Callback):
+    """Record `train/lr` of every optimizer step, as the step used it. Never changes training.
+
+    It is the lr of the optimizer's first parameter group, without the group's `lr_scale` where `OptimizerMixin` set
+    one; with several optimizers `train/lr/0`, `train/lr/1` and so on, in the order of `configure_optimizers`.
+    """
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Find the buffer."""
+        self._buffer = MetricBuffer.of(trainer)
+
+    def on_before_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Record: after the step, the schedule has moved on."""
+        group: dict[str, Any] = optimizer.param_groups[0]
+        lr = group["lr"]
+        name = "train/lr" if len(trainer.optimizers) == 1 else f"train/lr/{optimizer_index(trainer, optimizer)}"
+        self._buffer.record(name, lr if isinstance(lr, torch.Tensor) else lr / (group.get("lr_scale") or 1.0))

@@ -1,0 +1,75 @@
+"""Log how much memory the run takes, on the device and on the host."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_tricks._lightning import pl
+from lightning_tricks._trainer import is_accumulating
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+
+GIB = 2**30
+_STATUS = Path("/proc/self/status")
+
+
+def device_memory(device: torch.device) -> dict[str, float]:
+    """What torch's allocator holds on a CUDA device. Starts a new peak; waits for nothing.
+
+    Returns:
+        Now allocated and reserved, and the most allocated since the last call, in GiB; and how often the allocator
+        had to free its reserve and ask again, since the program started. A count that grows means that memory is all
+        but full, and each retry stops the device.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
+    """
+    stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {
+        "memory/allocated_gib": stats.get("allocated_bytes.all.current", 0) / GIB,
+        "memory/reserved_gib": stats.get("reserved_bytes.all.current", 0) / GIB,
+        "memory/peak_allocated_gib": stats.get("allocated_bytes.all.peak", 0) / GIB,
+        "memory/allocation_retries": stats.get("num_alloc_retries", 0),
+    }
+
+
+def process_memory() -> dict[str, float]:
+    """Resident memory of this process, now and at most, in GiB; where the system does not tell, what it tells."""
+    if _STATUS.exists():
+        lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if line.startswith("Vm"))
+        found = {"memory/rss_gib": lines.get("VmRSS"), "memory/peak_rss_gib": lines.get("VmHWM")}
+        return {name: int(text.split()[0]) * 1024 / GIB for name, text in found.items() if text is not None}
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB
+    return {"memory/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
+
+
+class MemoryMonitor(pl.Callback):
+    """Record memory on each log step, the maximum over ranks. Never changes training.
+
+    On CUDA: `memory/allocated_gib` and `memory/reserved_gib` at the end of the step, `memory/peak_allocated_gib` since
+    the last log step (the first time: since the program started), `memory/allocation_retries` since the program
+    started. These are counters that the allocator keeps on the host. Reading the peak starts a new one, so
+    `torch.cuda.max_memory_allocated()` elsewhere in the program tells the same short peak.
+
+    On other devices: `memory/rss_gib` and `memory/peak_rss_gib`, the memory of the training process without its data
+    workers; on macOS the peak only.
+    """
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Find the buffer."""
+        self._buffer = MetricBuffer.of(trainer)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Read the counters, on the last micro-batch of a log step."""
+        if is_accumulating(trainer) or not self._buffer.is_log_step():
+            return
+        device = trainer.strategy.root_device
+        found = device_memory(device) if device.type == "cuda" else process_memory()
+        self._buffer.record_all(tuple(found), torch.tensor(list(found.values()), dtype=torch.float64), "max")

@@ -1,0 +1,285 @@
+"""Log how fast training goes, and which fraction of the device's peak that is."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._trainer import data_rank, is_accumulating, logging_step
+from lightning_tricks.accounting.flops import Attention
+from lightning_tricks.accounting.measured_flops import CannotCount
+from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
+from lightning_tricks.monitors.mfu.batch_flops import BatchFlops, contents, find_batch_flops, flops_of_batch
+from lightning_tricks.monitors.mfu.device_peak import find_peak
+from lightning_tricks.monitors.mfu.real_step import RealStep
+from lightning_tricks.monitors.mfu.stopwatch import Stopwatch, time_checkpoints, time_compilations
+
+rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
+rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
+_COUNTS = ("_samples", "_positions", "_flops", "_recompute")
+
+
+def rates(
+    steps: Sequence[Mapping[str, float]], seconds: float, world_size: int, data_world_size: int, peak: float | None
+) -> dict[str, float]:
+    """The figures of an interval, without the `throughput/` before their names.
+
+    Args:
+        steps: what each optimizer step held: `_samples`, `_positions`, `_tokens`, `_flops` and `_recompute`, each the
+            sum over all ranks, those included that hold a copy of another's data.
+        seconds: that the steps took.
+        world_size: ranks.
+        data_world_size: ranks that see different data.
+        peak: FLOP/s of one rank's device, None where not known.
+    """
+    # without padding: the share of a step's positions that are tokens
+    real = [step["_tokens"] / step["_positions"] if step["_positions"] else 1.0 for step in steps]
+    per_second = data_world_size / world_size / seconds
+    tokens = sum(step["_tokens"] for step in steps) * per_second
+    model = sum(step["_flops"] * part for step, part in zip(steps, real, strict=True)) * per_second / world_size
+    again = sum(step["_recompute"] * part for step, part in zip(steps, real, strict=True)) * per_second / world_size
+    found = {"step_seconds": seconds / len(steps)}
+    found["samples_per_second"] = sum(step["_samples"] for step in steps) * per_second
+    if tokens:
+        found |= {"tokens_per_second": tokens, "tokens_per_second_per_device": tokens / world_size}
+    if model:
+        found["model_flops_per_second"] = model
+        if peak and not model > peak:  # more than all is no fraction: the peak is wrong, or the FLOPs are
+            found |= {"mfu": model / peak}
+            if not (math.isnan(again) or model + again > peak):  # given FLOPs say nothing of it
+                found["hfu"] = (model + again) / peak
+    return found
+
+
+class MFUMonitor(pl.Callback):
+    """Record tokens/s, samples/s, time a step, MFU and HFU of each logging interval. Never changes training.
+
+    `throughput/tokens_per_second`, `.../samples_per_second` and `.../step_seconds` are those of all devices together;
+    `.../tokens_per_second_per_device`, `.../model_flops_per_second`, `.../mfu` and `.../hfu` those of one. MFU is model
+    FLOP/s over the device's dense peak, a fraction; HFU counts also what activation checkpointing computes again.
+    Ranks that see the same data count once; padding that an `attention_mask` marks counts nothing.
+
+    The first step, validation, checkpoints and compilations are left out of the rates and reported as
+    `throughput/first_step_seconds`, `.../validation_seconds`, `.../checkpoint_seconds` and `.../compile_seconds`. The
+    clock is read when the buffer has brought the values to the host, which waits for the device; nothing else waits.
+
+    FLOPs come from the options, or from the module's method `flops_per_token(seq_len, attention)`, which returns the
+    model's and those computed again, or else are counted on the first batch, with `count_flops` or, where no copy can
+    be run, while the first micro-batch runs. A module may have a method `tokens_in(batch)`, a number or a scalar on the
+    device, where the batch alone does not tell.
+
+    Args:
+        flops_per_token: Forward and backward pass, for one token. Default: closed form or counted.
+        flops_per_sample: The same for one sample, where there are no tokens.
+        peak_flops: Of one device, FLOP/s. Default: the datasheet's dense peak for the Trainer's precision; on a CPU
+            that of the fastest matrix product. MFU and HFU above 1 are left out, with one warning.
+        attention: The definition for a module with `flops_per_token`: `causal` counts what a causal model needs, `full`
+            as if no token were masked, for comparison with published figures. Counted modules are always `full`.
+
+    Raises:
+        UsageError: an option is out of range, both FLOPs are given, or `flops_per_token` where batches have no tokens.
+
+    Source: MFU and HFU as in
+        https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md.
+    """
+
+    def __init__(
+        self,
+        flops_per_token: float | None = None,
+        flops_per_sample: float | None = None,
+        peak_flops: float | None = None,
+        attention: Attention = "causal",
+    ) -> None:
+        given = {"flops_per_token": flops_per_token, "flops_per_sample": flops_per_sample, "peak_flops": peak_flops}
+        for name, value in given.items():
+            if value is not None and not 0 < value < float("inf"):
+                raise UsageError(f"{name}={value}: give a positive number")
+        if flops_per_token and flops_per_sample:
+            raise UsageError(f"flops_per_sample={flops_per_sample}: leave it out where flops_per_token is given")
+        if attention not in get_args(Attention):
+            raise UsageError(f"attention={attention!r}: give one of {', '.join(get_args(Attention))}")
+        self.flops_per_token, self.flops_per_sample = flops_per_token, flops_per_sample
+        self.peak_flops, self.attention = peak_flops, attention
+        self._watch: Stopwatch | None = None
+        self._real_step: RealStep | None = None
+        self._undo: list[Callable[[], Any]] = []
+        self._tokens: Tensor | float = 0  # of the step so far
+        self._counts: dict[str, float] = dict.fromkeys(_COUNTS, 0)
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Find the buffer, and time checkpoints from now on."""
+        if stage != "fit":
+            return
+        self._release()
+        self._trainer: Any = trainer
+        self._buffer = MetricBuffer.of(trainer)
+        self._buffer.at_flush(self._rates)
+        self._batch_flops: BatchFlops | None = None
+        self._first_step_done = self._above_peak = False
+        self._clear()
+        self._undo.append(time_checkpoints(trainer, self._apart))
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch now: `training_step` may take it apart."""
+        if not trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            return
+        if self._watch is None:
+            self._begin(pl_module, batch)
+        elif self._first_step_done:
+            self._buffer.flush()
+        self._batch = contents(pl_module, batch)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record what the step was made of, when it is done."""
+        if self._watch is None:
+            return
+        held = self._batch
+        self._finish_counting()
+        model, again, positions = 0.0, math.nan, 0
+        if self._batch_flops is not None:
+            model, again = self._batch_flops(held)
+            positions = held.positions if self._batch_flops.of_length else 0  # what goes by the sample has no padding
+        self._tokens = self._tokens + held.tokens
+        for name, value in zip(_COUNTS, (held.samples, positions, model, again), strict=True):
+            self._counts[name] += value
+        if is_accumulating(trainer):
+            return
+        self._record()
+        self._first_step_done = self._watch.ground == "first_step"
+
+    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Stop the training time."""
+        if self._watch is not None:
+            self._buffer.flush()  # so that the device has done the steps before
+            self._watch.enter("validation")
+
+    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Go on."""
+        if self._watch is not None:
+            self._watch.leave()
+
+    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Report a validation or a checkpoint after the last step."""
+        if self._watch is not None:
+            late = {f"throughput/{kind}_seconds": seconds for kind, seconds in self._watch.take()[1].items()}
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in late.items()})
+            step = max(logging_step(trainer) - 1, 0)
+            for logger in trainer.loggers if late else []:
+                if hasattr(logger, "log_metrics"):
+                    logger.log_metrics(late, step)
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Give the Trainer its own method back; the broken interval has no rate."""
+        self._release()
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Give the Trainer its own method back."""
+        self._release()
+
+    def _begin(self, pl_module: "pl.LightningModule", batch: Any) -> None:
+        """Find FLOPs and peak, say so, and start the clock: the first batch is here."""
+        trainer = self._trainer
+        options = (self.flops_per_token, self.flops_per_sample, self.attention)
+        self._peak, self._against = find_peak(trainer, self.peak_flops)
+        try:
+            self._say(find_batch_flops(pl_module, batch, *options, trainer))
+        except CannotCount as error:
+            self._real_step, self._not_on_a_copy = RealStep(trainer, pl_module), error
+        device = trainer.strategy.root_device
+        self._fence = None if device.type == "cpu" else torch.zeros((), device=device)
+        self._watch = Stopwatch("first_step")
+        self._undo.append(time_compilations(self._watch))
+
+    def _say(self, found: BatchFlops) -> None:
+        self._batch_flops = found
+        rank_zero_info(f"MFUMonitor: {found.origin}; {self._against}")
+
+    def _finish_counting(self) -> None:
+        """Take the FLOPs of the real micro-batch that has just been done, where it was watched."""
+        if self._real_step is None:
+            return
+        trainer, step, self._real_step = self._trainer, self._real_step, None
+        try:
+            self._say(flops_of_batch(step.close(), self._batch, trainer.world_size // data_rank(trainer)[1]))
+        except CannotCount as error:
+            name = type(trainer.lightning_module).__name__
+            rank_zero_warn(
+                f"MFUMonitor: no throughput/mfu, for the FLOPs of {name} cannot be counted: not without its data "
+                f"({self._not_on_a_copy}), nor in its first step ({error}); give flops_per_token or flops_per_sample"
+            )
+
+    def _record(self) -> None:
+        if self._fence is not None:
+            # Copied in the order of the device's stream, so the transfer that takes it along waits for the step.
+            self._buffer.record("_fence", self._fence)
+        if isinstance(self._tokens, Tensor):
+            self._buffer.record("_tokens", self._tokens, "sum")
+        else:
+            self._counts["_tokens"] = self._tokens
+        if self._trainer.world_size > 1:
+            values = torch.tensor(list(self._counts.values()), dtype=torch.float64)
+            self._buffer.record_all(tuple(self._counts), values, "sum")
+        else:
+            for name, value in self._counts.items():
+                self._buffer.record(name, value)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tokens, self._counts = 0, dict.fromkeys(_COUNTS, 0)
+
+    def _rates(self, rows: list[Row]) -> dict[str, float]:
+        """The interval's figures; nothing is in flight on the device now, so the clock is right."""
+        steps = [row.values for row in rows if "_samples" in row.values]
+        if self._watch is None or not steps:
+            return {}
+        seconds, apart = self._watch.take()
+        found = {f"{kind}_seconds": spent for kind, spent in apart.items()}
+        if self._watch.ground == "first_step":
+            self._watch.ground = "training"
+            found["first_step_seconds"] = seconds
+        elif seconds > 0:
+            found |= rates(steps, seconds, self._trainer.world_size, data_rank(self._trainer)[1], self._peak)
+            self._check_peak(found.get("model_flops_per_second", 0.0))
+        return {f"throughput/{name}": value for name, value in found.items()}
+
+    def _check_peak(self, reached: float) -> None:
+        if self._peak and reached > self._peak and not self._above_peak:
+            self._above_peak = True
+            rank_zero_warn(
+                f"MFUMonitor: throughput/mfu is left out while it is above 1: training reaches {reached / 1e12:.3g} "
+                f"TFLOP/s, the peak is taken to be {self._peak / 1e12:.3g} (a CPU that was busy when it was measured, "
+                "a wrong peak_flops, or wrong FLOPs); give peak_flops"
+            )
+
+    @contextmanager
+    def _apart(self, kind: str) -> Iterator[None]:
+        """Time something that is no training."""
+        watch = self._watch
+        if watch is None:
+            yield
+            return
+        self._buffer.flush()
+        watch.enter(kind)
+        try:
+            yield
+        finally:
+            watch.leave()
+
+    def _release(self) -> None:
+        """Stop watching, and give back what was borrowed."""
+        self._watch = None
+        if self._real_step is not None:
+            step, self._real_step = self._real_step, None
+            with suppress(CannotCount):
+                step.close()
+        while self._undo:
+            self._undo.pop()()

@@ -1,0 +1,156 @@
+"""Log what a precision plugin does to the numbers: the loss scale of fp16, ranges and lost small values of fp8."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._trainer import is_accumulating
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.monitors.precision.fp8_figures import Fp8Figures
+from lightning_tricks.monitors.precision.fp8_watch import Fp8Watch
+
+rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
+
+
+def scales_loss(plugin: Any) -> bool:
+    """Whether a precision plugin has a gradient scaler that is on."""
+    scaler = getattr(plugin, "scaler", None)
+    return scaler is not None and bool(scaler.is_enabled())
+
+
+def multiplies_in_fp8(plugin: Any) -> bool:
+    """Whether a precision plugin tells of layers in fp8; before it has converted them, that it will."""
+    return hasattr(plugin, "fp8_layers")
+
+
+def has_figures(plugin: Any) -> bool:
+    """Whether a precision plugin gives `PrecisionMonitor` anything to record."""
+    return scales_loss(plugin) or multiplies_in_fp8(plugin)
+
+
+class PrecisionMonitor(pl.Callback):
+    """Record how a 16-bit or 8-bit format copes with the run's numbers. Never changes training.
+
+    With loss scaling, of every optimizer step:
+
+    - `precision/loss_scale`: the scale that the step used. Two steps within one batch: the second's.
+    - `precision/skipped_steps`: how many steps have been skipped for an overflow since the run began, this one
+      included. It is the plugin's own `skipped_steps`; a plugin without one has skipped a step where its scale fell.
+
+    In fp8, of each log step's last micro-batch:
+
+    - `precision/fp8_share`: share of the multiply-adds of all linear layers that is in fp8.
+    - `fp8/<layer>/input_amax`, `/weight_amax`: largest absolute value, over ranks as well.
+    - `fp8/<layer>/input_underflow`, `/weight_underflow`: share of the nonzero values that become zero in fp8 (0 to 1),
+      the mean over ranks.
+    - `precision/fp8_underflow_max`: the largest `input_underflow` of any layer.
+
+    It goes by what the Trainer's precision plugin offers: `scaler`, as Lightning's own has it, or `fp8_layers`,
+    `converted_share` and `layer_stats`. Any other plugin gets one line, and nothing is recorded.
+
+    Layers inside modules that are compiled one by one are measured in an eager run of these modules just before their
+    own, without gradients and in evaluation mode, so that the graph, random numbers and buffers stay as they are:
+    one more forward pass of the blocks on log steps. Dropout before a layer is off there.
+
+    Args:
+        per_layer: measure the layers. False leaves of fp8 only its share.
+
+    Source: https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py (when a step is skipped and how the
+        scale moves); Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433 (what fp8 holds).
+    """
+
+    def __init__(self, per_layer: bool = True) -> None:
+        self.per_layer = per_layer
+        self._watch: Fp8Watch | None = None
+        self._active = False
+        self._used: Tensor | None = None  # the scale of a step whose outcome is not known yet
+        self._counted = 0
+        self._skipped: Tensor | None = None
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Find the buffer, and start counting; a checkpoint is loaded later."""
+        self._buffer = MetricBuffer.of(trainer)
+        self._counted, self._skipped, self._used = 0, None, None
+
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Find the fp8 layers: the plugin has converted them by now."""
+        plugin: Any = trainer.precision_plugin
+        in_fp8 = multiplies_in_fp8(plugin)
+        if not has_figures(plugin):
+            name = type(plugin).__name__
+            rank_zero_warn(f"PrecisionMonitor records nothing: {name} neither scales the loss nor multiplies in fp8")
+        self._share = float(plugin.converted_share) if in_fp8 else None
+        if in_fp8 and self.per_layer:
+            self._watch = Fp8Watch(plugin, pl_module)
+            self._figures = Fp8Figures(self._buffer, list(self._watch.layers))
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the last micro-batch of a log step."""
+        if self._share is not None and not is_accumulating(trainer) and self._buffer.is_log_step():
+            self._active = True
+            if self._watch is not None:
+                self._watch.open()
+
+    def on_before_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Keep the scale, before the scaler writes the next one into its place."""
+        plugin: Any = trainer.precision_plugin
+        scale = plugin.scaler._get_scale_async() if scales_loss(plugin) else None
+        if scale is not None:
+            self._settle(plugin)
+            self._used = scale.clone()
+            self._buffer.record("precision/loss_scale", self._used)
+
+    def _settle(self, plugin: Any) -> None:
+        """Count the last step if it was skipped; on the device, where nobody waits for the answer."""
+        if self._used is None:
+            return
+        used, self._used = self._used, None
+        skipped = getattr(plugin, "skipped_steps", None)
+        if skipped is None:
+            if self._skipped is None:
+                self._skipped = torch.full((), self._counted, dtype=torch.int64, device=used.device)
+            skipped = self._skipped = self._skipped + (plugin.scaler._get_scale_async() < used)
+        self._buffer.record("precision/skipped_steps", skipped)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hand over what was seen."""
+        self._settle(trainer.precision_plugin)
+        if not self._active:
+            return
+        self._active = False
+        assert self._share is not None
+        self._buffer.record("precision/fp8_share", self._share)
+        if self._watch is None or not self._watch.layers:
+            return
+        self._watch.close()
+        if not self._watch.found:
+            self._watch.warn("none ran where it can be seen")
+        self._figures.record(self._watch.found, pl_module.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps were skipped, where it is counted here."""
+        counted = self._counted if self._skipped is None else int(self._skipped)
+        return {"skipped_steps": counted} if counted else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self._counted = state_dict["skipped_steps"]
+
+    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Leave the model as it was."""
+        self._active = False
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Leave the model as it was."""
+        self.on_fit_end(trainer, pl_module)

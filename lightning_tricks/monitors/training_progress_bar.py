@@ -1,0 +1,209 @@
+"""The line that a person watches: step, loss, norm, lr, speed, memory and time left, one per logging interval."""
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._trainer import is_accumulating, logging_step
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import ProgressBar
+else:
+    ProgressBar = pl_import("callbacks").ProgressBar
+
+
+def human(value: float) -> str:
+    """Three digits and an SI suffix: 12345 -> '12.3k'."""
+    for suffix in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5:
+            return f"{value:.3g}{suffix}"
+        value /= 1000
+    return f"{value:.3g}P"
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: 3725 -> '1:02:05'; '?' for what is not finite."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, secs = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{secs:02d}"
+
+
+def decimals(value: float, digits: int) -> str:
+    """Fixed digits after the point, or an exponent where they would show less than two: 0.0001 -> '1.00e-04'."""
+    return f"{value:.2e}" if 0 < abs(value) < 10 ** (1 - digits) else f"{value:.{digits}f}"
+
+
+def total_steps(trainer: "pl.Trainer") -> int:
+    """The optimizer step at which training ends by `max_steps` or `max_epochs`; 0 where that is not known."""
+    ends = [trainer.max_steps]
+    batches, epochs = trainer.num_training_batches, trainer.max_epochs or 0
+    if trainer.lightning_module.automatic_optimization and math.isfinite(batches):
+        ends.append(sum(math.ceil(batches / accumulated) for accumulated in _accumulation(trainer, epochs)))
+    total = min((end for end in ends if end > 0), default=0)
+    return total if trainer.global_step <= total else 0  # data of another length in each epoch
+
+
+def _accumulation(trainer: Any, epochs: int) -> list[int]:
+    """Micro-batches in a step, of each epoch."""
+    schedulers = [c for c in trainer.callbacks if hasattr(c, "get_accumulate_grad_batches")]
+    if schedulers:
+        return [schedulers[0].get_accumulate_grad_batches(epoch) for epoch in range(epochs)]
+    return [trainer.accumulate_grad_batches] * epochs
+
+
+def _loss(value: float) -> str:
+    return f"loss {decimals(value, 4)}"
+
+
+def _norm(value: float) -> str:
+    return f"norm {decimals(value, 3)}"
+
+
+def _accuracy(value: float) -> str:
+    return f"accuracy {value:.4f}"
+
+
+# each part of the line by the names that it may have, of which the first that was logged counts
+Parts = tuple[dict[str, Callable[[float], str]], ...]
+TRAIN: Parts = (
+    {"train/loss": _loss, "train_loss": _loss, "loss": _loss},
+    {"train/grad_norm": _norm, "train/grad_norm/0": _norm},
+    dict.fromkeys(("train/lr", "train/lr/0"), lambda value: f"lr {value:.1e}"),
+    {
+        "throughput/tokens_per_second": lambda value: f"{human(value)} tokens/s",
+        "throughput/samples_per_second": lambda value: f"{human(value)} samples/s",
+    },
+    {"throughput/mfu": lambda value: f"MFU {value:.1%}"},
+    dict.fromkeys(
+        ("memory/peak_allocated_gib", "memory/rss_gib", "memory/peak_rss_gib"), lambda value: f"{value:.1f} GiB"
+    ),
+)
+VALIDATION: Parts = (
+    {"val/loss": _loss, "val_loss": _loss},
+    {"val/bits_per_byte": lambda value: f"bits/byte {value:.4f}"},
+    dict.fromkeys(("val/accuracy", "val_accuracy", "val/acc", "val_acc"), _accuracy),
+)
+
+
+def shown(metrics: Mapping[str, Any], parts: Parts) -> list[str]:
+    """The parts that have a value. A tensor on a device is read from it."""
+    found = ((next((name for name in part if name in metrics), None), part) for part in parts)
+    return [part[name](float(metrics[name])) for name, part in found if name is not None]
+
+
+class TrainingProgressBar(ProgressBar):
+    """Print one line every `log_every_n_steps`, redrawn on a terminal, kept in a log file. Never changes training.
+
+    Shows what the monitors and the module logged by then: loss, gradient norm, lr, tokens/s (or samples/s), MFU and
+    memory, each where it has a value, and the time left. That is the pace since the line before, without validation,
+    for the steps until `max_steps` or `max_epochs`. A redrawn line ends at the terminal's edge. The device is read for
+    these lines only, and only for what the module logged with `self.log`: the monitors' values are on the host by then.
+    With `log_every_n_steps=0` there is only the line of each validation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enabled = True
+        self._redraw = sys.stdout.isatty()
+        self._open = False  # the cursor stands at the end of a line that is to be redrawn
+        self._due = False
+        self._seconds, self._started, self._last_step = 0.0, math.nan, 0
+
+    def enable(self) -> None:
+        """Print."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Stay silent: what Lightning asks of every rank but the first."""
+        self._enabled = False
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print above the redrawn line."""
+        self._write(" ".join(map(str, args)), "\n")
+
+    def _write(self, line: str, end: str) -> None:
+        if self._enabled:
+            print(("\r\x1b[2K" if self._redraw else "") + line, end=end, flush=True)
+            self._open = not end
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Start the clock, and forget an earlier run."""
+        self._due = False
+        self._seconds, self._started, self._last_step = 0.0, time.perf_counter(), trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Print the finished interval: only now has the module logged its own metrics."""
+        self._show(trainer)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """See whether a logging interval ends."""
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and not is_accumulating(trainer):
+            # Lightning's count for its loggers: with two optimizers, global_step counts each
+            step = logging_step(trainer) + 1
+            self._due = step % every == 0 or trainer.global_step == total_steps(trainer)
+
+    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Stop the clock."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._show(trainer)
+            self._seconds += time.perf_counter() - self._started
+
+    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Print the validation's figures on a line of their own, and go on."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            line = "  ".join(shown(trainer.callback_metrics, VALIDATION))
+            if line:
+                self.print(f"step {trainer.global_step}  validation  {line}")
+            self._started = time.perf_counter()
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Print the last interval, and why training ends before the step that it was to reach."""
+        self._show(trainer)
+        self._end_line()
+        step, total = trainer.global_step, total_steps(trainer)
+        if step < total:
+            reason = "a callback or a signal stopped it" if trainer.should_stop else "the data ended"
+            self.print(f"training ended at step {step} of {total}: {reason}")
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """End the redrawn line, so that the error starts on its own."""
+        self._end_line()
+
+    def _end_line(self) -> None:
+        if self._open:
+            print(flush=True)
+            self._open = False
+
+    def _show(self, trainer: "pl.Trainer") -> None:
+        if not self._due:
+            return
+        self._due = False
+        metrics = trainer.callback_metrics
+        if not self._enabled:
+            return
+        line = "  ".join([*self._position(trainer), *shown(metrics, TRAIN), *self._time_left(trainer)])
+        last = trainer.global_step == total_steps(trainer)
+        if self._redraw and not last:
+            line = line[: shutil.get_terminal_size().columns - 1]  # what wraps cannot be redrawn
+        self._write(line, "" if self._redraw and not last else "\n")
+
+    def _position(self, trainer: "pl.Trainer") -> list[str]:
+        step, total = trainer.global_step, total_steps(trainer)
+        return [f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"]
+
+    def _time_left(self, trainer: "pl.Trainer") -> list[str]:
+        """The steps left at the pace since the line before; the clock starts anew."""
+        now, step, total = time.perf_counter(), trainer.global_step, total_steps(trainer)
+        seconds, steps = self._seconds + now - self._started, step - self._last_step
+        self._seconds, self._started, self._last_step = 0.0, now, step
+        return [f"ETA {clock(seconds / steps * (total - step))}"] if total and steps else []

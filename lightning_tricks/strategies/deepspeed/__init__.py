@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO for any LightningModule, and its checkpoints as one file."""

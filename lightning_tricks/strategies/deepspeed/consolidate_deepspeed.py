@@ -1,0 +1,147 @@
+"""Make one plain file of a checkpoint folder that DeepSpeed wrote, on one machine and without its processes."""
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.strategies.deepspeed.load_deepspeed import load_deepspeed
+
+_TAG = "checkpoint"  # the subfolder that Lightning has DeepSpeed write to
+# What DeepSpeed writes for itself beside what Lightning and the module gave it, and Lightning's state of a run.
+_ENGINES = [
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "sparse_tensor_module_names",
+    "skipped_steps",
+    "global_steps",
+    "global_samples",
+    "dp_world_size",
+    "mp_world_size",
+    "num_experts",
+    "ds_config",
+    "ds_version",
+    "autoep_layers",
+    "parallel_dims",
+]
+_RUNS = ["loops", "callbacks", "lr_schedulers", "optimizer_states"]
+
+
+class Layout(NamedTuple):
+    """How a checkpoint is divided.
+
+    Attributes:
+        path: its folder.
+        world_size: processes that wrote it.
+        weights_sharded: whether of stage 3.
+        bf16: whether of a run in bf16.
+    """
+
+    path: Path
+    world_size: int
+    weights_sharded: bool
+    bf16: bool
+
+    def refuse_other(self, stage: int, world_size: int, precision: str) -> None:
+        """Say in one line that such a run cannot resume from it.
+
+        Raises:
+            UsageError: it cannot.
+        """
+        remedy = "or make one file of its weights with consolidate_deepspeed and start from those"
+        if self.world_size != world_size:
+            raise UsageError(
+                f"the checkpoint {self.path} is of {self.world_size} processes, this run has {world_size}, and "
+                f"DeepSpeed does not divide it anew: run on {self.world_size} devices, {remedy}"
+            )
+        if self.weights_sharded != (stage == 3):
+            stages = "stage 3" if self.weights_sharded else "stage 1 or 2"
+            raise UsageError(
+                f"the checkpoint {self.path} is of {stages}, this run has stage={stage}: change it, {remedy}"
+            )
+        if self.bf16 != precision.startswith("bf16"):
+            was = "bf16" if self.bf16 else "fp32 or fp16"
+            raise UsageError(
+                f"the checkpoint {self.path} is of a run in {was}, this one has trainer.precision={precision}: change "
+                f"it, {remedy}"
+            )
+
+
+def read_layout(folder: Any) -> Layout:
+    """Look at the names in a checkpoint folder.
+
+    Raises:
+        UsageError: it is none that DeepSpeed finished.
+    """
+    path = Path(folder)
+    parts = path / _TAG
+    if not parts.is_dir():
+        hint = "a plain file holds the weights only, for LightningModule.load_from_checkpoint" if path.is_file() else ""
+        hint = hint or "give the folder that the run wrote, not one inside it"
+        raise UsageError(f"{path} is no checkpoint folder of DeepSpeed: {hint}")
+    names = [file.name for file in parts.glob("*_optim_states.pt")]
+    weights_sharded = (parts / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
+    if not (path / "latest").exists() or not names:
+        raise UsageError(f"the checkpoint {path} was not written to its end: take an earlier one")
+    return Layout(path, len(names), weights_sharded, names[0].startswith("bf16_"))
+
+
+def consolidate_deepspeed(folder: Any, file: Any) -> Path:
+    """Write the weights of a DeepSpeed checkpoint to one file that Lightning and torch open on any device.
+
+    The file holds the weights in fp32, under `state_dict`, and what the LightningModule stored (hyper-parameters, its
+    own `on_save_checkpoint`); `load_from_checkpoint` and `trainer.validate(ckpt_path=...)` take it. It holds no
+    optimizer state. Needs memory for about two copies of the weights, and the package deepspeed.
+
+    Args:
+        folder: what `DeepSpeedZeROStrategy` wrote, of any stage and number of processes.
+        file: to write; it appears when it is whole.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        UsageError: the folder is no finished checkpoint; deepspeed is missing.
+
+    Source: https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/zero_to_fp32.py
+    """
+    layout, path = read_layout(folder), Path(file)
+    plain = read_weights(layout)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    with open(unfinished, "wb") as stream:
+        torch.save(plain, stream)
+        os.fsync(stream.fileno())
+    os.replace(unfinished, path)
+    return path
+
+
+def read_weights(layout: Layout) -> dict[str, Any]:
+    """What `consolidate_deepspeed` writes, in memory."""
+    load_deepspeed()
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if layout.weights_sharded else "mp_rank_00_model_states.pt"
+    whole = torch.load(layout.path / _TAG / name, map_location="cpu", weights_only=False)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(layout.path), tag=_TAG)
+    if not layout.weights_sharded:  # at stage 1 frozen weights are only there
+        weights = {**{key: _full(value) for key, value in whole["module"].items()}, **weights}
+    kept = {key: value for key, value in whole.items() if key not in _ENGINES and key not in _RUNS}
+    return {**kept, "state_dict": weights}
+
+
+def _full(value: Any) -> Any:
+    return value.float() if torch.is_tensor(value) and value.is_floating_point() else value

@@ -1,0 +1,246 @@
+"""DeepSpeed's ZeRO for any LightningModule in one line, on GPUs and on a CPU."""
+
+import argparse
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl_import
+from lightning_tricks._trainer import is_accumulating
+from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import Layout, read_layout, read_weights
+from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed, without_compiling
+from lightning_tricks.strategies.deepspeed.settings import (
+    Stage,
+    differing_weights,
+    fitting_sizes,
+    refuse_optimizers,
+    refuse_settings,
+    zero_config,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+else:
+    DeepSpeedStrategy = pl_import("strategies").DeepSpeedStrategy
+
+_parent = pl_import("strategies.deepspeed")
+
+
+class DeepSpeedZeROStrategy(DeepSpeedStrategy):
+    """Shard optimizer state, gradients and weights of any LightningModule over all devices, by DeepSpeed's engine.
+
+    The module needs no change. Losses, clip and norm are those of one process with the whole batch. Accumulation and
+    the clip by norm are the Trainer's; a window of micro-batches ends with the epoch, as on one device. A resume
+    follows the recipe in learning rate, decay and clip. A CPU is a device like any other, and nothing is compiled.
+
+    `trainer.precision` is `32-true`, `bf16-mixed` or `bf16-true` (both DeepSpeed's bf16: weights and products in bf16,
+    an fp32 copy of each shard in the optimizer, gradients reduced in fp32, and those of micro-batches added up in fp32
+    at stages 2 and 3, in bf16 at stage 1), and on GPUs `16-mixed`.
+
+    Each process builds the whole model once, on its device, before it is sharded. A checkpoint is a folder that opens
+    with the same number of processes and the same stage, 1 being like 2; `consolidate_deepspeed` makes one plain file
+    of its weights.
+
+    Args:
+        stage: 1 shards the optimizer's state, 2 the gradients as well, 3 the weights as well. 3 takes the least memory.
+        offload_optimizer: keep optimizer state and the fp32 copy on the host, where the step is computed. A fused torch
+            optimizer is fast there.
+        offload_parameters: keep the shards of the weights on the host; stage 3 only.
+        timeout_seconds: how long a process waits for the others before it fails.
+
+    Raises:
+        UsageError: deepspeed is missing; an option, the precision, a precision plugin or a clip by value that
+            DeepSpeed does not know; several optimizers, or one that needs the parameters' shapes; a checkpoint of
+            another number of processes or of another kind.
+
+    Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054;
+        https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/engine.py (0.19.8).
+    """
+
+    def __init__(
+        self,
+        stage: Stage = 3,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        # Lightning's own constructor imports deepspeed, and a recipe is read without it, for a plan say
+        super(DeepSpeedStrategy, self).__init__()
+        self.config = zero_config(stage, offload_optimizer, offload_parameters)
+        self._config_initialized = False
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self.remote_device, self.load_full_weights, self.exclude_frozen_parameters = None, False, False
+        self.loss_scale, self.initial_scale_power, self.loss_scale_window = 0.0, 16, 1000  # for 16-mixed
+        self.hysteresis, self.min_loss_scale = 2, 1
+        self.stage = stage
+        self.offload_optimizer = offload_optimizer
+        self.offload_parameters = offload_parameters
+        self.timeout_seconds = timeout_seconds
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """The Trainer counts micro-batches: DeepSpeed's own count would run on over the end of an epoch."""
+        return False
+
+    def setup_environment(self) -> None:
+        """Refuse what cannot work, then join the process group."""
+        assert self.lightning_module is not None
+        refuse_settings(self, self.lightning_module.trainer)
+        load_deepspeed().utils.logging.logger.setLevel(logging.WARNING)
+        super(DeepSpeedStrategy, self).setup_environment()  # Lightning's own refuses a CPU here
+
+    def setup_distributed(self) -> None:
+        """Join the process group."""
+        if self.root_device.type == "cuda":
+            super().setup_distributed()
+            return
+        _parent.reset_seed()
+        self.set_world_ranks()
+        with without_compiling(load_deepspeed()):
+            self._init_deepspeed_distributed()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model`: the model is built whole, so that it may draw its weights in any way."""
+        yield
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Around `configure_model`: on the device."""
+        with super(DeepSpeedStrategy, self).tensor_init_context(empty_init=empty_init):
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        """Shard, and make the optimizer."""
+        assert self.lightning_module is not None
+        assert isinstance(self.config, dict)
+        self._init_config_if_needed()
+        self.config["zero_optimization"] |= fitting_sizes(self.lightning_module)
+        if "bf16" in self.config:
+            self.config["communication_data_type"] = "fp32"
+            if self.stage > 1:  # at stage 1 it brings an optimizer whose checkpoints DeepSpeed cannot convert
+                self.config["data_types"] = {"grad_accum_dtype": "fp32"}
+        if not self.lightning_module.automatic_optimization:  # only the module knows which backward pass is the last
+            self.config["managed_gradient_accumulation"] = False
+            self.config["zero_optimization"]["overlap_comm"] = False
+        super().setup(trainer)
+
+    def init_deepspeed(self) -> None:
+        """Wrap the module in the engine."""
+        module: Any = self.lightning_module
+        overridden = (
+            type(module).configure_gradient_clipping is not _parent.pl.LightningModule.configure_gradient_clipping
+        )
+        if overridden and not getattr(module, "keeps_grad_norm", False):
+            _parent.rank_zero_warn(
+                f"{type(module).__name__}.configure_gradient_clipping has no effect under DeepSpeed: its engine clips, "
+                "by trainer.gradient_clip_val"
+            )
+        if module.trainer.training:
+            self._initialize_deepspeed_train(module)
+        else:
+            self._initialize_deepspeed_inference(module)
+
+    def _init_optimizers(self) -> Any:
+        module: Any = self.lightning_module
+        with compiling():
+            optimizers, schedulers = _parent._init_optimizers_and_lr_schedulers(module)
+        refuse_optimizers(module, optimizers, schedulers)
+        return optimizers[0], schedulers[0] if schedulers else None
+
+    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        return self._engine(model, self.config, optimizer, lr_scheduler)
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        assert isinstance(self.config, dict)
+        needed = ("bf16", "fp16", "zero_optimization") if self.stage == 3 else ("bf16", "fp16")
+        config = {key: self.config[key] for key in needed if key in self.config}
+        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            _parent.remove_module_hooks(model)  # those of the engine that trained it
+        self.model = self._engine(model, {"train_micro_batch_size_per_gpu": 1, **config})[0]
+
+    def _engine(self, model: nn.Module, config: Any, optimizer: Any = None, lr_scheduler: Any = None) -> Any:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad] if optimizer else []
+        place = argparse.Namespace(
+            device_rank=self.local_rank
+        )  # Lightning gives the index of the device: a CPU has none
+        engine, wrapped, _, _ = load_deepspeed().initialize(
+            place, model, optimizer, trained, lr_scheduler=lr_scheduler, dist_init_required=False, config=config
+        )
+        return engine, wrapped
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, after telling the engine whether this micro-batch is the last of its window."""
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            last = not is_accumulating(self.lightning_module.trainer)
+            self.deepspeed_engine.set_gradient_accumulation_boundary(last)
+        return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around a micro-batch that is not the last of its window: the engine has been told."""
+        yield
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the engine's backward pass; the Trainer has divided the loss by the window's length."""
+        assert self.lightning_module is not None
+        closure_loss = super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+        if self.stage == 3 and not self.lightning_module.automatic_optimization:
+            # else a second backward pass within one training_step would overwrite the gradients of the first
+            self.optimizers[0].clear_backward_seen_flag()  # type: ignore[attr-defined]
+        return closure_loss
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply the gradients of this optimizer step, before its norm is taken. The engine holds them, not `.grad`.
+
+        Args:
+            factor: scalar, not read on the host; call it after the backward pass of the window's last micro-batch.
+        """
+        wrapped: Any = self.optimizers[0]
+        wrapped.external_loss_scale = wrapped.loss_scale / factor
+        wrapped.custom_loss_scaler = True
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Let the engine clip and step."""
+        try:
+            return super().optimizer_step(*args, **kwargs)
+        finally:
+            vars(self.optimizers[0]).update(custom_loss_scaler=False, external_loss_scale=None)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: each process writes its own part."""
+        return {}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load this process's part, and give the rest."""
+        module: Any = self.lightning_module
+        layout = read_layout(checkpoint_path)
+        if module.trainer.state.fn != "fit":
+            return self._load_weights(module, layout)
+        layout.refuse_other(self.stage, self.world_size, self.precision_plugin.precision)
+        loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        assert isinstance(self.config, dict)
+        self.optimizers[0].clip_grad = self.config["gradient_clipping"]  # type: ignore[attr-defined]
+        return loaded
+
+    def _load_weights(self, module: Any, layout: Layout) -> dict[str, Any]:
+        # DeepSpeed's own way fails at stage 3 without an optimizer, and knows one number of processes only
+        plain = read_weights(layout) if self.is_global_zero else {"state_dict": {}}
+        wrong = (
+            differing_weights(module, plain["state_dict"]) if module.strict_loading and self.is_global_zero else None
+        )
+        wrong = self.broadcast(wrong)
+        if wrong:
+            raise UsageError(f"the checkpoint {layout.path} is of another model: {wrong}")
+        self._restore_zero_state(plain, strict=module.strict_loading)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if not hasattr(tensor, "ds_id"):  # DeepSpeed has given the others what rank 0 loaded
+                torch.distributed.broadcast(tensor.detach(), src=0)
+        return self.broadcast({key: value for key, value in plain.items() if key != "state_dict"})

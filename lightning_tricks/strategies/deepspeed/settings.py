@@ -1,0 +1,112 @@
+"""DeepSpeed's settings for a run of the Trainer, and what it cannot do of that."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._trainer import is_a
+from lightning_tricks.strategies.deepspeed.load_deepspeed import load_deepspeed
+
+Stage = Literal[1, 2, 3]
+_BUCKET = 200_000_000  # elements of a buffer, Lightning's default
+_WHOLE = 100_000  # elements, DeepSpeed's default for what stage 3 does not shard
+# They compute with a matrix as a matrix; ZeRO gives an optimizer all parameters as one flat vector.
+_SHAPED = ("Adafactor", "LBFGS", "Muon", "SOAP", "Shampoo")
+
+
+def zero_config(stage: int, offload_optimizer: bool, offload_parameters: bool) -> dict[str, Any]:
+    """DeepSpeed's settings, but for the sizes that depend on the model."""
+    zero: dict[str, Any] = {"stage": stage}
+    if offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if offload_parameters:
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # its own for the host is compiled; torch's fused one is there already
+        "train_micro_batch_size_per_gpu": 1,  # it reports samples a second by it, which nobody reads
+    }
+
+
+def fitting_sizes(module: nn.Module) -> dict[str, int]:
+    """Buffers of a sixteenth of the model at most, and vectors (norms, biases) as what stage 3 keeps whole."""
+    sizes = [(getattr(p, "ds_numel", p.numel()), len(getattr(p, "ds_shape", p.shape))) for p in module.parameters()]
+    bucket = min(_BUCKET, max(sum(numel for numel, _ in sizes) // 16, 16_384))
+    vectors = max((numel for numel, dim in sizes if dim < 2), default=0)
+    return {
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": min(bucket, 50_000_000),
+        "stage3_param_persistence_threshold": min(vectors, _WHOLE),
+    }
+
+
+def differing_weights(module: nn.Module, weights: dict[str, Any]) -> str | None:
+    """The first weight that a module and a checkpoint do not have alike; None where there is none."""
+    own = {name: getattr(value, "ds_shape", value.shape) for name, value in module.state_dict(keep_vars=True).items()}
+    for name in own.keys() | weights.keys():
+        if name not in weights or name not in own:
+            return f"'{name}' is only in the {'module' if name in own else 'checkpoint'}"
+        if tuple(own[name]) != tuple(weights[name].shape):
+            return f"'{name}' has shape {tuple(own[name])} here and {tuple(weights[name].shape)} there"
+    return None
+
+
+def refuse_settings(strategy: Any, trainer: Any) -> None:
+    """Say in one line what DeepSpeed cannot do of what the Trainer is set to.
+
+    Raises:
+        UsageError: the options, the device, the precision, a plugin, the clip, or a missing package.
+    """
+    if strategy.stage not in get_args(Stage):
+        raise UsageError(f"stage={strategy.stage!r}: give 1, 2 or 3")
+    if strategy.offload_parameters and strategy.stage != 3:
+        raise UsageError(
+            f"offload_parameters=True with stage={strategy.stage}, which keeps weights whole: set stage to 3"
+        )
+    plugin, device = strategy.precision_plugin, strategy.root_device.type
+    name = type(plugin).__name__
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"trainer.accelerator={device}: DeepSpeedZeROStrategy runs on cuda and cpu; use FSDP2Strategy")
+    if not is_a(plugin, "DeepSpeedPrecision"):
+        raise UsageError(
+            f"plugins: {name} does not work under DeepSpeed, which has a precision of its own: remove the plugin and "
+            "set trainer.precision, or use FSDP2Strategy"
+        )
+    if plugin.precision.startswith("16") and device == "cpu":
+        raise UsageError(
+            f"trainer.precision={plugin.precision} on a CPU: DeepSpeed has fp16 on GPUs only; set bf16-mixed"
+        )
+    if trainer.gradient_clip_algorithm == "value" and trainer.gradient_clip_val:
+        raise UsageError(
+            "gradient_clip_algorithm=value: DeepSpeed clips by norm only; set it to norm, or use FSDP2Strategy"
+        )
+    chosen = load_deepspeed().accelerator.get_accelerator().device_name()
+    if chosen != device:
+        raise UsageError(
+            f"trainer.accelerator={device}, but DeepSpeed has chosen {chosen}: set the environment variable "
+            f"DS_ACCELERATOR={device}"
+        )
+
+
+def refuse_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+    """Say in one line which of a module's optimizers DeepSpeed cannot take.
+
+    Raises:
+        UsageError: there are several, or none, or one that needs the parameters' shapes.
+    """
+    if len(optimizers) != 1 or len(schedulers) > 1 or type(optimizers[0]).__name__ == "_MockOptimizer":
+        count = len([optimizer for optimizer in optimizers if type(optimizer).__name__ != "_MockOptimizer"])
+        raise UsageError(
+            f"{type(module).__name__}.configure_optimizers gives {count} optimizers and {len(schedulers)} schedulers, "
+            "DeepSpeed takes one optimizer and at most one scheduler: join them, or use FSDP2Strategy"
+        )
+    for cls in type(optimizers[0]).__mro__:
+        if cls.__name__ in _SHAPED:
+            raise UsageError(
+                f"{cls.__name__} needs the shapes of the parameters, which DeepSpeed flattens: take AdamW, or "
+                "FSDP2Strategy"
+            )

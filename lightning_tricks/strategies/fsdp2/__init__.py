@@ -1,0 +1,1 @@
+"""PyTorch's fully_shard for any LightningModule: sharding, checkpointing of blocks, sharded checkpoints."""

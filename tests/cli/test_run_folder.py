@@ -1,0 +1,318 @@
+"""Each run has a folder with its checkpoints; `last` is found there and named; a refused start leaves nothing."""
+
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.cli import RecipeCLI
+from lightning_tricks.cli import next_steps as next_steps_module
+from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, newest_checkpoint
+from lightning_tricks.cli.next_steps import next_steps
+from lightning_tricks.cli.run_folder import RunFolder, RunStart
+from lightning_tricks.loggers import ResumingCSVLogger, ResumingTensorBoardLogger
+from lightning_tricks.mixins import OptimizerMixin
+
+LAST = "runs/toy/version_0/checkpoints/last.ckpt"
+
+
+class Toy(OptimizerMixin, pl.LightningModule):
+    """A linear layer that refuses to train where it is told to."""
+
+    def __init__(self, refuses: str = "", **kwargs):
+        super().__init__(**kwargs)
+        self.refuses = refuses
+        self.layer = torch.nn.Linear(2, 1)
+
+    def _may_refuse(self, place):
+        if self.refuses == place:
+            raise UsageError(f"refused in {place}")
+
+    def setup(self, stage):
+        self._may_refuse("setup")
+
+    def configure_model(self):
+        self._may_refuse("configure_model")
+
+    def on_train_start(self):
+        self._may_refuse("on_train_start")
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self._may_refuse("sanity" if self.trainer.sanity_checking else "validation")
+        self.log("val/loss", self.layer(batch).mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self.layer(batch)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+LOGGERS = {
+    "tensorboard": lambda: [ResumingTensorBoardLogger("runs", "toy")],
+    "csv": lambda: [ResumingCSVLogger("runs", "toy")],
+    "lightning's": lambda: [CSVLogger("runs", "toy")],
+    "both": lambda: [ResumingTensorBoardLogger("runs", "toy"), ResumingCSVLogger("csv", "toy")],
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-tricks"])
+    monkeypatch.setattr(next_steps_module, "program", lambda: "python -m lightning_tricks")
+
+
+def run(command, checkpoint=None, *, steps=4, logger="tensorboard", saves=True, dirpath=None, refuses=""):
+    """What the command line does for a recipe, without parsing one."""
+    saver = [ModelCheckpoint(dirpath, every_n_train_steps=2, save_last="link")] if saves else []
+    trainer = pl.Trainer(
+        max_steps=steps, accelerator="cpu", logger=LOGGERS[logger](), callbacks=saver, enable_checkpointing=saves,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with RunFolder() as folder:
+        trainer.callbacks.insert(0, RunStart(folder))
+        checkpoint = choose_checkpoint(command, checkpoint, trainer)
+        folder.choose(command, checkpoint, trainer)
+        getattr(trainer, command)(Toy(refuses), ckpt_path=checkpoint)
+    return trainer
+
+
+SAVER = "[{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_last: link}}]"
+
+
+def command_line(command, *options, saver=SAVER):
+    """The command line itself, in this process."""
+    return RecipeCLI(
+        args=[
+            command, f"--model={__name__}.Toy", "--trainer.accelerator=cpu", "--trainer.max_steps=4",
+            "--trainer.logger={class_path: ResumingTensorBoardLogger, init_args: {save_dir: runs, name: toy}}",
+            f"--trainer.callbacks={saver}", "--trainer.enable_progress_bar=false", *options,
+        ]
+    )  # fmt: skip
+
+
+def folders(root: Path = Path("runs/toy")) -> list[str]:
+    return sorted(path.name for path in root.glob("*"))
+
+
+def step_of(checkpoint) -> int:
+    return torch.load(checkpoint, weights_only=True)["global_step"]
+
+
+@pytest.mark.parametrize("logger", ["tensorboard", "csv", "lightning's"])
+def test_each_run_keeps_its_checkpoints_in_a_folder_of_its_own(logger):
+    run("fit", logger=logger)
+    run("fit", logger=logger, steps=6)
+    assert folders() == ["version_0", "version_1"]
+    for number, steps in ((0, 4), (1, 6)):
+        last = Path(f"runs/toy/version_{number}/checkpoints/last.ckpt")
+        assert last.is_symlink()
+        assert step_of(last) == steps
+
+
+def test_last_is_the_newest_run_with_a_checkpoint_and_is_named(caplog):
+    run("fit")
+    run("fit")
+    run("fit", saves=False)  # a newer folder, with no checkpoint in it
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        run("fit", "last", steps=8)
+    said = [record.getMessage() for record in caplog.records]
+    last = "runs/toy/version_1/checkpoints/last.ckpt"
+    assert f"ckpt_path=last: {last}, the newest checkpoint in runs/toy" in said
+    assert f"Going on from step 4 of {last}" in said
+    assert folders() == ["version_0", "version_1", "version_2"]
+    assert step_of(last) == 8
+    assert step_of("runs/toy/version_0/checkpoints/last.ckpt") == 4
+
+
+def test_a_resume_by_path_goes_on_in_the_folder_of_its_checkpoint():
+    run("fit", logger="both")
+    run("fit", logger="both")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Checkpoint directory|The dirpath has changed")
+        run("fit", "runs/toy/version_0/checkpoints/last.ckpt", logger="both", steps=8)
+    assert folders() == folders(Path("csv/toy")) == ["version_0", "version_1"]
+    assert step_of("runs/toy/version_0/checkpoints/last.ckpt") == 8
+
+
+def test_a_checkpoint_of_another_place_starts_a_folder_of_its_own():
+    run("fit")
+    os.rename("runs/toy", "other")
+    run("fit")
+    run("fit", "other/version_0/checkpoints/last.ckpt", steps=8)
+    assert folders() == ["version_0", "version_1"]
+    assert step_of("runs/toy/version_1/checkpoints/last.ckpt") == 8
+
+
+def test_with_a_dirpath_checkpoints_lie_there_and_a_resume_goes_on_in_the_newest_folder():
+    run("fit", dirpath="kept")
+    run("fit", "last", dirpath="kept", steps=8)
+    assert folders() == ["version_0"]
+    assert step_of("kept/last.ckpt") == 8
+
+
+def test_loggers_that_do_not_agree_on_the_next_number_take_the_higher_one():
+    run("fit")
+    run("fit", logger="both")
+    assert folders(Path("csv/toy")) == ["version_1"]
+    assert folders() == ["version_0", "version_1"]
+
+
+def test_two_starts_at_once_get_two_folders(monkeypatch):
+    run("fit")
+    monkeypatch.setattr(ResumingTensorBoardLogger, "_get_next_version", lambda self: 0)  # so it was a moment ago
+    run("fit")
+    assert folders() == ["version_0", "version_1"]
+
+
+@pytest.mark.parametrize(
+    ("command", "checkpoint", "refuses", "message"),
+    [
+        ("validate", None, "", "^validate needs a checkpoint: give --ckpt_path FILE, --ckpt_path last .* none for"),
+        ("test", None, "", "^test needs a checkpoint"),
+        ("predict", None, "", "^predict needs a checkpoint"),
+        ("validate", "last", "", "^ckpt_path=last: there is no checkpoint in runs/toy: give the path"),
+        ("fit", "last", "", "^ckpt_path=last: there is no checkpoint in runs/toy: start without --ckpt_path"),
+        ("fit", None, "setup", "refused in setup"),
+        ("fit", None, "configure_model", "refused in configure_model"),
+        ("fit", None, "sanity", "refused in sanity"),
+        ("fit", None, "on_train_start", "refused in on_train_start"),
+        ("validate", "none", "setup", "refused in setup"),
+    ],
+)
+def test_a_refused_start_leaves_the_disk_as_it_was(command, checkpoint, refuses, message):
+    with pytest.raises(UsageError, match=message):
+        run(command, checkpoint, logger="both", refuses=refuses)
+    assert not list(Path().iterdir())
+
+
+def test_a_command_line_that_is_refused_leaves_the_disk_as_it_was_too():
+    for option, message in {
+        "--ckpt_path=no.ckpt": "there is no such file",
+        "--model.refuses=on_train_start": "refused in on_train_start",  # the recipe's config.yaml is written before
+        "--model.param_rules=[{pattern: no_such_name}]": "param_rules to null .*--model.param_rules null",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            command_line("fit", option)
+        assert not list(Path().iterdir())
+    with pytest.raises(UsageError, match=r"^validate needs a checkpoint"):
+        command_line("validate")
+    assert not list(Path().iterdir())
+
+
+def test_a_refused_start_leaves_the_folders_of_other_runs_and_of_the_run_that_it_was_to_go_on_with():
+    command_line("fit", "--model.optimizer=SGD")
+    Path("runs/mine").mkdir()
+
+    def content():
+        return {path: path.read_bytes() if path.is_file() else None for path in Path("runs").rglob("*")}
+
+    before = content()
+    with pytest.raises(UsageError, match="refused in on_train_start"):
+        run("fit", refuses="on_train_start")
+    with pytest.raises(UsageError, match="holds the state of SGD, which AdamW cannot take up"):
+        command_line("fit", "--model.optimizer=AdamW", "--ckpt_path=last")
+    assert content() == before
+
+
+def test_a_run_that_fails_after_its_first_step_keeps_its_folder():
+    with pytest.raises(UsageError, match="refused in validation"):
+        run("fit", refuses="validation")
+    assert folders() == ["version_0"]
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line():
+    Path("runs").write_text("")
+    with pytest.raises(UsageError, match=r"^runs/toy/version_0: .*: give the logger another save_dir$"):
+        run("fit")
+    assert Path("runs").read_text() == ""
+
+
+def test_without_a_checkpoint_an_evaluation_runs_only_when_asked():
+    run("validate", "none")
+    assert folders() == ["validate"]
+
+
+def test_an_evaluation_takes_last_and_its_folder_is_no_run():
+    run("fit")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Checkpoint directory|The dirpath has changed")
+        for command in ("validate", "test", "predict"):
+            run(command, "last")
+    run("fit")
+    assert folders() == ["predict", "test", "validate", "version_0", "version_1"]
+
+
+def test_a_link_that_leads_nowhere_is_no_checkpoint(tmp_path):
+    assert newest_checkpoint(tmp_path) is None
+    (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
+    assert newest_checkpoint(tmp_path) is None
+    (tmp_path / "step=2.ckpt").mkdir()  # a sharded one is a folder
+    assert newest_checkpoint(tmp_path) == tmp_path / "step=2.ckpt"
+    (tmp_path / "last.ckpt").unlink()
+    (tmp_path / "last.ckpt").symlink_to("step=2.ckpt")
+    assert newest_checkpoint(tmp_path) == tmp_path / "last.ckpt"
+
+
+def commands(out: str) -> dict[str, list[str]]:
+    """The lines after a fit, by their first word, without the program's name."""
+    found = re.findall(r"^(Evaluate|Go on|Try next): +python -m lightning_tricks (.*)$", out, re.MULTILINE)
+    return {word: line.split() for word, line in found}
+
+
+def test_the_lines_after_a_fit_can_be_typed_as_they_are(capfd):
+    command_line("fit", "--model.optimizer={class_path: SGD, init_args: {lr: 0.25}}")
+    said = capfd.readouterr()
+    lines = commands(said.out)
+    assert lines["Evaluate"] == [
+        "validate", "--config", "runs/toy/version_0/config.yaml",
+        "--ckpt_path", "runs/toy/version_0/checkpoints/last.ckpt",
+    ]  # fmt: skip
+    assert re.search(r"^TensorBoard: tensorboard --logdir runs/toy   then open http://localhost:6006$", said.out, re.M)
+    run("fit")  # a newer run changes nothing
+    RecipeCLI(args=lines["Evaluate"])
+    cli = RecipeCLI(args=lines["Go on"])
+    assert cli.trainer.global_step == 8
+    assert Path(cli.trainer.log_dir).name == "version_0"
+    resumed = capfd.readouterr()
+    again = RecipeCLI(args=commands(resumed.out)["Try next"])  # afresh, though the run before was a resumed one
+    assert Path(again.trainer.log_dir).name == "version_2"
+    assert again.model.optimizer([torch.ones(1)]).param_groups[0]["lr"] == 1e-3
+    for noise in ("litlogger", "litmodels", "FLOPs", "Modules in", "Restored all states"):
+        assert noise not in "".join(said + resumed)
+
+
+def test_where_only_a_recipe_was_given_the_lines_name_the_recipe():
+    trainer = run("fit")
+    lines = next_steps(trainer, ["--config", "toy.yaml", "--config=more.yaml", "--trainer.max_steps", "4"], has_lr=True)
+    recipe = "--config toy.yaml --config=more.yaml"
+    assert f"Evaluate:    python -m lightning_tricks validate {recipe} --ckpt_path {LAST}" in lines
+    assert f"Go on:       python -m lightning_tricks fit {recipe} --ckpt_path {LAST} --trainer.max_steps 8" in lines
+    assert f"Try next:    python -m lightning_tricks fit {recipe} --model.optimizer.lr 1e-3" in lines
+
+
+def test_a_fit_that_saved_nothing_says_so():
+    lines = next_steps(run("fit", saves=False), [], has_lr=False)
+    assert lines[1] == "No checkpoint was saved: there is nothing to evaluate or to go on from"
+    assert len(lines) == 3
+
+
+def test_the_table_of_modules_comes_back_when_asked_for(capfd):
+    command_line("fit", "--trainer.enable_model_summary=true")
+    assert "Modules in train mode" in "".join(capfd.readouterr())

@@ -1,0 +1,856 @@
+"""Each step's own values at its own step, in every logger, at one transfer an interval, whatever ends the run."""
+
+import contextlib
+import csv
+import itertools
+import math
+import warnings
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import two_processes
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.strategies import DDPStrategy
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, DistributedSampler
+
+import lightning_tricks.metrics.metric_buffer as metric_buffer
+from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks import LRMonitor, MetricBuffer
+from lightning_tricks.metrics.metric_buffer import to_host
+
+BATCHES = 12
+
+
+class Model(pl.LightningModule):
+    """Loss 3, 5, 7, ... (micro-batch i gives 2 i + 3), whatever the weights, which move all the same."""
+
+    def __init__(self, own_log: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(1.0))
+        self.own_log = own_log
+
+    def training_step(self, batch, batch_idx):
+        loss = batch.sum() + self.weight - self.weight.detach()
+        if self.own_log:
+            self.log("self/loss", loss.detach())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", batch.sum())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Recorder(pl.Callback):
+    """Records what `give(trainer, buffer, outputs)` says, at each micro-batch's end."""
+
+    def __init__(self, give=None) -> None:
+        self.give = give or (lambda trainer, buffer, loss: buffer.record("train/loss", loss))
+
+    def setup(self, trainer, pl_module, stage):
+        self.buffer = MetricBuffer.of(trainer)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.give(trainer, self.buffer, outputs["loss"] if outputs else None)
+
+
+class Plain(Logger):
+    """The shape of the W&B and MLflow loggers: one `log_metrics(metrics, step)`, nothing about wall time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.calls = 0
+
+    name = version = "plain"
+
+    def log_hyperparams(self, *args, **kwargs): ...
+
+    def log_metrics(self, metrics, step=None):
+        self.calls += 1
+        self.rows.append((step, {name: value for name, value in metrics.items() if name != "epoch"}))
+
+    def of(self, name: str) -> dict[int, float]:
+        found = [(step, row[name]) for step, row in self.rows if name in row]
+        assert len(dict(found)) == len(found), f"{name} stands twice at a step"
+        return dict(found)
+
+
+def loader(n: int = BATCHES) -> DataLoader:
+    return DataLoader(torch.arange(2 * n, dtype=torch.float32) + 1, batch_size=2)
+
+
+def trainer_with(callbacks, logger, **kwargs) -> pl.Trainer:
+    options = {"max_steps": 10, "log_every_n_steps": 4, "enable_checkpointing": False, "limit_val_batches": 0}
+    return pl.Trainer(
+        accelerator="cpu", devices=1, logger=logger, callbacks=callbacks, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, **{**options, **kwargs},
+    )  # fmt: skip
+
+
+def run(give=None, model=None, callbacks=(), **kwargs):
+    """Train with a Recorder and a Plain logger; returns (logger, trainer)."""
+    logger = Plain()
+    trainer = trainer_with([Recorder(give), *callbacks], logger, **kwargs)
+    trainer.fit(model or Model(), loader(), loader(2) if kwargs.get("limit_val_batches") else None)
+    return logger, trainer
+
+
+def loss_of(step: int) -> float:
+    return 4 * (step % BATCHES) + 3.0
+
+
+# ---- each step's own value at its own step
+
+
+def test_every_step_has_its_own_value_at_its_own_step():
+    logger, _ = run()
+    assert logger.of("train/loss") == {step: loss_of(step) for step in range(10)}
+    assert [step for step, _ in logger.rows] == list(range(10))
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_step_is_the_one_that_self_log_uses(tmp_path, accumulate):
+    def read() -> dict[str, dict[int, float]]:
+        rows = list(csv.DictReader((tmp_path / "csv/version_0/metrics.csv").open()))
+        return {n: {int(r["step"]): float(r[n]) for r in rows if r.get(n)} for n in ("self/loss", "train/loss")}
+
+    def give(trainer, buffer, loss):
+        buffer.record("train/loss", accumulate * loss)  # Lightning hands it over divided
+
+    logger = CSVLogger(tmp_path, name="csv", version=0)
+    trainer = trainer_with(
+        [Recorder(give)], logger, max_epochs=2, max_steps=-1, log_every_n_steps=1, accumulate_grad_batches=accumulate
+    )
+    trainer.fit(Model(own_log=True), loader(10))
+    both = read()
+    assert both["train/loss"] == both["self/loss"]
+    assert list(both["train/loss"]) == list(range(2 * math.ceil(10 / accumulate)))
+
+
+def test_epochs_and_their_short_last_step_count_on():
+    seen = []
+    logger, _ = run(
+        lambda trainer, buffer, loss: (buffer.record_mean("train/loss", loss, 1), seen.append(buffer.is_log_step())),
+        max_epochs=2, max_steps=-1, accumulate_grad_batches=5, log_every_n_steps=3,
+    )  # fmt: skip
+    # Of 12 micro-batches 5, 5 and 2 make a step. Lightning hands the loss over divided by 5.
+    losses = [[loss_of(i) / 5 for i in part] for part in (range(5), range(5, 10), range(10, 12))] * 2
+    assert logger.of("train/loss") == pytest.approx({i: sum(part) / len(part) for i, part in enumerate(losses)})
+    assert seen == ([False] * 10 + [True] * 2) * 2
+
+
+def test_the_latest_of_several_values_for_a_step_counts():
+    def give(trainer, buffer, loss):
+        buffer.record("a", 1.0)
+        buffer.record("a", loss)
+        buffer.record("b", loss)
+        buffer.record("b", 1.0)
+
+    logger, _ = run(give, max_steps=2)
+    assert logger.of("a") == {0: 3.0, 1: 7.0}
+    assert logger.of("b") == {0: 1.0, 1: 1.0}
+
+
+def test_manual_optimization_and_two_optimizers():
+    class Manual(Model):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                loss = super().training_step(batch, batch_idx)
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), lr=lr) for lr in (0.1, 0.2)]
+
+    log_steps = []
+    logger, trainer = run(
+        lambda trainer, buffer, loss: (buffer.record("train/loss", loss), log_steps.append(buffer.is_log_step())),
+        model=Manual(own_log=True), callbacks=[LRMonitor()], max_steps=12, log_every_n_steps=4,
+    )  # fmt: skip
+    assert trainer.global_step == 12
+    assert logger.of("train/loss") == {step: loss_of(step) for step in range(6)}
+    assert logger.of("self/loss") == {3: loss_of(3)}
+    assert logger.of("train/lr/1") == dict.fromkeys(range(6), 0.2)
+    assert log_steps == [False] * 3 + [True] + [False] * 2
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_values_are_in_wherever_the_callback_stands(place):
+    class AtStart(pl.Callback):
+        def setup(self, trainer, pl_module, stage):
+            MetricBuffer.of(trainer)
+
+    callbacks = [AtStart(), MetricBuffer()]
+    callbacks.insert(2 * place, Recorder())
+    logger = Plain()
+    trainer = trainer_with(callbacks, logger)
+    trainer.fit(Model(), loader())
+    assert logger.of("train/loss") == {step: loss_of(step) for step in range(10)}
+    assert sum(isinstance(callback, MetricBuffer) for callback in trainer.callbacks) == 1
+
+
+def test_a_second_fit_keeps_the_modules_own_callbacks_before_the_buffer():
+    class WithCallback(Model):
+        def configure_callbacks(self):
+            return [Recorder(lambda trainer, buffer, loss: buffer.record("own", loss))]
+
+    logger = Plain()
+    trainer = trainer_with([Recorder()], logger, max_steps=3)
+    trainer.fit(WithCallback(), loader())
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(WithCallback(), loader())
+    assert logger.of("own") == {0: 3, 1: 7, 2: 11, 3: 3, 4: 7, 5: 11}
+
+
+def test_two_fits_with_one_trainer_count_on_and_share_nothing():
+    class Stopped(Model):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.trainer.should_stop = batch_idx == 2
+
+    def give(trainer, buffer, loss):
+        buffer.record_mean("train/loss", 2 * loss, 1)  # Lightning hands it over divided by accumulate_grad_batches
+
+    logger = Plain()
+    trainer = trainer_with([Recorder(give)], logger, min_epochs=0, accumulate_grad_batches=2)
+    trainer.fit(Stopped(), loader())
+    assert logger.of("train/loss") == {0: (3 + 7) / 2}  # no step followed the third micro-batch
+    trainer.should_stop, trainer.fit_loop.epoch_loop.max_steps = False, 3
+    trainer.fit(Model(), loader())
+    assert logger.of("train/loss") == {0: 5, 1: 5, 2: (11 + 15) / 2}
+
+
+def test_resume_continues_the_step_numbers(tmp_path):
+    first, second = Plain(), Plain()
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    trainer_with([Recorder(), save], first, max_steps=5, enable_checkpointing=True).fit(Model(), loader())
+    trainer = trainer_with([Recorder()], second, max_steps=9)
+    trainer.fit(Model(), loader(), ckpt_path=str(tmp_path / "step=5.ckpt"))
+    assert list(first.of("train/loss")) == [0, 1, 2, 3, 4]
+    assert list(second.of("train/loss")) == [5, 6, 7, 8]
+
+
+# ---- what it costs
+
+
+@contextlib.contextmanager
+def counted_reads():
+    """Counts each way in which a tensor becomes a Python or NumPy value, or moves."""
+    names = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "to")
+    counts, originals = dict.fromkeys(names, 0), {name: getattr(torch.Tensor, name) for name in names}
+
+    def counting(name):
+        def call(self, *args, **kwargs):
+            # `.to(dtype)` stays on the device, as does Lightning's own `.to(device)` of each batch
+            stays = name == "to" and (isinstance(args[0], torch.dtype) or torch.device(args[0]) == self.device)
+            counts[name] += not stays
+            return originals[name](self, *args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(torch.Tensor, name, counting(name))
+    try:
+        yield counts
+    finally:
+        for name in names:
+            setattr(torch.Tensor, name, originals[name])
+
+
+def test_one_transfer_an_interval_and_none_between():
+    def give(trainer, buffer, loss):
+        buffer.record("loss", loss)
+        buffer.record("number", 2.0)
+        buffer.record("bf16", loss.bfloat16())
+        buffer.record("sum", loss, over_ranks="sum")
+        buffer.record_mean("mean", loss, 3)
+        buffer.record_mean("mean", loss, torch.tensor(3))
+        buffer.record_all(("x", "y"), torch.stack([loss, loss]))
+        buffer.record("_hidden", loss)
+        trail.append((dict(counts), buffer.is_log_step()))
+
+    trail: list = []
+    with counted_reads() as counts:
+        run(give, max_steps=12, log_every_n_steps=5)
+    within = [{name: now[name] - before[name] for name in now} for (before, _), (now, _) in itertools.pairwise(trail)]
+    flushed = [last for _, last in trail[:-1]]
+    assert [sum(reads.values()) for reads in within] == [int(after) for after in flushed]
+    assert [reads["tolist"] for reads in within] == [int(after) for after in flushed] == [0, 0, 0, 0, 1] * 2 + [0]
+    assert counts["tolist"] == 3
+
+
+def test_to_host_makes_one_transfer_a_device_and_keeps_order_and_dtypes():
+    tensors = [torch.tensor(2**24 + 1), torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16), torch.tensor(True)]
+    with counted_reads() as counts:
+        assert to_host(tensors) == [[2**24 + 1], [1.5, -2.0], [1.0]]
+        assert to_host([]) == []
+    assert counts["tolist"] == 1
+
+
+def test_training_is_bitwise_unchanged():
+    class Noisy(Model):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[:, None]).square().mean() + 0 * self.weight
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    def weights(callbacks):
+        model = Noisy()
+        trainer_with(callbacks, Plain()).fit(model, loader())
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    assert torch.equal(weights([]), weights([Recorder()]))
+    assert not torch.equal(weights([]), weights([Recorder(lambda *_: torch.rand(1))]))  # it would be seen
+
+
+def test_log_every_n_steps_0_keeps_nothing():
+    def give(trainer, buffer, loss):
+        buffer.record("a", loss)
+        buffer.record("n", 1.0)
+        buffer.record_mean("b", loss, 1)
+        buffer.record_all(("c",), loss[None])
+        assert not buffer.is_log_step()
+        assert not buffer._current
+        assert not buffer._finished
+
+    called = []
+    logger, trainer = run(give, log_every_n_steps=0, callbacks=[AtFlush(lambda rows: called.append(rows) or {})])
+    assert logger.rows == called == []
+    assert "a" not in trainer.callback_metrics
+
+
+def test_nothing_is_kept_after_a_flush():
+    recorder = Recorder()
+    trainer_with([recorder], Plain(), max_steps=8).fit(Model(), loader())
+    assert not recorder.buffer._finished
+    assert not recorder.buffer._current
+
+
+# ---- what may be recorded
+
+
+def test_integers_beyond_24_bits_and_short_floats_arrive_exactly():
+    def give(trainer, buffer, loss):
+        buffer.record("int64", torch.tensor(2**24 + 1))
+        buffer.record("bf16", torch.tensor(1.5, dtype=torch.bfloat16))
+        buffer.record("fp64", torch.tensor(0.1, dtype=torch.float64))
+        buffer.record("bool", torch.tensor(True))
+        buffer.record("vector of one", torch.tensor([4.0]))
+        buffer.record("python int", 2**24 + 1)
+
+    logger, _ = run(give, max_steps=1)
+    assert logger.rows == [
+        (0, {"int64": 2**24 + 1, "bf16": 1.5, "fp64": 0.1, "bool": 1, "vector of one": 4, "python int": 2**24 + 1})
+    ]
+
+
+def test_a_mean_is_the_sum_of_totals_over_the_sum_of_counts():
+    totals = iter([1.0, 2.0, 6.0, 0.0, 0.0, 0.0])
+    counts = iter([1, torch.tensor(1), 2.0, 0, 0, 0])
+
+    def give(trainer, buffer, loss):
+        buffer.record_mean("train/loss", torch.tensor(next(totals)), next(counts))
+
+    logger, _ = run(give, max_steps=2, accumulate_grad_batches=3)
+    assert logger.of("train/loss")[0] == 9 / 4
+    assert math.isnan(logger.of("train/loss")[1])  # of nothing there is no mean
+
+
+def test_totals_and_counts_of_micro_batches_add_up_exactly():
+    def give(trainer, buffer, loss):
+        buffer.record_mean("count", torch.tensor(2**24 + 1), torch.tensor(1, dtype=torch.int64))
+        buffer.record_mean("total", torch.tensor(3.0), torch.tensor(2**24 + 1))
+
+    logger, _ = run(give, max_steps=1, accumulate_grad_batches=2)
+    assert logger.rows == [(0, {"count": 2**24 + 1, "total": 3.0 / (2**24 + 1)})]
+
+
+def test_a_vector_gives_each_name_its_value():
+    def give(trainer, buffer, loss):
+        buffer.record_all(("norm/a", "_norm/b", "norm/c"), torch.stack([loss, loss + 1, loss + 2]))
+        buffer.record_all((), torch.empty(0))
+
+    logger, _ = run(give, max_steps=2)
+    assert logger.rows == [(0, {"norm/a": 3, "norm/c": 5}), (1, {"norm/a": 7, "norm/c": 9})]
+
+
+def test_a_wrong_shape_is_refused_where_it_is_recorded():
+    two = torch.ones(2)
+    for give, text in [
+        (lambda trainer, buffer, loss: buffer.record("x", two), r"x: .*\(2,\).*record_all"),
+        (lambda trainer, buffer, loss: buffer.record_mean("x", two, 1), r"x: .*\(2,\)"),
+        (lambda trainer, buffer, loss: buffer.record_mean("x", loss, two), r"x: .*\(2,\)"),
+        (lambda trainer, buffer, loss: buffer.record_all(("x", "y", "z"), two), r"3 names \(x, y, z"),
+    ]:
+        with pytest.raises(UsageError, match=text):
+            run(give)
+
+
+def test_a_recorded_tensor_holds_no_graph():
+    kept = []
+
+    class Graph(Model):
+        def training_step(self, batch, batch_idx):
+            buffer = MetricBuffer.of(self.trainer)
+            loss = super().training_step(batch, batch_idx)
+            buffer.record("a", loss)
+            buffer.record_mean("b", loss, loss)
+            buffer.record_all(("c",), loss[None])
+            current = buffer._current
+            kept.extend([current.scalars["a"], *current.means["b"][0], *current.vectors.values()])
+            return loss
+
+    run(lambda *_: None, model=Graph(), max_steps=1)
+    assert len(kept) == 4
+    assert not any(tensor.requires_grad for tensor in kept)
+
+
+# ---- at_flush
+
+
+class AtFlush(pl.Callback):
+    def __init__(self, derive) -> None:
+        self.derive = derive
+
+    def setup(self, trainer, pl_module, stage):
+        MetricBuffer.of(trainer).at_flush(self.derive)
+        MetricBuffer.of(trainer).at_flush(self.derive)
+
+
+def test_at_flush_sees_the_intervals_rows_and_its_result_joins_the_last():
+    seen = []
+
+    def derive(rows):
+        seen.append([(row.step, row.values["_x"]) for row in rows])
+        assert all(a.wall_time <= b.wall_time for a, b in itertools.pairwise(rows))
+        return {"sum": sum(row.values["_x"] for row in rows), "_hidden": 1.0}
+
+    logger, trainer = run(
+        lambda trainer, buffer, loss: buffer.record("_x", loss), callbacks=[AtFlush(derive)], max_steps=6
+    )
+    assert seen == [[(i, loss_of(i)) for i in range(4)], [(4, loss_of(4)), (5, loss_of(5))]]
+    assert logger.rows == [(3, {"sum": 36.0}), (5, {"sum": loss_of(4) + loss_of(5)})]
+    assert not {"_x", "_hidden"} & trainer.callback_metrics.keys()
+
+
+class AsksAnew(pl.Callback):
+    """Asks in each fit with a new function, as a watcher's helper object does."""
+
+    def __init__(self):
+        self.calls = []
+
+    def setup(self, trainer, pl_module, stage):
+        fit = max(self.calls, default=0) + 1
+        MetricBuffer.of(trainer).at_flush(lambda rows: self.calls.append(fit) or {"fit": fit})
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_function_is_called_in_the_fit_that_asked_for_it_and_in_no_later_one(fails):
+    class Fails(Model):
+        def on_train_batch_end(self, *_):
+            if fails and self.trainer.global_step == 4:
+                raise RuntimeError("after a flush")
+
+    asks, recorder, buffer = AsksAnew(), Recorder(), MetricBuffer()
+    for _ in range(3):
+        logger = Plain()
+        trainer = trainer_with([asks, recorder, buffer], logger, max_steps=4)
+        with pytest.raises(RuntimeError, match="after") if fails else contextlib.nullcontext():
+            trainer.fit(Fails(), loader())
+    assert asks.calls == [1, 2, 3]
+
+
+def test_wall_time_goes_to_a_logger_that_takes_it(monkeypatch):
+    class Timed(Plain):
+        takes_wall_time = True
+
+        def log_metrics(self, metrics, step=None, wall_time=None):
+            super().log_metrics({**metrics, "wall_time": wall_time}, step)
+
+    clock = iter(range(100, 200))
+    frozen = SimpleNamespace(time=lambda: float(next(clock)), monotonic=float)
+    monkeypatch.setattr(metric_buffer, "time", frozen)
+    logger = Timed()
+    trainer_with([Recorder()], logger, max_steps=6).fit(Model(), loader())
+    assert logger.of("wall_time") == {step: 100.0 + step for step in range(6)}
+
+
+def test_a_forced_flush_logs_the_finished_steps():
+    def give(trainer, buffer, loss):
+        buffer.record("train/loss", loss)
+        if trainer.global_step == 3:
+            buffer.flush()
+            assert [step for step, _ in logger.rows] == [0, 1]  # this step is not finished
+
+    logger = Plain()
+    trainer_with([Recorder(give)], logger).fit(Model(), loader())
+    assert logger.of("train/loss") == {step: loss_of(step) for step in range(10)}
+
+
+# ---- ModelCheckpoint, EarlyStopping, validation
+
+
+def test_a_checkpoint_monitors_the_value_of_its_own_step(tmp_path):
+    save = ModelCheckpoint(
+        tmp_path, monitor="train/loss", mode="max", every_n_train_steps=3, save_top_k=-1,
+        filename="{step}-{train/loss:.0f}", auto_insert_metric_name=False,
+    )  # fmt: skip
+    logger, _ = run(callbacks=[save], enable_checkpointing=True, log_every_n_steps=50, max_steps=9)
+    # after steps 3, 6 and 9: the losses of the third, sixth and ninth batch, though the interval never ended
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.ckpt")}
+    assert found == {"3-11.ckpt", "6-23.ckpt", "9-35.ckpt"}
+    assert save.best_model_score == 35
+    assert list(logger.of("train/loss")) == list(range(9))
+
+
+def test_epoch_end_monitors_see_the_last_steps_value(tmp_path):
+    save = ModelCheckpoint(tmp_path, monitor="train/loss", save_top_k=-1, save_on_train_epoch_end=True)
+    stop = EarlyStopping("train/loss", patience=1, mode="min", check_on_train_epoch_end=True)
+    _, trainer = run(
+        callbacks=[stop, save], enable_checkpointing=True, log_every_n_steps=50, max_steps=-1, max_epochs=9
+    )
+    assert trainer.current_epoch == 2  # the loss of the last batch is the same in each epoch
+    assert list(save.best_k_models.values()) == [loss_of(BATCHES - 1)] * 2
+
+
+def test_validation_sees_what_was_recorded_before_it():
+    seen = []
+
+    class Look(pl.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            seen.append((trainer.global_step, trainer.callback_metrics["train/loss"].item()))
+
+    logger, trainer = run(callbacks=[Look()], val_check_interval=3, limit_val_batches=1, log_every_n_steps=50)
+    assert seen == [(3, 11.0), (6, 23.0), (9, 35.0)]
+    assert trainer.callback_metrics["train/loss"] == loss_of(9)
+    assert trainer.logged_metrics["train/loss"] == loss_of(9)
+    assert logger.of("val/loss") == {2: 3.0, 5: 3.0, 8: 3.0}
+
+
+def test_the_sanity_check_flushes_nothing():
+    class Early(pl.Callback):
+        def on_sanity_check_start(self, trainer, pl_module):
+            buffer = MetricBuffer.of(trainer)
+            buffer.record("early", 1.0)
+            buffer._close_step()
+
+    logger = Plain()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=logger, callbacks=[Early(), Recorder()], enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, max_steps=2, num_sanity_val_steps=1,
+    )  # fmt: skip
+    seen = []
+    logger.log_metrics = lambda metrics, step=None: seen.append((trainer.sanity_checking, step))
+    trainer.fit(Model(), loader(), loader(2))
+    assert seen
+    assert not any(sanity for sanity, _ in seen)
+
+
+def test_a_checkpoint_in_mid_window_comes_after_a_flush(tmp_path):
+    def give(trainer, buffer, loss):
+        buffer.record("train/loss", loss)
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(tmp_path / "mid.ckpt")
+            assert [step for step, _ in logger.rows] == [0, 1]
+
+    logger = Plain()
+    trainer_with([Recorder(give)], logger, log_every_n_steps=50).fit(Model(), loader())
+    assert list(logger.of("train/loss")) == list(range(10))
+
+
+def test_fast_dev_run_records_and_logs_each_step():
+    seen = []
+    _, trainer = run(
+        lambda trainer, buffer, loss: (buffer.record("train/loss", loss), seen.append(buffer.is_log_step())),
+        fast_dev_run=3,
+    )
+    assert seen == [True] * 3
+    assert trainer.callback_metrics["train/loss"] == loss_of(2)
+
+
+def test_a_log_step_is_the_last_of_an_interval_or_of_the_run():
+    seen = []
+    run(lambda trainer, buffer, loss: seen.append(buffer.is_log_step()), accumulate_grad_batches=2, max_steps=5)
+    assert [seen[i : i + 2] for i in range(0, 10, 2)] == [[False] * 2] * 3 + [[True] * 2] * 2
+
+
+@pytest.mark.parametrize(("accumulate", "log_steps"), [(1, [11, 23]), (3, [7]), (5, [5]), (12, [1])])
+def test_the_last_step_of_the_last_epoch_is_a_log_step(accumulate, log_steps):
+    seen: dict[int, set[bool]] = {}
+
+    def give(trainer, buffer, loss):
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        seen.setdefault(step, set()).add(buffer.is_log_step())
+        buffer.record("train/loss", loss)
+
+    logger, _ = run(give, max_steps=-1, max_epochs=2, accumulate_grad_batches=accumulate, log_every_n_steps=12)
+    assert [step for step, answers in seen.items() if answers == {True}] == log_steps
+    assert all(len(answers) == 1 for answers in seen.values())  # each micro-batch of a step hears the same
+    assert list(logger.of("train/loss")) == list(range(len(seen)))
+
+
+def test_a_run_that_is_told_to_stop_ends_its_interval():
+    def give(trainer, buffer, loss):
+        buffer.record("train/loss", loss)
+        trainer.should_stop = trainer.global_step == 2
+        log_steps.append(buffer.is_log_step())
+        flushed.append(logger.calls)
+
+    log_steps, flushed, logger = [], [], Plain()
+    trainer_with([Recorder(give)], logger, min_steps=6).fit(Model(), loader())  # so that the run goes on all the same
+    assert [step for step, is_log in enumerate(log_steps, 1) if is_log] == [2, 4, 8, 10]
+    assert flushed == [0, 0, 2, 2, 4, 4, 4, 4, 8, 8]
+
+
+# ---- loggers
+
+
+def test_all_loggers_get_the_same(tmp_path):
+    plain, table, board = Plain(), CSVLogger(tmp_path, "csv", 0), TensorBoardLogger(tmp_path, "tb", 0)
+    trainer_with([Recorder()], [plain, table, board]).fit(Model(), loader())
+    expected = {step: loss_of(step) for step in range(10)}
+    assert plain.of("train/loss") == expected
+    rows = csv.DictReader((tmp_path / "csv/version_0/metrics.csv").open())
+    assert {int(row["step"]): float(row["train/loss"]) for row in rows} == expected
+    events = EventAccumulator(str(tmp_path / "tb/version_0"), size_guidance={"scalars": 0}).Reload()
+    assert {event.step: event.value for event in events.Scalars("train/loss")} == expected
+    assert len(events.Scalars("train/loss")) == 10
+
+
+def test_without_a_logger_the_values_reach_the_callbacks():
+    trainer = trainer_with([Recorder()], False)
+    trainer.fit(Model(), loader())
+    assert trainer.callback_metrics["train/loss"] == loss_of(9)
+
+
+class NoMetrics:
+    """Not a Logger: what Lightning asks of one at the start and at the end, without log_metrics."""
+
+    name = version = save_dir = root_dir = log_dir = None
+
+    def log_hyperparams(self, *args, **kwargs): ...
+
+    log_graph = save = finalize = after_save_checkpoint = log_hyperparams
+
+
+def test_a_logger_without_log_metrics_is_warned_of_once_and_passed_over():
+    plain = Plain()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_with([Recorder()], [NoMetrics(), plain]).fit(Model(), loader())
+    about = [str(warning.message) for warning in caught if "log_metrics" in str(warning.message)]
+    assert about == ["NoMetrics has no log_metrics: it gets none of the monitors' values"]
+    assert list(plain.of("train/loss")) == list(range(10))
+
+
+class Saving(Plain):
+    """Notes how many rows it had whenever it was told to save."""
+
+    def save(self):
+        self.saved = [*getattr(self, "saved", []), len(self.rows)]
+
+
+def test_each_flush_saves_where_the_last_one_was_a_while_ago(monkeypatch):
+    monkeypatch.setattr(metric_buffer, "SAVE_SECONDS", -1)
+    logger = Saving()
+    trainer_with([Recorder()], logger).fit(Model(), loader())
+    assert set(logger.saved) == {0, 4, 8, 10}  # Lightning saves at the start and at the end
+
+
+def test_flushes_in_quick_succession_save_once_and_a_checkpoint_saves_in_any_case(tmp_path, monkeypatch):
+    monkeypatch.setattr(metric_buffer, "SAVE_SECONDS", 1000)
+    quick, saving = Saving(), Saving()
+    trainer_with([Recorder()], quick).fit(Model(), loader())
+    assert 8 not in quick.saved
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=7)
+    trainer_with([Recorder(), checkpoint], saving, enable_checkpointing=True).fit(Model(), loader())
+    assert 7 in saving.saved
+
+
+# ---- what goes wrong
+
+
+def test_nan_is_logged_as_it_is():
+    logger, trainer = run(lambda trainer, buffer, loss: buffer.record("train/loss", loss * math.nan), max_steps=2)
+    assert [math.isnan(value) for value in logger.of("train/loss").values()] == [True, True]
+    assert torch.isnan(trainer.callback_metrics["train/loss"])
+
+
+class Broken(Model):
+    """Records in each step, and fails in the seventh after it has."""
+
+    def training_step(self, batch, batch_idx):
+        buffer = MetricBuffer.of(self.trainer)
+        loss = super().training_step(batch, batch_idx)
+        buffer.record("partial", loss)
+        if batch_idx == 6:
+            raise ZeroDivisionError("the original")
+        return loss
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_exception_in_mid_window_loses_nothing(error):
+    class Failing(Broken):
+        def training_step(self, batch, batch_idx):
+            try:
+                return super().training_step(batch, batch_idx)
+            except ZeroDivisionError:
+                raise error from None
+
+    logger = Plain()
+    with pytest.raises(error if error is ZeroDivisionError else SystemExit):
+        trainer_with([Recorder()], logger).fit(Failing(), loader())
+    assert logger.of("train/loss") == {step: loss_of(step) for step in range(6)}
+    assert logger.of("partial") == {step: loss_of(step) for step in range(7)}
+
+
+def test_a_broken_device_does_not_hide_the_original_error(monkeypatch):
+    def give(trainer, buffer, loss):
+        buffer.record("train/loss", loss)
+        if trainer.global_step == 6:
+            monkeypatch.setattr(metric_buffer, "to_host", broken)
+
+    def broken(tensors):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    logger = Plain()
+    with (
+        pytest.warns(UserWarning, match="metrics since the last logged step are lost: RuntimeError: CUDA error"),
+        pytest.raises(ZeroDivisionError, match="the original"),
+    ):
+        trainer_with([Recorder(give)], logger).fit(Broken(), loader())
+    assert list(logger.of("train/loss")) == [0, 1, 2, 3]
+
+
+def test_after_a_failure_the_same_trainer_starts_clean():
+    logger = Plain()
+    trainer = trainer_with([Recorder()], logger)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Broken(), loader())
+    n = len(logger.rows)
+    trainer.fit(Model(), loader())
+    assert all("partial" not in row for _, row in logger.rows[n:])
+
+
+# ---- several ranks
+
+
+def test_after_a_failure_the_next_fit_asks_the_other_ranks_again():
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda values, reduce_op: 2 * values)
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
+    trainer = SimpleNamespace(
+        callbacks=[], checkpoint_callbacks=[], log_every_n_steps=1, world_size=2, strategy=strategy, loggers=[Plain()],
+        callback_metrics={}, logged_metrics={}, fit_loop=loop,
+    )  # fmt: skip
+    buffer = MetricBuffer.of(trainer)
+    buffer.record("a", torch.tensor(1.0), over_ranks="sum")
+    with pytest.warns(UserWarning, match="rank 0 alone"):
+        buffer.on_exception(trainer, None, ZeroDivisionError())
+    assert trainer.callback_metrics["a"] == 1.0
+    assert MetricBuffer.of(trainer) is buffer
+    buffer.record("a", torch.tensor(1.0), over_ranks="sum")
+    buffer._close_step()
+    buffer.flush()
+    assert trainer.callback_metrics["a"] == 2.0
+
+
+class Two(Model):
+    def training_step(self, batch, batch_idx):
+        rank = self.trainer.global_rank
+        buffer = MetricBuffer.of(self.trainer)
+        value = torch.tensor(float(10**rank * (self.trainer.global_step + 1)))
+        buffer.record("alone", value)
+        buffer.record("sum", value, over_ranks="sum")
+        buffer.record("max", value, over_ranks="max")
+        buffer.record("number", 10.0**rank, over_ranks="sum")
+        buffer.record_all(("v0", "v1"), torch.stack([value, -value]), over_ranks="max")
+        # 1 nat and 1 token from rank 0, 10 nats and 3 tokens from rank 1, twice
+        buffer.record_mean("mean", torch.tensor(10.0**rank), 1 + 2 * rank)
+        return super().training_step(batch, batch_idx)
+
+
+def _ranks(rank: int, path: str) -> None:
+    def fit(model, **kwargs):
+        logger = Plain()
+        data = torch.arange(64.0)
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="gloo"), logger=logger,
+            callbacks=[LRMonitor()], enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False, use_distributed_sampler=False, accumulate_grad_batches=2, max_steps=3,
+            log_every_n_steps=2, **kwargs,
+        )  # fmt: skip
+        sampler = DistributedSampler(data, 2, rank, shuffle=False)
+        try:
+            trainer.fit(model, DataLoader(data, batch_size=2, sampler=sampler))
+        except ZeroDivisionError:
+            assert rank == 0
+        return logger, trainer
+
+    logger, trainer = fit(Two())
+    total = [11.0, 22.0, 33.0]
+    assert list(logger.of("sum").values()) == total
+    assert list(logger.of("max").values()) == [10.0, 20.0, 30.0]
+    assert list(logger.of("v0").values()) == [10.0, 20.0, 30.0]
+    assert list(logger.of("v1").values()) == [-1.0, -2.0, -3.0]
+    assert list(logger.of("number").values()) == [11.0] * 3
+    assert list(logger.of("mean").values()) == [22 / 8] * 3
+    assert list(logger.of("alone").values()) == [10.0**rank * i for i in (1, 2, 3)]
+    assert trainer.callback_metrics["sum"] == 33  # on every rank, so that EarlyStopping agrees
+    with open(f"{path}/{rank}", "w") as done:
+        done.write("done")
+
+
+def test_sums_maxima_and_means_over_two_ranks(tmp_path):
+    two_processes.run(_ranks, str(tmp_path))
+    assert {file.name for file in tmp_path.iterdir()} == {"0", "1"}
+
+
+def _fails_alone(rank: int, path: str) -> None:
+    """Rank 0 fails in mid-window; nobody answers a collective any more."""
+
+    class Failing(Two):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 6 and self.trainer.global_rank == 0:
+                raise ZeroDivisionError("rank 0")
+            return loss
+
+    logger = Plain()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="gloo"), logger=logger,
+        callbacks=[LRMonitor()], enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        use_distributed_sampler=False, max_steps=8, log_every_n_steps=4,
+    )  # fmt: skip
+    gone = ZeroDivisionError if rank == 0 else RuntimeError  # rank 1 waits for gradients until rank 0 has left
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(gone):
+            trainer.fit(Failing(), DataLoader(torch.arange(64.0), batch_size=2))
+    if rank == 0:
+        assert list(logger.of("sum")) == list(range(7))
+        assert logger.of("sum")[3] == 44.0
+        assert logger.of("sum")[6] == 7.0
+        assert sum("rank 0 alone" in str(warning.message) for warning in caught) == 1
+        with open(f"{path}/0", "w") as done:
+            done.write("done")
+
+
+def test_a_rank_that_fails_asks_nobody(tmp_path):
+    two_processes.run(_fails_alone, str(tmp_path))
+    assert (tmp_path / "0").is_file()

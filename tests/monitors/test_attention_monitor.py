@@ -1,0 +1,339 @@
+"""Attention logits: the maximum by hand and by brute force, whatever the slices, and the block's own work untouched."""
+
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from monitored import GPT, LLAMA, SHAPE, Decoding, decoding, fit, same_training
+from torch import nn
+from two_processes import run as run_in_two
+
+import lightning_tricks.models.attention as attention
+from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, UpdateMonitor
+from lightning_tricks.models import Decoder, Llama
+from lightning_tricks.models.attention import document_mask, max_logit
+from lightning_tricks.monitors.inside.attention_monitor import offering
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 2, 2, 2]])
+
+
+def test_the_maximum_by_hand_is_over_what_a_query_may_see():
+    # one head of width 4: scale 1/2; queries 1, 2, 3 and keys 10, -20, 30 (times the first unit vector)
+    unit = torch.tensor([1.0, 0, 0, 0])
+    q, k = (torch.tensor(x)[None, None, :, None] * unit for x in ([1.0, 2.0, 3.0], [10.0, -20.0, 30.0]))
+    assert max_logit(q, k) == 45.0  # 3 * 30 / 2
+    assert max_logit(q.flip(2), k) == 15.0  # 3*10, 2*10, 2*-20, 1*10, 1*-20, 1*30: the first, halved
+    assert max_logit(-q[:, :, :1], k[:, :, :1]) == -5.0  # signed
+    alone = document_mask(torch.tensor([[0, 0, 1]]))
+    assert max_logit(torch.tensor([3.0, 1, 1])[None, None, :, None] * unit, k[:, :, [2, 0, 1]], alone) == 45.0
+    assert max_logit(torch.tensor([1.0, 1, 3])[None, None, :, None] * unit, k[:, :, [2, 0, 1]], alone) == 15.0
+
+
+@pytest.mark.parametrize("limit", [1, 2 * 4 * 7 * 2, 2**24], ids=["a_row", "two_rows", "at_once"])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_maximum_is_that_of_all_products_whatever_the_slices(kv_heads, documents, limit, monkeypatch):
+    monkeypatch.setattr(attention, "LOGITS_IN_A_SLICE", limit)
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 7, 8), torch.randn(2, kv_heads, 7, 8)
+    mask = torch.ones(7, 7, dtype=torch.bool).tril() if documents is None else document_mask(documents)
+    for sharpened in range(7):  # the largest product at each place in turn
+        sharp = q.clone()
+        sharp[:, :, sharpened] *= 10
+        logits = sharp @ k.repeat_interleave(4 // kv_heads, dim=1).mT / 8**0.5
+        expected = logits.masked_fill(~mask, -math.inf).max()
+        found = max_logit(sharp, k, None if documents is None else mask)
+        torch.testing.assert_close(found, expected)
+
+
+def test_no_slice_holds_more_than_the_limit(monkeypatch):
+    monkeypatch.setattr(attention, "LOGITS_IN_A_SLICE", 2 * 4 * 16 * 5)
+    sizes = []
+    fill = torch.Tensor.masked_fill
+    monkeypatch.setattr(torch.Tensor, "masked_fill", lambda x, *rest: sizes.append(x.numel()) or fill(x, *rest))
+    max_logit(torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8))
+    assert len(sizes) == 4  # 5 + 5 + 5 + 1 queries
+    assert max(sizes) <= 2 * 4 * 16 * 5
+
+
+def test_a_nan_shows():
+    q = torch.ones(1, 1, 4, 2)
+    q[0, 0, 2, 0] = math.nan
+    assert max_logit(q, torch.ones(1, 1, 4, 2)).isnan()
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT, Llama(**SHAPE, qk_norm=True)], ids=["llama", "gpt2", "qk_norm"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_block_tells_the_maximum_of_what_its_attention_computes(config, documents, monkeypatch):
+    torch.manual_seed(0)
+    decoder = Decoder(config)
+    for block in decoder.blocks:
+        block.attn.q.weight.data.mul_(30)
+    scores, told = [], []
+    real = attention.causal_attention
+
+    def spy(q, k, v, mask):
+        seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril() if mask is None else mask
+        every_head = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        scores.append((q @ every_head.mT / q.shape[3] ** 0.5).masked_fill(~seen, -math.inf).max())
+        return real(q, k, v, mask)
+
+    monkeypatch.setattr(attention, "causal_attention", spy)
+    ids = torch.randint(61, (2, 16))
+    document_ids = torch.arange(16).div(6, rounding_mode="floor").expand(2, 16) if documents else None
+    for block in decoder.blocks:
+        block.register_forward_pre_hook(lambda block, args: told.append(block.max_attention_logit(*args)))
+    decoder(ids, document_ids)
+    torch.testing.assert_close(torch.stack(told), torch.stack(scores))
+    assert scores[0] != scores[1]
+
+
+def test_the_outermost_module_that_offers_it_is_asked():
+    assert list(offering(Decoding())) == ["model.blocks.0", "model.blocks.1"]
+    assert list(offering(Decoding(compiled="wrapped"))) == ["model.blocks.0", "model.blocks.1"]
+    assert list(offering(nn.ModuleList([Decoding().model.blocks[0].attn]))) == ["0"]
+
+
+class Told(Decoding):
+    """Runs its blocks twice a batch, and counts how often they are asked."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.asked = []
+        for place, block in enumerate(self.model.blocks):
+            block.max_attention_logit = lambda x, rope, mask, place=place: self.say(place, x)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + super().training_step(batch, batch_idx)
+
+    def say(self, place, x):
+        assert not torch.is_grad_enabled()
+        self.asked.append(place)
+        return torch.tensor(float(len(self.asked)))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_each_block_is_asked_once_a_log_step_in_its_last_micro_batch(checkpointing):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Told()
+    if checkpointing == "full":  # from outside, so that the backward pass calls the block again
+        model.model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.model.blocks)
+    run = fit(model, AttentionMonitor(), accumulate_grad_batches=3, max_steps=4)
+    assert model.asked == [0, 1, 0, 1]
+    assert [step for step, _ in run.rows] == [1, 3]
+    assert run.of("attention/model.blocks.0/max_logit") == [1.0, 3.0]
+    assert run.of("attention/model.blocks.1/max_logit") == [2.0, 4.0]
+    assert len(run.names()) == 2
+
+
+def test_queries_of_zero_have_a_figure_and_it_is_zero():
+    model = Decoding()
+    for block in model.model.blocks:
+        block.attn.q.weight.data.zero_()
+    assert fit(model, AttentionMonitor(), max_steps=1).rows[0][1] == {
+        "attention/model.blocks.0/max_logit": 0.0,
+        "attention/model.blocks.1/max_logit": 0.0,
+    }
+
+
+def test_a_block_that_did_not_run_has_no_figure():
+    class Skipping(Decoding):
+        def training_step(self, batch, batch_idx):
+            x = self.model.embed(batch)
+            return self.model.blocks[1](x, self.model.positions(16, x.dtype), mask=None).sum()
+
+    assert fit(Skipping(), AttentionMonitor()).names() == {"attention/model.blocks.1/max_logit"}
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"config": GPT}, {"accumulate_grad_batches": 3}, {"checkpointing": "full"},
+    {"checkpointing": "selective", "compiled": "in_place"}, {"compiled": "in_place"}, {"compiled": "wrapped"},
+    {"compiled": "whole"}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"}, {"log_every_n_steps": 0},
+], ids=str)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*records nothing")
+def test_training_is_the_same_with_it(options):
+    torch.compiler.reset()
+    plain = decoding(**options)
+    torch.compiler.reset()
+    watched = decoding(AttentionMonitor(), **options)
+    assert same_training(plain, watched)
+    assert bool(watched.names()) == (options.get("compiled") != "whole" and "log_every_n_steps" not in options)
+
+
+@pytest.mark.parametrize("compiled", ["in_place", "wrapped"])
+def test_compiled_blocks_tell_what_eager_ones_do_and_compile_once(compiled):
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        run = decoding(AttentionMonitor(), ActivationMonitor(), compiled=compiled, max_steps=6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    eager = decoding(AttentionMonitor(), ActivationMonitor(), max_steps=6)
+    assert len(run.rows) == 3
+    for (_, found), (_, expected) in zip(run.rows, eager.rows, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert len(found) == 10
+
+
+def lines_of(run):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run()
+    return result, [str(w.message) for w in caught if "AttentionMonitor" in str(w.message)]
+
+
+def test_a_compiled_whole_gets_one_line_and_one_graph():
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        run, lines = lines_of(lambda: decoding(AttentionMonitor(), compiled="whole", max_steps=6))
+    assert lines == [
+        "AttentionMonitor records nothing: its blocks are inside a model that is compiled as a whole; "
+        "compile each block instead"
+    ]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert run.names() == set()
+
+
+def test_a_model_without_it_gets_one_line():
+    class Plain(Decoding):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Sequential(nn.Embedding(61, 4), nn.Linear(4, 4))
+
+    run, lines = lines_of(lambda: fit(Plain(), AttentionMonitor()))
+    assert lines == ["AttentionMonitor records nothing: no module of Plain has a method max_attention_logit"]
+    assert run.names() == set()
+
+
+def test_the_model_is_left_without_hooks_after_a_fit_and_after_a_failure():
+    class Failing(Decoding):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            raise RuntimeError("out of paper")
+
+    model, failing = Decoding(), Failing()
+    fit(model, AttentionMonitor())
+    with pytest.raises(RuntimeError, match="out of paper"):
+        fit(failing, AttentionMonitor())
+    assert not any(block._forward_pre_hooks for m in (model, failing) for block in m.model.blocks)
+
+
+def fsdp1(rank, folder):
+    from lightning.pytorch.strategies import FSDPStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from lightning_tricks.models.decoder import Block
+
+    class OnCpu(FSDPStrategy):
+        root_device = torch.device("cpu")
+
+        def _setup_model(self, model):
+            self.kwargs.pop("process_group", None)
+            return FullyShardedDataParallel(module=model, device_id=self.root_device, **self.kwargs)
+
+    class SameBatch(Decoding):
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader([torch.arange(32).view(2, 16)] * 8, batch_size=None)
+
+    options = {"devices": 2, "use_distributed_sampler": False}
+    strategies = [OnCpu(auto_wrap_policy={Block}) for _ in range(2)]
+    plain = fit(SameBatch(), strategy=strategies[0], **options)
+    watched = fit(SameBatch(), AttentionMonitor(), UpdateMonitor(), strategy=strategies[1], **options)
+    assert same_training(plain, watched)
+    alone = fit(SameBatch(), AttentionMonitor())
+    assert len(watched.rows) == 2
+    for (_, found), (_, expected) in zip(watched.rows, alone.rows, strict=True):  # and no update: they are flat
+        assert found == pytest.approx(expected, rel=1e-3)
+    Path(folder, f"done{rank}").touch()
+
+
+@pytest.mark.slow
+def test_flat_shards_are_gathered_when_a_block_is_asked(tmp_path):
+    run_in_two(fsdp1, str(tmp_path))
+    assert len(list(tmp_path.glob("done*"))) == 2
+
+
+class Ranks(Decoding):
+    """The ranks see different batches."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch * (1 + 2 * self.global_rank)) % 61, batch_idx)
+
+
+def largest_of_ranks(rank, folder):
+    singles = [torch.load(Path(folder, f"{seen}.pt")) for seen in (0, 1)]
+    run = fit(Ranks(), AttentionMonitor(), devices=2, strategy="ddp", use_distributed_sampler=False, max_steps=1)
+    for name, value in run.rows[0][1].items():
+        assert value == pytest.approx(max(single[name] for single in singles), rel=1e-5)
+        assert singles[0][name] != singles[1][name]
+    Path(folder, f"done{rank}").touch()
+
+
+@pytest.mark.slow
+def test_ranks_give_their_largest(tmp_path):
+    for seen in (0, 1):
+        model = Ranks()
+        type(model).global_rank = property(lambda self, seen=seen: seen)
+        torch.save(fit(model, AttentionMonitor(), max_steps=1).rows[0][1], tmp_path / f"{seen}.pt")
+    del Ranks.global_rank
+    run_in_two(largest_of_ranks, str(tmp_path))
+    assert len(list(tmp_path.glob("done*"))) == 2
+
+
+def sharded(rank, folder):
+    from monitored import Memory
+    from torch.distributed.tensor import DTensor
+
+    from lightning_tricks.language_model import LanguageModel
+    from lightning_tricks.strategies import FSDP2Strategy
+
+    ids = torch.arange(2 * 16).view(2, 16)
+    batches = [{"input_ids": ids, "labels": ids}] * 4
+    found = {}
+    for compiled in (False, True):
+        for watched in (False, True):
+            torch.compiler.reset()
+            torch.manual_seed(0)
+            model = LanguageModel(LLAMA, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2))
+            if compiled:
+                configure = model.configure_model
+
+                def compiling(model=model, configure=configure):
+                    configure()
+                    for block in model.decoder.blocks:
+                        block.compile(backend="aot_eager")
+
+                model.configure_model = compiling
+            monitors = [AttentionMonitor(), ActivationMonitor()] if watched else []
+            strategy = FSDP2Strategy()
+            loader = torch.utils.data.DataLoader(batches, batch_size=None)
+            run = fit(model, *monitors, data=loader, devices=2, strategy=strategy, logger=Memory(), max_steps=3,
+                      log_every_n_steps=1)  # fmt: skip
+            weights = [p.to_local() if isinstance(p, DTensor) else p for p in run.weights]
+            found[compiled, watched] = (run.trainer.loggers[0].rows, weights)
+    for compiled in (False, True):
+        (_, plain), (rows, weights) = found[compiled, False], found[compiled, True]
+        assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True)), compiled
+        assert len([name for _, row in rows for name in row if "max_logit" in name]) == 6
+        for (_, row), (_, expected) in zip(rows, torch.load(Path(folder, "alone.pt")), strict=True):
+            own = {name: value for name, value in row.items() if name in expected}
+            assert own == pytest.approx(expected, rel=1e-3), compiled
+    Path(folder, f"done{rank}").touch()
+
+
+@pytest.mark.slow
+def test_shards_tell_what_one_process_tells_eager_and_compiled_and_train_the_same(tmp_path):
+    from lightning_tricks.language_model import LanguageModel
+
+    ids = torch.arange(2 * 16).view(2, 16)
+    torch.manual_seed(0)
+    model = LanguageModel(LLAMA, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2))
+    loader = torch.utils.data.DataLoader([{"input_ids": ids, "labels": ids}] * 4, batch_size=None)
+    run = fit(model, AttentionMonitor(), ActivationMonitor(), data=loader, max_steps=3, log_every_n_steps=1)
+    own = [(step, {n: v for n, v in row.items() if n.startswith(("att", "act"))}) for step, row in run.rows]
+    torch.save(own, tmp_path / "alone.pt")
+    run_in_two(sharded, str(tmp_path))
+    assert len(list(tmp_path.glob("done*"))) == 2

@@ -1,0 +1,247 @@
+"""Which modules count as a model's blocks, and that watching them stays outside of compiled graphs."""
+
+import pytest
+import torch
+import transformers
+from monitored import LLAMA
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import find_blocks, match_modules, named_submodules, repeated_blocks
+from lightning_tricks.models import Decoder
+from lightning_tricks.monitors._module_calls import after_calls, before_calls, in_sight
+
+
+class Layer(nn.Module):
+    """A block with three experts: a list inside a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x):
+        return self.experts[0](x)
+
+
+def model(**parts: nn.Module) -> nn.Module:
+    root = nn.Module()
+    for name, part in parts.items():
+        root.add_module(name, part)
+    return root
+
+
+def layers(count: int) -> nn.ModuleList:
+    return nn.ModuleList(Layer() for _ in range(count))
+
+
+def test_blocks_of_a_decoder_are_its_blocks():
+    assert list(find_blocks(model(net=Decoder(LLAMA)))) == ["net.blocks.0", "net.blocks.1"]
+
+
+def test_a_list_inside_a_block_is_not_a_list_of_blocks():
+    assert list(find_blocks(model(layers=layers(2)))) == ["layers.0", "layers.1"]
+
+
+def test_every_list_of_blocks_counts_and_a_longer_one_of_single_layers_does_not():
+    linears = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
+    both = model(head=linears, encoder=layers(2), decoder=layers(2))
+    assert list(find_blocks(both)) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+    assert list(find_blocks(model(head=linears))) == [f"head.{place}" for place in range(6)]
+
+
+class Stage(nn.Module):
+    """A level of a U-Net: two blocks of one width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(2))
+
+
+def test_stages_of_different_widths_are_not_repeated_but_their_blocks_are():
+    net = model(down=nn.ModuleList([Stage(2), Stage(4), Stage(8)]), up=nn.ModuleList([Stage(6), Stage(3)]))
+    places = [f"down.{stage}.blocks" for stage in range(3)] + [f"up.{stage}.blocks" for stage in range(2)]
+    assert list(find_blocks(net)) == [f"{place}.{block}" for place in places for block in range(2)]
+
+
+def test_a_block_may_have_parameters_more_than_the_others():
+    first, second = layers(2)
+    first.norm = nn.LayerNorm(2)  # such as the first block of T5, which has the table of relative positions
+    assert list(find_blocks(model(layers=nn.ModuleList([first, second])))) == ["layers.0", "layers.1"]
+
+
+@pytest.mark.parametrize("unknown", ["lazy", "flat"])
+def test_parameters_of_unknown_shape_count_as_alike(unknown):
+    members = [nn.Linear(2, 2), nn.Linear(2, 3)] if unknown == "flat" else [nn.LazyLinear(2), nn.LazyLinear(3)]
+    for member in members:
+        for param in member.parameters():
+            param._fsdp_flattened = unknown == "flat"
+    assert list(find_blocks(model(layers=nn.ModuleList(members)))) == ["layers.0", "layers.1"]
+
+
+SMALL = {"vocab_size": 64, "d_model": 32}
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+HALVES = {
+    **SMALL, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+}  # fmt: skip
+# Each model with the lists that hold its blocks.
+MODELS = {
+    "torch": (lambda hf: nn.Transformer(32, 2, 2, 2, 64, batch_first=True), ["encoder.layers", "decoder.layers"]),
+    "t5": (
+        lambda hf: hf.T5Model(hf.T5Config(**SMALL, d_kv=16, d_ff=64, num_layers=2, num_heads=2)),
+        ["encoder.block", "decoder.block"],
+    ),
+    "whisper": (
+        lambda hf: hf.WhisperModel(hf.WhisperConfig(**HALVES, pad_token_id=0, max_source_positions=16)),
+        ["encoder.layers", "decoder.layers"],
+    ),
+    "vit": (lambda hf: hf.ViTModel(hf.ViTConfig(**WIDTHS, image_size=8, patch_size=4)), ["layers"]),
+    "mixtral": (
+        lambda hf: hf.MixtralModel(
+            hf.MixtralConfig(**WIDTHS, vocab_size=64, num_key_value_heads=2, num_local_experts=4)
+        ),
+        ["layers"],
+    ),
+    "swin": (
+        lambda hf: hf.SwinModel(
+            hf.SwinConfig(embed_dim=8, depths=[2, 2, 2], num_heads=[1, 2, 4], image_size=32, window_size=2)
+        ),
+        [f"encoder.layers.{stage}.blocks" for stage in range(3)],
+    ),
+    "resnet": (
+        lambda hf: hf.ResNetModel(hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2])),
+        [f"encoder.stages.{stage}.layers" for stage in range(2)],
+    ),
+    "mlp": (lambda hf: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), []),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_of_models_we_did_not_write(name):
+    build, lists = MODELS[name]
+    with torch.device("meta"):
+        root = build(transformers)
+    assert list(repeated_blocks(root)) == [f"{path}.{place}" for path in lists for place in range(2)]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"one": nn.ModuleList([nn.Linear(2, 2)])},
+        {"mixed": nn.Sequential(nn.Linear(2, 2), nn.Tanh())},
+        {"metrics": nn.ModuleList([nn.Tanh(), nn.Tanh()])},
+    ],
+    ids=["one_member", "two_classes", "no_parameters"],
+)
+def test_no_list_of_blocks(parts):
+    blocks = find_blocks(model(embed=nn.Embedding(2, 2), **parts))
+    assert "embed" in blocks
+    assert not any(name.startswith("metrics") for name in blocks)
+
+
+def test_without_repeated_blocks_the_parts_count_at_the_first_fork():
+    net = model(net=model(first=nn.Linear(2, 2), act=nn.Tanh(), second=nn.Linear(2, 2)), loss=nn.MSELoss())
+    assert list(find_blocks(net)) == ["net.first", "net.second"]
+
+
+def test_a_lone_layer_is_its_own_part_and_an_empty_module_has_none():
+    assert list(find_blocks(model(layer=nn.Linear(2, 2)))) == ["layer"]
+    assert find_blocks(nn.Module()) == {}
+
+
+def test_wrappers_do_not_change_names_and_stand_for_what_they_wrap():
+    wrapped = nn.ModuleList([checkpoint_wrapper(Layer()), torch.compile(Layer(), backend="eager")])
+    blocks = find_blocks(model(layers=wrapped))
+    assert list(blocks) == ["layers.0", "layers.1"]
+    assert list(blocks.values()) == list(wrapped)
+    parts = find_blocks(torch.compile(model(first=nn.Linear(2, 2), second=nn.Linear(2, 2)), backend="eager"))
+    assert list(parts) == ["first", "second"]
+    assert "layers.0.experts.2" in named_submodules(model(layers=wrapped))
+
+
+def test_patterns_match_whole_names():
+    root = model(net=Decoder(LLAMA))
+    assert list(match_modules(root, [r"net\.blocks\.\d"], "o")) == ["net.blocks.0", "net.blocks.1"]
+    assert list(match_modules(root, ["net.blocks.1.mlp", "net.embed"], "o")) == ["net.embed", "net.blocks.1.mlp"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("blocks", r"o: pattern 'blocks' matches no submodule: give whole names such as net\.blocks\.0"),
+        ("(", r"o: pattern '\(' is no regular expression: missing \)"),
+    ],
+)
+def test_a_pattern_that_finds_nothing_is_an_error(pattern, message):
+    with pytest.raises(UsageError, match=message):
+        match_modules(model(net=Decoder(LLAMA)), ["net", pattern], "o")
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["before_undone_first", "after_undone_first"])
+@pytest.mark.parametrize("compiled", ["no", "in_place", "wrapped"])
+def test_each_call_is_seen_with_its_arguments_and_output_until_undone(compiled, first):
+    torch.compiler.reset()
+    layer, seen = nn.Linear(1, 1), []
+    if compiled == "in_place":
+        layer.compile(backend="eager")
+    elif compiled == "wrapped":
+        layer = torch.compile(layer, backend="eager")
+    undo = [
+        before_calls(layer, lambda args, kwargs: seen.append(("in", args, kwargs))),
+        after_calls(layer, lambda output: seen.append(("out", output))),
+    ]
+    compiled_call = layer._compiled_call_impl
+    x = torch.ones(1, 1)
+    y = layer(x)
+    layer(input=x)
+    assert [entry[0] for entry in seen] == ["in", "out", "in", "out"]
+    assert seen[0][1] == (x,)
+    assert seen[2][2] == {"input": x}
+    assert seen[1][1] is y
+    undo[first]()
+    layer(x)
+    assert [entry[0] for entry in seen[4:]] == ["out" if first == 0 else "in"]
+    assert layer._compiled_call_impl is compiled_call
+    undo[1 - first]()
+    layer(x)
+    assert len(seen) == 5
+    assert not layer._forward_hooks
+    assert not layer._forward_pre_hooks
+    assert type(layer._compiled_call_impl).__name__ != "_CompiledCall"
+
+
+def test_a_module_that_is_compiled_anew_while_it_is_watched_stays_so():
+    layer, anew = nn.Linear(1, 1), lambda *_: "compiled anew"
+    layer.compile(backend="eager")
+    undo = before_calls(layer, lambda args, kwargs: None)
+    layer._compiled_call_impl = anew
+    undo()
+    assert layer._compiled_call_impl is anew
+
+
+def test_what_is_inside_a_compiled_module_is_out_of_sight():
+    def names(root):
+        return list(in_sight(root, find_blocks(root)))
+
+    assert names(model(net=Decoder(LLAMA))) == ["net.blocks.0", "net.blocks.1"]
+    assert names(model(net=torch.compile(Decoder(LLAMA), backend="eager"))) == []
+    assert names(torch.compile(model(net=Decoder(LLAMA)), backend="eager")) == []
+    in_place = model(net=Decoder(LLAMA), other=nn.Linear(2, 2))
+    in_place.other.compile(backend="eager")
+    in_place.net.blocks[0].compile(backend="eager")
+    assert names(in_place) == ["net.blocks.0", "net.blocks.1"]
+    in_place.net.compile(backend="eager")
+    assert names(in_place) == []
+
+
+def test_nothing_is_seen_inside_a_compiled_whole_whose_graph_stays_whole():
+    torch.compiler.reset()
+    inner, seen = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), []
+    for layer in inner:
+        before_calls(layer, lambda args, kwargs: seen.append(args))
+        after_calls(layer, seen.append)
+    inner[1].compile(backend="eager")
+    after_calls(inner[1], seen.append)
+    torch.compile(inner, backend="eager", fullgraph=True)(torch.ones(1, 1))
+    assert seen == []

@@ -1,0 +1,396 @@
+"""The logged norm: every step's own, before the clip, of the whole gradient, however it is accumulated or sharded."""
+
+import copy
+import json
+import math
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from two_processes import run
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks import GradNormMonitor
+from lightning_tricks.mixins import GradientClippingMixin
+from lightning_tricks.monitors.grad_norm.grad_norm_monitor import interval_figures
+from lightning_tricks.monitors.grad_norm.optimizer_norms import parameters_by_block
+
+
+class Kept(Logger):
+    """Keeps what it is given."""
+
+    name, version = "kept", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = {}
+
+    def log_metrics(self, metrics, step):
+        self.rows.setdefault(step, {}).update(metrics)
+
+    def log_hyperparams(self, *_):
+        pass
+
+    def series(self, name):
+        return {step: row[name] for step, row in self.rows.items() if name in row}
+
+
+class Net(pl.LightningModule):
+    """A small residual network whose gradients differ much from step to step."""
+
+    def __init__(self, optimizer=torch.optim.SGD, **kwargs):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8)) for _ in range(3))
+        self.head = nn.Linear(8, 1)
+        self.optimizer_class, self.kwargs = optimizer, kwargs
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return (self(x) - y).square().mean()
+
+    def configure_optimizers(self):
+        return self.optimizer_class(self.parameters(), **{"lr": 0.05, **self.kwargs})
+
+
+class Clipping(GradientClippingMixin, Net):
+    pass
+
+
+class Sharded(Net):
+    def configure_model(self):
+        for part in (*self.blocks, self):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+class Reference(pl.Callback):
+    """torch's norm of the gradients just before the clip, step by step."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        gradients = [p.grad.clone() for p in pl_module.parameters() if p.grad is not None]
+        self.norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+
+def data(batch_size, rank=None):
+    """Sixteen batches of four; on a rank of two, its half of each."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 6, generator=generator) * torch.linspace(0.1, 2, 64)[:, None]
+    rows = TensorDataset(x, x.sum(-1, keepdim=True) ** 2)
+    sampler = None if rank is None else DistributedSampler(rows, num_replicas=2, rank=rank, shuffle=False)
+    return DataLoader(rows, batch_size=batch_size, sampler=sampler)
+
+
+def fit(model, *callbacks, batch_size=4, rank=None, **kwargs):
+    """The Trainer, its logger, and the weights after six steps."""
+    logger = Kept()
+    options = {"max_steps": 6, "log_every_n_steps": 4, "accelerator": "cpu", "devices": 1, **kwargs}
+    trainer = pl.Trainer(
+        logger=logger, callbacks=list(callbacks), enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(model, data(batch_size, rank))
+    return trainer, logger, [p.detach().clone() for p in model.parameters()]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+CLIPS = [
+    {"gradient_clip_val": 0.5},
+    {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    {"gradient_clip_val": None},
+]
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("clip", CLIPS, ids=["norm", "value", "none"])
+@pytest.mark.parametrize("kind", [Net, Clipping])
+def test_every_steps_norm_is_torchs_before_the_clip(kind, clip, accumulate):
+    reference = Reference()
+    options = {**clip, "accumulate_grad_batches": accumulate, "max_steps": 4}
+    _, logger, _ = fit(kind(), reference, GradNormMonitor(), **options)
+    assert logger.series("train/grad_norm") == dict(enumerate(reference.norms))
+    assert len(set(reference.norms)) == 4  # a stale value would repeat
+    assert all(norm > 0.5 for norm in reference.norms)
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=["norm", "value", "none"])
+@pytest.mark.parametrize("per", [None, "block", "group"])
+def test_training_is_bitwise_unchanged(clip, per):
+    _, _, weights = fit(Net(), GradNormMonitor(per=per), **clip)
+    assert same(weights, fit(Net(), **clip)[2])
+
+
+def test_the_clip_gets_the_norm_and_needs_no_second_pass():
+    real = torch.nn.utils.get_total_norm
+    measuring, clipping = (
+        patch("torch.nn.utils.get_total_norm", side_effect=real),
+        patch("torch.nn.utils.clip_grad_norm_"),
+    )
+    with measuring as measured, clipping as lightnings:
+        fit(Net(), GradNormMonitor(), gradient_clip_val=0.5)
+    assert measured.call_count == 6
+    lightnings.assert_not_called()
+
+
+def test_what_the_interval_says_together():
+    assert interval_figures([1.0, 3.0, 2.0, 0.5], 1.5) == {
+        "train/nonfinite_grad_norms": 0.0,
+        "train/clipped_fraction": 0.5,
+    }
+    nan, inf = math.nan, math.inf
+    assert interval_figures([nan, inf, 2.0], 1.5) == {"train/nonfinite_grad_norms": 2.0, "train/clipped_fraction": 1.0}
+    assert interval_figures([nan], 1.5) == {"train/nonfinite_grad_norms": 1.0}
+    assert interval_figures([2.0], None) == {"train/nonfinite_grad_norms": 0.0}
+
+
+@pytest.mark.parametrize("kind", [Net, Clipping])
+def test_the_fraction_of_clipped_steps_belongs_to_its_interval(kind):
+    _, logger, _ = fit(kind(), GradNormMonitor(), gradient_clip_val=1.0)
+    norms = logger.series("train/grad_norm")
+    share = lambda steps: sum(norms[step] > 1.0 for step in steps) / len(steps)  # noqa: E731
+    assert logger.series("train/clipped_fraction") == {3: share(range(4)), 5: share((4, 5))}
+
+
+@pytest.mark.parametrize("kind", [Net, Clipping])
+@pytest.mark.parametrize("clip", [CLIPS[1], CLIPS[2]], ids=["value", "none"])
+def test_without_a_clip_by_norm_no_fraction_is_claimed(kind, clip):
+    _, logger, _ = fit(kind(), GradNormMonitor(), **clip)
+    assert not logger.series("train/clipped_fraction")
+    assert logger.series("train/nonfinite_grad_norms") == {3: 0.0, 5: 0.0}
+
+
+def test_a_step_with_a_nan_is_counted_and_logged():
+    class Poisoned(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (math.nan if batch_idx == 5 else 1.0)
+
+    _, logger, _ = fit(Poisoned(), GradNormMonitor(), gradient_clip_val=1.0)
+    assert math.isnan(logger.series("train/grad_norm")[5])
+    assert logger.series("train/nonfinite_grad_norms") == {3: 0.0, 5: 1.0}
+
+
+def fp16(scale):
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3))
+
+
+@pytest.mark.parametrize("clip", [{"gradient_clip_val": 0.5}, {}], ids=["clip", "free"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_under_fp16_the_norm_is_that_of_unscaled_gradients(optimizer, clip):
+    reference = Reference()  # Lightning has unscaled by then
+    _, logger, weights = fit(Net(optimizer, lr=1e-3), reference, GradNormMonitor(), plugins=[fp16(16.0)], **clip)
+    assert logger.series("train/grad_norm") == dict(enumerate(reference.norms))
+    assert same(weights, fit(Net(optimizer, lr=1e-3), plugins=[fp16(16.0)], **clip)[2])
+
+
+def test_under_fp16_with_a_fused_optimizer_which_unscales_in_its_step():
+    kwargs = {"optimizer": torch.optim.AdamW, "fused": True, "lr": 0.0}
+    _, logger, _ = fit(Net(**kwargs), GradNormMonitor(per="block"), plugins=[fp16(16.0)])
+    _, plain, _ = fit(Net(**kwargs), GradNormMonitor(per="block"), plugins=[fp16(1.0)])
+    for name in ("train/grad_norm", "grad_norms/head"):
+        assert plain.series(name)
+        assert logger.series(name) == pytest.approx(plain.series(name), rel=2e-3)  # fp16's ten bits, not 16
+
+
+def test_blocks_and_groups_are_named_and_make_up_the_whole():
+    class Grouped(Net):
+        def configure_optimizers(self):
+            matrices = [p for p in self.parameters() if p.dim() > 1]
+            rest = [p for p in self.parameters() if p.dim() < 2]
+            return torch.optim.SGD([{"params": matrices, "name": "decay"}, {"params": rest}], lr=0.05)
+
+    for per, names in (("block", ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]), ("group", ["decay", "1"])):
+        _, logger, _ = fit(Grouped(), GradNormMonitor(per=per), gradient_clip_val=0.5)
+        for step in (3, 5):
+            parts = {name: norm for name, norm in logger.rows[step].items() if name.startswith("grad_norms/")}
+            assert list(parts) == [f"grad_norms/{name}" for name in names]
+            assert math.hypot(*parts.values()) == pytest.approx(logger.rows[step]["train/grad_norm"], rel=1e-6)
+        assert not any(name.startswith("grad_norms/") for name in logger.rows[4])  # on log steps only
+
+
+def test_a_module_with_a_clip_of_its_own_keeps_it():
+    class Own(Net):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+            for parameter in self.parameters():  # so that the norm from before would be the wrong one to clip with
+                parameter.grad.mul_(0.5)
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    class ByHand(Net):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+            for parameter in self.parameters():
+                parameter.grad.clamp_(-1e-3, 1e-3)
+
+    for kind in (Own, ByHand):
+        reference = Reference()
+        _, logger, weights = fit(kind(), reference, GradNormMonitor(), gradient_clip_val=0.2)
+        assert logger.series("train/grad_norm") == dict(enumerate(reference.norms))
+        assert same(weights, fit(kind(), gradient_clip_val=0.2)[2])
+
+
+class Adversaries(Net):
+    """Two optimizers in manual optimization; one clips through Lightning, the other does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.seen = {0: [], 1: []}
+
+    def training_step(self, batch, batch_idx):
+        for index, (optimizer, part) in enumerate(zip(self.optimizers(), (self.blocks, self.head), strict=True)):
+            optimizer.zero_grad()
+            self.manual_backward(Net.training_step(self, batch, batch_idx))
+            self.seen[index].append(torch.nn.utils.get_total_norm([p.grad for p in part.parameters()]).item())
+            if index == 0:
+                self.clip_gradients(optimizer, 0.01, "norm")
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.blocks, self.head)]
+
+
+def test_several_optimizers_in_manual_optimization_have_a_norm_each():
+    model = Adversaries()
+    _, logger, weights = fit(model, GradNormMonitor(per="group"), max_steps=12)
+    for index in (0, 1):
+        assert logger.series(f"train/grad_norm/{index}") == dict(enumerate(model.seen[index]))
+    assert list(logger.series("grad_norms/1/0")) == [3]
+    assert not logger.series("train/grad_norm")
+    assert same(weights, fit(Adversaries(), max_steps=12)[2])
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_in_manual_optimization_what_is_still_scaled_is_logged_unscaled(clips):
+    class Manual(Net):
+        def __init__(self):
+            super().__init__(torch.optim.AdamW, lr=0.0, fused=not clips)  # a fused one unscales in its step
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            if clips:
+                self.clip_gradients(optimizer, 1e9, "norm")
+            optimizer.step()
+
+    _, logger, _ = fit(Manual(), GradNormMonitor(), plugins=[fp16(16.0)])
+    _, plain, _ = fit(Manual(), GradNormMonitor(), plugins=[fp16(1.0)])
+    assert logger.series("train/grad_norm") == pytest.approx(plain.series("train/grad_norm"), rel=2e-3)
+
+
+def test_a_compiled_block_keeps_its_name():
+    model = Net()
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    parts = parameters_by_block(model, model.parameters())
+    assert list(parts) == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert [len(part) for part in parts.values()] == [2, 4, 4, 4, 2]
+
+
+def test_a_copy_of_the_watched_module_copies_no_trainer():
+    class Copies(Net):
+        def on_train_batch_end(self, *_):
+            trainer, self._trainer = self._trainer, None
+            copied = copy.deepcopy(self)
+            self._trainer = trainer
+            assert copied._trainer is None
+
+    fit(Copies(), GradNormMonitor(), max_steps=1)
+
+
+def test_deepspeeds_norm_is_its_engines():
+    monitor = GradNormMonitor()
+    strategy = type("DeepSpeedStrategy", (), {})()
+    strategy.deepspeed_engine = SimpleNamespace(get_global_grad_norm=lambda: 2.5)
+    trainer = SimpleNamespace(
+        strategy=strategy,
+        optimizers=[object()],
+        gradient_clip_val=1.0,
+        fit_loop=SimpleNamespace(_should_accumulate=bool),
+    )
+    trainer.optimizers[0] = SimpleNamespace()
+    recorded = {}
+    monitor._buffer = SimpleNamespace(record=lambda name, value: recorded.update({name: value}))
+    model = Net()
+    monitor.on_train_start(trainer, model)
+    assert "configure_gradient_clipping" not in vars(model)
+    monitor.on_train_batch_end(trainer, model, None, None, 0)
+    assert recorded == {"train/grad_norm": 2.5}
+    assert monitor._clip_val == 1.0
+
+
+@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
+def test_parts_are_refused_where_no_parameter_is_whole(name):
+    trainer = SimpleNamespace(strategy=type(name, (), {})())
+    with pytest.raises(UsageError, match=rf"^GradNormMonitor: per='block' under {name}[^\n]*$"):
+        GradNormMonitor(per="block").on_train_start(trainer, Net())
+
+
+def test_an_unknown_kind_of_part_is_refused():
+    with pytest.raises(UsageError, match="per='layer': give one of block, group, or none"):
+        GradNormMonitor(per="layer")
+
+
+class Fsdp1OnCpu(FSDPStrategy):
+    """Lightning's FSDP1 wants a GPU to name as its device."""
+
+    def __init__(self):
+        super().__init__(process_group_backend="gloo")
+
+    def _setup_model(self, model):
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+STRATEGIES = {
+    "ddp": (Net, lambda: DDPStrategy(process_group_backend="gloo")),
+    "fsdp2": (Sharded, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)),
+    "fsdp1": (Net, Fsdp1OnCpu),
+    "fsdp1_mixin": (Clipping, Fsdp1OnCpu),
+}
+
+
+def norms_of_a_rank(rank, kind, clip, accumulate, folder):
+    model, strategy = STRATEGIES[kind]
+    per = "block" if kind == "fsdp2" else None
+    _, logger, _ = fit(
+        model(), GradNormMonitor(per=per), batch_size=2, rank=rank, devices=2, strategy=strategy(), max_steps=4,
+        accumulate_grad_batches=accumulate, use_distributed_sampler=False, **clip,
+    )  # fmt: skip
+    if rank == 0:
+        (folder / "rows.json").write_text(json.dumps(logger.rows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("clip", [CLIPS[0], CLIPS[2]], ids=["norm", "none"])
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_two_processes_log_the_norms_of_one(kind, clip, accumulate, tmp_path):
+    run(norms_of_a_rank, kind, clip, accumulate, tmp_path)
+    rows = {int(step): row for step, row in json.loads((tmp_path / "rows.json").read_text()).items()}
+    reference = Reference()
+    fit(Net(), reference, max_steps=4, accumulate_grad_batches=accumulate, **clip)
+    norms = [rows[step]["train/grad_norm"] for step in range(4)]
+    rel = 1e-6 if clip.get("gradient_clip_val") else 1e-5  # without a clip this run grows, and its rounding with it
+    assert norms == pytest.approx(reference.norms, rel=rel)
+    if kind == "fsdp2":
+        parts = [norm for name, norm in rows[3].items() if name.startswith("grad_norms/")]
+        assert len(parts) == 5
+        assert math.hypot(*parts) == pytest.approx(norms[3], rel=1e-6)

@@ -1,0 +1,124 @@
+"""Memory: the right counter under the right name, in GiB, on log steps only, the largest of the ranks."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from monitored import decoding, fit, same_training
+from two_processes import run as run_in_two
+
+from lightning_tricks.callbacks import MemoryMonitor
+from lightning_tricks.monitors import memory_monitor
+from lightning_tricks.monitors.memory_monitor import GIB, device_memory, process_memory
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """torch's CUDA counters, in hand: 1 GiB now, 2 reserved, a peak of 8 until it is reset, 3 retries."""
+    calls = []
+    stats = {
+        "allocated_bytes.all.current": GIB,
+        "allocated_bytes.all.peak": 8 * GIB,
+        "reserved_bytes.all.current": 2 * GIB,
+        "reserved_bytes.all.peak": 16 * GIB,
+        "num_alloc_retries": 3,
+    }
+
+    def reset(device):
+        calls.append(device)
+        stats["allocated_bytes.all.peak"] = 4 * GIB
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(stats))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    return calls
+
+
+def test_reads_the_allocator_in_gib_and_starts_a_new_peak(allocator):
+    device = torch.device("cuda", 1)
+    found = device_memory(device)
+    assert found == {
+        "memory/allocated_gib": 1.0,
+        "memory/reserved_gib": 2.0,
+        "memory/peak_allocated_gib": 8.0,
+        "memory/allocation_retries": 3,
+    }
+    assert allocator == [device]
+    assert device_memory(device)["memory/peak_allocated_gib"] == 4.0
+
+
+def test_an_allocator_that_was_never_used_holds_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    assert set(device_memory(torch.device("cuda")).values()) == {0}
+
+
+def test_on_cuda_each_log_step_has_the_peak_since_the_one_before(allocator, monkeypatch):
+    class OnCuda(MemoryMonitor):
+        def on_train_batch_end(self, trainer, *args):
+            with monkeypatch.context() as patch:
+                patch.setattr(type(trainer.strategy), "root_device", torch.device("cuda", 0))
+                super().on_train_batch_end(trainer, *args)
+
+    run = decoding(OnCuda(), accumulate_grad_batches=2, max_steps=4)
+    assert run.of("memory/peak_allocated_gib") == [8.0, 4.0]
+    assert run.of("memory/allocation_retries") == [3.0, 3.0]
+    assert [step for step, _ in run.rows] == [1, 3]
+    assert len(allocator) == 2
+    assert not any("rss" in name for name in run.names())
+
+
+def test_the_process_is_as_large_as_the_kernel_says(monkeypatch, tmp_path):
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nVmPeak:\t 9437184 kB\nVmHWM:\t 3145728 kB\nVmRSS:\t 1048576 kB\nThreads:\t4\n")
+    monkeypatch.setattr(memory_monitor, "_STATUS", status)
+    assert process_memory() == {"memory/rss_gib": 1.0, "memory/peak_rss_gib": 3.0}
+
+
+@pytest.mark.parametrize(("platform", "counted"), [("darwin", 2 * GIB), ("freebsd", 2 * GIB // 1024)])
+def test_without_proc_the_peak_remains(monkeypatch, platform, counted):
+    import resource
+
+    monkeypatch.setattr(memory_monitor, "_STATUS", Path("/nowhere"))
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: type("Usage", (), {"ru_maxrss": counted}))
+    assert process_memory() == {"memory/peak_rss_gib": 2.0}
+
+
+def test_a_system_that_tells_nothing_gets_no_figure(monkeypatch):
+    monkeypatch.setattr(memory_monitor, "_STATUS", Path("/nowhere"))
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert process_memory() == {}
+    assert decoding(MemoryMonitor()).names() == set()
+
+
+def test_half_a_gib_more_shows_as_half_a_gib():
+    before = process_memory()
+    block = torch.ones(2**27)  # fp32: 512 MiB, touched
+    after = process_memory()
+    grown = after["memory/rss_gib"] - before["memory/rss_gib"]
+    assert 0.45 < grown < 0.55
+    assert after["memory/peak_rss_gib"] >= after["memory/rss_gib"] - 0.01
+    del block
+
+
+def test_training_is_the_same_with_it():
+    assert same_training(decoding(), decoding(MemoryMonitor()))
+
+
+def largest_of_ranks(rank, folder):
+    import lightning_tricks.monitors.memory_monitor as module
+
+    module.process_memory = lambda: {"memory/rss_gib": 1.0 + rank, "memory/peak_rss_gib": 5.0 - rank}
+    from monitored import Decoding
+
+    run = fit(Decoding(), MemoryMonitor(), devices=2, strategy="ddp")
+    assert run.of("memory/rss_gib") == [2.0, 2.0]
+    assert run.of("memory/peak_rss_gib") == [5.0, 5.0]
+    Path(folder, str(rank)).touch()
+
+
+@pytest.mark.slow
+def test_ranks_give_their_largest(tmp_path):
+    run_in_two(largest_of_ranks, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 2

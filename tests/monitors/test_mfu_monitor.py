@@ -1,0 +1,918 @@
+"""Throughput: rates worked out by hand with a clock of our own, for any batch and module, and no trace left."""
+
+import contextlib
+import dataclasses
+import random
+import warnings
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import two_processes
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_tricks import LanguageModel, Llama
+from lightning_tricks._errors import UsageError
+from lightning_tricks.accounting import recompute_flops_per_token, training_flops_per_token
+from lightning_tricks.callbacks import MetricBuffer, MFUMonitor
+from lightning_tricks.metrics import metric_buffer
+from lightning_tricks.monitors.mfu import device_peak, mfu_monitor, stopwatch
+from lightning_tricks.monitors.mfu.batch import samples_in, tensors_of, token_shape, tokens_in
+from lightning_tricks.monitors.mfu.stopwatch import Stopwatch
+
+PREFIX = "throughput/"
+
+
+class Clock:
+    """Stands still unless somebody lets time pass."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def forget_the_peak():
+    device_peak._cpu_peak.cache_clear()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(stopwatch, "clock", clock)
+    return clock
+
+
+class Net(pl.LightningModule):
+    """One Linear(4, 4); a step takes `step_seconds` of the clock, a validation batch 7 seconds."""
+
+    def __init__(self, clock=None, step_seconds=2.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.clock, self.step_seconds = clock, step_seconds
+
+    def rows(self, batch):
+        return batch if isinstance(batch, torch.Tensor) else next(tensor for _, tensor in tensors_of(batch))
+
+    def training_step(self, batch, batch_idx):
+        if self.clock is not None:
+            self.clock.now += self.step_seconds
+        return self.layer(self.rows(batch).float().reshape(-1, 4)).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        if self.clock is not None:
+            self.clock.now += 7.0
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Log(pl.loggers.logger.Logger):
+    """Keeps what it is given: {step: values}."""
+
+    name, version = "log", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.setdefault(step, {}).update(metrics)
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def series(self, name):
+        return {step: values[PREFIX + name] for step, values in self.rows.items() if PREFIX + name in values}
+
+
+IDS = torch.ones(64, 8, dtype=torch.long)
+
+
+def run(module, monitor=None, data=IDS, batch_size=2, callbacks=(), **kwargs):
+    options = {
+        "max_steps": 6, "log_every_n_steps": 2, "enable_checkpointing": False, "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+    }  # fmt: skip
+    log = Log()
+    monitor = monitor or MFUMonitor(flops_per_token=10.0, peak_flops=1000.0)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=log, enable_model_summary=False, enable_progress_bar=False,
+        callbacks=[*([monitor] if monitor != "none" else []), *callbacks], **(options | kwargs),
+    )  # fmt: skip
+    loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=batch_size)
+    trainer.fit(module, loader, loader)
+    return log, trainer
+
+
+# ---------------------------------------------------------------------------------------------------------- the rates
+
+
+def test_the_figures_of_an_interval_by_hand(clock):
+    log, trainer = run(Net(clock))
+    # 2 rows of 8 tokens a step, 2 seconds a step: 8 tokens/s, 1 sample/s; 10 FLOPs each against a peak of 1000
+    expected = {
+        "tokens_per_second": 8.0, "tokens_per_second_per_device": 8.0, "samples_per_second": 1.0, "step_seconds": 2.0,
+        "model_flops_per_second": 80.0, "mfu": 0.08,
+    }  # fmt: skip
+    for name, value in expected.items():
+        # steps count from 0: the intervals end with steps 1, 3 and 5, the first of them without the first step
+        assert log.series(name) == pytest.approx({1: value, 3: value, 5: value}), name
+        assert trainer.callback_metrics[PREFIX + name] == pytest.approx(value)
+    assert log.series("first_step_seconds") == {0: 2.0}
+    assert not log.series("hfu")  # what is computed again is not known where FLOPs were given
+    for name in ("validation_seconds", "checkpoint_seconds", "compile_seconds"):
+        assert not log.series(name), name
+    assert not any(name.startswith("_") for row in log.rows.values() for name in row)
+
+
+def test_each_interval_has_its_own_rate(clock):
+    net = Net(clock)
+    seconds = iter([50.0, 2.0, 1.0, 3.0, 8.0, 8.0])
+
+    class Slower(pl.Callback):
+        def on_train_batch_start(self, *_):
+            net.step_seconds = next(seconds)
+
+    log, _ = run(net, callbacks=[Slower()])
+    # 16 tokens in 2 seconds; 32 in 1 + 3; 32 in 8 + 8; the 50 seconds of the first step are in none
+    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0, 5: 2.0})
+    assert log.series("step_seconds") == pytest.approx({1: 2.0, 3: 2.0, 5: 8.0})
+    assert log.series("first_step_seconds") == {0: 50.0}
+
+
+def test_all_micro_batches_of_a_step_count(clock):
+    log, _ = run(Net(clock), accumulate_grad_batches=3, max_steps=4)
+    assert log.series("first_step_seconds") == {0: 6.0}
+    assert log.series("step_seconds") == pytest.approx({1: 6.0, 3: 6.0})
+    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0})
+    assert log.series("samples_per_second") == pytest.approx({1: 1.0, 3: 1.0})
+    assert log.series("mfu") == pytest.approx({1: 0.08, 3: 0.08})
+
+
+def test_logging_every_step_leaves_the_first_one_out_all_the_same(clock):
+    log, _ = run(Net(clock), log_every_n_steps=1, max_steps=3)
+    assert log.series("first_step_seconds") == {0: 2.0}
+    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 2: 8.0})
+
+
+def test_a_run_of_one_step_reports_that_step(clock):
+    log, _ = run(Net(clock), max_steps=1)
+    assert log.rows == {0: {"throughput/first_step_seconds": 2.0}}
+
+
+def test_waiting_for_data_counts_as_training_time(clock):
+    class Late(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            clock.now += 0.5
+            return IDS[0]
+
+    log, _ = run(Net(clock), data=Late(), max_steps=4)
+    assert log.series("step_seconds")[3] == pytest.approx(3.0)
+
+
+def test_a_second_fit_starts_anew(clock):
+    net, monitor = Net(clock), MFUMonitor(flops_per_token=10.0, peak_flops=1000.0)
+    run(net, monitor)
+    clock.now += 1000.0
+    log, _ = run(net, monitor)
+    assert log.series("first_step_seconds") == {0: 2.0}
+    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0, 5: 8.0})
+
+
+def test_manual_optimization_and_several_optimizers(clock):
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(super().training_step(batch, batch_idx))
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [super().configure_optimizers(), super().configure_optimizers()]
+
+    log, _ = run(Manual(clock), MFUMonitor(peak_flops=1000.0), max_steps=12)
+    # each of two passes: 4 rows of 4 through a 4 by 4 matrix, forward and its gradient, 2 * 2 * 4 * 16 = 256 FLOPs
+    assert log.series("step_seconds")[3] == pytest.approx(4.0)
+    assert log.series("tokens_per_second")[3] == pytest.approx(16 / 4)
+    assert log.series("model_flops_per_second")[3] == pytest.approx(2 * 256 / 4)
+
+
+# ---------------------------------------------------------------------------------------------- what is left out of it
+
+
+def test_validation_is_left_out_and_reported(clock):
+    log, _ = run(Net(clock), limit_val_batches=3, val_check_interval=3)
+    # after steps 2 and 5 (from 0), three batches of 7 seconds each; the second has no step after it to go with
+    assert log.series("validation_seconds") == {3: 21.0, 5: 21.0}
+    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 2: 8.0, 3: 8.0, 5: 8.0})
+
+
+def test_the_sanity_check_is_not_timed(clock):
+    log, _ = run(Net(clock), limit_val_batches=1, val_check_interval=20, num_sanity_val_steps=1)
+    assert not log.series("validation_seconds")
+    assert log.series("first_step_seconds") == {0: 2.0}
+
+
+class Slow(ModelCheckpoint):
+    """A checkpoint that takes 5 seconds to write."""
+
+    def __init__(self, clock, folder, **kwargs):
+        super().__init__(folder, save_top_k=-1, **kwargs)
+        self.clock = clock
+
+    def state_dict(self):
+        self.clock.now += 5.0
+        return super().state_dict()
+
+
+def test_checkpoints_are_left_out_and_reported(clock, tmp_path):
+    log, _ = run(
+        Net(clock), enable_checkpointing=True, callbacks=[Slow(clock, tmp_path, every_n_train_steps=4)], max_steps=7
+    )
+    assert log.series("checkpoint_seconds") == {5: 5.0}
+    assert log.series("tokens_per_second") == pytest.approx(dict.fromkeys(log.series("tokens_per_second"), 8.0))
+    assert len(log.series("tokens_per_second")) >= 4
+
+
+def test_a_checkpoint_inside_a_validation_is_counted_once(clock, tmp_path):
+    class Saving(Net):
+        def on_validation_epoch_end(self):
+            self.trainer.save_checkpoint(tmp_path / "inside.ckpt")
+
+        def on_save_checkpoint(self, checkpoint):
+            self.clock.now += 5.0
+
+    log, _ = run(Saving(clock), limit_val_batches=3, val_check_interval=3, max_steps=4)
+    assert log.series("validation_seconds") == {3: 21.0}
+    assert log.series("checkpoint_seconds") == {3: 5.0}
+    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 2: 8.0, 3: 8.0})
+
+
+def test_the_trainer_gets_its_method_back(clock, tmp_path):
+    class Failing(Net):
+        def training_step(self, batch, batch_idx):
+            assert "save_checkpoint" in vars(self.trainer)
+            if batch_idx == 3:
+                raise RuntimeError("lost")
+            return super().training_step(batch, batch_idx)
+
+    _, trainer = run(Net(clock))
+    assert "save_checkpoint" not in vars(trainer)
+    monitor = MFUMonitor(flops_per_token=10.0, peak_flops=1.0)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[monitor], enable_progress_bar=False,
+                         enable_checkpointing=False, enable_model_summary=False)  # fmt: skip
+    with pytest.raises(RuntimeError, match="lost"):
+        trainer.fit(Failing(clock), DataLoader(IDS, batch_size=2))
+    assert "save_checkpoint" not in vars(trainer)
+    own = trainer.save_checkpoint = lambda *_: None
+    monitor.setup(trainer, None, "fit")
+    assert trainer.save_checkpoint is not own
+    monitor.teardown(trainer, None, "fit")
+    assert trainer.save_checkpoint is own
+
+
+def test_other_stages_than_fit_are_left_alone():
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    callbacks = trainer.callbacks
+    MFUMonitor().setup(trainer, None, "validate")
+    assert "save_checkpoint" not in vars(trainer)
+    assert trainer.callbacks is callbacks
+
+
+def test_a_method_wrapped_by_another_is_left_to_it(clock):
+    monitor, trainer = MFUMonitor(), pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    monitor.setup(trainer, None, "fit")
+    other = trainer.save_checkpoint = lambda *_: None
+    monitor.teardown(trainer, None, "fit")
+    assert trainer.save_checkpoint is other
+
+
+def test_compilations_are_left_out_and_reported(clock):
+    from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+    class Compiling(Net):
+        def training_step(self, batch, batch_idx):
+            if batch_idx in (0, 3):
+                with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0"):
+                    self.clock.now += 30.0
+            return super().training_step(batch, batch_idx)
+
+    before = len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)
+    log, _ = run(Compiling(clock))
+    assert log.series("compile_seconds") == {0: 30.0, 3: 30.0}
+    assert log.series("first_step_seconds") == {0: 2.0}
+    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0, 5: 8.0})
+    assert (len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)) == before
+
+
+def test_torch_compile_tells_of_its_compilations():
+    net = Net()
+    net.layer = torch.compile(net.layer, backend="eager")
+    log, _ = run(net)
+    assert log.series("compile_seconds")[0] > 0
+
+
+def test_waiting_for_the_device_is_training_time_also_before_a_validation_or_a_checkpoint(clock, tmp_path, monkeypatch):
+    # the steps before are queued only; the transfer waits for them, one second each time
+    to_host = metric_buffer.to_host
+
+    def wait(tensors):
+        clock.now += 1.0
+        return to_host(tensors)
+
+    monkeypatch.setattr(metric_buffer, "to_host", wait)
+
+    class Saving(Net):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 6:
+                self.trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+        def on_save_checkpoint(self, checkpoint):
+            self.clock.now += 5.0
+
+    log, _ = run(Saving(clock), limit_val_batches=1, val_check_interval=3, log_every_n_steps=4, max_steps=8)
+    assert log.series("first_step_seconds") == {0: 3.0}
+    # two steps and a wait; one and a wait; two and a wait, ...
+    assert log.series("step_seconds") == pytest.approx({2: 2.5, 3: 3.0, 5: 2.5, 6: 3.0, 7: 3.0})
+    assert log.series("validation_seconds") == {3: 7.0, 6: 7.0}
+    assert log.series("checkpoint_seconds") == {7: 5.0}
+
+
+def test_an_interval_that_fails_has_no_rate_and_loses_nothing_else(clock):
+    class Failing(Net):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 5:
+                raise RuntimeError("lost")
+            return super().training_step(batch, batch_idx)
+
+    class Other(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            MetricBuffer.of(trainer).record("throughput/other", trainer.global_step)
+
+    log = Log()
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=log, log_every_n_steps=2, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False, callbacks=[MFUMonitor(flops_per_token=1.0, peak_flops=1.0), Other()],
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="lost"):
+        trainer.fit(Failing(clock), DataLoader(IDS, batch_size=2))
+    assert list(log.series("tokens_per_second")) == [1, 3]
+    assert log.series("other") == {0: 1, 1: 2, 2: 3, 3: 4, 4: 5}
+
+
+def test_a_second_goes_to_what_was_entered_last(clock):
+    watch = Stopwatch("training")
+    clock.now += 1
+    watch.enter("validation")
+    clock.now += 2
+    watch.enter("checkpoint")
+    clock.now += 4
+    # what still goes on is not taken
+    assert watch.take() == (1.0, {})
+    watch.leave()
+    assert watch.take() == (0.0, {"checkpoint": 4.0})
+    clock.now += 8
+    watch.enter("checkpoint")
+    clock.now += 16
+    watch.leave()
+    watch.leave()
+    clock.now += 32
+    assert watch.take() == (32.0, {"validation": 10.0, "checkpoint": 16.0})
+    assert watch.take() == (0.0, {})
+
+
+# ---------------------------------------------------------------------------------------------------------- the batch
+
+
+@dataclasses.dataclass
+class Both:
+    images: torch.Tensor
+    tokens: torch.Tensor
+
+
+ONES = torch.ones(3, 5, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape", "samples"),
+    [
+        (ONES, (3, 5), 3),
+        ((ONES, ONES), (3, 5), 3),
+        ([torch.zeros(3), ONES], (3, 5), 3),
+        ({"lengths": torch.ones(3, dtype=torch.long), "input_ids": ONES}, (3, 5), 3),
+        ({"tokens": torch.ones(3, dtype=torch.long), "ids": ONES}, (3, 5), 3),
+        ((ONES, torch.ones(3, 9, dtype=torch.long)), (3, 5), 3),
+        ((torch.ones(3, 7, 2), torch.ones(3, 9, 2)), (3, 7), 3),
+        ((ONES, torch.ones(3, 7, 2)), (3, 5), 3),
+        ({"labels": torch.ones(3, 9, dtype=torch.long), "input_ids": ONES}, (3, 5), 3),
+        ({"features": torch.ones(3, 7, 2), "labels": ONES}, (3, 5), 3),
+        (torch.ones(3, 7, 2), (3, 7), 3),
+        ((torch.ones(3, 7, 2), torch.ones(3, 4)), (3, 7), 3),
+        ({"deep": {"input_ids": ONES}}, (3, 5), 3),
+        (Both(torch.ones(3, 3, 8, 8), ONES), (3, 5), 3),
+        ((torch.ones(3, 3, 8, 8), torch.ones(3, 6, dtype=torch.long)), None, 3),
+        ((torch.ones(3, 10), torch.ones(3, dtype=torch.long)), None, 3),
+        (torch.ones(3, 5, dtype=torch.bool), None, 3),
+        ((torch.tensor(1.0), torch.ones(4)), None, 4),
+        ("text", None, 0),
+        ({"text": ["a", "b"]}, None, 0),
+    ],
+)
+def test_tokens_and_samples_are_found_in_any_batch(batch, shape, samples):
+    assert token_shape(tensors_of(batch)) == shape
+    assert tokens_in(batch) == (shape[0] * shape[1] if shape else 0)
+    assert samples_in(tensors_of(batch)) == samples
+
+
+def test_marked_padding_is_no_token_and_no_device_is_read():
+    mask = torch.tensor([[1, 1, 1, 0, 0]] * 3)
+    counted = tokens_in({"input_ids": ONES, "attention_mask": mask})
+    assert isinstance(counted, torch.Tensor)
+    assert counted == 9
+    assert tokens_in({"input_ids": ONES, "attention_mask": mask.bool()}) == 9
+    # additive masks and masks of pairs mark no tokens
+    assert tokens_in({"input_ids": ONES, "attention_mask": mask.float()}) == 15
+    assert tokens_in({"input_ids": ONES, "attention_mask": torch.ones(3, 1, 5, 5, dtype=torch.long)}) == 15
+
+
+def test_a_tokenizers_batch_is_a_batch():
+    from transformers import BatchEncoding
+
+    assert tokens_in(BatchEncoding({"input_ids": ONES, "attention_mask": ONES})) == 15
+
+
+def padded(n_real=6):
+    mask = torch.tensor([1] * n_real + [0] * (8 - n_real))
+    return [{"input_ids": IDS[0], "attention_mask": mask} for _ in range(64)]
+
+
+def test_padding_counts_neither_as_token_nor_as_work(clock):
+    log, _ = run(Net(clock), data=padded(6))
+    # 12 of the 16 tokens of a step are real
+    assert log.series("tokens_per_second") == pytest.approx({1: 6.0, 3: 6.0, 5: 6.0})
+    assert log.series("mfu") == pytest.approx({1: 0.06, 3: 0.06, 5: 0.06})
+    assert log.series("samples_per_second") == pytest.approx({1: 1.0, 3: 1.0, 5: 1.0})
+    # also where the FLOPs were counted on the whole batch: 2 rows of 8 are 4 of 4, 256 FLOPs with their padding
+    log, _ = run(Net(clock), MFUMonitor(peak_flops=1000.0), data=padded(6))
+    assert log.series("model_flops_per_second")[3] == pytest.approx(256 / 2 * 12 / 16)
+
+
+def test_padding_and_accumulation(clock):
+    log, _ = run(Net(clock), data=padded(6), accumulate_grad_batches=2, max_steps=4)
+    assert log.series("tokens_per_second") == pytest.approx({1: 6.0, 3: 6.0})
+    assert log.series("mfu") == pytest.approx({1: 0.06, 3: 0.06})
+
+
+def test_flops_by_the_sample_know_no_padding(clock):
+    log, _ = run(Net(clock), MFUMonitor(flops_per_sample=100.0, peak_flops=1000.0), data=padded(6))
+    assert log.series("tokens_per_second") == pytest.approx({1: 6.0, 3: 6.0, 5: 6.0})
+    assert log.series("mfu") == pytest.approx({1: 0.1, 3: 0.1, 5: 0.1})
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_module_may_count_its_own_tokens(clock, as_tensor):
+    class Counting(Net):
+        def tokens_in(self, batch):
+            return torch.tensor(4) if as_tensor else 4
+
+    log, _ = run(Counting(clock))
+    assert log.series("tokens_per_second") == pytest.approx({1: 2.0, 3: 2.0, 5: 2.0})
+    assert log.series("mfu") == pytest.approx({1: 0.02, 3: 0.02, 5: 0.02})
+    # a number says what counts as a token, a scalar which of the 16 positions are no padding; 256 FLOPs were counted
+    log, _ = run(Counting(clock), MFUMonitor(peak_flops=1000.0))
+    assert log.series("model_flops_per_second")[3] == pytest.approx(256 / 2 * (4 / 16 if as_tensor else 1))
+
+
+def test_images_have_samples_and_no_tokens(clock):
+    log, _ = run(Net(clock), MFUMonitor(peak_flops=1000.0), data=torch.ones(64, 1, 2, 2))
+    # 2 images of 4 values a step: 2 * 2 * 2 * 16 = 128 FLOPs in 2 seconds
+    assert log.series("samples_per_second") == pytest.approx({1: 1.0, 3: 1.0, 5: 1.0})
+    assert log.series("model_flops_per_second") == pytest.approx({1: 64.0, 3: 64.0, 5: 64.0})
+    assert log.series("mfu") == pytest.approx({1: 0.064, 3: 0.064, 5: 0.064})
+    assert not log.series("tokens_per_second")
+    assert not log.series("tokens_per_second_per_device")
+
+
+def test_a_batch_is_counted_before_the_step_takes_it_apart(clock):
+    class Popping(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch.pop("input_ids"), batch_idx)
+
+    data = [{"input_ids": IDS[0]} for _ in range(64)]
+    log, _ = run(Popping(clock), MFUMonitor(peak_flops=1000.0), data=data)
+    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0, 5: 8.0})
+    assert log.series("mfu")[3] == pytest.approx(0.128)
+
+
+# ---------------------------------------------------------------------------------------------------------- the FLOPs
+
+
+def test_counted_flops_tell_mfu_from_hfu(clock):
+    class Checkpointed(Net):
+        def training_step(self, batch, batch_idx):
+            self.clock.now += self.step_seconds
+            x = batch.float().reshape(-1, 4)
+            return torch.utils.checkpoint.checkpoint(
+                lambda x: self.layer(x).relu().square(), x, use_reentrant=False
+            ).mean()
+
+    log, _ = run(Checkpointed(clock), MFUMonitor(peak_flops=1000.0))
+    # 256 FLOPs a step for the model, 128 for the forward product once more, in 2 seconds
+    assert log.series("mfu") == pytest.approx({1: 0.128, 3: 0.128, 5: 0.128})
+    assert log.series("hfu") == pytest.approx({1: 0.192, 3: 0.192, 5: 0.192})
+    assert log.series("model_flops_per_second") == pytest.approx({1: 128.0, 3: 128.0, 5: 128.0})
+
+
+def test_a_module_may_know_its_flops_for_rows_of_any_length(clock):
+    asked = []
+
+    class Knowing(Net):
+        def flops_per_token(self, seq_len, attention):
+            asked.append((seq_len, attention))
+            return 10.0 * seq_len, 5.0 * seq_len
+
+    rows = [torch.ones(1, 8, dtype=torch.long)] * 2 + [torch.ones(1, 4, dtype=torch.long)] * 4
+    log, _ = run(
+        Knowing(clock), MFUMonitor(peak_flops=1000.0, attention="full"), data=DataLoader(rows, batch_size=None)
+    )
+    # one row a step: 8 tokens of 80 FLOPs, later 4 tokens of 40, each in 2 seconds
+    assert log.series("mfu") == pytest.approx({1: 0.32, 3: 0.08, 5: 0.08})
+    assert log.series("hfu") == pytest.approx({1: 0.48, 3: 0.12, 5: 0.12})
+    assert asked == [(8, "full"), (4, "full")]
+
+
+@pytest.mark.parametrize("attention", ["causal", "full"])
+def test_the_language_model_has_its_flops_in_closed_form(clock, attention, caplog):
+    config = Llama(vocab_size=32, d_model=16, n_layers=1, n_heads=2, max_seq_len=8)
+    model = LanguageModel(config, activation_checkpointing="full")
+
+    class TwoSeconds(pl.Callback):
+        def on_train_batch_end(self, *_):
+            clock.now += 2.0
+
+    data = [{"input_ids": IDS[0], "labels": IDS[0]} for _ in range(64)]
+    with caplog.at_level("INFO"):
+        log, _ = run(model, MFUMonitor(peak_flops=1e9, attention=attention), data=data, callbacks=[TwoSeconds()])
+    once, again = (
+        training_flops_per_token(config, 8, attention),
+        recompute_flops_per_token(config, 8, attention, "full"),
+    )
+    assert log.series("mfu")[5] == pytest.approx(8 * once / 1e9)
+    assert log.series("hfu")[5] == pytest.approx(8 * (once + again) / 1e9)
+    said = [record.message for record in caplog.records if "MFUMonitor" in record.message]
+    assert len(said) == 1
+    assert f"{attention} attention" in said[0]
+
+
+class Uncountable(Net):
+    """Needs its strategy, so no copy can be run, and a gradient that cannot be watched."""
+
+    def training_step(self, batch, batch_idx):
+        assert self.trainer.strategy is not None
+        return super().training_step(batch, batch_idx) + 0 * self.layer.weight.prod()
+
+
+def test_flops_that_cannot_be_counted_cost_one_warning_and_nothing_else(clock):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        log, _ = run(Uncountable(clock), MFUMonitor(peak_flops=1000.0))
+    (said,) = [str(w.message) for w in caught if "MFUMonitor" in str(w.message)]
+    assert "Uncountable cannot be counted" in said
+    assert "training_step needs trainer.strategy" in said
+    assert "give flops_per_token or flops_per_sample" in said
+    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0, 5: 8.0})
+    assert log.series("samples_per_second") == pytest.approx({1: 1.0, 3: 1.0, 5: 1.0})
+    assert log.series("first_step_seconds") == {0: 2.0}
+    for name in ("mfu", "hfu", "model_flops_per_second"):
+        assert not log.series(name)
+
+
+def test_such_a_module_gets_its_mfu_from_the_option(clock):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        log, _ = run(Uncountable(clock), MFUMonitor(flops_per_token=10.0, peak_flops=1000.0))
+    assert not [w for w in caught if "MFUMonitor" in str(w.message)]
+    assert log.series("mfu") == pytest.approx({1: 0.08, 3: 0.08, 5: 0.08})
+
+
+def test_the_time_spent_on_counting_is_no_training_time(clock, monkeypatch):
+    def slow(*args):
+        clock.now += 1000.0
+        return SimpleNamespace(model=0.0, recompute=0.0, uncounted={})
+
+    monkeypatch.setattr("lightning_tricks.monitors.mfu.batch_flops.counter_of_copy", slow)
+    log, _ = run(Net(clock), MFUMonitor(peak_flops=1000.0))
+    assert log.series("first_step_seconds") == {0: 2.0}
+
+
+# ----------------------------------------------------------------------------------------------------------- the peak
+
+
+def trainer_on(device, precision="bf16-mixed", plugin=None):
+    plugin = plugin or SimpleNamespace()
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    return SimpleNamespace(strategy=strategy, precision=precision, precision_plugin=plugin)
+
+
+@pytest.mark.parametrize(
+    ("precision", "teraflops"),
+    [
+        ("bf16-mixed", 989.5),
+        ("bf16-true", 989.5),
+        ("16-mixed", 989.5),
+        ("16-true", 989.5),
+        ("32-true", 67.0),
+        (32, 67.0),
+    ],
+)
+def test_the_peak_follows_the_device_and_the_precision(monkeypatch, precision, teraflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    peak, said = device_peak.find_peak(trainer_on("cuda:0", precision), None)
+    assert peak == teraflops * 1e12
+    assert f"MFU against {teraflops:g} TFLOP/s (NVIDIA H200, " in said
+    assert "dense" in said
+    assert "https://www.nvidia.com/en-us/data-center/h200/" in said
+
+
+def test_fp32_products_in_tf32_have_its_peak(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert device_peak.find_peak(trainer_on("cuda:0", "32-true"), None)[0] == 494.5e12
+    assert device_peak.peak_dtype("32-true", torch.device("cpu")) == "fp32"
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+def test_a_plugin_that_multiplies_in_fp8_has_its_dense_peak_and_says_so(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    plugin = SimpleNamespace(peak_dtype="fp8")
+    peak, said = device_peak.find_peak(trainer_on("cuda:0", "bf16-mixed", plugin), None)
+    assert peak == 1979e12  # the datasheet's first figure, with sparsity, is 3958
+    assert said.startswith(f"MFU against 1979 TFLOP/s ({name}, fp8, dense, ")
+
+
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [("cuda:0", "bf16-mixed"), ("mps", "bf16-mixed"), ("cpu", "64-true"), ("cuda:0", "transformer-engine")],
+)
+def test_an_unknown_peak_is_no_guess_but_a_line(monkeypatch, device, precision):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU 3000")
+    peak, said = device_peak.find_peak(trainer_on(device, precision), None)
+    assert peak is None
+    assert said.startswith("no MFU")
+    assert said.endswith("give peak_flops")
+
+
+def test_a_run_on_an_unknown_device_lacks_only_mfu(clock, monkeypatch, caplog):
+    monkeypatch.setattr(device_peak, "measure_peak_flops", lambda device, dtype: None)
+    with caplog.at_level("INFO"):
+        log, _ = run(Net(clock), MFUMonitor())
+    assert sum("give peak_flops" in record.message for record in caplog.records) == 1
+    assert log.series("model_flops_per_second") == pytest.approx({1: 128.0, 3: 128.0, 5: 128.0})
+    assert log.series("tokens_per_second")
+    assert not log.series("mfu")
+    assert not log.series("hfu")
+
+
+def test_a_cpus_peak_is_measured_and_labelled(clock, monkeypatch, caplog):
+    asked = []
+    monkeypatch.setattr(device_peak, "measure_peak_flops", lambda device, dtype: asked.append(dtype) or 2e12)
+    with caplog.at_level("INFO"):
+        log, _ = run(Net(clock), MFUMonitor(), precision="bf16-mixed")
+        device_peak.find_peak(trainer_on("cpu", "bf16-mixed"), None)
+    assert asked == ["bf16"]  # once a process
+    (said,) = [record.message for record in caplog.records if "MFUMonitor" in record.message]
+    assert "16 FLOP a token (counted on the first batch, attention in full)" in said
+    assert "MFU against 2 TFLOP/s (CPU, bf16, measured by matrix products on this CPU)" in said
+    assert log.series("mfu")[3] == pytest.approx(128 / 2e12)
+
+
+def test_mfu_above_one_is_left_out_with_one_warning(clock):
+    net, monitor = Net(clock), MFUMonitor(flops_per_token=10.0, peak_flops=60.0)
+    seconds = iter([2.0, 2.0, 2.0, 2.0, 4.0, 4.0])
+
+    class Slower(pl.Callback):
+        def on_train_batch_start(self, *_):
+            net.step_seconds = next(seconds)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        log, _ = run(net, monitor, callbacks=[Slower()])
+    # 16 tokens of 10 FLOPs in 2 seconds are 80 FLOP/s of 60; in 4 seconds 40
+    assert log.series("mfu") == pytest.approx({5: 40 / 60})
+    assert log.series("model_flops_per_second") == pytest.approx({1: 80.0, 3: 80.0, 5: 40.0})
+    (said,) = [str(w.message) for w in caught if "MFUMonitor" in str(w.message)]
+    assert "throughput/mfu is left out" in said
+    assert said.endswith("give peak_flops")
+
+
+def test_hfu_above_one_is_left_out():
+    step = {"_samples": 1, "_positions": 1, "_tokens": 1, "_flops": 80.0, "_recompute": 40.0}
+    found = mfu_monitor.rates([step], seconds=1.0, world_size=1, data_world_size=1, peak=100.0)
+    assert found["mfu"] == pytest.approx(0.8)
+    assert "hfu" not in found
+
+
+# -------------------------------------------------------------------------------------------------------- many ranks
+
+
+def test_rates_by_hand_of_many_ranks():
+    # 8 ranks, 4 of them see different data: each sum holds every token twice
+    step = {"_samples": 8, "_positions": 800, "_tokens": 600, "_flops": 8000.0, "_recompute": 800.0}
+    found = mfu_monitor.rates([step, step], seconds=4.0, world_size=8, data_world_size=4, peak=1e3)
+    assert found == pytest.approx(
+        {
+            "step_seconds": 2.0,
+            "samples_per_second": 8 / 2 * 2 / 4,
+            "tokens_per_second": 600 / 2 * 2 / 4,
+            "tokens_per_second_per_device": 600 / 2 * 2 / 4 / 8,
+            # three quarters of the positions are tokens
+            "model_flops_per_second": 0.75 * 8000 / 2 * 2 / 4 / 8,
+            "mfu": 0.75 * 8000 / 2 * 2 / 4 / 8 / 1e3,
+            "hfu": 0.75 * 8800 / 2 * 2 / 4 / 8 / 1e3,
+        }
+    )
+
+
+def train_two(rank: int, folder: str) -> None:
+    clock = Clock()
+    stopwatch.clock = clock
+    # rank 0 sees rows of 8 tokens, rank 1 rows of 8 of which half is padding
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[:, 8 - 4 * rank :] = 0
+    data = [{"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": mask} for _ in range(12)]
+
+    def fit(batches):
+        log = Log()
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=2, strategy="ddp", logger=log, max_steps=6, log_every_n_steps=2,
+            enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False,
+            use_distributed_sampler=False,
+            callbacks=[MFUMonitor(flops_per_token=10.0, peak_flops=1000.0)], default_root_dir=folder,
+        )  # fmt: skip
+        trainer.fit(Net(clock), DataLoader(batches, batch_size=None))
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    found = fit(data)
+    # a step: 16 + 8 real tokens and 4 samples on two devices, in 2 seconds
+    assert found["throughput/tokens_per_second"] == pytest.approx(12.0)
+    assert found["throughput/tokens_per_second_per_device"] == pytest.approx(6.0)
+    assert found["throughput/samples_per_second"] == pytest.approx(2.0)
+    assert found["throughput/mfu"] == pytest.approx(6 * 10 / 1000)
+    assert found["throughput/step_seconds"] == pytest.approx(2.0)
+    # without masks, and rows of another length on each rank
+    found = fit([torch.ones(2, 8 - 4 * rank, dtype=torch.long)] * 12)
+    assert found["throughput/tokens_per_second"] == pytest.approx((16 + 8) / 2)
+    assert found["throughput/mfu"] == pytest.approx(6 * 10 / 1000)
+
+
+def test_two_ranks_count_their_own_tokens_once(tmp_path):
+    two_processes.run(train_two, str(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------------ its manners
+
+
+def test_training_and_random_states_are_bitwise_unchanged(tmp_path):
+    class Noisy(Net):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.3)
+
+        def training_step(self, batch, batch_idx):
+            x = batch.float().reshape(-1, 4) * torch.randn(1) * random.random() * np.random.rand()
+            return self.drop(self.layer(self.norm(x))).square().mean()
+
+    def final(monitor):
+        pl.seed_everything(3)
+        net = Noisy()
+        run(net, monitor, max_steps=5, accumulate_grad_batches=2)
+        state = [*net.state_dict().values(), torch.get_rng_state()]
+        return state, random.random(), np.random.rand()
+
+    with_it, without = final(MFUMonitor()), final("none")
+    assert all(torch.equal(a, b) for a, b in zip(with_it[0], without[0], strict=True))
+    assert with_it[1:] == without[1:]
+
+
+@pytest.mark.parametrize("method", ["item", "tolist", "cpu", "__float__"])
+def test_nothing_is_read_from_a_tensor_between_flushes(monkeypatch, method):
+    reads = []
+    original = getattr(torch.Tensor, method)
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx in (2, 3, 4):  # after the first step, before the interval's end
+                with counting():
+                    monitor.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx in (2, 3, 4):
+                with counting():
+                    monitor.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    @contextlib.contextmanager
+    def counting():
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, method, lambda self, *a, **k: reads.append(1) or original(self, *a, **k))
+            yield
+
+    monitor = MFUMonitor(flops_per_token=10.0, peak_flops=1000.0)
+    run(Net(), monitor, data=padded(), callbacks=[Watch()], log_every_n_steps=6)
+    assert not reads
+
+
+def test_on_a_device_the_transfer_takes_something_along_to_wait_for(clock, monkeypatch):
+    recorded = []
+    record = MetricBuffer.record
+    monkeypatch.setattr(
+        MetricBuffer, "record", lambda self, name, *a, **k: recorded.append(name) or record(self, name, *a, **k)
+    )
+    monitor = MFUMonitor(flops_per_token=10.0, peak_flops=1000.0)
+
+    class Pretend(pl.Callback):
+        def on_before_optimizer_step(self, *_):
+            monitor._fence = torch.zeros(())  # as on a device that works in its own time
+
+    run(Net(clock), monitor, callbacks=[Pretend()])
+    assert recorded.count("_fence") == 6
+
+
+def test_without_a_logging_interval_nothing_is_done(clock, caplog):
+    with caplog.at_level("INFO"):
+        log, trainer = run(Net(clock), log_every_n_steps=0)
+    assert not log.rows
+    assert not [name for name in trainer.callback_metrics if name.startswith(PREFIX)]
+    assert not [record for record in caplog.records if "MFUMonitor" in record.message]
+
+
+class Mute(Log):
+    """A logger that takes no metrics."""
+
+    log_metrics = property()
+
+
+@pytest.mark.parametrize("logger", [False, Mute])
+def test_without_a_logger_the_figures_reach_callbacks(clock, logger):
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=logger and logger(), max_steps=4, log_every_n_steps=2, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False, limit_val_batches=2, val_check_interval=4,
+        num_sanity_val_steps=0, callbacks=[MFUMonitor(flops_per_token=10.0, peak_flops=1000.0)],
+    )  # fmt: skip
+    loader = DataLoader(IDS, batch_size=2)
+    trainer.fit(Net(clock), loader, loader)
+    assert trainer.callback_metrics["throughput/mfu"] == pytest.approx(0.08)
+    assert trainer.callback_metrics["throughput/validation_seconds"] == 14.0
+
+
+def test_validating_and_saving_after_the_run_are_untouched(clock, tmp_path):
+    log, trainer = run(Net(clock), limit_val_batches=1, val_check_interval=20)
+    before = {step: dict(values) for step, values in log.rows.items()}
+    trainer.validate(Net(clock), DataLoader(IDS), verbose=False)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert (tmp_path / "after.ckpt").exists()
+    assert log.rows == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"flops_per_token": 0.0}, "flops_per_token=0.0: give a positive number"),
+        ({"flops_per_sample": -1.0}, "flops_per_sample=-1.0: give a positive number"),
+        ({"peak_flops": float("inf")}, "peak_flops=inf: give a positive number"),
+        ({"peak_flops": float("nan")}, "peak_flops=nan: give a positive number"),
+        ({"flops_per_token": 1.0, "flops_per_sample": 2.0}, "flops_per_sample=2.0: leave it out"),
+        ({"attention": "half"}, "attention='half': give one of causal, full"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        MFUMonitor(**options)
+
+
+def test_flops_by_the_token_of_what_has_none_are_refused(clock):
+    with pytest.raises(
+        UsageError, match="flops_per_token=10: no tokens were found in the batch; give flops_per_sample"
+    ):
+        run(Net(clock), data=torch.ones(64, 1, 2, 2))
+
+
+def test_precision_plugins_may_say_their_dtype(clock, monkeypatch):
+    class InFp8(Precision):
+        peak_dtype = "fp8"
+
+    monkeypatch.setattr(device_peak, "measure_peak_flops", lambda device, dtype: {"fp8": 7e12}.get(dtype))
+    log, _ = run(Net(clock), MFUMonitor(flops_per_token=7e10), plugins=[InFp8()])
+    assert log.series("mfu")[3] == pytest.approx(8 * 7e10 / 7e12)

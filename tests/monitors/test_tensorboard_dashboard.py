@@ -1,0 +1,624 @@
+"""The dashboard: its charts, link, cards, picture and result; and that training does not notice it."""
+
+import copy
+import functools
+import html
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import two_processes
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from short_run import Model, Raise, events, fit, points, save_every, tensors
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
+from torch.optim import lr_scheduler
+
+from lightning_tricks.callbacks import MetricBuffer, PrecisionMonitor, TensorBoardDashboard
+from lightning_tricks.loggers import ResumingTensorBoardLogger
+from lightning_tricks.monitors.dashboard.lr_curve import CURVE, LONGEST_WALK, draw_curve, planned_lrs
+from lightning_tricks.monitors.dashboard.parts import facts, flat, layout, pinned_link, table
+from lightning_tricks.schedules import ScheduleLR, WarmupLinear
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning on resuming in mid-epoch
+
+
+def charts(of: dict, names: list[str]) -> dict[str, list[str]]:
+    """Which of `names` each chart shows; TensorBoard matches from the start of a name."""
+    return {
+        title: [name for name in names if any(re.compile(tag).match(name) for tag in tags)]
+        for category in of.values()
+        for title, (_, tags) in category.items()
+    }
+
+
+def test_each_chart_shows_its_series_and_no_other():
+    names = [
+        "train/loss", "train/loss_of_aux", "xtrain/loss", "val/loss", "train/grad_norm", "train/grad_norm/0",
+        "train/clip_norm", "train/lr", "train/lr/1", "train/lr_scale", "throughput/tokens_per_second",
+        "throughput/tokens_per_second_per_device", "throughput/mfu", "throughput/hfu", "memory/peak_rss_gib",
+        "memory/allocation_retries",
+    ]  # fmt: skip
+    assert charts(layout("train/loss", "val/loss", names), names) == {
+        "loss": ["train/loss", "val/loss"],
+        "gradient norm before the clip": ["train/grad_norm", "train/clip_norm"],
+        "learning rate": ["train/lr", "train/lr/1"],
+        "tokens per second": ["throughput/tokens_per_second"],
+        "MFU": ["throughput/mfu", "throughput/hfu"],
+        "memory, GiB": ["memory/peak_rss_gib"],
+    }
+
+
+def test_what_is_recorded_of_the_inside_gets_a_chart_a_kind():
+    names = ["updates/ratio", "updates/h.0/ratio", "activations/h.0/rms", "activations/h.1/rms", "activations/h.1/zero"]
+    names += ["attention/h.0/max_logit", "train/loss"]
+    inside = layout("train/loss", "val/loss", names)["Inside the model"]
+    assert charts({"": inside}, names) == {
+        "activations: rms": ["activations/h.0/rms", "activations/h.1/rms"],
+        "activations: zero": ["activations/h.1/zero"],
+        "attention: max_logit": ["attention/h.0/max_logit"],
+        "updates: ratio": ["updates/ratio", "updates/h.0/ratio"],
+    }
+    assert list(layout("train/loss", "val/loss", ["train/lr"])) == ["Run"]
+
+
+SCALING, IN_FP8 = ("loss_scale", "skipped_steps"), ("fp8_share", "fp8_underflow_max")
+OF_A_LAYER = ["input_amax", "input_underflow", "weight_amax", "weight_underflow"]
+
+
+def test_loss_scaling_and_fp8_have_their_charts():
+    names = [f"precision/{name}" for name in (*SCALING, *IN_FP8)] + [
+        "train/lr",
+        "precision/other",
+        "xfp8/h.0/input_amax",
+    ]
+    names += [f"fp8/{layer}.q/{name}" for layer in ("h.0", "h.1") for name in OF_A_LAYER]
+    whole = layout("train/loss", "val/loss", names)
+    run = charts({"": whole["Run"]}, names)
+    assert list(run)[-2:] == ["loss scale", "skipped steps"]
+    assert (run["loss scale"], run["skipped steps"]) == (["precision/loss_scale"], ["precision/skipped_steps"])
+    assert charts({"": whole["Inside the model"]}, names) == {
+        "fp8: share": ["precision/fp8_share"],
+        "fp8: underflow": [
+            "precision/fp8_underflow_max", "fp8/h.0.q/input_underflow", "fp8/h.0.q/weight_underflow",
+            "fp8/h.1.q/input_underflow", "fp8/h.1.q/weight_underflow",
+        ],
+        "fp8: amax": [
+            "fp8/h.0.q/input_amax", "fp8/h.0.q/weight_amax", "fp8/h.1.q/input_amax", "fp8/h.1.q/weight_amax",
+        ],
+    }  # fmt: skip
+
+
+def test_what_was_not_recorded_of_a_precision_has_no_chart():
+    only_share = layout("train/loss", "val/loss", (name for name in ["precision/fp8_share", "xfp8/h.0/input_amax"]))
+    assert list(only_share["Inside the model"]) == ["fp8: share"]
+    assert "loss scale" not in only_share["Run"]
+    assert list(layout("train/loss", "val/loss", ["precision/loss_scale"])) == ["Run"]
+
+
+def test_foreign_names_are_names_and_no_patterns():
+    names = ["loss.train (nats)", "lossxtrain (nats)", "loss/val+aux"]
+    shown = charts(layout("loss.train (nats)", "loss/val+aux", names), names)
+    assert shown["loss"] == ["loss.train (nats)", "loss/val+aux"]
+
+
+def test_the_link_pins_the_cards_and_does_not_smooth():
+    address = urlsplit(pinned_link(["train/loss", "a b&c"]))
+    query = parse_qs(address.query)
+    assert (address.scheme, address.netloc, address.fragment) == ("http", "localhost:6006", "timeseries")
+    assert json.loads(query["pinnedCards"][0]) == [
+        {"plugin": "scalars", "tag": "train/loss"},
+        {"plugin": "scalars", "tag": "a b&c"},
+    ]
+    assert query["smoothing"] == ["0"]
+    assert " " not in pinned_link(["a b"])
+
+
+def test_a_table_keeps_its_two_columns():
+    assert table({"a": "x|y", "b": "one\ntwo"}) == "| | |\n|---|---|\n| a | x&#124;y |\n| b | one two |"
+
+
+def test_hyperparameters_are_flat_numbers_and_short_strings():
+    given = {"a": {"b": {"c": 1}}, "d": 0.5, "e": True, "f": "x" * 100, "g": [1], "h": None, "i": "x"}
+    assert flat(given) == {"a.b.c": 1, "d": 0.5, "e": True, "i": "x"}
+
+
+def test_the_facts_count_parameters_that_have_a_size():
+    trainer = pl.Trainer(accelerator="cpu", max_steps=7, gradient_clip_val=0.5, logger=False)
+    model = Model()
+    model.layer.bias.requires_grad_(False)
+    model.lazy = torch.nn.LazyLinear(3)
+    said = facts(trainer, model)
+    assert (said["module"], said["parameters"], said["trainable parameters"]) == ("Model", "3", "2")
+    assert (said["max_steps"], said["gradient_clip_val"], said["devices"]) == (7, 0.5, 1)
+    assert (said["precision"], said["strategy"], said["lightning"]) == (
+        "32-true",
+        "SingleDeviceStrategy",
+        pl.__version__,
+    )
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "partial": lambda o: lr_scheduler.LambdaLR(o, functools.partial(pow, 0.9)),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 30),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=[0.3, 0.4], total_steps=31),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=5), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[5]
+    ),
+    "ScheduleLR": lambda o: ScheduleLR(o, WarmupLinear(warmup_steps=5), 30),
+}
+
+
+def optimizer(**options) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(3))]}, {"params": [torch.nn.Parameter(torch.ones(2))]}]
+    return torch.optim.AdamW(groups, lr=0.2, **options)
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS.keys())
+@pytest.mark.parametrize("done", [0, 7])
+def test_the_planned_learning_rates_are_those_of_the_run(make, done):
+    driven = optimizer()
+    scheduler = make(driven)
+    used = []
+    for step in range(30):
+        if step == done:
+            before = copy.deepcopy((scheduler.state_dict(), [dict(g, params=0) for g in driven.param_groups]))
+            planned = dict(planned_lrs(scheduler, 30))
+            assert (scheduler.state_dict(), [dict(g, params=0) for g in driven.param_groups]) == before
+        used.append(driven.param_groups[0]["lr"])
+        driven.step()
+        scheduler.step()
+    first = 0 if isinstance(scheduler, ScheduleLR) else done
+    assert planned == pytest.approx({step: used[step] for step in range(first, 30)})
+
+
+def test_long_runs_are_drawn_at_chosen_steps_with_the_first_and_the_last():
+    scheduler = lr_scheduler.LambdaLR(optimizer(), lambda step: step)
+    planned = planned_lrs(scheduler, 1001, points=5)
+    assert [step for step, _ in planned] == [0, 250, 500, 750, 1000]
+    assert [lr for _, lr in planned] == pytest.approx([0, 50, 100, 150, 200])
+
+
+def test_the_groups_own_scale_is_taken_out():
+    driven = optimizer()
+    driven.param_groups[0].update(lr=0.8, lr_scale=4.0)
+    assert planned_lrs(ScheduleLR(driven, WarmupLinear(warmup_steps=1), 10), 10)[0] == (0, pytest.approx(0.2))
+    driven = optimizer()
+    driven.param_groups[0].update(lr=0.8, lr_scale=4.0)
+    assert planned_lrs(lr_scheduler.ConstantLR(driven, 1.0), 10)[0] == (0, pytest.approx(0.2))
+
+
+class Mine(lr_scheduler.LambdaLR):
+    pass
+
+
+class Callable:
+    def __call__(self, step):
+        raise AssertionError("asked beforehand")
+
+    def method(self, step):
+        raise AssertionError("asked beforehand")
+
+
+def test_what_cannot_be_known_or_copied_safely_is_left_alone():
+    driven = optimizer()
+    assert planned_lrs(lr_scheduler.ReduceLROnPlateau(driven), 10) == []
+    assert planned_lrs(Mine(driven, lambda step: 1.0), 10) == []
+    scheduler = lr_scheduler.LambdaLR(driven, lambda step: 1.0)
+    for function in (Callable(), Callable().method):
+        scheduler.lr_lambdas = [function, function]
+        assert planned_lrs(scheduler, 10) == []
+    scheduler.lr_lambdas = [lambda step: 1.0] * 2
+    assert planned_lrs(scheduler, 1) == planned_lrs(scheduler, -1) == planned_lrs(scheduler, LONGEST_WALK + 1) == []
+    assert len(planned_lrs(scheduler, 10)) == 10
+
+
+def test_a_curve_that_draws_at_random_gives_the_numbers_back():
+    scheduler = lr_scheduler.LambdaLR(optimizer(), lambda step: float(torch.rand(())))
+    state = torch.get_rng_state()
+    planned_lrs(scheduler, 10)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def curve_height(picture: np.ndarray, column: int) -> float:
+    return float(np.mean(np.nonzero((picture[:, column] == CURVE).all(axis=-1))[0]))
+
+
+def test_the_picture_shows_the_curve_between_zero_and_its_highest_value():
+    picture = draw_curve([(step, 2.0 - step / 50) for step in range(101)], "lr", width=500, height=300)
+    assert picture.shape == (300, 500, 3)
+    assert picture.dtype == np.uint8
+    # the frame: 80 left, 20 right, 30 above and below
+    assert curve_height(picture, 81) == pytest.approx(30, abs=2)
+    assert curve_height(picture, 280) == pytest.approx(150, abs=2)
+    assert curve_height(picture, 478) == pytest.approx(270, abs=2)
+    assert draw_curve([(0, 0.0), (1, 0.0)], "lr").shape == (320, 720, 3)
+
+
+class Scheduled(Model):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.save_hyperparameters({"depth": 3, "data": {"name": "text"}})
+
+    def configure_optimizers(self):
+        driven = super().configure_optimizers()
+        return [driven], [{"scheduler": lr_scheduler.LambdaLR(driven, lambda step: 1 - step / 20), "interval": "step"}]
+
+
+class Record(pl.Callback):
+    def setup(self, trainer, pl_module, stage):
+        self.buffer = MetricBuffer.of(trainer)
+
+    def on_before_optimizer_step(self, *_):
+        self.buffer.record("train/grad_norm", 2.0)
+        self.buffer.record("activations/layer/rms", 1.0)
+
+
+def logger(folder: Path) -> ResumingTensorBoardLogger:
+    return ResumingTensorBoardLogger(folder, name="run", version="")
+
+
+def stock(folder: Path) -> TensorBoardLogger:
+    return TensorBoardLogger(folder, name="run", version="")
+
+
+def texts(folder: Path) -> list[tuple[int, str]]:
+    return [
+        (event.step, event.tensor_proto.string_val[0].decode())
+        for event in tensors(folder / "run").Tensors("recipe/text_summary")
+    ]
+
+
+def layouts(folder: Path) -> list[layout_pb2.Layout]:
+    return [
+        layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+        for event in tensors(folder / "run").Tensors("custom_scalars__config__")
+    ]
+
+
+def hparams(folder: Path) -> plugin_data_pb2.HParamsPluginData:
+    content = events(folder / "run").SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    return plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+
+
+@pytest.mark.parametrize("make", [logger, stock])
+def test_a_run_gets_its_cards(tmp_path, make):
+    callbacks = (TensorBoardDashboard(), Record())
+    fit(make(tmp_path), 12, model=Scheduled(), callbacks=callbacks, gradient_clip_val=0.5, log_every_n_steps=4)
+    ((step, text),) = texts(tmp_path)
+    assert step == 0
+    for said in ("| module | Scheduled |", "| parameters | 3 |", "| max_steps | 12 |", "| depth | 3 |"):
+        assert said in text
+    run = events(tmp_path / "run")
+    assert [image.step for image in run.Images("schedule")] == [0]
+    assert (run.Images("schedule")[0].width, run.Images("schedule")[0].height) == (720, 320)
+    (drawn,) = layouts(tmp_path)
+    assert [category.title for category in drawn.category] == ["Run", "Inside the model"]
+    assert [chart.title for chart in drawn.category[0].chart][:2] == ["loss", "gradient norm before the clip"]
+    assert list(drawn.category[0].chart[0].multiline.tag) == ["^train/loss$", "^val/loss$"]
+    assert [chart.title for chart in drawn.category[1].chart] == ["activations: rms"]
+    clip = points(tmp_path / "run", "train/clip_norm")
+    assert {value for _, value in clip} == {0.5}
+    assert (clip[0][0], clip[-1][0]) == (0, 11)
+    assert points(tmp_path / "run", "hp/val_loss") == [(11, 1009.0)]
+    assert points(tmp_path / "run", "hp_metric") == [(0, -1), (11, 1009.0)]
+    assert {name: value.number_value for name, value in hparams(tmp_path).items()}["depth"] == 3
+
+
+def test_the_tab_shows_what_a_precision_records(tmp_path):
+    class Plugin(MixedPrecision):
+        converted_share = 0.5
+
+        def convert_module(self, module):
+            self.fp8_layers = {"layer": module.layer}
+            return module
+
+        def layer_stats(self, layer, given):
+            return {name: torch.tensor(0.5) for name in OF_A_LAYER}
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    plugins = [Plugin("16-mixed", "cpu", scaler=scaler)]
+    fit(logger(tmp_path), 12, callbacks=(TensorBoardDashboard(), PrecisionMonitor()), plugins=plugins)
+    (drawn,) = layouts(tmp_path)
+    tabs = {category.title: [chart.title for chart in category.chart] for category in drawn.category}
+    assert tabs["Run"][-2:] == ["loss scale", "skipped steps"]
+    assert tabs["Inside the model"] == ["fp8: share", "fp8: underflow", "fp8: amax"]
+    assert points(tmp_path / "run", "precision/loss_scale") == [(step, 8.0) for step in range(12)]
+    shown = {tag for category in drawn.category for chart in category.chart for tag in chart.multiline.tag}
+    recorded = {tag for tag in events(tmp_path / "run").Tags()["scalars"] if tag.startswith(("fp8/", "precision/"))}
+    assert len(recorded) == 8
+    assert all(any(re.match(tag, name) for tag in shown) for name in recorded)
+
+
+def test_without_hyperparameters_of_lightnings_the_module_is_named(tmp_path):
+    fit(logger(tmp_path), 6, callbacks=(TensorBoardDashboard(),))
+    assert {name: value.string_value for name, value in hparams(tmp_path).items()} == {"module": "Model"}
+    assert points(tmp_path / "run", "hp/val_loss") == [(5, 1004.0)]
+    run = events(tmp_path / "run")
+    assert "hp_metric" not in run.Tags()["scalars"]
+    assert run.Tags()["images"] == []  # no scheduler
+    assert "train/clip_norm" not in run.Tags()["scalars"]  # no clip
+    metadata = run.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    shown = plugin_data_pb2.HParamsPluginData.FromString(metadata).experiment.metric_infos
+    assert [info.name.tag for info in shown] == ["hp/val_loss"]
+
+
+def test_without_lightnings_placeholder_there_is_no_hp_metric(tmp_path):
+    bare = ResumingTensorBoardLogger(tmp_path, name="run", version="", default_hp_metric=False)
+    fit(bare, 6, model=Scheduled(), callbacks=(TensorBoardDashboard(),))
+    assert "hp_metric" not in events(tmp_path / "run").Tags()["scalars"]
+    assert {name: value.string_value for name, value in hparams(tmp_path).items()}["data.name"] == "text"
+
+
+def test_a_clip_by_value_is_no_line_in_the_norms_chart(tmp_path):
+    options = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
+    fit(logger(tmp_path), 3, callbacks=(TensorBoardDashboard(), Record()), **options)
+    assert "train/clip_norm" not in events(tmp_path / "run").Tags()["scalars"]
+
+
+def test_a_resumed_run_adds_its_cards_at_the_step_where_it_goes_on(tmp_path):
+    kept = {"callbacks": (TensorBoardDashboard(), save_every(10, tmp_path)), "enable_checkpointing": True}
+    fit(logger(tmp_path), 20, model=Scheduled(), gradient_clip_val=0.5, **kept)
+    resumed = (TensorBoardDashboard(), Record())
+    options = {"ckpt_path": tmp_path / "step=10.ckpt", "gradient_clip_val": 0.25, "log_every_n_steps": 4}
+    fit(logger(tmp_path), 15, model=Scheduled(run=2), callbacks=resumed, **options)
+    assert [step for step, _ in texts(tmp_path)] == [0, 10]
+    assert points(tmp_path / "run", "hp/val_loss") == [(14, 2014.0)]
+    clip = points(tmp_path / "run", "train/clip_norm")
+    assert clip == [(0, 0.5), (10, 0.25), (11, 0.25), (14, 0.25)]
+    first, second = layouts(tmp_path)
+    assert [category.title for category in first.category] == ["Run"]
+    assert [category.title for category in second.category] == ["Run", "Inside the model"]
+    # a fresh start in the same folder leaves its own only
+    fit(logger(tmp_path), 6, model=Scheduled(run=3), callbacks=(TensorBoardDashboard(),))
+    assert [step for step, _ in texts(tmp_path)] == [0]
+    assert len(layouts(tmp_path)) == 1
+    assert points(tmp_path / "run", "hp/val_loss") == [(5, 3004.0)]
+    assert points(tmp_path / "run", "hp_metric") == [(0, -1), (5, 3004.0)]
+
+
+def ended_well(folder: Path) -> bool:
+    return "_hparams_/session_end_info" in tensors(folder / "run").AllSummaryMetadata()
+
+
+def test_a_failed_run_still_has_the_result_of_its_last_validation(tmp_path):
+    with pytest.raises(RuntimeError, match="power cut"):
+        fit(logger(tmp_path), 20, callbacks=(TensorBoardDashboard(), Raise(8)))
+    assert points(tmp_path / "run", "hp/val_loss") == [(7, 1004.0)]
+    assert len(layouts(tmp_path)) == 1
+    assert not ended_well(tmp_path)
+
+
+def test_a_run_that_failed_before_its_first_validation_has_none(tmp_path):
+    with pytest.raises(RuntimeError, match="power cut"):
+        fit(logger(tmp_path), 20, callbacks=(TensorBoardDashboard(), Raise(2)), num_sanity_val_steps=1)
+    assert "hp/val_loss" not in events(tmp_path / "run").Tags()["scalars"]
+    assert len(texts(tmp_path)) == 1
+
+
+def test_a_run_that_ended_well_says_so(tmp_path):
+    fit(logger(tmp_path), 3, callbacks=(TensorBoardDashboard(),))
+    assert ended_well(tmp_path)
+
+
+def test_a_run_shorter_than_an_interval_has_its_layout_too(tmp_path):
+    fit(logger(tmp_path), 3, callbacks=(TensorBoardDashboard(),), log_every_n_steps=50)
+    assert len(layouts(tmp_path)) == 1
+
+
+def test_a_logger_that_fails_in_the_failure_hides_nothing(tmp_path):
+    class Broken(ResumingTensorBoardLogger):
+        broken = False
+
+        def log_metrics(self, metrics, step=None, wall_time=None):
+            if self.broken and "hp/val_loss" in metrics:
+                raise OSError("disk full")
+            super().log_metrics(metrics, step, wall_time)
+
+    broken = Broken(tmp_path, name="run", version="")
+    Broken.broken = True
+    after = Record()
+    with pytest.raises(RuntimeError, match="power cut"):
+        fit(broken, 20, callbacks=(TensorBoardDashboard(), after, Raise(8)), log_every_n_steps=100)
+    assert points(tmp_path / "run", "train/grad_norm")[-1] == (7, 2.0)  # the buffer's turn came
+
+
+def test_a_failure_before_the_first_batch_writes_nothing(tmp_path):
+    class Early(pl.Callback):
+        def on_train_start(self, *_):
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        fit(logger(tmp_path), 20, callbacks=(TensorBoardDashboard(), Early()))
+    assert events(tmp_path / "run").Tags()["tensors"] == []
+
+
+def test_the_layout_waits_for_the_first_interval_and_is_written_once(tmp_path):
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            trainer.logger.save()
+            seen.append("custom_scalars__config__" in events(tmp_path / "run").Tags()["tensors"])
+
+    fit(logger(tmp_path), 8, callbacks=(TensorBoardDashboard(), Watch()), log_every_n_steps=3)
+    assert seen == [False] * 3 + [True] * 5
+    assert len(layouts(tmp_path)) == 1
+
+
+def test_each_optimizers_schedule_is_drawn_over_the_steps_that_it_takes(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "lightning_tricks.monitors.dashboard.tensorboard_dashboard.draw_curve",
+        lambda points, title: drawn.append((title, points[0], points[-1])) or draw_curve(points, title),
+    )
+
+    class Two(Model):
+        def configure_optimizers(self):
+            both = super().configure_optimizers()
+            halving = [lr_scheduler.StepLR(one, 1, 0.5) for one in both]
+            return both, [
+                {"scheduler": halving[0], "interval": "step", "frequency": 3},
+                {"scheduler": halving[1], "interval": "epoch"},
+            ]
+
+    fit(logger(tmp_path), 12, model=Two(manual=True), callbacks=(TensorBoardDashboard(),), max_epochs=2)
+    assert events(tmp_path / "run").Tags()["images"] == ["schedule/0", "schedule/1"]
+    assert drawn == [
+        ("learning rate over steps", (0, 0.1), (9, pytest.approx(0.0125))),
+        ("learning rate over epochs", (0, 0.1), (1, 0.05)),
+    ]
+
+
+def test_foreign_names_reach_the_layout_the_link_and_the_result(tmp_path, capsys):
+    class Foreign(Model):
+        def training_step(self, batch, batch_idx):
+            self.log("loss", 1.0)
+            return self.layer(batch).mean()
+
+        def validation_step(self, batch, batch_idx):
+            self.log("eval.loss", 3.0)
+
+    fit(logger(tmp_path), 6, model=Foreign(), callbacks=(TensorBoardDashboard("loss", "eval.loss"),))
+    assert points(tmp_path / "run", "hp/val_loss") == [(5, 3.0)]
+    assert list(layouts(tmp_path)[0].category[0].chart[0].multiline.tag) == ["^loss$", r"^eval\.loss$"]
+    assert "%22tag%22%3A%22eval.loss%22" in (tmp_path / "run" / "dashboard.html").read_text()
+
+
+def test_the_start_says_how_to_open_it(tmp_path, capsys):
+    folder = tmp_path / "my runs"
+    fit(logger(folder), 2, callbacks=(TensorBoardDashboard(),))
+    said = capsys.readouterr().out
+    page = folder / "run" / "dashboard.html"
+    assert said.splitlines()[0] == f"TensorBoard: tensorboard --logdir '{folder}/run'   then open '{page}'"
+    tags = ["train/loss", "val/loss", "train/grad_norm", "train/lr", "throughput/tokens_per_second"]
+    target = re.search(r'http-equiv="refresh" content="0; url=([^"]+)"', page.read_text())[1]
+    assert html.unescape(target) == pinned_link(tags)
+
+
+@pytest.mark.parametrize("loggers", [lambda _: False, lambda folder: CSVLogger(folder)], ids=["none", "CSV"])
+def test_without_a_tensorboard_logger_one_line_says_so(tmp_path, capsys, loggers):
+    fit(loggers(tmp_path), 6, callbacks=(TensorBoardDashboard(), Record()), gradient_clip_val=0.5)
+    out = capsys.readouterr().out
+    assert out.count("TensorBoardDashboard: the Trainer has no TensorBoardLogger, so there is no dashboard\n") == 1
+    assert "tensorboard --logdir" not in out
+    assert not list(tmp_path.rglob("*tfevents*"))
+    assert not any("clip_norm" in file.read_text() for file in tmp_path.rglob("metrics.csv"))
+
+
+def test_a_fast_dev_run_is_silent(tmp_path, capsys):
+    fit(logger(tmp_path), -1, callbacks=(TensorBoardDashboard(),), fast_dev_run=True)
+    assert "ensor" not in capsys.readouterr().out.replace("`Tensor`", "")
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_training_is_bitwise_unchanged(tmp_path, manual):
+    def weights(callbacks, loggers):
+        model = Model(manual=manual) if manual else Scheduled()
+        model.layer = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        random.seed(0)
+        trained = fit(loggers, 8, model=model, callbacks=callbacks).lightning_module
+        return [*trained.parameters(), torch.get_rng_state(), torch.tensor(random.random())]
+
+    torch.manual_seed(3)
+    with_it = weights((TensorBoardDashboard(),), logger(tmp_path))
+    torch.manual_seed(3)
+    without = weights((), False)
+    assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
+
+
+def test_where_lightningcli_runs_the_recipe_is_on_its_card(tmp_path):
+    args = {
+        "fit": {
+            "trainer": {
+                "accelerator": "cpu", "max_steps": 3, "enable_progress_bar": False, "enable_model_summary": False,
+                "enable_checkpointing": False,
+                "logger": {
+                    "class_path": "lightning_tricks.loggers.ResumingTensorBoardLogger",
+                    "init_args": {"save_dir": str(tmp_path), "name": "run", "version": ""},
+                },
+                "callbacks": [{"class_path": "lightning_tricks.callbacks.TensorBoardDashboard"}],
+            },
+            "model": {"run": 4},
+        },
+        "subcommand": "fit",
+    }  # fmt: skip
+
+    class CLI(LightningCLI):
+        def fit(self, model, **_):
+            self.trainer.fit(model, torch.utils.data.DataLoader(torch.randn(8, 2)))
+
+    CLI(Model, args=args)
+    ((_, text),) = texts(tmp_path)
+    yaml = text.split("```yaml\n")[1]
+    assert "max_steps: 3" in yaml
+    assert "ResumingTensorBoardLogger" in yaml
+    assert "null" not in yaml
+    assert hparams(tmp_path)["model.run"].number_value == 4
+    assert hparams(tmp_path)["trainer.max_steps"].number_value == 3
+
+
+def _ranks(rank: int, folder: str) -> None:
+    if rank:
+        import tensorboard.summary.writer.event_file_writer as module
+
+        def forbidden(*_, **__):
+            raise AssertionError("rank 1 writes")
+
+        module.EventFileWriter.__init__ = forbidden
+    callbacks = (TensorBoardDashboard(), Record())
+    trainer = fit(
+        logger(Path(folder)),
+        6,
+        callbacks=callbacks,
+        gradient_clip_val=0.5,
+        devices=2,
+        strategy="ddp",
+        log_every_n_steps=2,
+    )
+    # a value that ranks may monitor must be the same on all
+    assert float(trainer.callback_metrics["train/clip_norm"]) == 0.5
+
+
+@pytest.mark.slow
+def test_only_rank_0_writes(tmp_path):
+    two_processes.run(_ranks, str(tmp_path))
+    assert len(texts(tmp_path)) == 1
+    assert points(tmp_path / "run", "hp/val_loss") == [(5, 1004.0)]
+
+
+CROSSING = """
+import sys
+from pathlib import Path
+import {first}
+import short_run
+from lightning_tricks.callbacks import TensorBoardDashboard
+import pytorch_lightning
+from pytorch_lightning.loggers import TensorBoardLogger
+short_run.pl = pytorch_lightning
+short_run.Model.__bases__ = (pytorch_lightning.LightningModule,)
+short_run.fit(TensorBoardLogger({folder!r}, name="run", version=""), 6, callbacks=(TensorBoardDashboard(),))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_trainer_of_either_lightning_gets_its_dashboard(tmp_path, first):
+    code = CROSSING.format(first=first, folder=str(tmp_path))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert points(tmp_path / "run", "hp/val_loss") == [(5, 1004.0)]
+    assert len(texts(tmp_path)) == len(layouts(tmp_path)) == 1

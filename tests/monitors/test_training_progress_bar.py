@@ -1,0 +1,443 @@
+"""The progress line: what it shows, when it prints, and that it changes nothing."""
+
+import math
+import re
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_tricks.callbacks import MetricBuffer, TrainingProgressBar
+from lightning_tricks.monitors import training_progress_bar
+from lightning_tricks.monitors.training_progress_bar import TRAIN, VALIDATION, clock, decimals, human, shown
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        self.log("train_loss", float(self.global_step + 1))
+        return self.layer(batch[0]).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", 7.0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Monitors(pl.Callback):
+    """Records what a run of a language model would, or what it is given."""
+
+    def __init__(self, **values: float) -> None:
+        self.values = {
+            "train/lr": 3e-4,
+            "throughput/tokens_per_second": 12345.0,
+            "throughput/mfu": 0.4123,
+            "memory/rss_gib": 61.25,
+        } | {name.replace("__", "/"): value for name, value in values.items()}
+
+    def setup(self, trainer, pl_module, stage):
+        self.buffer = MetricBuffer.of(trainer)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.buffer.record("train/grad_norm", torch.tensor(100.0 + trainer.global_step))
+        for name, value in self.values.items():
+            self.buffer.record(name, value)
+
+
+class FailsAfter(pl.Callback):
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.steps:
+            raise ZeroDivisionError
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield (torch.ones(3, 4),)
+
+
+def run(bar, *callbacks, model=None, data=None, **kwargs) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = model or Model()
+    data = data if data is not None else DataLoader(torch.utils.data.TensorDataset(torch.ones(40, 3, 4)), batch_size=2)
+    options = {"max_steps": 6, "log_every_n_steps": 2, "val_check_interval": 4, "limit_val_batches": 1}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_model_summary=False,
+        enable_progress_bar=bar is not None, callbacks=[*([bar] if bar else []), *callbacks], num_sanity_val_steps=1,
+        **{**options, **kwargs},
+    )  # fmt: skip
+    trainer.fit(model, data, DataLoader(torch.ones(2, 1, 3, 4)))
+    return [p.detach() for p in model.parameters()]
+
+
+def steps(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("step ") and "validation" not in line]
+
+
+# ---- what it shows
+
+
+def test_prints_one_line_an_interval_with_that_steps_own_values(capsys):
+    run(TrainingProgressBar(), Monitors())
+    lines = [re.sub(r"ETA .*", "ETA", line) for line in steps(capsys.readouterr().out)]
+    assert lines == [
+        f"step {step}/6 ({part}%)  loss {step}.0000  norm 10{step}.000  lr 3.0e-04  12.3k tokens/s  MFU 41.2%"
+        "  61.2 GiB  ETA"
+        for step, part in [(2, 33), (4, 67), (6, 100)]
+    ]
+
+
+def test_a_module_that_logs_nothing_has_its_steps_all_the_same(capsys):
+    class Silent(Model):
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch[0]).mean()
+
+    run(TrainingProgressBar(), model=Silent())
+    lines = steps(capsys.readouterr().out)
+    assert [line.split("  ")[0] for line in lines] == ["step 2/6 (33%)", "step 4/6 (67%)", "step 6/6 (100%)"]
+    assert all(re.fullmatch(r"step \S+ \S+  ETA \d:\d\d:\d\d", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "text"),
+    [
+        ({"train/loss": 2, "train_loss": 3, "loss": 4}, "loss 2.0000"),
+        ({"train_loss": 3, "loss": 4}, "loss 3.0000"),
+        ({"loss": 4}, "loss 4.0000"),
+        ({"train/loss": math.nan}, "loss nan"),
+        ({"train/grad_norm/0": 1.5, "train/lr/0": 1.26e-5}, "norm 1.500  lr 1.3e-05"),
+        ({"throughput/samples_per_second": 812.3}, "812 samples/s"),
+        ({"throughput/samples_per_second": 812, "throughput/tokens_per_second": 5e6}, "5M tokens/s"),
+        ({"throughput/mfu": 0.0021}, "MFU 0.2%"),
+        ({"memory/peak_allocated_gib": 61.34, "memory/rss_gib": 3}, "61.3 GiB"),
+        ({"memory/peak_rss_gib": 3}, "3.0 GiB"),
+        ({"something/else": 3}, ""),
+    ],
+)
+def test_names_and_their_order(metrics, text):
+    assert "  ".join(shown({name: torch.tensor(value) for name, value in metrics.items()}, TRAIN)) == text
+
+
+@pytest.mark.parametrize(
+    ("metrics", "text"),
+    [
+        ({"val/loss": 2, "val_loss": 3, "val/bits_per_byte": 1.5}, "loss 2.0000  bits/byte 1.5000"),
+        ({"val_loss": 3, "val_acc": 0.5}, "loss 3.0000  accuracy 0.5000"),
+        ({"val/accuracy": 0.25, "train/loss": 1}, "accuracy 0.2500"),
+    ],
+)
+def test_names_of_the_validation_line(metrics, text):
+    assert "  ".join(shown(metrics, VALIDATION)) == text
+
+
+def test_validation_has_a_line_of_its_own_below_that_of_its_step(capsys):
+    run(TrainingProgressBar())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines if line.startswith("step")] == [
+        "step 2/6 (33%)", "step 4/6 (67%)", "step 4", "step 6/6 (100%)",
+    ]  # fmt: skip
+    assert "step 4  validation  loss 7.0000" in lines
+
+
+def test_a_validation_that_logs_nothing_known_has_no_line(capsys):
+    class Silent(Model):
+        def validation_step(self, batch, batch_idx): ...
+
+    run(TrainingProgressBar(), model=Silent())
+    assert "validation" not in capsys.readouterr().out
+
+
+def test_validating_alone_prints_lightnings_table_only(capsys):
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[TrainingProgressBar()])
+    trainer.validate(Model(), DataLoader(torch.ones(2, 1, 3, 4)))
+    assert "step 0" not in capsys.readouterr().out
+
+
+# ---- when it prints
+
+
+def test_with_accumulation_a_step_prints_once(capsys):
+    run(TrainingProgressBar(), accumulate_grad_batches=3, max_steps=4, val_check_interval=20)
+    assert [line.split()[1] for line in steps(capsys.readouterr().out)] == ["2/4", "4/4"]
+
+
+def test_the_last_step_prints_though_no_interval_ends(capsys):
+    run(TrainingProgressBar(), max_steps=5, val_check_interval=20)
+    assert [line.split()[1] for line in steps(capsys.readouterr().out)] == ["2/5", "4/5", "5/5"]
+
+
+def test_without_logging_there_is_the_validation_line_only(capsys):
+    run(TrainingProgressBar(), Monitors(), log_every_n_steps=0)
+    out = capsys.readouterr().out
+    assert not steps(out)
+    assert "step 4  validation  loss 7.0000" in out
+
+
+class Manual(Model):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.layer(batch[0]).mean())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+
+def test_with_two_optimizers_an_interval_is_counted_as_lightning_does(capsys):
+    run(TrainingProgressBar(), model=Manual(), max_steps=12, log_every_n_steps=2, val_check_interval=20)
+    assert [line.split()[1] for line in steps(capsys.readouterr().out)] == ["4/12", "8/12", "12/12"]
+
+
+def test_a_second_fit_starts_anew(capsys, time):
+    class Timed(Model):
+        def training_step(self, batch, batch_idx):
+            time.seconds += 10
+            return super().training_step(batch, batch_idx)
+
+    bar = TrainingProgressBar()
+    with pytest.raises(ZeroDivisionError):
+        run(bar, FailsAfter(5), model=Timed())
+    capsys.readouterr()
+    run(bar, model=Timed(), max_steps=4, val_check_interval=20)
+    assert [(line.split()[1], line.split()[-1]) for line in steps(capsys.readouterr().out)] == [
+        ("2/4", "0:00:20"),
+        ("4/4", "0:00:00"),
+    ]
+
+
+# ---- the time left
+
+
+@pytest.fixture
+def time(monkeypatch):
+    """A clock that stands still unless told."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(training_progress_bar, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+    return now
+
+
+def etas(text: str) -> list[str]:
+    return [re.search(r"ETA (\S+)", line)[1] for line in steps(text)]
+
+
+def test_the_time_left_is_the_last_intervals_pace_without_validation(capsys, time):
+    class Timed(Model):
+        def training_step(self, batch, batch_idx):
+            time.seconds += 60 if batch_idx < 2 else 10
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            time.seconds += 10_000
+
+    run(TrainingProgressBar(), model=Timed(), val_check_interval=3, max_steps=8)
+    assert etas(capsys.readouterr().out) == ["0:06:00", "0:00:40", "0:00:20", "0:00:00"]
+
+
+def test_with_epochs_the_time_left_is_that_until_the_last(capsys, time):
+    class Timed(Model):
+        def training_step(self, batch, batch_idx):
+            time.seconds += 10
+            return super().training_step(batch, batch_idx)
+
+    epochs = {"max_steps": -1, "max_epochs": 2, "val_check_interval": 20, "accumulate_grad_batches": 3}
+    run(TrainingProgressBar(), model=Timed(), log_every_n_steps=7, **epochs)
+    out = capsys.readouterr().out  # 20 batches an epoch, three to a step
+    assert [line.split()[1] for line in steps(out)] == ["7/14", "14/14"]
+    assert etas(out) == ["0:03:20", "0:00:00"]
+
+
+def test_the_last_step_of_the_last_epoch_shows_its_own_values(capsys):
+    run(TrainingProgressBar(), Monitors(), max_steps=-1, max_epochs=1, val_check_interval=20, log_every_n_steps=7)
+    lines = steps(capsys.readouterr().out)
+    assert [re.search(r"norm (\d+)", line)[1] for line in lines] == ["107", "114", "120"]
+
+
+def test_whichever_comes_first_of_steps_and_epochs_is_the_end(capsys):
+    run(TrainingProgressBar(), max_steps=100, max_epochs=1, val_check_interval=20, log_every_n_steps=20)
+    assert steps(capsys.readouterr().out)[0].startswith("step 20/20 (100%)")
+
+
+def test_an_accumulation_that_changes_with_the_epoch_has_its_own_end(capsys):
+    # 6 batches an epoch: 6 steps, then 3, then 2 of 4 and 2 batches
+    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})
+    data = DataLoader(torch.utils.data.TensorDataset(torch.ones(6, 3, 4)))
+    options = {"max_steps": -1, "max_epochs": 3, "log_every_n_steps": 1, "val_check_interval": 6}
+    run(TrainingProgressBar(), scheduler, data=data, **options)
+    lines = steps(capsys.readouterr().out)
+    assert [line.split("  ")[0] for line in lines] == [f"step {n}/11 ({n / 11:.0%})" for n in range(1, 12)]
+    assert lines[-1].endswith("ETA 0:00:00")
+
+
+def test_data_that_ends_before_max_steps_says_so(capsys):
+    class Short(IterableDataset):
+        def __iter__(self):
+            return iter([(torch.ones(3, 4),)] * 3)
+
+    run(TrainingProgressBar(), data=DataLoader(Short()), max_epochs=1, val_check_interval=None, limit_val_batches=0)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == "training ended at step 3 of 6: the data ended"
+
+
+def test_more_steps_than_the_first_epoch_foretold_are_no_fraction_of_them():
+    trainer = SimpleNamespace(
+        max_steps=-1, max_epochs=2, num_training_batches=3, accumulate_grad_batches=1, callbacks=[], global_step=7,
+        lightning_module=SimpleNamespace(automatic_optimization=True),
+    )  # fmt: skip
+    assert training_progress_bar.total_steps(trainer) == 0
+    trainer.global_step = 6
+    assert training_progress_bar.total_steps(trainer) == 6
+
+
+def test_without_a_known_end_there_is_no_time_left(capsys):
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.should_stop = trainer.global_step == 4
+
+    run(TrainingProgressBar(), Stop(), data=DataLoader(Endless()), max_steps=-1, max_epochs=2, min_epochs=0)
+    lines = steps(capsys.readouterr().out)
+    assert [line.split("  ")[0] for line in lines] == ["step 2", "step 4"]
+    assert not any("ETA" in line for line in lines)
+
+
+def test_with_manual_optimization_the_last_epoch_tells_no_step(capsys):
+    run(TrainingProgressBar(), model=Manual(), max_steps=-1, max_epochs=1, val_check_interval=20, log_every_n_steps=10)
+    assert [line.split("  ") for line in steps(capsys.readouterr().out)] == [["step 20"], ["step 40"]]
+
+
+# ---- the terminal
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    stdout = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr(training_progress_bar, "sys", SimpleNamespace(stdout=stdout))
+    monkeypatch.setenv("COLUMNS", "200")
+    return monkeypatch
+
+
+def test_on_a_terminal_the_line_is_redrawn_and_the_last_one_stays(capsys, terminal):
+    run(TrainingProgressBar(), val_check_interval=20)
+    out = capsys.readouterr().out
+    assert re.sub(r"  loss [^\r\n]*", "", out) == (
+        "\r\x1b[2Kstep 2/6 (33%)\r\x1b[2Kstep 4/6 (67%)\r\x1b[2Kstep 6/6 (100%)\n"
+    )
+
+
+def test_a_line_wider_than_the_terminal_is_cut(capsys, terminal):
+    terminal.setenv("COLUMNS", "30")
+    run(TrainingProgressBar(), Monitors(), val_check_interval=20)
+    first, second, last = capsys.readouterr().out.split("\r\x1b[2K")[1:]
+    assert (first, second) == ("step 2/6 (33%)  loss 2.0000  ", "step 4/6 (67%)  loss 4.0000  ")
+    assert last.startswith("step 6/6 (100%)  loss 6.0000  norm 106.000  lr ")  # never redrawn, so it may wrap
+
+
+def test_a_log_file_has_whole_lines_and_no_control_characters(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    run(TrainingProgressBar(), Monitors())
+    out = capsys.readouterr().out
+    assert "\r" not in out
+    assert "\x1b" not in out
+    assert all("ETA" in line for line in steps(out))
+
+
+def test_the_validation_line_replaces_the_redrawn_one_and_stays(capsys, terminal):
+    run(TrainingProgressBar())
+    assert "\r\x1b[2Kstep 4  validation  loss 7.0000\n\r\x1b[2Kstep 6/6" in capsys.readouterr().out
+
+
+def test_the_last_line_stays_also_before_a_validation(capsys, terminal):
+    run(TrainingProgressBar(), val_check_interval=6)
+    assert re.search(r"Kstep 6/6[^\r\n]*\n\r\x1b\[2Kstep 6  validation", capsys.readouterr().out)
+
+
+def test_an_error_and_an_early_end_start_on_their_own_line(capsys, terminal):
+    class Failing(Model):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.should_stop = trainer.global_step == 2
+
+    with pytest.raises(ZeroDivisionError):
+        run(TrainingProgressBar(), model=Failing())
+    assert re.fullmatch(r"\r\x1b\[2Kstep 2/6[^\n]*\n", capsys.readouterr().out)
+    run(TrainingProgressBar(), Stop(), min_epochs=0, limit_val_batches=0)
+    assert re.search(
+        r"\r\x1b\[2Kstep 2/6[^\n]*\n\r\x1b\[2Ktraining ended at step 2 of 6: a callback or a signal stopped it\n$",
+        capsys.readouterr().out,
+    )
+
+
+def test_what_a_program_prints_stands_above_the_redrawn_line(capsys, terminal):
+    TrainingProgressBar().print("two", "words")
+    assert capsys.readouterr().out == "\r\x1b[2Ktwo words\n"
+
+
+# ---- what it leaves alone
+
+
+def test_training_is_bitwise_unchanged():
+    assert all(torch.equal(a, b) for a, b in zip(run(TrainingProgressBar()), run(None), strict=True))
+
+
+def test_the_device_is_read_for_the_printed_lines_only(capsys, monkeypatch):
+    reads = []
+    read = torch.Tensor.__float__
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda self: (reads.append(1), read(self))[1])
+    run(TrainingProgressBar(), val_check_interval=20)
+    assert len(reads) == len(steps(capsys.readouterr().out)) == 3
+
+
+def test_a_disabled_bar_is_silent_and_reads_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda self: pytest.fail("read"))
+    bar = TrainingProgressBar()
+    bar.disable()
+    run(bar, val_check_interval=20)
+    bar.print("step")
+    assert "step" not in capsys.readouterr().out
+
+
+def test_enabled_again_it_prints(capsys):
+    bar = TrainingProgressBar()
+    bar.disable()
+    bar.enable()
+    run(bar)
+    assert steps(capsys.readouterr().out)
+
+
+# ---- how it writes numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (999, "999"), (12345, "12.3k"), (999_900, "1M"), (2.5e6, "2.5M"), (3e15, "3P")]
+)
+def test_numbers_have_three_digits_and_a_suffix(value, text):
+    assert human(value) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3725, "1:02:05"), (math.nan, "?")])
+def test_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.0000"), (2.5, "2.5000"), (1e-3, "0.0010"), (9.9e-4, "9.90e-04"), (-2e-5, "-2.00e-05"), (10, "10.0000")],
+)
+def test_small_values_keep_their_digits(value, text):
+    assert decimals(value, 4) == text

@@ -1,0 +1,113 @@
+"""Activation checkpointing: the same gradients from fewer kept bytes, at the price of products run again."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_tricks._activation_checkpointing import ATTENTION_OPS, LINEAR_OPS
+from lightning_tricks._errors import UsageError
+from lightning_tricks.models import GPT2, Decoder, Llama
+
+SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 32}
+CONFIGS = {"llama": Llama(**SHAPE, n_kv_heads=2), "gpt2": GPT2(**SHAPE)}
+LINEARS = {"llama": 7, "gpt2": 6}
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations and remembers every storage that came to be."""
+
+    def __init__(self):
+        super().__init__()
+        self.linears = self.attentions = 0
+        self.storages = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.linears += func in LINEAR_OPS
+        self.attentions += func in ATTENTION_OPS
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.storages.append(weakref.ref(tensor.untyped_storage()))
+        return out
+
+    def bytes_alive(self):
+        gc.collect()
+        alive = {storage.data_ptr(): storage.nbytes() for ref in self.storages if (storage := ref()) is not None}
+        return sum(alive.values())
+
+
+def measured(name, mode):
+    """Bytes the blocks keep, what the backward pass ran again, and the gradients."""
+    torch.manual_seed(0)
+    decoder = Decoder(CONFIGS[name])
+    decoder.set_activation_checkpointing(mode)
+    input_ids = torch.randint(61, (2, 32))
+    with Watch() as forward:
+        loss = decoder(input_ids).square().mean()
+    kept = forward.bytes_alive()
+    with Watch() as backward:
+        loss.backward()
+    return kept, backward, {name: p.grad for name, p in decoder.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_full_keeps_less_than_selective_and_selective_less_than_none(name):
+    none, selective, full = (measured(name, mode)[0] for mode in ("none", "selective", "full"))
+    assert full < selective < none
+    assert full < 0.4 * none
+    assert selective < 0.7 * none
+
+
+@pytest.mark.parametrize(("name", "kv_width", "ffn_width"), [("llama", 16, 256), ("gpt2", 32, 128)])
+def test_selective_keeps_attention_and_every_second_linear_layer_but_the_last(name, kv_width, ffn_width):
+    # a token: q, v, gate (or up) and what attention returns, with the softmax's logarithm of each of 4 heads
+    numbers_a_token = 32 + kv_width + ffn_width + 32 + 4
+    difference = measured(name, "selective")[0] - measured(name, "full")[0]
+    assert difference == 3 * (2 * 32) * numbers_a_token * 4  # blocks, tokens, bytes of fp32
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_are_bitwise_those_without(name):
+    _, _, expected = measured(name, "none")
+    for mode in ("selective", "full"):
+        _, _, found = measured(name, mode)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_backward_pass_runs_again_what_each_mode_says(name):
+    runs = {mode: measured(name, mode)[1] for mode in ("none", "selective", "full")}
+    again = {mode: runs[mode].linears - runs["none"].linears for mode in runs}
+    # per block: all but the last linear layer; of those every second one (k, o, up of a gated MLP; k, o of the other)
+    assert again == {"none": 0, "full": 3 * (LINEARS[name] - 1), "selective": 3 * {"llama": 3, "gpt2": 2}[name]}
+    assert {mode: runs[mode].attentions for mode in runs} == {"none": 0, "full": 3, "selective": 0}
+
+
+def test_names_of_parameters_stay():
+    decoder = Decoder(CONFIGS["llama"])
+    names = list(decoder.state_dict())
+    decoder.set_activation_checkpointing("full")
+    assert list(decoder.state_dict()) == names
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_bf16_autocast_holds_in_the_second_run_too(mode):
+    found = {}
+    for current in ("none", mode):
+        torch.manual_seed(0)
+        decoder = Decoder(CONFIGS["llama"])
+        decoder.set_activation_checkpointing(current)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = decoder(torch.randint(61, (2, 32))).float().square().mean()
+        loss.backward()
+        found[current] = {name: p.grad for name, p in decoder.named_parameters()}
+    torch.testing.assert_close(found[mode], found["none"], rtol=0, atol=0)
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(UsageError) as error:
+        Decoder(CONFIGS["llama"]).set_activation_checkpointing("some")
+    assert str(error.value) == "activation_checkpointing='some': give one of none, full, selective"
