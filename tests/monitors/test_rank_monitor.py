@@ -611,6 +611,8 @@ from lightning_tricks.callbacks import RankMonitor
 from lightning_tricks.monitors.ranks import rank_monitor
 {imports}
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs with SIGINT ignored
+
 class Linear(pl.LightningModule):
     def __init__(self):
         super().__init__()
