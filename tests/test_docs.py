@@ -1,4 +1,7 @@
-"""What the README and the docs show is run: Python blocks as they stand, recipe commands up to the built model."""
+"""The pages: their code runs, their links lead somewhere, and pages of one kind have one form.
+
+Python blocks run as they stand, recipe commands run up to the built model.
+"""
 
 import re
 import shlex
@@ -6,11 +9,44 @@ from pathlib import Path
 
 import pytest
 
+import lightning_tricks
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/*.md"))]
+INDEX = ROOT / "docs/README.md"
+GUIDES = {
+    "checkpoints",
+    "command_line",
+    "data",
+    "existing_projects",
+    "first_run",
+    "launching",
+    "monitors",
+    "precision",
+    "strategies",
+}
+DOCS = sorted(page for page in ROOT.glob("docs/*.md") if page != INDEX)
+CARDS = [page for page in DOCS if page.stem not in GUIDES]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", INDEX, *DOCS]
+
+CARD = (  # the headings of a card in their order, and whether it needs them
+    ("Use", True),
+    ("When to use it", False),
+    ("What it records", False),
+    ("How it works", False),
+    ("Defaults and why", True),
+    ("What to watch", False),
+    ("Cost", True),
+    ("Does not combine with", True),
+    ("Source", True),
+)
+ORDER = [heading for heading, _ in CARD]
+CLOSING = ORDER[ORDER.index("Defaults and why") :]  # with which a guide may end
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
@@ -18,7 +54,16 @@ def blocks(page: Path, *languages: str) -> list[str]:
     return [match[2] for match in re.finditer(pattern, page.read_text(encoding="utf-8"), re.M | re.S)]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda page: page.name)
+def prose(page: Path) -> str:
+    """The page without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def headings(page: Path, level: int = 2) -> list[str]:
+    return re.findall(rf"^{'#' * level} (.+)$", prose(page), re.M)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "docs"}
@@ -50,7 +95,78 @@ def test_every_recipe_named_in_the_docs_exists():
             assert (recipes_folder() / name).is_file(), f"{page.name}: recipes/{name}"
 
 
-def test_every_card_is_reached_from_the_readme():
+@pytest.mark.parametrize("card", CARDS, ids=name_of)
+def test_a_card_has_the_headings_of_a_card_in_their_order(card):
+    found = headings(card)
+    assert [heading for heading in found if heading not in ORDER] == []
+    assert [heading for heading, needed in CARD if needed and heading not in found] == []
+    assert found == sorted(set(found), key=ORDER.index)
+
+
+@pytest.mark.parametrize("guide", sorted(GUIDES))
+def test_a_guide_has_tasks_and_then_the_closing_headings_of_a_card(guide):
+    found = headings(ROOT / f"docs/{guide}.md")
+    tasks = [heading for heading in found if heading not in ORDER]
+    closing = found[len(tasks) :]
+    assert len(tasks) >= 2
+    assert found[: len(tasks)] == tasks
+    assert closing == [heading for heading in CLOSING if heading in closing]
+
+
+@pytest.mark.parametrize("page", [INDEX, *DOCS], ids=name_of)
+def test_a_page_begins_with_its_title_and_a_sentence_that_says_what_one_gets(page):
+    title, first, *_ = page.read_text(encoding="utf-8").split("\n\n")
+    assert re.fullmatch(r"# [^\n]+", title)
+    assert len(headings(page, level=1)) == 1
+    assert re.match(r"[\w`]", first), first  # no bold label, table or list
+    assert first.endswith(".")
+    assert len(first) < 500
+
+
+@pytest.mark.parametrize("page", CARDS, ids=name_of)
+def test_no_section_of_a_card_is_empty(page):
+    sections = re.split(r"^## .+$", page.read_text(encoding="utf-8"), flags=re.M)[1:]
+    assert all(section.strip() for section in sections)
+
+
+def test_the_index_lists_every_page_once_under_its_title():
+    listed = re.findall(r"^- \[([^\]]+)\]\((\w+)\.md\): .+\.$", INDEX.read_text(encoding="utf-8"), re.M)
+    assert sorted(name for _, name in listed) == [page.stem for page in DOCS]
+    assert {name: title for title, name in listed} == {page.stem: headings(page, level=1)[0] for page in DOCS}
+
+
+def test_every_page_is_reached_from_the_readme():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    missing = [card.name for card in (ROOT / "docs").glob("*.md") if f"docs/{card.name}" not in readme]
-    assert not missing
+    assert [page.name for page in [INDEX, *DOCS] if f"(docs/{page.name}" not in readme] == []
+
+
+def test_every_public_name_stands_in_the_docs():
+    text = "".join(page.read_text(encoding="utf-8") for page in DOCS)
+    names = set(lightning_tricks.__all__) - {"__version__"}
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    found = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def broken(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    return not target.exists() or (bool(anchor) and anchor not in anchors(target))
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=name_of)
+def test_every_relative_link_leads_to_a_file_and_a_heading(page):
+    links = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", prose(page))
+    local = [link for link in ("".join(pair) for pair in links) if "://" not in link]
+    assert [link for link in local if broken(page, link)] == []
+
+
+@pytest.mark.parametrize("link", ["no_such_page.md", "mfu.md#no-such-heading", "#no-such-heading"])
+def test_a_link_that_leads_nowhere_is_found(link):
+    assert broken(ROOT / "docs/flops.md", link)
+    assert not broken(ROOT / "docs/flops.md", "mfu.md#does-not-combine-with")
+    assert not broken(ROOT / "docs/flops.md", "#use")
