@@ -55,6 +55,15 @@ def trainer_of(module: Any) -> Any:
     return getattr(module, "_trainer", None)
 
 
+def attach_stand_in(module: Any, stand_in: Any) -> None:
+    """Let `LightningModule.trainer` of a copy answer with a stand-in for its Trainer.
+
+    Written past its setter, which keeps a weak reference only, and without a Fabric, which its getter asks first
+    (core/module.py).
+    """
+    vars(module).update(_trainer=stand_in, _fabric=None)
+
+
 def is_a(instance: Any, *class_names: str) -> bool:
     """Whether an object is of a class with one of these names: `isinstance` would ask for one Lightning package."""
     return any(cls.__name__ in class_names for cls in type(instance).__mro__)

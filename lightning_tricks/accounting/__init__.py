@@ -1,4 +1,6 @@
-"""What a run costs: arithmetic on plain numbers, no Lightning; torch is imported only where something is measured."""
+"""The cost of a run: arithmetic on plain numbers, no Lightning; torch is imported only to count or to measure."""
+
+from typing import TYPE_CHECKING, Any
 
 from lightning_tricks.accounting.flops import (
     Attention,
@@ -9,8 +11,10 @@ from lightning_tricks.accounting.flops import (
     recompute_flops_per_token,
     training_flops_per_token,
 )
-from lightning_tricks.accounting.measured_flops import CannotCount, count_flops
 from lightning_tricks.accounting.peak_flops import measure_peak_flops, peak_flops, peak_source
+
+if TYPE_CHECKING:
+    from lightning_tricks.accounting.flop_counting import CannotCount, count_flops
 
 __all__ = [
     "Attention",
@@ -26,3 +30,11 @@ __all__ = [
     "recompute_flops_per_token",
     "training_flops_per_token",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("CannotCount", "count_flops"):
+        raise AttributeError(f"module 'lightning_tricks.accounting' has no attribute {name!r}")
+    from lightning_tricks.accounting import flop_counting  # needs torch
+
+    return getattr(flop_counting, name)

@@ -15,6 +15,7 @@ Worked out by the ratios that hold within a family: bf16 of the RTX 6000 Ada is 
 fp8 of L4, L40, RTX 6000 Ada and both NVL twice their bf16; tf32 of both NVL half of it; fp32 of the 5090 half of it.
 """
 
+import functools
 import os
 import re
 import time
@@ -131,6 +132,41 @@ def peak_source(device_name: str) -> str | None:
     """The datasheet's address, None for an unknown device."""
     row = find_peak_row(device_name)
     return None if row is None else row.source
+
+
+def device_peak(
+    device: Any, precision: str | int, dtype: str | None = None, given: float | None = None
+) -> tuple[float | None, str]:
+    """FLOP/s of one device, None where not known, and a line that says where the figure comes from.
+
+    Args:
+        device: a torch device; a CPU's peak is measured, once a process.
+        precision: the Trainer's, such as `bf16-mixed`.
+        dtype: of the products, where they have another one than `precision` says: `fp8`.
+        given: a figure that the user knows better.
+    """
+    import torch
+
+    if given is not None:
+        return given, f"MFU against {given / 1e12:.6g} TFLOP/s (given)"
+    if dtype is None:
+        tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+        dtypes = {"bf16": "bf16", "16": "fp16", "32": "tf32" if tf32 else "fp32"}
+        dtype = dtypes.get(str(precision).partition("-")[0])
+    if device.type == "cpu":
+        peak = _cpu_peak(dtype, torch.get_num_threads()) if dtype else None
+        name, origin = "CPU", "measured by matrix products on this CPU"
+    else:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        peak, origin = (peak_flops(name, dtype) if dtype else None), f"dense, {peak_source(name)}"
+    if peak is None:
+        return None, f"no MFU, for the peak of {name} at {dtype or precision} is not known: give peak_flops"
+    return peak, f"MFU against {peak / 1e12:.6g} TFLOP/s ({name}, {dtype}, {origin})"
+
+
+@functools.cache
+def _cpu_peak(dtype: str, threads: int) -> float | None:
+    return measure_peak_flops("cpu", dtype)
 
 
 def measure_peak_flops(device: Any, dtype: str, seconds: float = 0.2) -> float | None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import random
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -19,13 +20,15 @@ from torch.utils.data import DataLoader
 from lightning_tricks import LanguageModel, Llama
 from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting import recompute_flops_per_token, training_flops_per_token
+from lightning_tricks.accounting.peak_flops import device_peak
 from lightning_tricks.callbacks import MetricBuffer, MFUMonitor
 from lightning_tricks.metrics import metric_buffer
-from lightning_tricks.monitors.mfu import device_peak, mfu_monitor, stopwatch
-from lightning_tricks.monitors.mfu.batch import samples_in, tensors_of, token_shape, tokens_in
+from lightning_tricks.monitors.mfu import mfu_monitor, stopwatch
+from lightning_tricks.monitors.mfu.batch_flops import contents
 from lightning_tricks.monitors.mfu.stopwatch import Stopwatch
 
 PREFIX = "throughput/"
+PEAKS = sys.modules[device_peak.__module__]
 
 
 class Clock:
@@ -40,7 +43,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def forget_the_peak():
-    device_peak._cpu_peak.cache_clear()
+    PEAKS._cpu_peak.cache_clear()
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ class Net(pl.LightningModule):
         self.clock, self.step_seconds = clock, step_seconds
 
     def rows(self, batch):
-        return batch if isinstance(batch, torch.Tensor) else next(tensor for _, tensor in tensors_of(batch))
+        return batch if isinstance(batch, torch.Tensor) else batch["input_ids"]
 
     def training_step(self, batch, batch_idx):
         if self.clock is not None:
@@ -432,26 +435,26 @@ ONES = torch.ones(3, 5, dtype=torch.long)
     ],
 )
 def test_tokens_and_samples_are_found_in_any_batch(batch, shape, samples):
-    assert token_shape(tensors_of(batch)) == shape
-    assert tokens_in(batch) == (shape[0] * shape[1] if shape else 0)
-    assert samples_in(tensors_of(batch)) == samples
+    held = contents(None, batch)
+    assert (held.tokens, held.length) == ((shape[0] * shape[1], shape[1]) if shape else (0, 0))
+    assert held.samples == samples
 
 
 def test_marked_padding_is_no_token_and_no_device_is_read():
     mask = torch.tensor([[1, 1, 1, 0, 0]] * 3)
-    counted = tokens_in({"input_ids": ONES, "attention_mask": mask})
-    assert isinstance(counted, torch.Tensor)
-    assert counted == 9
-    assert tokens_in({"input_ids": ONES, "attention_mask": mask.bool()}) == 9
+    held = contents(None, {"input_ids": ONES, "attention_mask": mask})
+    assert isinstance(held.tokens, torch.Tensor)
+    assert (held.tokens, held.positions) == (9, 15)
+    assert contents(None, {"input_ids": ONES, "attention_mask": mask.bool()}).tokens == 9
     # additive masks and masks of pairs mark no tokens
-    assert tokens_in({"input_ids": ONES, "attention_mask": mask.float()}) == 15
-    assert tokens_in({"input_ids": ONES, "attention_mask": torch.ones(3, 1, 5, 5, dtype=torch.long)}) == 15
+    for other in (mask.float(), torch.ones(3, 1, 5, 5, dtype=torch.long)):
+        assert contents(None, {"input_ids": ONES, "attention_mask": other}).tokens == 15
 
 
 def test_a_tokenizers_batch_is_a_batch():
     from transformers import BatchEncoding
 
-    assert tokens_in(BatchEncoding({"input_ids": ONES, "attention_mask": ONES})) == 15
+    assert contents(None, BatchEncoding({"input_ids": ONES, "attention_mask": ONES})).tokens == 15
 
 
 def padded(n_real=6):
@@ -611,9 +614,9 @@ def test_such_a_module_gets_its_mfu_from_the_option(clock):
 def test_the_time_spent_on_counting_is_no_training_time(clock, monkeypatch):
     def slow(*args):
         clock.now += 1000.0
-        return SimpleNamespace(model=0.0, recompute=0.0, uncounted={})
+        return SimpleNamespace(flops=(0.0, 0.0), uncounted={})
 
-    monkeypatch.setattr("lightning_tricks.monitors.mfu.batch_flops.counter_of_copy", slow)
+    monkeypatch.setattr("lightning_tricks.monitors.mfu.batch_flops.count_on_copy", slow)
     log, _ = run(Net(clock), MFUMonitor(peak_flops=1000.0))
     assert log.series("first_step_seconds") == {0: 2.0}
 
@@ -621,10 +624,7 @@ def test_the_time_spent_on_counting_is_no_training_time(clock, monkeypatch):
 # ----------------------------------------------------------------------------------------------------------- the peak
 
 
-def trainer_on(device, precision="bf16-mixed", plugin=None):
-    plugin = plugin or SimpleNamespace()
-    strategy = SimpleNamespace(root_device=torch.device(device))
-    return SimpleNamespace(strategy=strategy, precision=precision, precision_plugin=plugin)
+CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -640,7 +640,7 @@ def trainer_on(device, precision="bf16-mixed", plugin=None):
 )
 def test_the_peak_follows_the_device_and_the_precision(monkeypatch, precision, teraflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    peak, said = device_peak.find_peak(trainer_on("cuda:0", precision), None)
+    peak, said = device_peak(CUDA, precision)
     assert peak == teraflops * 1e12
     assert f"MFU against {teraflops:g} TFLOP/s (NVIDIA H200, " in said
     assert "dense" in said
@@ -650,15 +650,16 @@ def test_the_peak_follows_the_device_and_the_precision(monkeypatch, precision, t
 def test_fp32_products_in_tf32_have_its_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert device_peak.find_peak(trainer_on("cuda:0", "32-true"), None)[0] == 494.5e12
-    assert device_peak.peak_dtype("32-true", torch.device("cpu")) == "fp32"
+    assert device_peak(CUDA, "32-true")[0] == 494.5e12
+    monkeypatch.setattr(PEAKS, "measure_peak_flops", lambda device, dtype: {"fp32": 1e12}[dtype])
+    assert device_peak(CPU, "32-true")[0] == 1e12
+    assert device_peak(CUDA, "32-true", given=5e12) == (5e12, "MFU against 5 TFLOP/s (given)")
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
 def test_a_plugin_that_multiplies_in_fp8_has_its_dense_peak_and_says_so(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    plugin = SimpleNamespace(peak_dtype="fp8")
-    peak, said = device_peak.find_peak(trainer_on("cuda:0", "bf16-mixed", plugin), None)
+    peak, said = device_peak(CUDA, "bf16-mixed", "fp8")
     assert peak == 1979e12  # the datasheet's first figure, with sparsity, is 3958
     assert said.startswith(f"MFU against 1979 TFLOP/s ({name}, fp8, dense, ")
 
@@ -669,14 +670,14 @@ def test_a_plugin_that_multiplies_in_fp8_has_its_dense_peak_and_says_so(monkeypa
 )
 def test_an_unknown_peak_is_no_guess_but_a_line(monkeypatch, device, precision):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU 3000")
-    peak, said = device_peak.find_peak(trainer_on(device, precision), None)
+    peak, said = device_peak(torch.device(device), precision)
     assert peak is None
     assert said.startswith("no MFU")
     assert said.endswith("give peak_flops")
 
 
 def test_a_run_on_an_unknown_device_lacks_only_mfu(clock, monkeypatch, caplog):
-    monkeypatch.setattr(device_peak, "measure_peak_flops", lambda device, dtype: None)
+    monkeypatch.setattr(PEAKS, "measure_peak_flops", lambda device, dtype: None)
     with caplog.at_level("INFO"):
         log, _ = run(Net(clock), MFUMonitor())
     assert sum("give peak_flops" in record.message for record in caplog.records) == 1
@@ -688,10 +689,10 @@ def test_a_run_on_an_unknown_device_lacks_only_mfu(clock, monkeypatch, caplog):
 
 def test_a_cpus_peak_is_measured_and_labelled(clock, monkeypatch, caplog):
     asked = []
-    monkeypatch.setattr(device_peak, "measure_peak_flops", lambda device, dtype: asked.append(dtype) or 2e12)
+    monkeypatch.setattr(PEAKS, "measure_peak_flops", lambda device, dtype: asked.append(dtype) or 2e12)
     with caplog.at_level("INFO"):
         log, _ = run(Net(clock), MFUMonitor(), precision="bf16-mixed")
-        device_peak.find_peak(trainer_on("cpu", "bf16-mixed"), None)
+        device_peak(CPU, "bf16-mixed")
     assert asked == ["bf16"]  # once a process
     (said,) = [record.message for record in caplog.records if "MFUMonitor" in record.message]
     assert "16 FLOP a token (counted on the first batch, attention in full)" in said
@@ -913,6 +914,6 @@ def test_precision_plugins_may_say_their_dtype(clock, monkeypatch):
     class InFp8(Precision):
         peak_dtype = "fp8"
 
-    monkeypatch.setattr(device_peak, "measure_peak_flops", lambda device, dtype: {"fp8": 7e12}.get(dtype))
+    monkeypatch.setattr(PEAKS, "measure_peak_flops", lambda device, dtype: {"fp8": 7e12}.get(dtype))
     log, _ = run(Net(clock), MFUMonitor(flops_per_token=7e10), plugins=[InFp8()])
     assert log.series("mfu")[3] == pytest.approx(8 * 7e10 / 7e12)

@@ -1,17 +1,19 @@
-"""FLOPs of a micro-batch of any module: given by the user, by the module itself, or counted once."""
+"""The tokens and samples of a micro-batch, and their FLOPs: given by the user, known by the module, or counted once."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, count_on_copy
 from lightning_tricks.accounting.flops import Attention
-from lightning_tricks.accounting.measured_flops import CannotCount, counter_of_copy
-from lightning_tricks.monitors.mfu.batch import count_tokens, samples_in, tensors_of, token_shape
 
+_IDS = ("input_ids", "tokens")
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 Flops = tuple[float, float]  # the model's, and those spent again: nan where not known
 
@@ -21,47 +23,90 @@ class Contents:
     """What a micro-batch holds.
 
     Args:
-        tokens: that count: a number or a scalar on the device.
+        tokens: their number, or a scalar on the device where padding is marked.
         positions: tokens with their padding; equal to `tokens` where that is a number.
         length: T, tokens in a row; 0 where not known.
-        samples: rows.
+        samples: length of the first dimension of the first tensor that has one.
     """
 
     tokens: Tensor | float
-    positions: int
+    positions: float
     length: int
     samples: int
 
 
 def contents(module: Any, batch: Any) -> Contents:
-    """Count a micro-batch, with the module's own `tokens_in(batch)` if it has one."""
-    tensors = tensors_of(batch)
-    shape = token_shape(tensors)
+    """Count a micro-batch of any type without reading a device, with the module's own `tokens_in(batch)` if it has one.
+
+    Tokens are B * T of the first tensor that is named `input_ids` or `tokens`, else of the first of integers (B, T),
+    else of the first of floats (B, T, D); or the ones in an integer `attention_mask` (B, T). Where the first tensor is
+    an image, (B, C, H, W), only names count: integers beside it are labels.
+    """
+    tensors = list(_tensors(batch))
+    rows, length = _token_shape(tensors)
     own = getattr(module, "tokens_in", None)
-    tokens = own(batch) if callable(own) else count_tokens(tensors, shape)
-    rows, length = shape or (0, 0)
+    tokens = own(batch) if callable(own) else _count_tokens(tensors, rows, length)
     positions = rows * length if isinstance(tokens, Tensor) else tokens
-    return Contents(tokens, positions, length, samples_in(tensors))
+    samples = next((tensor.shape[0] for _, tensor in tensors if tensor.dim()), 0)
+    return Contents(tokens, positions, length, samples)
+
+
+def _tensors(batch: Any, name: Any = None) -> Iterator[tuple[Any, Tensor]]:
+    """Every tensor in dicts, lists, tuples and dataclasses with its key or field, depth first."""
+    if isinstance(batch, Tensor):
+        yield name, batch
+        return
+    held: Any = ()
+    if isinstance(batch, Mapping):
+        held = batch.items()
+    elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        held = zip(batch._fields, batch, strict=True)
+    elif isinstance(batch, list | tuple):
+        held = ((name, value) for value in batch)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        held = ((field.name, getattr(batch, field.name, None)) for field in dataclasses.fields(batch))
+    for key, value in held:
+        yield from _tensors(value, key)
+
+
+def _token_shape(tensors: list[tuple[Any, Tensor]]) -> tuple[int, int]:
+    """(B, T) of the batch's tokens; (0, 0) where it has none, as images with their labels."""
+    found = [tensor for name, tensor in tensors if name in _IDS and tensor.dim() >= 2]
+    if not found and tensors and tensors[0][1].dim() <= 3:
+        integers = [tensor for _, tensor in tensors if tensor.dim() == 2 and _is_integer(tensor)]
+        found = integers or [tensor for _, tensor in tensors if tensor.dim() == 3 and tensor.is_floating_point()]
+    return (found[0].shape[0], found[0].shape[1]) if found else (0, 0)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+
+
+def _count_tokens(tensors: list[tuple[Any, Tensor]], rows: int, length: int) -> Tensor | int:
+    for name, tensor in tensors:
+        if rows and name == "attention_mask" and tensor.shape == (rows, length) and not tensor.is_floating_point():
+            return tensor.sum()
+    return rows * length
 
 
 @dataclasses.dataclass
 class BatchFlops:
-    """FLOPs by the position or by the sample, and where the figure comes from.
+    """FLOPs by the token or by the sample, and where the figure comes from.
 
     Args:
-        of_length: FLOPs of one position in a row of that length, None where they go by the sample.
-        of_sample: FLOPs of one sample.
+        unit: `token` counts positions, padding included.
+        of_one: FLOPs of one unit in a row of that length.
         origin: one line of text.
     """
 
-    of_length: Callable[[int], Flops] | None
-    of_sample: Flops
+    unit: Literal["token", "sample"]
+    of_one: Callable[[int], Flops]
     origin: str
 
-    def __call__(self, batch: Contents) -> Flops:
-        """FLOPs of the whole micro-batch, padding included."""
-        count = batch.positions if self.of_length else batch.samples
-        model, again = self.of_length(batch.length) if self.of_length else self.of_sample
+    def __call__(self, held: Contents) -> Flops:
+        """FLOPs of a whole micro-batch."""
+        count = held.positions if self.unit == "token" else held.samples
+        model, again = self.of_one(held.length)
         return count * model, count * again
 
 
@@ -81,44 +126,41 @@ def find_batch_flops(
                 f"flops_per_token={per_token:g}: no tokens were found in the batch; give flops_per_sample, "
                 "or the module a method tokens_in(batch)"
             )
-        return BatchFlops(lambda length: (per_token, math.nan), (0.0, 0.0), _a(per_token, "token", "given"))
+        return _constant("token", (per_token, math.nan), "given")
     if per_sample is not None:
-        return BatchFlops(None, (per_sample, math.nan), _a(per_sample, "sample", "given"))
+        return _constant("sample", (per_sample, math.nan), "given")
     own = getattr(module, "flops_per_token", None)
     if callable(own) and held.length:
-        known: dict[int, Flops] = {}
-
-        def of_length(length: int) -> Flops:
-            if length not in known:
-                known[length] = own(length, attention)
-            return known[length]
-
-        return BatchFlops(of_length, (0.0, 0.0), _a(of_length(held.length)[0], "token", f"{attention} attention"))
-    return flops_of_batch(counter_of_copy(module, batch, trainer, trainer.precision_plugin.train_step_context), held)
+        of_one = functools.cache(lambda length: own(length, attention))
+        return BatchFlops("token", of_one, _line("token", of_one(held.length)[0], f"{attention} attention"))
+    return flops_of_batch(count_on_copy(module, batch, trainer, trainer.precision_plugin.train_step_context), held)
 
 
-def flops_of_batch(counter: Any, held: Contents, copies: int = 1) -> BatchFlops:
-    """What was counted on a batch, for others: by the position, or by the sample where there are no tokens.
+def flops_of_batch(counter: FlopCounter, held: Contents, copies: int = 1) -> BatchFlops:
+    """The FLOPs that were counted on one batch, for all others: by the token, or by the sample where it has no tokens.
 
     Args:
-        counter: a `FlopCounter`.
-        held: what the batch holds.
+        counter: has counted the batch.
+        held: by the batch.
         copies: ranks that share the work on it, each of which counted its own share.
 
     Raises:
-        CannotCount: the batch holds neither tokens nor samples.
+        CannotCount: not everything could be counted, or the batch holds neither tokens nor samples.
     """
+    model, again = counter.flops
     if not (held.positions or held.samples):
         raise CannotCount("the batch holds no tensors before the step")
-    unit, count = ("token", held.positions) if held.positions else ("sample", held.samples)
-    each = (copies * counter.model / count, copies * counter.recompute / count)
+    count = held.positions or held.samples
     how = "counted on the first batch, attention in full"
     for name, part in counter.uncounted.items():
         how += f", without {name} in {part}"
-    origin = _a(each[0], unit, how)
-    return BatchFlops((lambda length: each) if held.positions else None, each, origin)
+    return _constant("token" if held.positions else "sample", (copies * model / count, copies * again / count), how)
 
 
-def _a(flops: float, unit: str, how: str) -> str:
+def _constant(unit: Literal["token", "sample"], flops: Flops, how: str) -> BatchFlops:
+    return BatchFlops(unit, lambda length: flops, _line(unit, flops[0], how))
+
+
+def _line(unit: str, flops: float, how: str) -> str:
     scale, prefix = next(((scale, prefix) for scale, prefix in _SI if flops >= scale), (1.0, ""))
     return f"{flops / scale:.3g} {prefix}FLOP a {unit} ({how})"

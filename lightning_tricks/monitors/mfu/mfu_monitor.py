@@ -1,8 +1,8 @@
 """Log how fast training goes, and which fraction of the device's peak that is."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
 
 import torch
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import data_rank, is_accumulating, logging_step
+from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, counting_real_step
 from lightning_tricks.accounting.flops import Attention
-from lightning_tricks.accounting.measured_flops import CannotCount
+from lightning_tricks.accounting.peak_flops import device_peak
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
 from lightning_tricks.monitors.mfu.batch_flops import BatchFlops, contents, find_batch_flops, flops_of_batch
-from lightning_tricks.monitors.mfu.device_peak import find_peak
-from lightning_tricks.monitors.mfu.real_step import RealStep
-from lightning_tricks.monitors.mfu.stopwatch import Stopwatch, time_checkpoints, time_compilations
+from lightning_tricks.monitors.mfu.stopwatch import Stopwatch, compilations_timed
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
@@ -30,9 +30,9 @@ def rates(
     """The figures of an interval, without the `throughput/` before their names.
 
     Args:
-        steps: what each optimizer step held: `_samples`, `_positions`, `_tokens`, `_flops` and `_recompute`, each the
-            sum over all ranks, those included that hold a copy of another's data.
-        seconds: that the steps took.
+        steps: `_samples`, `_positions`, `_tokens`, `_flops` and `_recompute` of each optimizer step, as sums over all
+            ranks, also over those that hold a copy of another's data.
+        seconds: duration of the steps.
         world_size: ranks.
         data_world_size: ranks that see different data.
         peak: FLOP/s of one rank's device, None where not known.
@@ -105,11 +105,11 @@ class MFUMonitor(pl.Callback):
             raise UsageError(f"attention={attention!r}: give one of {', '.join(get_args(Attention))}")
         self.flops_per_token, self.flops_per_sample = flops_per_token, flops_per_sample
         self.peak_flops, self.attention = peak_flops, attention
-        self._watch: Stopwatch | None = None
-        self._real_step: RealStep | None = None
-        self._undo: list[Callable[[], Any]] = []
-        self._tokens: Tensor | float = 0  # of the step so far
-        self._counts: dict[str, float] = dict.fromkeys(_COUNTS, 0)
+        self._tokens: Tensor | float = 0  # in the current step
+        self._counts = dict.fromkeys(_COUNTS, 0.0)  # likewise
+        self._watch: Stopwatch | None = None  # from the first batch on
+        self._counter: FlopCounter | None = None  # of the first micro-batch, where that is counted as it runs
+        self._counting_scope, self._fit_scope = ExitStack(), ExitStack()  # replacements, until their end
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Find the buffer, and time checkpoints from now on."""
@@ -120,9 +120,10 @@ class MFUMonitor(pl.Callback):
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._rates)
         self._batch_flops: BatchFlops | None = None
-        self._first_step_done = self._above_peak = False
+        self._above_peak = False
         self._clear()
-        self._undo.append(time_checkpoints(trainer, self._apart))
+        save = self._timed_separately("checkpoint")(trainer.save_checkpoint)
+        self._fit_scope.enter_context(replaced(trainer, "save_checkpoint", save))
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
@@ -132,29 +133,28 @@ class MFUMonitor(pl.Callback):
             return
         if self._watch is None:
             self._begin(pl_module, batch)
-        elif self._first_step_done:
-            self._buffer.flush()
+        elif self._watch.ground == "first_step":
+            self._buffer.flush()  # an interval of its own, once it is done
         self._batch = contents(pl_module, batch)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record what the step was made of, when it is done."""
+        """Add what the micro-batch held, and record the step when it is done."""
         if self._watch is None:
             return
         held = self._batch
         self._finish_counting()
-        model, again, positions = 0.0, math.nan, 0
+        model, again, positions = 0.0, math.nan, 0.0
         if self._batch_flops is not None:
             model, again = self._batch_flops(held)
-            positions = held.positions if self._batch_flops.of_length else 0  # what goes by the sample has no padding
+            # FLOPs by the sample know no padding
+            positions = held.positions if self._batch_flops.unit == "token" else 0.0
         self._tokens = self._tokens + held.tokens
         for name, value in zip(_COUNTS, (held.samples, positions, model, again), strict=True):
             self._counts[name] += value
-        if is_accumulating(trainer):
-            return
-        self._record()
-        self._first_step_done = self._watch.ground == "first_step"
+        if not is_accumulating(trainer):
+            self._record()
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Stop the training time."""
@@ -189,27 +189,25 @@ class MFUMonitor(pl.Callback):
         """Find FLOPs and peak, say so, and start the clock: the first batch is here."""
         trainer = self._trainer
         options = (self.flops_per_token, self.flops_per_sample, self.attention)
-        self._peak, self._against = find_peak(trainer, self.peak_flops)
+        device, dtype = trainer.strategy.root_device, getattr(trainer.precision_plugin, "peak_dtype", None)
+        self._peak, self._against = device_peak(device, trainer.precision, dtype, self.peak_flops)
         try:
             self._say(find_batch_flops(pl_module, batch, *options, trainer))
         except CannotCount as error:
-            self._real_step, self._not_on_a_copy = RealStep(trainer, pl_module), error
-        device = trainer.strategy.root_device
+            self._not_on_a_copy = str(error)
+            self._counter = self._counting_scope.enter_context(counting_real_step(trainer, pl_module))
         self._fence = None if device.type == "cpu" else torch.zeros((), device=device)
         self._watch = Stopwatch("first_step")
-        self._undo.append(time_compilations(self._watch))
-
-    def _say(self, found: BatchFlops) -> None:
-        self._batch_flops = found
-        rank_zero_info(f"MFUMonitor: {found.origin}; {self._against}")
+        self._fit_scope.enter_context(compilations_timed(self._watch))
 
     def _finish_counting(self) -> None:
-        """Take the FLOPs of the real micro-batch that has just been done, where it was watched."""
-        if self._real_step is None:
+        """Take the FLOPs of the first micro-batch, where it was counted as it ran."""
+        if self._counter is None:
             return
-        trainer, step, self._real_step = self._trainer, self._real_step, None
+        trainer, counter, self._counter = self._trainer, self._counter, None
+        self._counting_scope.close()
         try:
-            self._say(flops_of_batch(step.close(), self._batch, trainer.world_size // data_rank(trainer)[1]))
+            self._say(flops_of_batch(counter, self._batch, trainer.world_size // data_rank(trainer)[1]))
         except CannotCount as error:
             name = type(trainer.lightning_module).__name__
             rank_zero_warn(
@@ -217,24 +215,22 @@ class MFUMonitor(pl.Callback):
                 f"({self._not_on_a_copy}), nor in its first step ({error}); give flops_per_token or flops_per_sample"
             )
 
+    def _say(self, found: BatchFlops) -> None:
+        self._batch_flops = found
+        rank_zero_info(f"MFUMonitor: {found.origin}; {self._against}")
+
     def _record(self) -> None:
+        """Record all micro-batches of the step."""
         if self._fence is not None:
             # Copied in the order of the device's stream, so the transfer that takes it along waits for the step.
             self._buffer.record("_fence", self._fence)
-        if isinstance(self._tokens, Tensor):
-            self._buffer.record("_tokens", self._tokens, "sum")
-        else:
-            self._counts["_tokens"] = self._tokens
-        if self._trainer.world_size > 1:
-            values = torch.tensor(list(self._counts.values()), dtype=torch.float64)
-            self._buffer.record_all(tuple(self._counts), values, "sum")
-        else:
-            for name, value in self._counts.items():
-                self._buffer.record(name, value)
+        self._buffer.record("_tokens", self._tokens, "sum")
+        counts = torch.tensor(list(self._counts.values()), dtype=torch.float64)
+        self._buffer.record_all(tuple(self._counts), counts, "sum")
         self._clear()
 
     def _clear(self) -> None:
-        self._tokens, self._counts = 0, dict.fromkeys(_COUNTS, 0)
+        self._tokens, self._counts = 0, dict.fromkeys(_COUNTS, 0.0)
 
     def _rates(self, rows: list[Row]) -> dict[str, float]:
         """The interval's figures; nothing is in flight on the device now, so the clock is right."""
@@ -261,8 +257,8 @@ class MFUMonitor(pl.Callback):
             )
 
     @contextmanager
-    def _apart(self, kind: str) -> Iterator[None]:
-        """Time something that is no training."""
+    def _timed_separately(self, kind: str) -> Iterator[None]:
+        """Leave the seconds that are spent inside out of the training time."""
         watch = self._watch
         if watch is None:
             yield
@@ -276,10 +272,6 @@ class MFUMonitor(pl.Callback):
 
     def _release(self) -> None:
         """Stop watching, and give back what was borrowed."""
-        self._watch = None
-        if self._real_step is not None:
-            step, self._real_step = self._real_step, None
-            with suppress(CannotCount):
-                step.close()
-        while self._undo:
-            self._undo.pop()()
+        self._watch = self._counter = None
+        self._counting_scope.close()
+        self._fit_scope.close()

@@ -1,13 +1,10 @@
 """Seconds by what they were spent on, none of them counted twice."""
 
-import functools
-import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
-from lightning_tricks._replaced import replaced
+from torch._dynamo.callback import callback_handler
 
 clock = time.perf_counter
 
@@ -24,8 +21,7 @@ class Stopwatch:
     def __init__(self, ground: str) -> None:
         self.ground = ground
         self._inside: list[str] = []
-        self._seconds: dict[str, float] = {}
-        self._ground_seconds = 0.0
+        self._seconds: dict[str, float] = {}  # the ground's under ""
         self._since = clock()
 
     def enter(self, kind: str) -> None:
@@ -41,49 +37,27 @@ class Stopwatch:
     def take(self) -> tuple[float, dict[str, float]]:
         """Seconds of the ground and of every kind that has ended, since they were last taken."""
         self._add()
-        ended = {kind: seconds for kind, seconds in self._seconds.items() if kind not in self._inside}
-        ground, self._ground_seconds = self._ground_seconds, 0.0
-        self._seconds = {kind: seconds for kind, seconds in self._seconds.items() if kind in self._inside}
-        return ground, ended
+        ended = {kind: self._seconds.pop(kind) for kind in [*self._seconds] if kind not in self._inside}
+        return ended.pop("", 0.0), ended
 
     def _add(self) -> None:
-        now = clock()
-        passed, self._since = now - self._since, now
-        if self._inside:
-            self._seconds[self._inside[-1]] = self._seconds.get(self._inside[-1], 0.0) + passed
-        else:
-            self._ground_seconds += passed
+        kind, now = self._inside[-1] if self._inside else "", clock()
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + now - self._since
+        self._since = now
 
 
-def time_checkpoints(trainer: Any, apart: Callable[[str], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Run `trainer.save_checkpoint`, which has no hook around it, inside `apart("checkpoint")`; returns the undoing."""
-    save = trainer.save_checkpoint
+@contextmanager
+def compilations_timed(watch: Stopwatch) -> Iterator[None]:
+    """Count each of torch.compile's compilations inside the `with` as "compile".
 
-    @functools.wraps(save)
-    def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-        with apart("checkpoint"):
-            save(*args, **kwargs)
-
-    scope = ExitStack()
-    scope.enter_context(replaced(trainer, "save_checkpoint", save_checkpoint))
-    return scope.close
-
-
-def time_compilations(watch: Stopwatch) -> Callable[[], None]:
-    """Count each of torch.compile's compilations from now on as "compile"; returns the undoing.
-
-    Source: https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/callback.py. Does nothing where torch has no such
-    handler.
+    Source: https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/callback.py.
     """
-    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-    if handler is None:
-        return lambda: None
-    start = handler.register_start_callback(lambda _: watch.enter("compile"))
-    end = handler.register_end_callback(lambda _: watch.leave())
-
-    def undo() -> None:
-        for known, ours in ((handler.start_callbacks, start), (handler.end_callbacks, end)):
-            if ours in known:  # torch._dynamo.reset may have cleared them
-                known.remove(ours)
-
-    return undo
+    start = callback_handler.register_start_callback(lambda _: watch.enter("compile"))
+    end = callback_handler.register_end_callback(lambda _: watch.leave())
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # torch._dynamo.reset may have removed them
+            callback_handler.remove_start_callback(start)
+        with suppress(ValueError):
+            callback_handler.remove_end_callback(end)

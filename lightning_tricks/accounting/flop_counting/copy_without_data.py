@@ -1,24 +1,19 @@
 """A copy of a module that has shapes and no data: running it takes no memory and leaves the module as it was."""
 
 import copy
-import sys
 from collections import OrderedDict
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_tricks._trainer import trainer_of, uncopied
-from lightning_tricks.accounting.measured_flops import CannotCount
+from lightning_tricks._trainer import attach_stand_in, is_a, trainer_of, uncopied
+from lightning_tricks.accounting.flop_counting.flop_counter import CannotCount
 
-_HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
-    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
 _MOST_OBJECTS = 100_000  # on the host; more are data, whose copy would take seconds
 
 
@@ -39,24 +34,49 @@ def copy_without_data(
     Raises:
         CannotCount: the module holds more objects on the host than can be copied in no time.
     """
-    memo = _shared(module, trainer) | _without_weights(module, fake)
+    memo = _shared(module, trainer) | _whole_parameters(module, fake)  # by the id of an object, what its copy is
     memo |= _read_only_arrays(module, memo)
     with FakeCopyMode(fake):
         replica, batch = _copy(module, memo), copy.deepcopy(batch, memo)
-    _uncompile(replica, memo)
-    _detach(replica, trainer, without_metrics)
+    for part in replica.modules():
+        _uncompile(part, memo)
+        if without_metrics and is_a(part, "Metric", "MetricCollection"):
+            vars(part).update(forward=_do_nothing, update=_do_nothing, compute=_do_nothing)
+        if part is replica or is_a(part, "LightningModule"):
+            _detach(part, trainer)
     return replica, batch
 
 
-def metric_classes() -> tuple[type, ...]:
-    """The classes of torchmetrics, none where it was never imported."""
-    metrics = sys.modules.get("torchmetrics")
-    return (metrics.Metric, metrics.MetricCollection) if metrics else ()
+def _shared(module: Any, trainer: Any) -> dict[int, Any]:
+    """Stand-ins for the Trainer and what belongs to it, and no hooks, which would act on the original."""
+    memo: dict[int, Any] = {id(held): held for held in uncopied(module)}
+    for reference in (trainer, trainer_of(module)):  # a module holds a proxy
+        if reference is not None:
+            memo[id(reference)] = _Readable(trainer)
+    for watcher in [*getattr(trainer, "callbacks", []), *getattr(trainer, "loggers", [])]:
+        memo[id(watcher)] = _Nothing()
+    for part in module.modules():
+        hooks = [value for name, value in vars(part).items() if name[0] == "_" and "_hooks" in name]
+        memo |= {id(registered): OrderedDict() for registered in hooks if isinstance(registered, OrderedDict)}
+    return memo
+
+
+def _whole_parameters(module: Any, fake: FakeTensorMode) -> dict[int, Any]:
+    """A whole parameter or buffer without data for each one of the module's that lies in shards."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if isinstance(tensor, DTensor) or hasattr(tensor, "ds_shape"):  # FSDP2's; DeepSpeed's at stage 3
+            shape = getattr(tensor, "ds_shape", tensor.shape)
+            with fake:
+                whole: Any = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            if isinstance(tensor, torch.nn.Parameter):
+                whole = torch.nn.Parameter(whole, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = whole
+    return memo
 
 
 def _read_only_arrays(module: Any, memo: dict[int, Any]) -> dict[int, Any]:
     """A view that cannot be written to of each array that the module holds, however deep."""
-    numpy = sys.modules.get("numpy")
     arrays: dict[int, Any] = {}
     seen = set(memo)
     queue = [vars(part) for part in module.modules()]
@@ -65,7 +85,7 @@ def _read_only_arrays(module: Any, memo: dict[int, Any]) -> dict[int, Any]:
         if id(value) in seen or isinstance(value, torch.Tensor | type | ModuleType | FunctionType):
             continue
         seen.add(id(value))
-        if numpy and isinstance(value, numpy.ndarray):
+        if isinstance(value, np.ndarray):
             arrays[id(value)] = value.view()
             arrays[id(value)].flags.writeable = False
         elif isinstance(value, dict | list | tuple | set):
@@ -86,36 +106,6 @@ def _rows(value: Any) -> int:
         return 0
 
 
-def _shared(module: Any, trainer: Any) -> dict[int, Any]:
-    """What the copy does not get a copy of: nothing of the Trainer, and no hooks, which would act on the original."""
-    memo: dict[int, Any] = {id(held): held for held in uncopied(module)}
-    for reference in (trainer, trainer_of(module)):  # a module holds a proxy
-        if reference is not None:
-            memo[id(reference)] = _Readable(trainer)
-    for watcher in [*getattr(trainer, "callbacks", []), *getattr(trainer, "loggers", [])]:
-        memo[id(watcher)] = _Nothing()
-    for part in module.modules():
-        for name in _HOOKS:
-            hooks = part.__dict__.get(name)
-            if hooks is not None:
-                memo[id(hooks)] = OrderedDict()
-    return memo
-
-
-def _without_weights(module: Any, fake: Any) -> dict[int, Any]:
-    """A whole parameter or buffer without data for each one of the module's that lies in shards."""
-    memo: dict[int, Any] = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if isinstance(tensor, DTensor) or hasattr(tensor, "ds_shape"):  # FSDP2's; DeepSpeed's at stage 3
-            shape = getattr(tensor, "ds_shape", tensor.shape)
-            with fake:
-                whole: Any = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-            if isinstance(tensor, torch.nn.Parameter):
-                whole = torch.nn.Parameter(whole, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = whole
-    return memo
-
-
 def _copy(module: Any, memo: dict[int, Any]) -> Any:
     """A deep copy, also of modules that `fully_shard` has forbidden to copy: they become what they were before."""
     sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -126,51 +116,49 @@ def _copy(module: Any, memo: dict[int, Any]) -> Any:
         state = {
             name: _without_gathering(value)
             for name, value in vars(part).items()
-            if "composable" not in name and name not in ("_trainer", "_compiled_call_impl")
+            if "composable" not in name and name != "_compiled_call_impl"
         }
         vars(memo[id(part)]).update(copy.deepcopy(state, memo))
     return copy.deepcopy(module, memo)
 
 
 def _without_gathering(value: Any) -> Any:
-    """The method that `register_fsdp_forward_method` has wrapped on the object, or else what it is."""
+    """The method that `register_fsdp_forward_method` has wrapped on the object; any other value as it is."""
     code = getattr(getattr(value, "__func__", None), "__code__", None)
     return value.__wrapped__ if code and code.co_qualname.startswith("register_fsdp_forward_method.") else value
 
 
-def _uncompile(replica: Any, memo: dict[int, Any]) -> None:
+def _uncompile(part: Any, memo: dict[int, Any]) -> None:
     """Give the copy methods of its own where torch.compile has wrapped the original's on the object."""
-    for part in replica.modules():
-        for name, value in list(vars(part).items()):
-            method = getattr(value, "_torchdynamo_orig_callable", None)
-            if isinstance(method, MethodType) and id(method.__self__) in memo:
-                vars(part)[name] = MethodType(method.__func__, memo[id(method.__self__)])
+    for name, value in list(vars(part).items()):
+        method = getattr(value, "_torchdynamo_orig_callable", None)
+        if isinstance(method, MethodType) and id(method.__self__) in memo:
+            vars(part)[name] = MethodType(method.__func__, memo[id(method.__self__)])
 
 
-def _detach(replica: Any, trainer: Any, without_metrics: bool) -> None:
-    """Give every LightningModule in the copy a Trainer that can only be read, optimizers that rest, and no log."""
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
+def _detach(part: Any, trainer: Any) -> None:
+    """Give a module a Trainer that can only be read, optimizers that do not step, and no log."""
 
     def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
         loss.backward(*args, **kwargs)
 
-    def resting(count: int) -> Any:
+    def stand_ins(count: int) -> Any:
         return _Nothing() if count == 1 else [_Nothing() for _ in range(count)]
 
     n_optimizers = len(getattr(trainer, "optimizers", None) or [None])
     n_schedulers = len(getattr(trainer, "lr_scheduler_configs", None) or [])
-    for part in replica.modules():
-        if without_metrics and isinstance(part, metric_classes()):
-            vars(part).update(forward=nothing, update=nothing, compute=nothing)
-        if "_trainer" in vars(part) or part is replica:
-            vars(part).update(
-                _trainer=_Readable(trainer), _fabric=None, log=nothing, log_dict=nothing, manual_backward=backward,
-                toggle_optimizer=nothing, untoggle_optimizer=nothing, clip_gradients=nothing,
-                optimizers=lambda use_pl_optimizer=True: resting(n_optimizers),
-                lr_schedulers=lambda: resting(n_schedulers) if n_schedulers else None,
-            )  # fmt: skip
+    attach_stand_in(part, _Readable(trainer))
+    silent = ("log", "log_dict", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
+    vars(part).update(
+        dict.fromkeys(silent, _do_nothing),
+        manual_backward=backward,
+        optimizers=lambda use_pl_optimizer=True: stand_ins(n_optimizers),
+        lr_schedulers=lambda: stand_ins(n_schedulers) if n_schedulers else None,
+    )
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
 
 
 class _Nothing:

@@ -1,10 +1,10 @@
-"""Count the FLOPs of every operator that runs, forward and backward; those spent a second time stand apart."""
+"""Count the FLOPs of every operator that runs, forward and backward; recomputed ones are counted separately."""
 
 import functools
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from math import prod
 from types import FrameType
 from typing import Any
@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_tricks.accounting.measured_flops import CannotCount
-
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _NO_PRODUCTS = ("aten", "prim", "prims", "profiler", "fsdp", "c10d", "_c10d_functional", "_c10d_functional_autograd")
 _RNN = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")  # products of aten that torch has no formula for
@@ -26,8 +24,26 @@ _OTHER_GRADIENT = ("prod", "cumprod", "masked_fill")
 # Questions about a tensor, not operators: torch's own counter leaves them to the tensor's class as well.
 _QUESTIONS = (
     "dim", "is_contiguous", "is_non_overlapping_and_dense", "is_strides_like_format", "numel", "size", "storage_offset",
-    "stride", "sym_is_contiguous", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride",
+    "stride",
 )  # fmt: skip
+
+
+class CannotCount(Exception):  # noqa: N818  no error of the user's: there are other ways to the figure
+    """The module's FLOPs cannot be counted; the message names the part of the module and says why in a few words."""
+
+
+# Parts of the names that torch gives its errors, and what the module did.
+_IN_WORDS = {
+    "DataDependent": "its work depends on the values of a tensor",
+    "DynamicOutputShape": "its shapes depend on the values of a tensor",
+    "Please convert all Tensors to FakeTensors": "it uses tensors that are no parameters or buffers of the module",
+}
+
+
+def in_words(error: Exception) -> str:
+    """What a copy without data cannot do, or else the error's first line."""
+    text = f"{type(error).__name__}: {error}".strip().removesuffix(":")
+    return next((words for name, words in _IN_WORDS.items() if name in text), text.partition("\n")[0])
 
 
 class FlopCounter(TorchDispatchMode):
@@ -37,55 +53,75 @@ class FlopCounter(TorchDispatchMode):
     count it with compilation off.
 
     Args:
-        root: the module whose parts `uncounted` names.
+        root: the module whose parts `part_in` names.
 
     Attributes:
-        model: FLOPs of forward and backward pass.
-        recompute: FLOPs of what activation checkpointing ran a second time.
         uncounted: operators that no formula is known for, and the part that ran each of them first.
-        failed: why not everything can be counted; None where it can.
+        failure: why not everything can be counted; None where it can.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
-        self.model = self.recompute = 0
         self.uncounted: dict[str, str] = {}
-        self.failed: Exception | None = None
+        self.failure: CannotCount | None = None
+        self._model = self._recompute = 0
         self._formulas = FlopCounterMode(display=False, custom_mapping=_more_formulas()).flop_registry
-        self._names = names_of_parts(root)
-        self._entered = self._paused = False
+        names = {id(part): name.split(".") for name, part in root.named_modules()}
+        self._names = {part: ".".join(word for word in name if word not in _WRAPPERS) for part, name in names.items()}
+        self._names[id(root)] = type(root).__name__
+        self._counting = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Whether `torch.compile` compiles under this mode: it does, as it would without."""
         return True
 
-    @contextmanager
-    def counting(self, paused: bool = False) -> Iterator[None]:
-        """Count what runs inside, also within what is paused; with `paused`, do not."""
-        before = self._entered, self._paused
-        enter = not (paused or self._entered)
-        self._entered, self._paused = self._entered or enter, paused
-        try:
-            with self if enter else nullcontext():
-                yield
-        finally:
-            self._entered, self._paused = before
+    @property
+    def flops(self) -> tuple[int, int]:
+        """FLOPs of forward and backward pass, and those that activation checkpointing spent a second time.
+
+        Raises:
+            CannotCount: not everything could be counted.
+        """
+        if self.failure is not None:
+            raise self.failure
+        return self._model, self._recompute
+
+    def part_in(self, frames: Iterable[FrameType]) -> str:
+        """The path of the first part of the module that runs in `frames`, without wrappers; else `autograd`."""
+        parts = (id(frame.f_locals.get("self")) for frame in frames)
+        return next((self._names[part] for part in parts if part in self._names), "autograd")
+
+    def running_part(self) -> str:
+        """The part of the module that calls this."""
+        return self.part_in(frame for frame, _ in traceback.walk_stack(sys._getframe()))
 
     @contextmanager
-    def counting_backward(self) -> Iterator[None]:
-        """Count a backward pass, unless counting would change its result; `failed` then says so."""
-        if self.failed is None or _get_current_dispatch_mode() is not self:
-            with self.counting() if self.failed is None else nullcontext():
-                yield
-            return
-        self.__exit__(None, None, None)
+    def counting(self, wanted: bool = True) -> Iterator[None]:
+        """Enter this mode, or leave it where it is not `wanted`, for a `with` inside which the other may be asked for.
+
+        After a failure it is never wanted, for watching could change a gradient.
+        """
+        before, wanted = self._counting, wanted and self.failure is None
+        if before and not wanted and _get_current_dispatch_mode() is not self:  # only the last mode can be left
+            self.failure = self.failure or CannotCount("training_step has entered another dispatch mode")
+            wanted = True
+        if wanted != before:
+            self._switch(wanted)
         try:
             yield
         finally:
+            if wanted != before:
+                self._switch(before)
+
+    def _switch(self, on: bool) -> None:
+        self._counting = on
+        if on:
             self.__enter__()
+        else:
+            self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, and count it."""
@@ -102,44 +138,30 @@ class FlopCounter(TorchDispatchMode):
             out = _grouped_output(*args, **kwargs)  # torch has shapes for bf16 only
         else:
             if _has_other_gradient(packet, args):
-                self.failed = CannotCount(f"counting would change the last bits of the gradient of {packet.__name__}")
+                self.failure = CannotCount(f"counting would change the last bits of the gradient of {packet.__name__}")
             out = func(*args, **kwargs)
-        if not self._paused:
-            self._count(func, formula, args, kwargs, out)
+        self._count(func, formula, args, kwargs, out)
         return out
 
     def _count(self, func: Any, formula: Callable[..., Any] | None, args: Any, kwargs: Any, out: Any) -> None:
         if formula is None:
             if _may_multiply(func, args) and str(func) not in self.uncounted:
-                frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
-                self.uncounted[str(func)] = part_in(frames, self._names)
+                self.uncounted[str(func)] = self.running_part()
             return
         try:
             flops = int(formula(*args, **kwargs, out_val=out))
         except Exception as error:  # an operator that runs must not fail because it cannot be counted
-            self.failed = error
+            self.failure = CannotCount(f"{self.running_part()}: {in_words(error)}")
             return
         if _is_recompute():
-            self.recompute += flops
+            self._recompute += flops
         else:
-            self.model += flops
-
-
-def names_of_parts(root: nn.Module) -> dict[int, str]:
-    """The path of every part of `root` by the part's id, without the names of wrappers; `root`'s own is its class."""
-    names = {id(part): name.split(".") for name, part in root.named_modules()}
-    found = {part: ".".join(word for word in name if word not in _WRAPPERS) for part, name in names.items()}
-    return found | {id(root): type(root).__name__}
-
-
-def part_in(frames: Iterable[FrameType], names: dict[int, str]) -> str:
-    """The path of the first part among those that run in `frames`; `autograd` where there is none."""
-    return next((names[key] for frame in frames if (key := id(frame.f_locals.get("self"))) in names), "autograd")
+            self._model += flops
 
 
 def _is_question(packet: Any) -> bool:
-    name = getattr(packet, "_qualified_op_name", "")
-    return name == "prim::layout" or (name.startswith("aten::") and name.removeprefix("aten::") in _QUESTIONS)
+    namespace, _, name = getattr(packet, "_qualified_op_name", "").partition("::")
+    return (namespace == "aten" and name.removeprefix("sym_") in _QUESTIONS) or (namespace, name) == ("prim", "layout")
 
 
 @functools.cache
@@ -183,20 +205,21 @@ def _is_recompute() -> bool:
 
 def _more_formulas() -> dict[Any, Any]:
     """By operator. Attention counts the same whichever kernel runs it; torch has no formula for grouped products."""
-    aten: Any = torch.ops.aten
-    kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    packets = {name: f"_scaled_dot_product_{name}" for name in kernels}
-    found: dict[Any, Any] = {getattr(aten, packet): _attention for packet in packets.values()}
-    found |= {getattr(aten, f"{packet}_backward"): _attention_backward for packet in packets.values()}
-    found |= {aten._grouped_mm: _grouped, aten._scaled_grouped_mm: _grouped}
-    later = {  # operators of a newer torch, and what transformers runs where torch has no grouped product
-        "aten::_scaled_grouped_mm_v2": _grouped,
+    formulas: dict[str, Callable[..., int]] = {
+        "aten::_grouped_mm": _grouped,
+        "aten::_scaled_grouped_mm": _grouped,
+        "aten::_scaled_grouped_mm_v2": _grouped,  # of a newer torch, as the next
         "aten::_scaled_mm_v2": _grouped,
-        "transformers::grouped_mm_fallback": _grouped,
+        "transformers::grouped_mm_fallback": _grouped,  # where torch has no grouped product
         "transformers::grouped_mm_fallback_backward": lambda *shapes, **options: 2 * _grouped(*shapes, **options),
     }
-    for name, formula in later.items():
-        packet = getattr(getattr(torch.ops, name.partition("::")[0]), name.partition("::")[2], None)
+    for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
+        formulas[f"aten::_scaled_dot_product_{kernel}"] = _attention
+        formulas[f"aten::_scaled_dot_product_{kernel}_backward"] = _attention_backward
+    found = {}
+    for name, formula in formulas.items():
+        namespace, _, operator = name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is not None:
             found[packet] = formula
     return found

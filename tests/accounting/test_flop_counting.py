@@ -22,6 +22,7 @@ from lightning_tricks.accounting import (
     recompute_flops_per_token,
     training_flops_per_token,
 )
+from lightning_tricks.accounting.flop_counting import FlopCounter
 from lightning_tricks.models import GPT2, Decoder, Llama
 
 # 3 rows through Linear(8, 16) and Linear(16, 4): 2 * 3 * 8 * 16 = 768 and 2 * 3 * 16 * 4 = 384 forward. Backward each
@@ -106,7 +107,7 @@ def mixture(name):
     from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {
-        "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+        "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8,
         "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 64,
     }  # fmt: skip
     if name == "mixtral":
@@ -123,8 +124,8 @@ def test_mixtures_of_transformers_have_the_flops_of_their_closed_form(name, prec
     model, again = count_flops(net, torch.ones(2, 16, dtype=torch.long), context=in_bf16 if "mixed" in precision else
                                contextlib.nullcontext)  # fmt: skip
     # weights that a token meets: q and o, k and v, the router, three matrices of two experts each, and the head
-    weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 32 * 4 + 2 * 3 * 32 * 48) + 32 * 96
-    attention = 2 * (2 * 2 * 16 * 32)  # two layers, scores and values of 16 tokens
+    weights = 2 * 32 * 32 + 2 * 32 * 16 + 32 * 4 + 2 * 3 * 32 * 48 + 32 * 96
+    attention = 2 * 2 * 16 * 32  # scores and values of 16 tokens
     assert again == 0
     # and a few FLOPs for the angles of the rotary embedding
     assert model / 32 == pytest.approx(3 * (2 * weights + attention), rel=0.001)
@@ -159,7 +160,7 @@ def test_a_gradient_of_a_gradient_is_the_models_own():
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("grouped", [None, 2])
 def test_closed_form_and_count_agree_on_our_decoder(attention, mode, grouped):
-    config = attention(vocab_size=96, d_model=32, n_layers=2, n_heads=4, n_kv_heads=grouped, max_seq_len=64)
+    config = attention(vocab_size=96, d_model=32, n_layers=1, n_heads=4, n_kv_heads=grouped, max_seq_len=64)
     tokens = torch.randint(0, 96, (2, 64))
     net = Net(lambda self, batch: self.decoder(batch, labels=batch))
     net.decoder = Decoder(config)
@@ -395,6 +396,23 @@ def test_the_step_runs_in_the_context_that_is_given():
     assert count_flops(Net(step), BATCH, context=in_bf16) == (TOTAL, 0)
     with pytest.raises(CannotCount, match="AssertionError"):
         count_flops(Net(step), BATCH)
+
+
+def test_a_count_that_cannot_be_interrupted_is_no_figure():
+    counter = FlopCounter(net := Net())
+
+    def step(product):
+        with counter.counting(False):
+            product(BATCH)
+
+    with counter.counting():
+        net.run(BATCH)
+        step(net.first)  # as an optimizer that multiplies matrices
+    assert counter.flops == (FORWARD, 0)
+    with counter.counting(), FlopCounter(net):
+        step(net.first)
+    with pytest.raises(CannotCount, match="training_step has entered another dispatch mode"):
+        assert counter.flops
 
 
 def count_in_shards(rank: int) -> None:
