@@ -142,8 +142,8 @@ def device_peak(
     Args:
         device: a torch device; a CPU's peak is measured, once a process.
         precision: the Trainer's, such as `bf16-mixed`.
-        dtype: of the products, where they have another one than `precision` says: `fp8`.
-        given: a figure that the user knows better.
+        dtype: of the matrix products, where it is not the one that `precision` names: `fp8`.
+        given: FLOP/s that the user states instead.
     """
     import torch
 

@@ -24,7 +24,7 @@ from lightning_tricks.accounting.peak_flops import device_peak
 from lightning_tricks.callbacks import MetricBuffer, MFUMonitor
 from lightning_tricks.metrics import metric_buffer
 from lightning_tricks.monitors.mfu import mfu_monitor, stopwatch
-from lightning_tricks.monitors.mfu.batch_flops import contents
+from lightning_tricks.monitors.mfu.batch_flops import contents_of
 from lightning_tricks.monitors.mfu.stopwatch import Stopwatch
 
 PREFIX = "throughput/"
@@ -435,26 +435,26 @@ ONES = torch.ones(3, 5, dtype=torch.long)
     ],
 )
 def test_tokens_and_samples_are_found_in_any_batch(batch, shape, samples):
-    held = contents(None, batch)
+    held = contents_of(None, batch)
     assert (held.tokens, held.length) == ((shape[0] * shape[1], shape[1]) if shape else (0, 0))
     assert held.samples == samples
 
 
 def test_marked_padding_is_no_token_and_no_device_is_read():
     mask = torch.tensor([[1, 1, 1, 0, 0]] * 3)
-    held = contents(None, {"input_ids": ONES, "attention_mask": mask})
+    held = contents_of(None, {"input_ids": ONES, "attention_mask": mask})
     assert isinstance(held.tokens, torch.Tensor)
     assert (held.tokens, held.positions) == (9, 15)
-    assert contents(None, {"input_ids": ONES, "attention_mask": mask.bool()}).tokens == 9
+    assert contents_of(None, {"input_ids": ONES, "attention_mask": mask.bool()}).tokens == 9
     # additive masks and masks of pairs mark no tokens
     for other in (mask.float(), torch.ones(3, 1, 5, 5, dtype=torch.long)):
-        assert contents(None, {"input_ids": ONES, "attention_mask": other}).tokens == 15
+        assert contents_of(None, {"input_ids": ONES, "attention_mask": other}).tokens == 15
 
 
 def test_a_tokenizers_batch_is_a_batch():
     from transformers import BatchEncoding
 
-    assert contents(None, BatchEncoding({"input_ids": ONES, "attention_mask": ONES})).tokens == 15
+    assert contents_of(None, BatchEncoding({"input_ids": ONES, "attention_mask": ONES})).tokens == 15
 
 
 def padded(n_real=6):

@@ -119,7 +119,7 @@ class Keep(pl.Callback):
         gradients = [p.grad for p in pl_module.parameters()]
         self.states.append([t.clone() for t in (*pl_module.state_dict().values(), *gradients) if t is not None])
         if getattr(self.monitor, "_batch_flops", None) is not None:
-            self.found = self.monitor._batch_flops(self.monitor._batch)
+            self.found = self.monitor._batch_flops(self.monitor._contents)
 
 
 def train(module, watched=True, **options):

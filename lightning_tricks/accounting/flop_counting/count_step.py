@@ -25,7 +25,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 def count_flops(module: Any, batch: Any, trainer: Any = None, context: Context = nullcontext) -> tuple[int, int]:
-    """FLOPs of forward and backward pass of `module.training_step(batch, 0)`, as (the model's, those spent again).
+    """FLOPs of forward and backward pass of `module.training_step(batch, 0)`, as (the model's, the recomputed).
 
     The step is run on a copy whose tensors have shapes and no data, so it takes no memory and no device time. Module,
     batch and random states are left as they were, and `self.log` does nothing. Arrays on the host are shared with the
@@ -39,8 +39,8 @@ def count_flops(module: Any, batch: Any, trainer: Any = None, context: Context =
         module: with a `training_step`, such as a LightningModule; sharded, compiled and wrapped parts are counted as
             one device would run them all.
         batch: a micro-batch, of any type that can be copied.
-        trainer: what the module asks its Trainer for; it may read plain values only.
-        context: makes what the step runs under, such as autocast.
+        trainer: the module's, or None; the step may read plain values of it only.
+        context: makes a context manager in which the step runs, such as autocast.
 
     Raises:
         CannotCount: the step depends on values (`if loss > 0`, `x[mask]`), needs its Trainer, holds parameters where

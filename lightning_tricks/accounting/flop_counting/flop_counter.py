@@ -75,7 +75,7 @@ class FlopCounter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether `torch.compile` compiles under this mode: it does, as it would without."""
+        """Let `torch.compile` compile under this mode, as it would without it."""
         return True
 
     @property
@@ -100,9 +100,9 @@ class FlopCounter(TorchDispatchMode):
 
     @contextmanager
     def counting(self, wanted: bool = True) -> Iterator[None]:
-        """Enter this mode, or leave it where it is not `wanted`, for a `with` inside which the other may be asked for.
+        """Count inside the `with`, or do not where it is not `wanted`; can be nested.
 
-        After a failure it is never wanted, for watching could change a gradient.
+        After a failure it is never wanted, as watching could change a gradient.
         """
         before, wanted = self._counting, wanted and self.failure is None
         if before and not wanted and _get_current_dispatch_mode() is not self:  # only the last mode can be left
@@ -166,7 +166,7 @@ def _is_question(packet: Any) -> bool:
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Whether torch runs other operators in place of this one, on every device that we know."""
+    """Whether torch runs other operators in place of this one, on CPUs and on CUDA devices."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False
     kernels = [

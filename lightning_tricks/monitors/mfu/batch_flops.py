@@ -15,12 +15,12 @@ from lightning_tricks.accounting.flops import Attention
 
 _IDS = ("input_ids", "tokens")
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-Flops = tuple[float, float]  # the model's, and those spent again: nan where not known
+Flops = tuple[float, float]  # the model's, and the recomputed ones: nan where not known
 
 
 @dataclasses.dataclass
 class Contents:
-    """What a micro-batch holds.
+    """Tokens and samples of a micro-batch.
 
     Args:
         tokens: their number, or a scalar on the device where padding is marked.
@@ -35,7 +35,7 @@ class Contents:
     samples: int
 
 
-def contents(module: Any, batch: Any) -> Contents:
+def contents_of(module: Any, batch: Any) -> Contents:
     """Count a micro-batch of any type without reading a device, with the module's own `tokens_in(batch)` if it has one.
 
     Tokens are B * T of the first tensor that is named `input_ids` or `tokens`, else of the first of integers (B, T),
@@ -56,16 +56,16 @@ def _tensors(batch: Any, name: Any = None) -> Iterator[tuple[Any, Tensor]]:
     if isinstance(batch, Tensor):
         yield name, batch
         return
-    held: Any = ()
+    parts: Any = ()
     if isinstance(batch, Mapping):
-        held = batch.items()
+        parts = batch.items()
     elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        held = zip(batch._fields, batch, strict=True)
+        parts = zip(batch._fields, batch, strict=True)
     elif isinstance(batch, list | tuple):
-        held = ((name, value) for value in batch)
+        parts = ((name, value) for value in batch)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        held = ((field.name, getattr(batch, field.name, None)) for field in dataclasses.fields(batch))
-    for key, value in held:
+        parts = ((field.name, getattr(batch, field.name, None)) for field in dataclasses.fields(batch))
+    for key, value in parts:
         yield from _tensors(value, key)
 
 
@@ -103,11 +103,11 @@ class BatchFlops:
     of_one: Callable[[int], Flops]
     origin: str
 
-    def __call__(self, held: Contents) -> Flops:
+    def __call__(self, contents: Contents) -> Flops:
         """FLOPs of a whole micro-batch."""
-        count = held.positions if self.unit == "token" else held.samples
-        model, again = self.of_one(held.length)
-        return count * model, count * again
+        count = contents.positions if self.unit == "token" else contents.samples
+        model, recompute = self.of_one(contents.length)
+        return count * model, count * recompute
 
 
 def find_batch_flops(
@@ -119,9 +119,9 @@ def find_batch_flops(
         UsageError: `flops_per_token` is given, but the batch has no tokens.
         CannotCount: the step cannot be run on a copy, see `count_flops`.
     """
-    held = contents(module, batch)
+    contents = contents_of(module, batch)
     if per_token is not None:
-        if not held.positions:
+        if not contents.positions:
             raise UsageError(
                 f"flops_per_token={per_token:g}: no tokens were found in the batch; give flops_per_sample, "
                 "or the module a method tokens_in(batch)"
@@ -130,31 +130,33 @@ def find_batch_flops(
     if per_sample is not None:
         return _constant("sample", (per_sample, math.nan), "given")
     own = getattr(module, "flops_per_token", None)
-    if callable(own) and held.length:
+    if callable(own) and contents.length:
         of_one = functools.cache(lambda length: own(length, attention))
-        return BatchFlops("token", of_one, _line("token", of_one(held.length)[0], f"{attention} attention"))
-    return flops_of_batch(count_on_copy(module, batch, trainer, trainer.precision_plugin.train_step_context), held)
+        return BatchFlops("token", of_one, _line("token", of_one(contents.length)[0], f"{attention} attention"))
+    return flops_of_batch(count_on_copy(module, batch, trainer, trainer.precision_plugin.train_step_context), contents)
 
 
-def flops_of_batch(counter: FlopCounter, held: Contents, copies: int = 1) -> BatchFlops:
+def flops_of_batch(counter: FlopCounter, contents: Contents, copies: int = 1) -> BatchFlops:
     """The FLOPs that were counted on one batch, for all others: by the token, or by the sample where it has no tokens.
 
     Args:
-        counter: has counted the batch.
-        held: by the batch.
+        counter: the one that counted the batch.
+        contents: of that batch.
         copies: ranks that share the work on it, each of which counted its own share.
 
     Raises:
         CannotCount: not everything could be counted, or the batch holds neither tokens nor samples.
     """
-    model, again = counter.flops
-    if not (held.positions or held.samples):
+    model, recompute = counter.flops
+    if not (contents.positions or contents.samples):
         raise CannotCount("the batch holds no tensors before the step")
-    count = held.positions or held.samples
+    count = contents.positions or contents.samples
     how = "counted on the first batch, attention in full"
     for name, part in counter.uncounted.items():
         how += f", without {name} in {part}"
-    return _constant("token" if held.positions else "sample", (copies * model / count, copies * again / count), how)
+    return _constant(
+        "token" if contents.positions else "sample", (copies * model / count, copies * recompute / count), how
+    )
 
 
 def _constant(unit: Literal["token", "sample"], flops: Flops, how: str) -> BatchFlops:

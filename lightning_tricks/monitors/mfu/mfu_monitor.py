@@ -16,7 +16,7 @@ from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, 
 from lightning_tricks.accounting.flops import Attention
 from lightning_tricks.accounting.peak_flops import device_peak
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
-from lightning_tricks.monitors.mfu.batch_flops import BatchFlops, contents, find_batch_flops, flops_of_batch
+from lightning_tricks.monitors.mfu.batch_flops import BatchFlops, contents_of, find_batch_flops, flops_of_batch
 from lightning_tricks.monitors.mfu.stopwatch import Stopwatch, compilations_timed
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
@@ -42,26 +42,26 @@ def rates(
     per_second = data_world_size / world_size / seconds
     tokens = sum(step["_tokens"] for step in steps) * per_second
     model = sum(step["_flops"] * part for step, part in zip(steps, real, strict=True)) * per_second / world_size
-    again = sum(step["_recompute"] * part for step, part in zip(steps, real, strict=True)) * per_second / world_size
+    recompute = sum(step["_recompute"] * part for step, part in zip(steps, real, strict=True)) * per_second / world_size
     found = {"step_seconds": seconds / len(steps)}
     found["samples_per_second"] = sum(step["_samples"] for step in steps) * per_second
     if tokens:
         found |= {"tokens_per_second": tokens, "tokens_per_second_per_device": tokens / world_size}
     if model:
         found["model_flops_per_second"] = model
-        if peak and not model > peak:  # more than all is no fraction: the peak is wrong, or the FLOPs are
+        if peak and not model > peak:  # otherwise the peak is wrong, or the FLOPs are
             found |= {"mfu": model / peak}
-            if not (math.isnan(again) or model + again > peak):  # given FLOPs say nothing of it
-                found["hfu"] = (model + again) / peak
+            if not (math.isnan(recompute) or model + recompute > peak):  # unknown where FLOPs were given
+                found["hfu"] = (model + recompute) / peak
     return found
 
 
 class MFUMonitor(pl.Callback):
-    """Record tokens/s, samples/s, time a step, MFU and HFU of each logging interval. Never changes training.
+    """Record tokens/s, samples/s, seconds per step, MFU and HFU of each logging interval. Never changes training.
 
-    `throughput/tokens_per_second`, `.../samples_per_second` and `.../step_seconds` are those of all devices together;
-    `.../tokens_per_second_per_device`, `.../model_flops_per_second`, `.../mfu` and `.../hfu` those of one. MFU is model
-    FLOP/s over the device's dense peak, a fraction; HFU counts also what activation checkpointing computes again.
+    `throughput/tokens_per_second`, `.../samples_per_second` and `.../step_seconds` hold for all devices together;
+    `.../tokens_per_second_per_device`, `.../model_flops_per_second`, `.../mfu` and `.../hfu` for one device. MFU is the
+    model's FLOP/s over the device's dense peak, a fraction; HFU counts also what activation checkpointing recomputes.
     Ranks that see the same data count once; padding that an `attention_mask` marks counts nothing.
 
     The first step, validation, checkpoints and compilations are left out of the rates and reported as
@@ -69,7 +69,7 @@ class MFUMonitor(pl.Callback):
     clock is read when the buffer has brought the values to the host, which waits for the device; nothing else waits.
 
     FLOPs come from the options, or from the module's method `flops_per_token(seq_len, attention)`, which returns the
-    model's and those computed again, or else are counted on the first batch, with `count_flops` or, where no copy can
+    model's and the recomputed ones, or else are counted on the first batch, with `count_flops` or, where no copy can
     be run, while the first micro-batch runs. A module may have a method `tokens_in(batch)`, a number or a scalar on the
     device, where the batch alone does not tell.
 
@@ -109,7 +109,7 @@ class MFUMonitor(pl.Callback):
         self._counts = dict.fromkeys(_COUNTS, 0.0)  # likewise
         self._watch: Stopwatch | None = None  # from the first batch on
         self._counter: FlopCounter | None = None  # of the first micro-batch, where that is counted as it runs
-        self._counting_scope, self._fit_scope = ExitStack(), ExitStack()  # replacements, until their end
+        self._counting_scope, self._fit_scope = ExitStack(), ExitStack()  # replacements, for as long
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Find the buffer, and time checkpoints from now on."""
@@ -135,35 +135,35 @@ class MFUMonitor(pl.Callback):
             self._begin(pl_module, batch)
         elif self._watch.ground == "first_step":
             self._buffer.flush()  # an interval of its own, once it is done
-        self._batch = contents(pl_module, batch)
+        self._contents = contents_of(pl_module, batch)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add what the micro-batch held, and record the step when it is done."""
+        """Add the micro-batch, and record the step when it is done."""
         if self._watch is None:
             return
-        held = self._batch
+        contents = self._contents
         self._finish_counting()
-        model, again, positions = 0.0, math.nan, 0.0
+        model, recompute, positions = 0.0, math.nan, 0.0
         if self._batch_flops is not None:
-            model, again = self._batch_flops(held)
-            # FLOPs by the sample know no padding
-            positions = held.positions if self._batch_flops.unit == "token" else 0.0
-        self._tokens = self._tokens + held.tokens
-        for name, value in zip(_COUNTS, (held.samples, positions, model, again), strict=True):
+            model, recompute = self._batch_flops(contents)
+            # FLOPs by the sample are not corrected for padding
+            positions = contents.positions if self._batch_flops.unit == "token" else 0.0
+        self._tokens = self._tokens + contents.tokens
+        for name, value in zip(_COUNTS, (contents.samples, positions, model, recompute), strict=True):
             self._counts[name] += value
         if not is_accumulating(trainer):
             self._record()
 
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Stop the training time."""
+        """Begin the time of validation, in which training does not go on."""
         if self._watch is not None:
             self._buffer.flush()  # so that the device has done the steps before
             self._watch.enter("validation")
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Go on."""
+        """Go on with the training time."""
         if self._watch is not None:
             self._watch.leave()
 
@@ -186,7 +186,7 @@ class MFUMonitor(pl.Callback):
         self._release()
 
     def _begin(self, pl_module: "pl.LightningModule", batch: Any) -> None:
-        """Find FLOPs and peak, say so, and start the clock: the first batch is here."""
+        """Find FLOPs and peak, log them in a line, and start the clock: the first batch has come."""
         trainer = self._trainer
         options = (self.flops_per_token, self.flops_per_sample, self.attention)
         device, dtype = trainer.strategy.root_device, getattr(trainer.precision_plugin, "peak_dtype", None)
@@ -207,7 +207,7 @@ class MFUMonitor(pl.Callback):
         trainer, counter, self._counter = self._trainer, self._counter, None
         self._counting_scope.close()
         try:
-            self._say(flops_of_batch(counter, self._batch, trainer.world_size // data_rank(trainer)[1]))
+            self._say(flops_of_batch(counter, self._contents, trainer.world_size // data_rank(trainer)[1]))
         except CannotCount as error:
             name = type(trainer.lightning_module).__name__
             rank_zero_warn(
@@ -271,7 +271,7 @@ class MFUMonitor(pl.Callback):
             watch.leave()
 
     def _release(self) -> None:
-        """Stop watching, and give back what was borrowed."""
+        """Stop the clock, and end all replacements."""
         self._watch = self._counter = None
         self._counting_scope.close()
         self._fit_scope.close()

@@ -1,4 +1,4 @@
-"""Seconds by what they were spent on, none of them counted twice."""
+"""Seconds by the kind of work that they were spent on, none of them counted twice."""
 
 import time
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ clock = time.perf_counter
 
 
 class Stopwatch:
-    """Give every second to what was entered last and not yet left, or else to `ground`.
+    """Give every second to the kind of work that was entered last and not left yet, or else to `ground`.
 
     A checkpoint written inside a validation is a checkpoint's time and not validation's.
 
     Args:
-        ground: what goes on when nothing else does; may be changed after a `take`.
+        ground: the kind of work outside all others; may be changed after a `take`.
     """
 
     def __init__(self, ground: str) -> None:
@@ -30,12 +30,12 @@ class Stopwatch:
         self._inside.append(kind)
 
     def leave(self) -> None:
-        """End what was entered last."""
+        """End the kind that was entered last."""
         self._add()
         self._inside.pop()
 
     def take(self) -> tuple[float, dict[str, float]]:
-        """Seconds of the ground and of every kind that has ended, since they were last taken."""
+        """Seconds of the ground and of every kind that has ended, since the last `take`."""
         self._add()
         ended = {kind: self._seconds.pop(kind) for kind in [*self._seconds] if kind not in self._inside}
         return ended.pop("", 0.0), ended
