@@ -1,11 +1,19 @@
-"""Answers that Lightning keeps to itself. No other file reads its private state, or asks what class its objects are.
+"""Lightning's private state: the only file that reads it, and that compares the class names of Lightning's objects.
 
-Each function names the place in Lightning 2.6.6 from which it was read; `tests/test_trainer.py` compares the answers
-with what a Trainer does, and turns red where another version differs. Nothing here imports Lightning, as a Trainer may
-be of either package.
+Each function names the place in Lightning 2.6.6 from which it was read. `tests/test_trainer.py` compares each answer
+with the behaviour of a Trainer, and fails where another version differs. This file imports no Lightning, because a
+Trainer may be of either package, `lightning` or `pytorch_lightning`.
 """
 
+import importlib
+import subprocess
+from types import FrameType
 from typing import Any
+
+# Functions of Lightning's module `trainer/call.py` that call one hook of each callback, of the module, of the strategy.
+HOOK_CALLERS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
+# The function by which `loops/training_epoch_loop.py` finds out which arguments a hook takes.
+SIGNATURE_CHECK = "is_param_in_hook_signature"
 
 
 def is_accumulating(trainer: Any) -> bool:
@@ -69,6 +77,52 @@ def is_a(instance: Any, *class_names: str) -> bool:
     return any(cls.__name__ in class_names for cls in type(instance).__mro__)
 
 
+def lightning_file(trainer: Any, name: str) -> Any:
+    """Lightning's Python module `name`, such as `trainer.call`, from the package that a Trainer is of."""
+    classes = (cls.__module__ for cls in type(trainer).__mro__)
+    package = next(module for module in classes if module.endswith(".trainer.trainer")).removesuffix(".trainer.trainer")
+    return importlib.import_module(f"{package}.{name}")
+
+
+def set_running_hook(module: Any, name: str | None) -> str | None:
+    """Name the running hook, by which `self.log` decides when to log; returns the name from before.
+
+    Read from `_call_lightning_module_hook` (trainer/call.py). Faster than `Module.__setattr__`.
+    """
+    state = module.__dict__
+    before, state["_current_fx_name"] = state["_current_fx_name"], name
+    return before
+
+
+def running_call(frame: FrameType) -> Any:
+    """The bound method behind `fit`, `validate`, `test` or `predict`, if `frame` is the one that runs it; else None.
+
+    Each such call has a bound method of its own. Every exception of the call passes this frame. Read from
+    `_call_and_handle_interrupt` (trainer/call.py).
+    """
+    return frame.f_locals.get("trainer_fn") if frame.f_code.co_name == "_call_and_handle_interrupt" else None
+
+
+def launched_processes(trainer: Any) -> list[subprocess.Popen]:
+    """The other ranks' processes that this one has started, by `_SubprocessScriptLauncher`; those of torchrun are not.
+
+    Read from strategies/launchers/subprocess_script.py.
+    """
+    processes = getattr(trainer.strategy.launcher, "procs", [])  # multiprocessing's launcher has others
+    return [process for process in processes if isinstance(process, subprocess.Popen)]
+
+
+def configured_optimizers(module: Any) -> tuple[list[Any], list[Any]]:
+    """Optimizers and scheduler configurations that `configure_optimizers` returns, each in a list, checked.
+
+    Read from `_init_optimizers_and_lr_schedulers` (core/optimizer.py), which makes up a `_MockOptimizer` for a module
+    that has none; here the list is empty.
+    """
+    optimizer = lightning_file(module.trainer, "core.optimizer")
+    optimizers, schedulers = optimizer._init_optimizers_and_lr_schedulers(module)
+    return [found for found in optimizers if not is_a(found, "_MockOptimizer")], schedulers
+
+
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer inside a LightningOptimizer, or the one given (core/optimizer.py)."""
     return getattr(optimizer, "optimizer", optimizer)
@@ -114,12 +168,20 @@ def shows_hp_metric(logger: Any) -> bool:
     return bool(getattr(logger, "hparams", None) and getattr(logger, "_default_hp_metric", False))
 
 
-def uncopied(module: Any) -> list[Any]:
-    """Objects held by a LightningModule that a copy shares with it: its device mesh, and torch.compile's settings.
+def compiled_steps(module: Any) -> dict[str, Any] | None:
+    """The steps of a LightningModule from before `torch.compile(module)`; None where it is not compiled.
 
-    Read from `LightningModule.__init__` (core/module.py) and `from_compiled` (utilities/compile.py).
+    Read from `from_compiled` (utilities/compile.py).
     """
-    return [getattr(module, "_device_mesh", None), getattr(module, "_compiler_ctx", None)]
+    return getattr(module, "_compiler_ctx", None)
+
+
+def uncopied(module: Any) -> list[Any]:
+    """Objects held by a LightningModule that a copy shares with it: its device mesh, and its `compiled_steps`.
+
+    Read from `LightningModule.__init__` (core/module.py).
+    """
+    return [getattr(module, "_device_mesh", None), compiled_steps(module)]
 
 
 def set_device_mesh(module: Any, mesh: Any) -> None:

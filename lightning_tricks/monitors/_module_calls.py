@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks._replaced import replaced
+from lightning_tricks._trainer import compiled_steps
 
 Undo = Callable[[], None]
 
@@ -97,5 +98,5 @@ class _CompiledCall:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    marks = ("_compiled_call_impl", "_compiler_ctx")  # `module.compile()`; Lightning's, of a compiled LightningModule
-    return "_orig_mod" in module._modules or any(getattr(module, mark, None) is not None for mark in marks)
+    in_place = getattr(module, "_compiled_call_impl", None) is not None  # by `module.compile()`
+    return in_place or "_orig_mod" in module._modules or compiled_steps(module) is not None

@@ -11,8 +11,9 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.trainer import call
 from torch.utils.data import DataLoader
 
+from lightning_tricks._trainer import HOOK_CALLERS
 from lightning_tricks.callbacks import LeanLoop
-from lightning_tricks.guards.lean_loop import _REPLACED, lean_calls, remembered
+from lightning_tricks.guards.lean_loop import lean_callers, with_memory
 
 CALLBACK_HOOKS = [name for name in vars(pl.Callback) if name.startswith("on_") and not name.endswith("_checkpoint")]
 
@@ -89,7 +90,7 @@ def fit(*callbacks, model=None, **kwargs):
 
 
 def originals():
-    return [*(getattr(call, name) for name in _REPLACED), training_epoch_loop.is_param_in_hook_signature]
+    return [*(getattr(call, name) for name in HOOK_CALLERS), training_epoch_loop.is_param_in_hook_signature]
 
 
 def test_every_written_hook_is_called_as_before():
@@ -204,7 +205,7 @@ def test_a_hook_that_is_the_base_classs_own_is_not_called():
 
     module = SimpleNamespace(_current_fx_name="before")
     trainer = SimpleNamespace(lightning_module=module, callbacks=[type("Idle", (Base,), {})(), Own()])
-    lean_calls(trainer, call, Base)["_call_callback_hooks"](trainer, "on_train_batch_end")
+    lean_callers(trainer, call, Base)["_call_callback_hooks"](trainer, "on_train_batch_end")
     assert called == ["own"]
     assert module._current_fx_name == "before"
 
@@ -219,7 +220,7 @@ def test_a_signature_is_inspected_once_and_each_function_has_its_own_answer():
         def two(self, batch, batch_idx):
             pass
 
-    ask = remembered(lambda hook, name, min_args: asked.append(hook) or hook.__name__ == "two")
+    ask = with_memory(lambda hook, name, min_args: asked.append(hook) or hook.__name__ == "two")
     steps = Steps()
     assert [ask(steps.one, "batch_idx", min_args=2) for _ in range(3)] == [False] * 3
     assert [ask(steps.two, "batch_idx", min_args=2) for _ in range(3)] == [True] * 3

@@ -28,9 +28,10 @@ from torch.distributed.checkpoint import CheckpointException
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import RankMonitor
-from lightning_tricks.monitors.ranks import rank_monitor
-from lightning_tricks.monitors.ranks.rank_line import Address, Connection, Hub, Member
-from lightning_tricks.monitors.ranks.rank_monitor import is_consequence
+from lightning_tricks.monitors.ranks import failed_fit
+from lightning_tricks.monitors.ranks.connection import Address, Connection, Member
+from lightning_tricks.monitors.ranks.failed_fit import is_consequence
+from lightning_tricks.monitors.ranks.hub import Hub
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:552] Connection closed by peer [127.0.0.1]:6001"
 LONG = 60.0  # seconds, for something that happens at once or never
@@ -328,7 +329,7 @@ def test_a_hub_that_cannot_go_on_says_goodbye_and_is_taken_for_no_death(ranks, m
 
 
 def test_another_program_on_the_port_is_not_taken_for_rank_0(monkeypatch):
-    monkeypatch.setattr("lightning_tricks.monitors.ranks.rank_line.CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr("lightning_tricks.monitors.ranks.connection.CONNECT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
@@ -355,7 +356,7 @@ class Program:
     def __init__(self, monkeypatch) -> None:
         self.shown: list[BaseException] = []
         self.limits: list[float] = []
-        monkeypatch.setattr(rank_monitor, "end_within", self.limits.append)
+        monkeypatch.setattr(failed_fit, "end_within", self.limits.append)
         monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: self.shown.append(error))
 
     def fit(self, error: BaseException, hide: bool, children: tuple[subprocess.Popen, ...] = (), then=None) -> None:
@@ -371,12 +372,12 @@ class Program:
 
 def _call_and_handle_interrupt(trainer_fn, error, hide, children, then):
     """Lightning's function of that name, with its parameter's, when a fit raises."""
-    fit = rank_monitor._Fit()
+    fit = failed_fit.RunningFit()
     assert any(f"in {_call_and_handle_interrupt.__name__}" in line for line in fit.stack())
     try:
         raise error
     except BaseException:
-        rank_monitor._ExceptHook(fit, hide, 2.0, list(children)).install()
+        failed_fit.ExceptHook(fit, hide, 2.0, list(children)).install()
         if then is not None:
             raise then  # noqa: B904 - as a teardown does
         raise
@@ -608,7 +609,6 @@ sys.path[:0] = [{tests!r}, {here!r}]
 import pytorch_lightning as pl
 import torch
 from lightning_tricks.callbacks import RankMonitor
-from lightning_tricks.monitors.ranks import rank_monitor
 {imports}
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs with SIGINT ignored

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
-from lightning_tricks._trainer import is_accumulating
+from lightning_tricks._trainer import configured_optimizers, is_accumulating
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import Layout, read_layout, read_weights
 from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed, without_compiling
 from lightning_tricks.strategies.deepspeed.settings import (
@@ -150,7 +150,7 @@ class DeepSpeedZeROStrategy(DeepSpeedStrategy):
     def _init_optimizers(self) -> Any:
         module: Any = self.lightning_module
         with compiling():
-            optimizers, schedulers = _parent._init_optimizers_and_lr_schedulers(module)
+            optimizers, schedulers = configured_optimizers(module)
         refuse_optimizers(module, optimizers, schedulers)
         return optimizers[0], schedulers[0] if schedulers else None
 

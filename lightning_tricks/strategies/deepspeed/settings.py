@@ -98,11 +98,10 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers: 
     Raises:
         UsageError: there are several, or none, or one that needs the parameters' shapes.
     """
-    if len(optimizers) != 1 or len(schedulers) > 1 or type(optimizers[0]).__name__ == "_MockOptimizer":
-        count = len([optimizer for optimizer in optimizers if type(optimizer).__name__ != "_MockOptimizer"])
+    if len(optimizers) != 1 or len(schedulers) > 1:
         raise UsageError(
-            f"{type(module).__name__}.configure_optimizers gives {count} optimizers and {len(schedulers)} schedulers, "
-            "DeepSpeed takes one optimizer and at most one scheduler: join them, or use FSDP2Strategy"
+            f"{type(module).__name__}.configure_optimizers gives {len(optimizers)} optimizers and {len(schedulers)} "
+            "schedulers, DeepSpeed takes one optimizer and at most one scheduler: join them, or use FSDP2Strategy"
         )
     for cls in type(optimizers[0]).__mro__:
         if cls.__name__ in _SHAPED:

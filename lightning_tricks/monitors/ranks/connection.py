@@ -1,0 +1,199 @@
+"""A rank's connection to the hub of its run, and the messages that go over it.
+
+Each rank holds one TCP connection to rank 0. The system closes the connections of a process that dies, whatever it died
+of, and keeps those of a process that is slow, stopped or stuck. So an end without a goodbye is a death, on any host,
+and no rank is asked for a sign of life. A connection that breaks because of the network or a silent host says nothing
+about the process behind it.
+
+The process group's own TCPStore cannot do this (measured with torch 2.13). It tells nobody that a client has died:
+heartbeats would be needed, and a killed process could not be told from a stopped one. When the process that serves the
+store is killed, torch prints 19 lines of C++ stack in every rank that waits for a key, before Python hears of it.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+CONNECT_SECONDS = 60.0  # how long a rank tries to reach rank 0
+LONGEST = 65536  # bytes of the longest message; what is longer is not ours
+LOOPBACK = "127.0.0.1"
+SOCKETS: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()  # a process forked from this one closes them
+
+
+def _close_in_child() -> None:
+    for sock in list(SOCKETS):
+        if (number := sock.detach()) >= 0:  # `close` would wait for the stream that is made of it
+            os.close(number)
+
+
+if hasattr(os, "register_at_fork"):
+    # A data worker would hold the connection open after the death of the process that it was forked from.
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of a run."""
+
+    rank: int
+    world: int
+    host: str
+    pid: int
+
+    def gone(self) -> str:
+        """The line on its death without a word."""
+        return (
+            f"rank {self.rank} of {self.world} on {self.host} is gone without a word (process {self.pid}): "
+            "killed, or out of memory (dmesg tells)"
+        )
+
+    def unwatched(self, error: OSError) -> str:
+        """The line on its connection, which broke for a reason of the network's."""
+        return f"RankMonitor: the connection of rank {self.rank} on {self.host} broke ({error}): it is not watched now"
+
+    def failed(self, error: BaseException) -> str:
+        """The line on its exception."""
+        message = str(error).strip()
+        first = message.splitlines()[0][:300] if message else ""
+        kind = type(error).__name__
+        return f"rank {self.rank} of {self.world} on {self.host} failed first: {kind}{': ' if first else ''}{first}"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where rank 0 listens: names it may be reached by, and a word that only this run's ranks know."""
+
+    hosts: tuple[str, ...]
+    port: int
+    token: str
+
+
+class Connection:
+    """A rank's connection to the hub.
+
+    One thread connects and listens; `fail` and `close` may be called from another at any time, also before the hub has
+    answered: the message then follows the greeting.
+
+    Args:
+        member: this process.
+        address: the hub's, as rank 0 has sent it round.
+        rank_0: the process of the hub.
+    """
+
+    def __init__(self, member: Member, address: Address, rank_0: Member) -> None:
+        self.member, self.address, self.rank_0 = member, address, rank_0
+        self._lock = threading.Lock()  # held while the connection is made known or a message is sent
+        self._sock: socket.socket | None = None
+        self._stream: Any = None
+        self._first: dict[str, Any] = {}
+        self._failed: dict[str, Any] = {}
+        self._closed = threading.Event()
+
+    def connect(self) -> bool:
+        """Reach the hub, in `CONNECT_SECONDS`; False where that does not succeed, or `close` is called meanwhile."""
+        hosts = self.address.hosts if self.member.rank else (LOOPBACK, *self.address.hosts)
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while time.monotonic() < deadline and not self._closed.is_set():
+            for host in hosts:
+                with suppress(OSError):
+                    if self._greet(socket.create_connection((host, self.address.port), timeout=20.0)):
+                        return True
+            self._closed.wait(0.5)
+        return False
+
+    def _greet(self, sock: socket.socket) -> bool:
+        """Whether it is the hub that answers there."""
+        keep_alive(sock)
+        with self._lock:
+            if self._closed.is_set():
+                sock.close()
+                return False
+            self._sock = sock  # from here on the hub may know of this process, and `close` must say goodbye to it
+            send(sock, {"token": self.address.token, **vars(self.member)})
+            if self._failed:
+                send(sock, self._failed)
+        stream = sock.makefile("rb")
+        with suppress(OSError):
+            self._first = parse(stream.readline(LONGEST))
+        if self._first.keys() & {"welcome", "failed", "bye"}:
+            sock.settimeout(None)
+            self._stream = stream
+            return True
+        with self._lock:
+            self._sock = None
+            send(sock, {"bye": True})  # so that a hub which is only slow does not take this for a death
+            sock.close()
+        return False
+
+    def listen(self) -> str | None:
+        """Wait for the first failure of the run; None where all ended in order, or this end was closed."""
+        try:
+            for message in self._messages():
+                if "failed" in message:
+                    return str(message["failed"])
+                if "bye" in message:
+                    return None
+        except (OSError, ValueError) as error:  # ValueError: closed while it is read
+            if isinstance(error, OSError) and not self._closed.is_set():
+                say(self.member.unwatched(error))
+            return None
+        return None if self._closed.is_set() else self.rank_0.gone()
+
+    def fail(self, error: BaseException) -> None:
+        """Say that this process has failed; who was first, the hub decides."""
+        with self._lock:
+            self._failed = {"failed": self.member.failed(error)}
+            if self._sock is not None:
+                send(self._sock, self._failed)
+
+    def close(self) -> None:
+        """Say goodbye. Idempotent."""
+        with self._lock:
+            self._closed.set()
+            if self._sock is not None:
+                send(self._sock, {"bye": True})
+                with suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        yield self._first
+        for line in self._stream:
+            yield parse(line)
+
+
+def say(line: str) -> None:
+    """Print a line where errors go, at once and in one piece, as all ranks may do so at the same moment."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Let the system ask a silent peer's system now and then, so that no router in between forgets the connection."""
+    SOCKETS.add(sock)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 9)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def send(sock: socket.socket, message: dict[str, Any]) -> None:
+    """Send a message; a peer that is gone is no error here."""
+    with suppress(OSError):  # its death is noticed where it is listened to
+        sock.sendall(json.dumps(message).encode() + b"\n")
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """The message in a line; empty where the line is not ours."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return {}
+    return message if isinstance(message, dict) else {}

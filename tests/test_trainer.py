@@ -1,0 +1,348 @@
+"""Lightning's private state: each answer of `_trainer.py` against the behaviour of a Trainer, and nobody else reads it.
+
+A test that fails here after an update of Lightning names the function to read again.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
+from monitored import Memory
+from short_run import events
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+import lightning_tricks
+from lightning_tricks import _trainer
+from lightning_tricks._replaced import replaced
+
+
+class Model(pl.LightningModule):
+    """Linear layers, each with an optimizer; several are stepped by hand."""
+
+    def __init__(self, optimizers: int = 1, **hparams: Any) -> None:
+        super().__init__()
+        if hparams:
+            self.save_hyperparameters(hparams)
+        self.automatic_optimization = optimizers == 1
+        self.made = []
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 1) for _ in range(optimizers))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("loss", loss := sum(layer(batch).square().mean() for layer in self.layers))
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        self.made = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.layers]
+        return self.made
+
+
+class Notes(pl.Callback):
+    """Answers of `ask(trainer, pl_module)` when a batch starts, and which batches had an optimizer step."""
+
+    def __init__(self, ask: Any) -> None:
+        self.ask, self.answers, self.stepped = ask, [], []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.answers.append(self.ask(trainer, pl_module))
+        self.stepped.append(False)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.stepped[-1] = True
+
+
+def trainer_with(*callbacks: Any, **options: Any) -> pl.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    checkpoints = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    defaults = {"devices": 1, "max_epochs": 1, "log_every_n_steps": 1, "enable_checkpointing": checkpoints}
+    return pl.Trainer(callbacks=list(callbacks), **{**quiet, **defaults, **options})
+
+
+def data(batches: int = 3) -> DataLoader:
+    return DataLoader(torch.ones(batches, 2))
+
+
+def noted(ask: Any, model: Any = None, batches: int = 3, **options: Any) -> tuple[Notes, Any]:
+    notes = Notes(ask)
+    trainer = trainer_with(notes, **options)
+    trainer.fit(model or Model(), data(batches))
+    return notes, trainer
+
+
+def test_is_accumulating_until_the_batch_that_has_the_optimizer_step():
+    notes, _ = noted(lambda trainer, _: _trainer.is_accumulating(trainer), batches=5, accumulate_grad_batches=2)
+    assert notes.stepped == [False, True, False, True, True]  # an epoch ends with a step
+    assert [not accumulating for accumulating in notes.answers] == notes.stepped
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_logging_step_is_the_step_that_a_logger_is_given(optimizers):
+    memory = Memory()
+    notes, trainer = noted(lambda trainer, _: _trainer.logging_step(trainer), Model(optimizers), logger=memory)
+    assert notes.answers == [step for step, values in memory.rows if "loss" in values] == [0, 1, 2]
+    assert trainer.global_step == 3 * optimizers  # why `global_step` would not do
+
+
+def test_batch_progress_counts_the_batches_of_the_epoch_and_of_all_epochs():
+    def counts(trainer: Any, _: Any) -> tuple[int, int]:
+        progress = _trainer.batch_progress(trainer)
+        return progress.current.ready, progress.total.processed
+
+    notes, _ = noted(counts, batches=2, max_epochs=2)
+    assert notes.answers == [(1, 0), (2, 1), (1, 2), (2, 3)]
+
+
+def test_is_restarting_and_the_progress_of_a_run_from_a_checkpoint(tmp_path):
+    class Asks(Model):
+        def train_dataloader(self) -> DataLoader:
+            self.restarting = _trainer.is_restarting(self.trainer)
+            self.done = _trainer.batch_progress(self.trainer).total.processed
+            return data(6)
+
+    first, second = Asks(), Asks()
+    trainer = trainer_with(max_steps=2, max_epochs=None)
+    trainer.fit(first)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    trainer_with(max_steps=3, max_epochs=None).fit(second, ckpt_path=tmp_path / "two.ckpt", weights_only=False)
+    assert (first.restarting, first.done) == (False, 0)
+    assert (second.restarting, second.done) == (True, 2)
+
+
+def test_data_rank_is_that_of_the_distributed_sampler():
+    assert _trainer.data_rank(None) == _trainer.data_rank(trainer_with()) == (0, 1)
+    two = trainer_with(devices=2, strategy="ddp")
+    assert _trainer.data_rank(two) == (two.global_rank, two.world_size) == (0, 2)
+
+
+def test_trainer_of_a_module_is_the_one_that_fits_it():
+    model = Model()
+    assert _trainer.trainer_of(model) is _trainer.trainer_of(torch.nn.Linear(1, 1)) is None
+    with pytest.raises(RuntimeError, match="not attached"):
+        _ = model.trainer
+    notes, trainer = noted(lambda _, module: _trainer.trainer_of(module), model)
+    assert notes.answers == [trainer] * 3
+
+
+def test_is_a_goes_by_names_and_knows_subclasses():
+    assert _trainer.is_a(ModelCheckpoint(), "Checkpoint")
+    assert _trainer.is_a(Model(), "Other", "LightningModule")
+    assert not _trainer.is_a(Model(), "Trainer")
+
+
+def test_lightning_file_is_of_the_package_that_the_trainer_is_of():
+    other = pytest.importorskip("pytorch_lightning")
+
+    class Own(pl.Trainer):
+        pass
+
+    assert _trainer.lightning_file(Own(logger=False, accelerator="cpu"), "trainer").Trainer is pl.Trainer
+    assert _trainer.lightning_file(other.Trainer(logger=False, accelerator="cpu"), "trainer").Trainer is other.Trainer
+
+
+def test_the_hook_callers_call_all_hooks_and_the_signature_check_is_asked():
+    heard: dict[str, set[str]] = {}
+    trainer = trainer_with(Notes(lambda *_: None))
+
+    def spy(file: Any, name: str) -> Any:
+        original = getattr(file, name)
+
+        def call(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+            heard.setdefault(name, set()).add(second)
+            return original(first, second, *args, **kwargs)
+
+        return replaced(file, name, call)
+
+    call, loop = (_trainer.lightning_file(trainer, name) for name in ("trainer.call", "loops.training_epoch_loop"))
+    callbacks, module, strategy = _trainer.HOOK_CALLERS
+    with spy(call, callbacks), spy(call, module), spy(call, strategy), spy(loop, _trainer.SIGNATURE_CHECK):
+        trainer.fit(Model(), data())
+    assert {"on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end"} <= heard[callbacks]
+    assert {"on_train_batch_start", "optimizer_step", "configure_gradient_clipping"} <= heard[module]
+    assert {"training_step", "backward"} <= heard[strategy]
+    assert heard[_trainer.SIGNATURE_CHECK] == {"batch_idx"}
+
+
+def test_by_the_running_hook_the_module_decides_whether_it_may_log():
+    class Renames(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.names = [_trainer.set_running_hook(self, "on_fit_start")]
+            with pytest.raises(Exception, match=r"can't `self.log\(\)` inside `on_fit_start`"):
+                self.log("loss", 0.0)
+            self.names.append(_trainer.set_running_hook(self, self.names[0]))
+            return super().training_step(batch, batch_idx)
+
+    model = Renames()
+    trainer_with().fit(model, data(1))
+    assert model.names == ["training_step", "on_fit_start"]
+
+
+def frames() -> Iterator[Any]:
+    frame = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def test_running_call_finds_the_trainers_own_call():
+    def ask(*_: Any) -> list[Any]:
+        return [call for call in map(_trainer.running_call, frames()) if call is not None]
+
+    notes, trainer = noted(ask)
+    (call,) = notes.answers[0]
+    assert call.__self__ is trainer
+    again, _ = noted(ask)
+    assert again.answers[0] != [call]
+    assert ask() == []
+
+
+def test_launched_processes_are_the_ranks_that_the_trainer_has_started(monkeypatch):
+    trainer = trainer_with(devices=3, strategy="ddp")
+    assert _trainer.launched_processes(trainer) == _trainer.launched_processes(trainer_with()) == []
+    file = _trainer.lightning_file(trainer, "strategies.launchers.subprocess_script")
+    monkeypatch.setattr(file, "_basic_subprocess_cmd", lambda: [sys.executable, "-c", ""])
+    monkeypatch.setattr(file, "_launch_process_observer", lambda _: None)  # it kills this process when one fails
+    trainer.strategy.launcher.launch(lambda: None, trainer=trainer)
+    assert [process.wait() for process in _trainer.launched_processes(trainer)] == [0, 0]
+
+
+@pytest.mark.parametrize("optimizers", [0, 1, 2])
+def test_configured_optimizers_are_those_that_the_module_returns(optimizers):
+    class Asks(pl.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            self.found = _trainer.configured_optimizers(pl_module), list(pl_module.made)
+
+    asks, model = Asks(), Model(optimizers or 1)
+    if optimizers == 0:
+        model.configure_optimizers = lambda: None
+    trainer_with(asks).fit(model, data(1))
+    (found, schedulers), made = asks.found
+    assert found == made
+    assert len(found) == optimizers
+    assert schedulers == []
+
+
+def test_an_optimizer_is_known_by_its_index_wrapped_or_not():
+    def ask(trainer: Any, module: Any) -> list[Any]:
+        wrapped = module.optimizers()
+        assert [type(optimizer).__name__ for optimizer in wrapped] == ["LightningSGD"] * 2
+        assert [_trainer.unwrapped(optimizer) for optimizer in wrapped] == module.made
+        assert [_trainer.unwrapped(optimizer) for optimizer in module.made] == module.made
+        return [_trainer.optimizer_index(trainer, optimizer) for optimizer in [*wrapped, *module.made]]
+
+    assert noted(ask, Model(2))[0].answers[0] == [0, 1, 0, 1]
+
+
+def test_steps_between_saves_are_those_of_the_files(tmp_path):
+    every_two = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = trainer_with(ModelCheckpoint(tmp_path / "epochs", every_n_epochs=1), every_two)
+    trainer.fit(Model(), data(5))
+    assert _trainer.steps_between_saves(trainer) == [2]
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=2.ckpt", "step=4.ckpt"]
+
+
+@pytest.mark.parametrize("logger_class", [TensorBoardLogger, CSVLogger])
+def test_a_loggers_version_is_the_folder_that_it_writes_into(tmp_path, logger_class):
+    (tmp_path / "runs" / "version_4").mkdir(parents=True)
+    fresh, chosen = (logger_class(tmp_path, name="runs") for _ in range(2))
+    assert _trainer.has_versions(fresh)
+    assert _trainer.chosen_version(fresh) is None
+    assert _trainer.next_version(fresh) == fresh.version == 5
+    assert _trainer.chosen_version(fresh) == 5
+    _trainer.choose_version(chosen, 7)
+    assert Path(chosen.log_dir).name == "version_7"
+    assert not _trainer.has_versions(Memory())
+    assert _trainer.chosen_version(Memory()) is None
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_shows_hp_metric_where_tensorboard_shows_it(tmp_path, default):
+    logger = TensorBoardLogger(tmp_path, default_hp_metric=default)
+    assert not _trainer.shows_hp_metric(logger)
+    trainer_with(logger=logger).fit(Model(width=3), data(1))
+    assert _trainer.shows_hp_metric(logger) is default
+    assert ("hp_metric" in events(Path(logger.log_dir)).Tags()["scalars"]) is default
+
+
+def test_compiled_steps_of_a_module_that_lightning_runs_compiled():
+    model = Model()
+    assert _trainer.compiled_steps(model) is _trainer.compiled_steps(torch.nn.Linear(1, 1)) is None
+    compiled = from_compiled(torch.compile(model, backend="eager"))
+    assert _trainer.compiled_steps(compiled) is _trainer.uncopied(compiled)[1] is not None
+    assert _trainer.compiled_steps(to_uncompiled(compiled)) is None
+
+
+def test_a_device_mesh_that_is_set_is_the_modules(monkeypatch):
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    model, mesh = Model(), init_device_mesh("cpu", (1,))
+    assert model.device_mesh is None
+    _trainer.set_device_mesh(model, mesh)
+    assert model.device_mesh is _trainer.uncopied(model)[0] is mesh
+
+
+# Names of Lightning's private state. A class that inherits from one of Lightning's may use them on itself.
+PRIVATE = {
+    "fit_loop", "epoch_loop", "batch_progress", "_batches_that_stepped", "_should_accumulate", "_trainer",
+    "_current_fx_name", "_compiler_ctx", "_device_mesh", "_every_n_train_steps", "_default_hp_metric",
+    "_get_next_version", "_init_optimizers_and_lr_schedulers", "_call_and_handle_interrupt",
+    "_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook", "is_param_in_hook_signature",
+}  # fmt: skip
+# Variables that hold Lightning's objects: nothing that begins with an underscore is read from these.
+LIGHTNINGS = {"trainer", "pl_module", "lightning_module", "strategy", "plugin", "logger", "callback"}
+
+
+def last_name(node: ast.AST) -> str:
+    """`trainer` of `trainer`, `self.trainer` and `buffer._trainer`; empty for what has no name."""
+    return getattr(node, "attr", getattr(node, "id", "")).lstrip("_")
+
+
+def private_reads(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            of_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            of_lightning = last_name(node.value) in LIGHTNINGS and node.attr.startswith("_")
+            by_name = node.attr == "__mro__" and {last_name(n) for n in ast.walk(node.value)} & LIGHTNINGS
+            if not of_itself and (node.attr in PRIVATE or of_lightning or by_name):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Constant) and node.value in PRIVATE - {"_trainer"}:  # as in getattr
+            yield f"line {node.lineno}: {node.value!r}"
+        elif isinstance(node, ast.Compare) and ".__name__" in ast.unparse(node.left):
+            names = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            if ast.unparse(node.left).startswith("type(") and names:
+                yield f"line {node.lineno}: {ast.unparse(node)}, take is_a"
+
+
+def test_lightnings_private_state_is_read_in_one_file_only():
+    package = Path(lightning_tricks.__file__).parent
+    files = [path for path in package.rglob("*.py") if path.name != "_trainer.py"]
+    found = [
+        f"{path.relative_to(package)}, {read}"
+        for path in files
+        for read in private_reads(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert len(files) > 100
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "trainer.fit_loop", "self.trainer.strategy._lightning_module", "module._trainer", 'getattr(x, "_compiler_ctx")',
+        "[c.__name__ for c in type(trainer.strategy).__mro__]", 'type(error).__name__ == "SIGTERMException"',
+    ],
+)  # fmt: skip
+def test_a_private_read_would_have_been_found(code):
+    assert len(list(private_reads(ast.parse(code)))) == 1
+    assert not list(private_reads(ast.parse("self._trainer.max_steps, self._device_mesh, type(x).__name__")))
