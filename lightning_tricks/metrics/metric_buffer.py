@@ -5,7 +5,7 @@ A value costs a dict entry when it is recorded, and its share of one transfer wh
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks._trainer import batch_progress, is_accumulating, logging_step, steps_between_saves
-from lightning_tricks.metrics.step_record import COUNT, TOTAL, Row, StepRecord, join_numbers, rows_of, to_host
+from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_numbers, to_host
 
 rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 OverRanks = Literal["sum", "max"]
@@ -29,7 +29,7 @@ def _check_single(name: str, value: Tensor) -> None:
 class MetricBuffer(pl.Callback):
     """Collect device scalars and hand them to `trainer.loggers` every `log_every_n_steps`. Never changes training.
 
-    There is one a Trainer: `MetricBuffer.of(trainer)` finds it or adds it, in front of the checkpoint callbacks. Record
+    Each Trainer has one: `MetricBuffer.of(trainer)` finds it or adds it, in front of the checkpoint callbacks. Record
     during training, in any hook up to a callback's `on_train_batch_end`; nothing is read from the device until the
     interval ends. Then there is one transfer a device and one `logger.log_metrics` for each step that recorded
     something, with that step's own values, at the step that Lightning's own `self.log` uses. The same happens at the
@@ -49,9 +49,10 @@ class MetricBuffer(pl.Callback):
 
     def _forget(self) -> None:
         """Drop all that belongs to one fit."""
-        self._current = StepRecord()
-        self._finished: list[StepRecord] = []
+        self._current = Row()
+        self._finished: list[Row] = []
         self._over_ranks: dict[str, OverRanks] = {}
+        self._some_ranks: set[str] = set()  # names that `record_largest` was given
         self._derived: list[Callable[[list[Row]], Mapping[str, float]]] = []
         self._without_log_metrics: list[Any] = []  # loggers that were warned of
         self._answered: tuple[int, bool] | None = None
@@ -93,10 +94,10 @@ class MetricBuffer(pl.Callback):
             value = torch.tensor(value, dtype=torch.float64)  # to be joined like the others
         if isinstance(value, Tensor):
             _check_single(name, value)
-            self._current.scalars[name] = value.detach() if value.requires_grad else value
+            self._current.tensors[(name,)] = value.detach() if value.requires_grad else value
         else:
-            self._current.scalars.pop(name, None)
-            self._current.numbers[name] = float(value)
+            self._current.tensors.pop((name,), None)
+            self._current.values[name] = float(value)
         if over_ranks is not None:
             self._over_ranks[name] = over_ranks
 
@@ -131,9 +132,22 @@ class MetricBuffer(pl.Callback):
         if len(names) != values.numel():
             raise UsageError(f"record_all: {len(names)} names ({', '.join(names[:3])}...), {values.numel()} values")
         if self._every and names:
-            self._current.vectors[names] = values.detach()
+            self._current.tensors[names] = values.detach()
             if over_ranks is not None:
                 self._over_ranks[names[0]] = over_ranks
+
+    def record_largest(self, names: Sequence[str], found: Mapping[str, Tensor]) -> None:
+        """Keep the largest value over ranks of each metric, of which a rank may have none: its block may not have run.
+
+        Args:
+            names: of all metrics that may come, the same in the same order on every rank; at least one.
+            found: this rank's scalar tensors by name. A metric that no rank has is not logged.
+        """
+        device = self._trainer.strategy.root_device
+        missing = torch.full((), -math.inf, device=device)
+        values = [found.get(name, missing).to(device, torch.float32) for name in names]
+        self._some_ranks.update(names)
+        self.record_all(tuple(names), torch.stack(values), "max")  # equally many on each rank, for the collective
 
     def at_flush(self, derive: Callable[[list[Row]], Mapping[str, float]]) -> None:
         """Have `derive` called with each interval's rows, on every rank; what it returns joins the last of them.
@@ -145,16 +159,12 @@ class MetricBuffer(pl.Callback):
             self._derived.append(derive)
 
     def is_log_step(self) -> bool:
-        """Whether the running optimizer step ends an interval: measure on such steps only what is not free."""
+        """Whether the running optimizer step ends an interval: measure what is not free on such steps only."""
         done = logging_step(self._trainer)
         if self._answered is None or self._answered[0] != done:  # all who ask during a step get one answer
-            self._answered = done, self._ends_interval(done)
+            dev_run, every = self._trainer.fast_dev_run, self._every
+            self._answered = done, every > 0 and ((done + 1) % every == 0 or bool(dev_run) or self._is_last_step())
         return self._answered[1]
-
-    def _ends_interval(self, done: int) -> bool:
-        if not self._every:
-            return False
-        return (done + 1) % self._every == 0 or bool(self._trainer.fast_dev_run) or self._is_last_step()
 
     def _is_last_step(self) -> bool:
         """Whether the running optimizer step is the last of the run."""
@@ -197,7 +207,7 @@ class MetricBuffer(pl.Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Forget micro-batches that no optimizer step followed: they are no part of a later run's first step."""
-        self._current = StepRecord()
+        self._current = Row()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Write what the device still gives, with what the failed step had recorded; the error goes its way."""
@@ -218,21 +228,22 @@ class MetricBuffer(pl.Callback):
             self._current.step = logging_step(self._trainer)
             self._current.wall_time = time.time()
             self._finished.append(self._current)
-            self._current = StepRecord()
+            self._current = Row()
 
     def flush(self) -> None:
         """Bring what finished steps recorded to the host, log it, and start a new interval. Every rank must call."""
         if not self._finished:
             return
-        pending, self._finished = self._finished, []
-        rows = self._read(pending)
+        rows, self._finished = self._finished, []
+        self._read(rows)
         derived: dict[str, float] = {}
         for derive in self._derived:
             derived.update(derive(rows))
         rows[-1].values.update(derived)
         latest: dict[str, float] = {}
         for row in rows:
-            row.values = {name: value for name, value in row.values.items() if name[0] != "_"}
+            no_rank_has = {name for name in self._some_ranks if row.values.get(name) == -math.inf}
+            row.values = {k: v for k, v in row.values.items() if k[0] != "_" and k not in no_rank_has}
             latest.update(row.values)
         tensors = dict(zip(latest, torch.tensor(list(latest.values())).unbind(), strict=True))
         self._trainer.callback_metrics.update(tensors)
@@ -260,16 +271,16 @@ class MetricBuffer(pl.Callback):
         for logger in self._trainer.loggers:
             logger.save()
 
-    def _read(self, records: list[StepRecord]) -> list[Row]:
-        """The interval's rows as numbers, joined over ranks."""
-        tensors = [record.tensors() for record in records]
-        flat = [(names, tensor) for recorded in tensors for names, tensor in recorded.items()]
-        return rows_of(records, tensors, to_host(self._join_ranks(flat)))
+    def _read(self, rows: list[Row]) -> None:
+        """Turn the rows' tensors into numbers, joined over ranks."""
+        unread = [(row, names, tensor) for row in rows for names, tensor in row.unread().items()]
+        tensors = self._join_ranks([names for _, names, _ in unread], [tensor for _, _, tensor in unread])
+        for (row, names, _), numbers in zip(unread, to_host(tensors), strict=True):
+            row.fill(names, numbers)
 
-    def _join_ranks(self, flat: list[tuple[tuple[str, ...], Tensor]]) -> list[Tensor]:
-        """Put sums and maxima over ranks in their places, with one collective for all sums and one for all maxima."""
-        tensors = [tensor for _, tensor in flat]
-        joins = ["sum" if names[-1] in (TOTAL, COUNT) else self._over_ranks.get(names[0]) for names, _ in flat]
+    def _join_ranks(self, names: list[Names], tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors with sums and maxima over ranks, by one collective for all sums and one for all maxima."""
+        joins = ["sum" if name in (TOTAL, COUNT) else self._over_ranks.get(name) for name, *_ in names]
         if self._trainer.world_size == 1 or not any(joins):
             return tensors
         if self._failed:  # the other ranks may be gone, so nobody can be asked

@@ -1,23 +1,88 @@
-"""Watch modules of any model run, without entering what torch.compile has compiled."""
+"""Measure modules of any model while they run, without entering the graphs that torch.compile has made of them."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_tricks._find_modules import clean_name
+from lightning_tricks._lightning import pl_import
 from lightning_tricks._replaced import replaced
-from lightning_tricks._trainer import compiled_steps
+from lightning_tricks._trainer import compiled_steps, is_accumulating
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
-Undo = Callable[[], None]
+rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 
 
-def in_sight(root: nn.Module, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+class ModuleWatch:
+    """What a monitor has measured of modules in the last micro-batch of a log step, by name.
+
+    Args:
+        warning: the line on what cannot be measured, with `{}` for the reason.
+    """
+
+    def __init__(self, warning: str) -> None:
+        self.found: dict[str, Any] = {}
+        self.is_open = False
+        self.hooks = ExitStack()  # closed by `stop`
+        self._warning, self._warned = warning, False
+
+    def start_batch(self, trainer: Any, buffer: MetricBuffer) -> None:
+        """Forget the last measurements; open where this is the last micro-batch of a log step."""
+        self.found = {}
+        self.is_open = not is_accumulating(trainer) and buffer.is_log_step()
+
+    def end_batch(self) -> dict[str, Any] | None:
+        """The measurements of this micro-batch, where it was one to measure in."""
+        was_open, self.is_open = self.is_open, False
+        return self.found if was_open else None
+
+    def measuring(
+        self,
+        name: str,
+        module: nn.Module,
+        calls: Callable[[nn.Module, Callable[..., None]], AbstractContextManager],
+        measure: Callable[..., Any],
+    ) -> AbstractContextManager:
+        """A `with`, in which the module's first call while open is measured and kept under `name`.
+
+        A hook that comes and goes would make torch.compile compile again what is around it: so enter it in `hooks`, for
+        the whole fit, where something around may be compiled.
+
+        Args:
+            name: what the measurement is called.
+            module: the one to measure.
+            calls: `before_calls` or `after_calls`.
+            measure: gets what that gives; None is no measurement.
+        """
+
+        def see(*call: Any) -> None:
+            if self.is_open and name not in self.found:
+                with torch.no_grad():
+                    measured = measure(*call)
+                if measured is not None:
+                    self.found[name] = measured
+
+        return calls(module, see)
+
+    def warn(self, reason: str) -> None:
+        """Say once what is not measured."""
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(self._warning.format(reason))
+
+    def stop(self) -> None:
+        """Leave the model as it was."""
+        self.is_open = False
+        self.hooks.close()
+
+
+def outside_compiled(root: nn.Module, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Those of `found`, submodules of `root` by name, that are not inside a module that is compiled as a whole.
 
-    There a watcher would see nothing, and could change what is compiled.
+    There a hook would not be called, and could change what is compiled.
     """
     compiled = [clean_name(name + ".") for name, module in root.named_modules() if _is_compiled(module)]
     compiled = [outer.lstrip(".") for outer in compiled]  # of the root itself: what every name starts with
@@ -32,71 +97,58 @@ def outermost_compiled(root: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def before_calls(module: nn.Module, see: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Undo:
-    """Have `see(args, kwargs)` called before each call of `module`, where that is not inside a compiled region."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return _CompiledCall.of(module).watch(before=see)
+def before_calls(
+    module: nn.Module, see: Callable[[tuple[Any, ...], dict[str, Any]], None]
+) -> AbstractContextManager[Any]:
+    """A `with`, in which `see(args, kwargs)` is called before each call of `module` outside of compiled regions."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
             see(args, kwargs)
 
-    return module.register_forward_pre_hook(hook, with_kwargs=True).remove
+    if _is_compiled_in_place(module):
+        return _around_graph(module, before=see)
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def after_calls(module: nn.Module, see: Callable[[Any], None]) -> Undo:
-    """Have `see(output)` called after each call of `module`, where that is not inside a compiled region."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return _CompiledCall.of(module).watch(after=see)
+def after_calls(module: nn.Module, see: Callable[[Any], None]) -> AbstractContextManager[Any]:
+    """A `with`, in which `see(output)` is called after each call of `module` outside of compiled regions."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling():
             see(output)
 
-    return module.register_forward_hook(hook).remove
+    if _is_compiled_in_place(module):
+        return _around_graph(module, after=see)
+    return module.register_forward_hook(hook)
 
 
-class _CompiledCall:
-    """What a module compiled in place (`module.compile()`) calls instead: the same, between its watchers.
+@contextmanager
+def _around_graph(module: Any, before: Any = None, after: Any = None) -> Iterator[None]:
+    """Call `before` and `after` around the graph of a module compiled in place, which would trace hooks into it."""
+    graph, watching = module._compiled_call_impl, True
 
-    Hooks of such a module are traced into its graph; this stands around the graph, which stays as it was.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self.call: Callable[..., Any] = module._compiled_call_impl
-        self.installed = ExitStack()
-        self.installed.enter_context(replaced(module, "_compiled_call_impl", self))
-        self.before: list[Callable[[tuple[Any, ...], dict[str, Any]], None]] = []
-        self.after: list[Callable[[Any], None]] = []
-
-    @classmethod
-    def of(cls, module: Any) -> "_CompiledCall":
-        if not isinstance(module._compiled_call_impl, cls):
-            return cls(module)
-        return module._compiled_call_impl
-
-    def watch(self, before: Any = None, after: Any = None) -> Undo:
-        watchers, see = (self.before, before) if before is not None else (self.after, after)
-        watchers.append(see)
-
-        def undo() -> None:
-            watchers.remove(see)
-            if not self.before and not self.after:
-                self.installed.close()
-
-        return undo
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self.call(*args, **kwargs)
-        for see in self.before:
-            see(args, kwargs)
-        output = self.call(*args, **kwargs)
-        for look in self.after:
-            look(output)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not watching:  # a later watcher may still call this
+            return graph(*args, **kwargs)
+        if before is not None:
+            before(args, kwargs)
+        output = graph(*args, **kwargs)
+        if after is not None:
+            after(output)
         return output
+
+    try:
+        with replaced(module, "_compiled_call_impl", call):
+            yield
+    finally:
+        watching = False
+
+
+def _is_compiled_in_place(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None  # by `module.compile()`
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    in_place = getattr(module, "_compiled_call_impl", None) is not None  # by `module.compile()`
-    return in_place or "_orig_mod" in module._modules or compiled_steps(module) is not None
+    wrapped = "_orig_mod" in module._modules  # by `torch.compile(module)`
+    return wrapped or _is_compiled_in_place(module) or compiled_steps(module) is not None

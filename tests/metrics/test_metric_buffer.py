@@ -335,6 +335,14 @@ def test_log_every_n_steps_0_keeps_nothing():
     assert "a" not in trainer.callback_metrics
 
 
+def test_of_values_that_some_ranks_may_not_have_only_those_that_one_has_are_logged():
+    def give(trainer, buffer, loss):
+        buffer.record_largest(["x", "y"], {"y": loss} if trainer.global_step > 1 else {})
+
+    logger, _ = run(give, max_steps=2)
+    assert logger.rows == [(1, {"y": loss_of(1)})]
+
+
 def test_nothing_is_kept_after_a_flush():
     recorder = Recorder()
     trainer_with([recorder], Plain(), max_steps=8).fit(Model(), loader())
@@ -413,7 +421,7 @@ def test_a_recorded_tensor_holds_no_graph():
             buffer.record_mean("b", loss, loss)
             buffer.record_all(("c",), loss[None])
             current = buffer._current
-            kept.extend([current.scalars["a"], *current.means["b"][0], *current.vectors.values()])
+            kept.extend([*current.tensors.values(), *current.means["b"][0]])
             return loss
 
     run(lambda *_: None, model=Graph(), max_steps=1)

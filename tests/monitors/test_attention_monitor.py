@@ -14,7 +14,7 @@ import lightning_tricks.models.attention as attention
 from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, UpdateMonitor
 from lightning_tricks.models import Decoder, Llama
 from lightning_tricks.models.attention import document_mask, max_logit
-from lightning_tricks.monitors.inside.attention_monitor import offering
+from lightning_tricks.monitors.inside.attention_monitor import modules_with_max_logit
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 2, 2, 2]])
 
@@ -91,9 +91,9 @@ def test_a_block_tells_the_maximum_of_what_its_attention_computes(config, docume
 
 
 def test_the_outermost_module_that_offers_it_is_asked():
-    assert list(offering(Decoding())) == ["model.blocks.0", "model.blocks.1"]
-    assert list(offering(Decoding(compiled="wrapped"))) == ["model.blocks.0", "model.blocks.1"]
-    assert list(offering(nn.ModuleList([Decoding().model.blocks[0].attn]))) == ["0"]
+    assert list(modules_with_max_logit(Decoding())) == ["model.blocks.0", "model.blocks.1"]
+    assert list(modules_with_max_logit(Decoding(compiled="wrapped"))) == ["model.blocks.0", "model.blocks.1"]
+    assert list(modules_with_max_logit(nn.ModuleList([Decoding().model.blocks[0].attn]))) == ["0"]
 
 
 class Told(Decoding):

@@ -1,5 +1,7 @@
 """Which modules count as a model's blocks, and that watching them stays outside of compiled graphs."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 import transformers
@@ -10,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import find_blocks, match_modules, named_submodules, repeated_blocks
 from lightning_tricks.models import Decoder
-from lightning_tricks.monitors._module_calls import after_calls, before_calls, in_sight
+from lightning_tricks.monitors._module_calls import after_calls, before_calls, outside_compiled
 
 
 class Layer(nn.Module):
@@ -187,11 +189,10 @@ def test_each_call_is_seen_with_its_arguments_and_output_until_undone(compiled, 
         layer.compile(backend="eager")
     elif compiled == "wrapped":
         layer = torch.compile(layer, backend="eager")
-    undo = [
-        before_calls(layer, lambda args, kwargs: seen.append(("in", args, kwargs))),
-        after_calls(layer, lambda output: seen.append(("out", output))),
-    ]
-    compiled_call = layer._compiled_call_impl
+    before = layer._compiled_call_impl
+    scopes = [ExitStack(), ExitStack()]
+    scopes[0].enter_context(before_calls(layer, lambda args, kwargs: seen.append(("in", args, kwargs))))
+    scopes[1].enter_context(after_calls(layer, lambda output: seen.append(("out", output))))
     x = torch.ones(1, 1)
     y = layer(x)
     layer(input=x)
@@ -199,30 +200,28 @@ def test_each_call_is_seen_with_its_arguments_and_output_until_undone(compiled, 
     assert seen[0][1] == (x,)
     assert seen[2][2] == {"input": x}
     assert seen[1][1] is y
-    undo[first]()
+    scopes[first].close()
     layer(x)
     assert [entry[0] for entry in seen[4:]] == ["out" if first == 0 else "in"]
-    assert layer._compiled_call_impl is compiled_call
-    undo[1 - first]()
+    scopes[1 - first].close()
     layer(x)
     assert len(seen) == 5
     assert not layer._forward_hooks
     assert not layer._forward_pre_hooks
-    assert type(layer._compiled_call_impl).__name__ != "_CompiledCall"
+    assert layer._compiled_call_impl is before
 
 
 def test_a_module_that_is_compiled_anew_while_it_is_watched_stays_so():
     layer, anew = nn.Linear(1, 1), lambda *_: "compiled anew"
     layer.compile(backend="eager")
-    undo = before_calls(layer, lambda args, kwargs: None)
-    layer._compiled_call_impl = anew
-    undo()
+    with before_calls(layer, lambda args, kwargs: None):
+        layer._compiled_call_impl = anew
     assert layer._compiled_call_impl is anew
 
 
 def test_what_is_inside_a_compiled_module_is_out_of_sight():
     def names(root):
-        return list(in_sight(root, find_blocks(root)))
+        return list(outside_compiled(root, find_blocks(root)))
 
     assert names(model(net=Decoder(LLAMA))) == ["net.blocks.0", "net.blocks.1"]
     assert names(model(net=torch.compile(Decoder(LLAMA), backend="eager"))) == []
@@ -238,10 +237,11 @@ def test_what_is_inside_a_compiled_module_is_out_of_sight():
 def test_nothing_is_seen_inside_a_compiled_whole_whose_graph_stays_whole():
     torch.compiler.reset()
     inner, seen = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), []
-    for layer in inner:
-        before_calls(layer, lambda args, kwargs: seen.append(args))
-        after_calls(layer, seen.append)
-    inner[1].compile(backend="eager")
-    after_calls(inner[1], seen.append)
-    torch.compile(inner, backend="eager", fullgraph=True)(torch.ones(1, 1))
+    with ExitStack() as scopes:
+        for layer in inner:
+            scopes.enter_context(before_calls(layer, lambda args, kwargs: seen.append(args)))
+            scopes.enter_context(after_calls(layer, seen.append))
+        inner[1].compile(backend="eager")
+        scopes.enter_context(after_calls(inner[1], seen.append))
+        torch.compile(inner, backend="eager", fullgraph=True)(torch.ones(1, 1))
     assert seen == []

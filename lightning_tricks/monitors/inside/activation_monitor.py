@@ -1,7 +1,6 @@
 """Log what comes out of each block: its size, its zeros, and whether it is still finite."""
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import find_blocks, match_modules
-from lightning_tricks._lightning import pl, pl_import
-from lightning_tricks._trainer import is_accumulating
-from lightning_tricks.metrics.largest_of_ranks import LargestOfRanks
+from lightning_tricks._lightning import pl
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
-from lightning_tricks.monitors._module_calls import Undo, after_calls, in_sight
+from lightning_tricks.monitors._module_calls import ModuleWatch, after_calls, outside_compiled
 
-rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 STATS = ("rms", "max_abs", "zero_fraction", "nonfinite_fraction")
 
 
@@ -79,10 +75,7 @@ class ActivationMonitor(pl.Callback):
             raise UsageError(f"ActivationMonitor.blocks={blocks!r}: give a list of names or patterns, or leave it out")
         self.blocks = blocks
         self._names: list[str] = []
-        self._undo: list[Undo] = []
-        self._stats: dict[str, Tensor] = {}
-        self._active = False
-        self._warned = False
+        self._watch = ModuleWatch("ActivationMonitor records nothing: {}; if you use torch.compile, compile each block")
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Find the buffer."""
@@ -94,51 +87,42 @@ class ActivationMonitor(pl.Callback):
             blocks = find_blocks(pl_module)
         else:
             blocks = match_modules(pl_module, self.blocks, "ActivationMonitor.blocks")
-        blocks = in_sight(pl_module, blocks)
+        blocks = outside_compiled(pl_module, blocks)
         self._names = list(blocks)
         if not blocks:
-            self._warn("its blocks are inside a model that is compiled as a whole")
-        # watched all the time, and only active on log steps: a hook that comes and goes would make torch.compile
-        # compile again what is around it
-        self._undo = [after_calls(block, partial(self._see, name)) for name, block in blocks.items()]
-        self._worst = LargestOfRanks(self._buffer, [f"activations/{name}/{STATS[3]}" for name in blocks])
-
-    def _warn(self, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
-            rank_zero_warn(f"ActivationMonitor records nothing: {reason}; if you use torch.compile, compile each block")
+            self._watch.warn("its blocks are inside a model that is compiled as a whole")
+        for name, block in blocks.items():
+            self._watch.hooks.enter_context(self._watch.measuring(name, block, after_calls, _stats_of))
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Look at the last micro-batch of a log step."""
-        self._stats = {}
-        self._active = not is_accumulating(trainer) and self._buffer.is_log_step()
-
-    def _see(self, name: str, output: Any) -> None:
-        if self._active and name not in self._stats:
-            tensor = first_tensor(output)
-            if tensor is not None:
-                self._stats[name] = activation_stats(tensor)
+        """Measure in the last micro-batch of a log step."""
+        self._watch.start_batch(trainer, self._buffer)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Hand over what was seen."""
-        if not self._active or not self._names:
+        """Record."""
+        found = self._watch.end_batch()
+        if found is None or not self._names:
             return
-        if not self._stats:
-            self._warn(f"no block ({self._names[0]}, ...) ran where it can be seen")
-        for name, stats in self._stats.items():
+        if not found:
+            self._watch.warn(f"no block ({self._names[0]}, ...) ran where it can be seen")
+        for name, stats in found.items():
             self._buffer.record_all(tuple(f"activations/{name}/{stat}" for stat in STATS[:3]), stats[:3])
-        nonfinite = {f"activations/{name}/{STATS[3]}": stats[3] for name, stats in self._stats.items()}
-        self._worst.record(nonfinite, pl_module.device)
+        nonfinite = {f"activations/{name}/{STATS[3]}": stats[3] for name, stats in found.items()}
+        self._buffer.record_largest([f"activations/{name}/{STATS[3]}" for name in self._names], nonfinite)
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Leave the model as it was."""
-        while self._undo:
-            self._undo.pop()()
+        self._watch.stop()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Leave the model as it was."""
-        self.on_fit_end(trainer, pl_module)
+        self._watch.stop()
+
+
+def _stats_of(output: Any) -> Tensor | None:
+    tensor = first_tensor(output)
+    return None if tensor is None else activation_stats(tensor)

@@ -3,22 +3,18 @@
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_tricks._find_modules import named_submodules
-from lightning_tricks._lightning import pl, pl_import
-from lightning_tricks._trainer import is_accumulating
-from lightning_tricks.metrics.largest_of_ranks import LargestOfRanks
+from lightning_tricks._lightning import pl
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
-from lightning_tricks.monitors._module_calls import Undo, before_calls, in_sight
+from lightning_tricks.monitors._module_calls import ModuleWatch, before_calls, outside_compiled
 
-rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 METHOD = "max_attention_logit"
 
 
-def offering(module: nn.Module) -> dict[str, nn.Module]:
+def modules_with_max_logit(module: nn.Module) -> dict[str, nn.Module]:
     """The submodules that have a method `max_attention_logit`, by name; not those inside another that has it."""
     found: dict[str, nn.Module] = {}
     for name, submodule in named_submodules(module).items():
@@ -45,63 +41,53 @@ class AttentionMonitor(pl.Callback):
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._undo: list[Undo] = []
-        self._found: dict[str, Tensor] = {}
-        self._active = False
-        self._warned = False
+        self._watch = ModuleWatch("AttentionMonitor records nothing: {}")
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Find the buffer."""
         self._buffer = MetricBuffer.of(trainer)
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Find the modules that offer it and watch them."""
-        offered = offering(pl_module)
-        modules = in_sight(pl_module, offered)
+        """Find the modules with the method and watch them."""
+        with_method = modules_with_max_logit(pl_module)
+        modules = outside_compiled(pl_module, with_method)
         self._names = list(modules)
-        if not offered:
-            self._warn(f"no module of {type(pl_module).__name__} has a method {METHOD}")
+        if not with_method:
+            self._watch.warn(f"no module of {type(pl_module).__name__} has a method {METHOD}")
         elif not modules:
-            self._warn("its blocks are inside a model that is compiled as a whole; compile each block instead")
-        self._undo = [before_calls(module, partial(self._see, name, module)) for name, module in modules.items()]
-        self._largest = LargestOfRanks(self._buffer, [f"attention/{name}/max_logit" for name in modules])
-
-    def _warn(self, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
-            rank_zero_warn(f"AttentionMonitor records nothing: {reason}")
+            self._watch.warn("its blocks are inside a model that is compiled as a whole; compile each block instead")
+        for name, module in modules.items():
+            measuring = self._watch.measuring(name, module, before_calls, partial(_max_logit, module))
+            self._watch.hooks.enter_context(measuring)
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Look at the last micro-batch of a log step."""
-        self._found = {}
-        self._active = not is_accumulating(trainer) and self._buffer.is_log_step()
-
-    def _see(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._active or name in self._found:
-            return
-        if isinstance(module, FSDPModule):
-            module.unshard()  # its own hook, which may be inside the compiled graph, then finds it done
-        with torch.no_grad():
-            self._found[name] = getattr(module, METHOD)(*args, **kwargs)
+        """Measure in the last micro-batch of a log step."""
+        self._watch.start_batch(trainer, self._buffer)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Hand over what was found."""
-        if not self._active or not self._names:
+        """Record."""
+        found = self._watch.end_batch()
+        if found is None or not self._names:
             return
-        if not self._found:
-            self._warn("no block ran where it can be seen; if you use torch.compile, compile each block")
-        found = {f"attention/{name}/max_logit": logit for name, logit in self._found.items()}
-        self._largest.record(found, pl_module.device)
+        if not found:
+            self._watch.warn("no block ran where it can be seen; if you use torch.compile, compile each block")
+        logits = {f"attention/{name}/max_logit": logit for name, logit in found.items()}
+        self._buffer.record_largest([f"attention/{name}/max_logit" for name in self._names], logits)
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Leave the model as it was."""
-        while self._undo:
-            self._undo.pop()()
+        self._watch.stop()
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Leave the model as it was."""
-        self.on_fit_end(trainer, pl_module)
+        self._watch.stop()
+
+
+def _max_logit(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    if isinstance(module, FSDPModule):
+        module.unshard()  # its own hook, which may be inside the compiled graph, then finds it done
+    return getattr(module, METHOD)(*args, **kwargs)

@@ -1,5 +1,6 @@
-"""Look at what goes into each fp8 layer of a model, also into those inside compiled modules."""
+"""Measure the weight and the input of each fp8 layer of a model, also of layers inside compiled modules."""
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -7,34 +8,38 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._find_modules import clean_name
-from lightning_tricks._lightning import pl_import
-from lightning_tricks.monitors._module_calls import Undo, before_calls, outermost_compiled
+from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
+from lightning_tricks.monitors._module_calls import ModuleWatch, before_calls, outermost_compiled
 from lightning_tricks.monitors.precision.uncompiled import can_run_uncompiled, run_uncompiled
 
-rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+AMAX = ("input_amax", "weight_amax")
+UNDERFLOW = ("input_underflow", "weight_underflow")
+RANKS = "ranks"  # on how many the layer was measured
 
 
 class Fp8Watch:
-    """Have the precision plugin measure each fp8 layer's weight and input, once between `open` and `close`.
+    """Have the precision plugin measure each fp8 layer's weight and input once on a log step, and record that.
 
-    A layer that runs in eager is seen when it is called. One inside a compiled module is seen in an eager run of that
-    module, just before its own: `run_uncompiled` says what that leaves untouched.
+    A layer that runs in eager is measured when it is called. One inside a compiled module is measured in an eager run
+    of that module, just before its own: `run_uncompiled` says what that leaves untouched.
 
     Args:
         plugin: with `fp8_layers` and `layer_stats(layer, input)`.
         root: the LightningModule; layers are named as its submodules are.
+        buffer: to record in.
     """
 
-    def __init__(self, plugin: Any, root: nn.Module) -> None:
-        self._plugin = plugin
+    def __init__(self, plugin: Any, root: nn.Module, buffer: MetricBuffer) -> None:
+        self._plugin, self._buffer = plugin, buffer
         own = {id(module): clean_name(f"{name}.").rstrip(".") for name, module in root.named_modules()}
         self.layers: dict[str, nn.Module] = {own.get(id(x), name): x for name, x in plugin.fp8_layers.items()}
-        self.found: dict[str, dict[str, Tensor]] = {}
-        self._open = self._warned = False
+        self._sums = tuple(f"_fp8/{layer}/{part}" for layer in self.layers for part in (*UNDERFLOW, RANKS))
+        buffer.at_flush(self._means)
+        self._watch = ModuleWatch(
+            "PrecisionMonitor does not measure every fp8 layer: {}; if you use torch.compile, compile each block"
+        )
         self._in_eager = dict(self.layers)
-        self._hooks: list[Undo] = []
-        self._undo: list[Undo] = []
+        self._batch = ExitStack()  # hooks of layers in eager: cheap to set, and nothing compiled is around them
         hidden = 0
         for module in outermost_compiled(root):
             inside = {id(part) for part in module.modules()}
@@ -43,63 +48,75 @@ class Fp8Watch:
             if module is root or not can_run_uncompiled(module):
                 hidden += len(layers)
             elif layers:
-                # watched all the time: what comes and goes would make torch.compile compile again what is around it
-                self._undo.append(before_calls(module, partial(self._see_inside, module, layers)))
+                self._watch.hooks.enter_context(before_calls(module, partial(self._measure_inside, module, layers)))
         if hidden:
-            self.warn(f"{hidden} of {len(self.layers)} fp8 layers are inside a model that is compiled as a whole")
-
-    def warn(self, reason: str) -> None:
-        """Say once what is not measured."""
-        if not self._warned:
-            self._warned = True
-            rank_zero_warn(
-                f"PrecisionMonitor does not measure every fp8 layer: {reason}; if you use torch.compile, compile each "
-                "block"
+            self._watch.warn(
+                f"{hidden} of {len(self.layers)} fp8 layers are inside a model that is compiled as a whole"
             )
 
-    def open(self) -> None:
-        """Measure from here on, each layer when it runs for the first time."""
-        self._open, self.found = True, {}
-        self._hooks = [before_calls(layer, partial(self._see, name, layer)) for name, layer in self._in_eager.items()]
+    def start_batch(self, trainer: Any) -> None:
+        """Measure in the last micro-batch of a log step, each layer when it runs for the first time."""
+        self._watch.start_batch(trainer, self._buffer)
+        if self._watch.is_open:
+            self._hook(self._in_eager, self._batch)
 
-    def close(self) -> None:
-        """Measure no longer. What `found` holds, by layer, stays until the next `open`."""
-        self._open = False
-        while self._hooks:
-            self._hooks.pop()()
+    def end_batch(self, device: torch.device) -> None:
+        """Record: every rank gives equally many numbers, whichever layers ran on it, or a collective would not end."""
+        self._batch.close()
+        found: dict[str, dict[str, Tensor]] | None = self._watch.end_batch()
+        if found is None or not self.layers:
+            return
+        if not found:
+            self._watch.warn("none ran where it can be seen")
+        amax = {f"fp8/{layer}/{name}": stats[name] for layer, stats in found.items() for name in AMAX}
+        self._buffer.record_largest([f"fp8/{layer}/{name}" for layer in self.layers for name in AMAX], amax)
+        zero, one = torch.zeros((), device=device), torch.ones((), device=device)
+        absent = {**dict.fromkeys(UNDERFLOW, zero), RANKS: zero}
+        parts = [{**found[layer], RANKS: one} if layer in found else absent for layer in self.layers]
+        values = [part[name].to(device, torch.float32) for part in parts for name in (*UNDERFLOW, RANKS)]
+        self._buffer.record_all(self._sums, torch.stack(values), "sum")
 
     def stop(self) -> None:
         """Leave the model as it was."""
-        self.close()
-        while self._undo:
-            self._undo.pop()()
+        self._batch.close()
+        self._watch.stop()
 
-    @torch.no_grad()
-    def _see(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _means(self, rows: list[Row]) -> dict[str, float]:
+        """Mean underflows over the ranks that have them, and the largest of any input."""
+        values = rows[-1].values
+        ranks = {layer: values.get(f"_fp8/{layer}/{RANKS}", 0.0) for layer in self.layers}
+        means = {
+            f"fp8/{layer}/{name}": values[f"_fp8/{layer}/{name}"] / number
+            for layer, number in ranks.items()
+            for name in UNDERFLOW
+            if number
+        }
+        of_inputs = [share for name, share in means.items() if name.endswith(UNDERFLOW[0])]
+        return means | ({"precision/fp8_underflow_max": max(of_inputs)} if of_inputs else {})
+
+    def _hook(self, layers: dict[str, nn.Module], scope: ExitStack) -> None:
+        for name, layer in layers.items():
+            scope.enter_context(self._watch.measuring(name, layer, before_calls, partial(self._stats, layer)))
+
+    def _stats(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor] | None:
         given = args[0] if args else kwargs["input"]
-        if name not in self.found and given.numel():  # an expert may have no tokens
-            self.found[name] = self._plugin.layer_stats(layer, given)
+        return self._plugin.layer_stats(layer, given) if given.numel() else None  # an expert may have no tokens
 
-    def _see_inside(
+    def _measure_inside(
         self, module: nn.Module, layers: dict[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if not self._open or any(name in self.found for name in layers):
+        if not self._watch.is_open or any(name in self._watch.found for name in layers):
             return
-        itself = next(
-            (name for name, layer in layers.items() if layer in (module, module._modules.get("_orig_mod"))), ""
-        )
-        if itself:
-            self._see(itself, layers[itself], args, kwargs)
-            return
-        hooks = [before_calls(layer, partial(self._see, name, layer)) for name, layer in layers.items()]
-        try:
-            run_uncompiled(module, args, kwargs, keep_mode=layers.values())
-        except Exception as error:  # a watcher must not end a run that would train
-            self.warn(f"{type(module).__name__} does not run without its graph ({_one_line(error)})")
-        finally:
-            for undo in hooks:
-                undo()
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+        for name, layer in layers.items():
+            if layer in (module, module._modules.get("_orig_mod")):  # the layer itself is compiled
+                with torch.no_grad():
+                    if (stats := self._stats(layer, args, kwargs)) is not None:
+                        self._watch.found[name] = stats
+                return
+        with ExitStack() as hooks:
+            self._hook(layers, hooks)
+            try:
+                run_uncompiled(module, args, kwargs, keep_mode=layers.values())
+            except Exception as error:  # a watcher must not end a run that would train
+                line = f"{type(error).__name__}: {error}".partition("\n")[0]
+                self._watch.warn(f"{type(module).__name__} does not run without its graph ({line})")

@@ -8,7 +8,6 @@ from torch import Tensor
 from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
-from lightning_tricks.monitors.precision.fp8_figures import Fp8Figures
 from lightning_tricks.monitors.precision.fp8_watch import Fp8Watch
 
 rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
@@ -21,7 +20,7 @@ def scales_loss(plugin: Any) -> bool:
 
 
 def multiplies_in_fp8(plugin: Any) -> bool:
-    """Whether a precision plugin tells of layers in fp8; before it has converted them, that it will."""
+    """Whether a precision plugin has layers in fp8, or will have them once it has converted the model."""
     return hasattr(plugin, "fp8_layers")
 
 
@@ -64,7 +63,6 @@ class PrecisionMonitor(pl.Callback):
     def __init__(self, per_layer: bool = True) -> None:
         self.per_layer = per_layer
         self._watch: Fp8Watch | None = None
-        self._active = False
         self._used: Tensor | None = None  # the scale of a step whose outcome is not known yet
         self._counted = 0
         self._skipped: Tensor | None = None
@@ -83,17 +81,14 @@ class PrecisionMonitor(pl.Callback):
             rank_zero_warn(f"PrecisionMonitor records nothing: {name} neither scales the loss nor multiplies in fp8")
         self._share = float(plugin.converted_share) if in_fp8 else None
         if in_fp8 and self.per_layer:
-            self._watch = Fp8Watch(plugin, pl_module)
-            self._figures = Fp8Figures(self._buffer, list(self._watch.layers))
+            self._watch = Fp8Watch(plugin, pl_module, self._buffer)
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Look at the last micro-batch of a log step."""
-        if self._share is not None and not is_accumulating(trainer) and self._buffer.is_log_step():
-            self._active = True
-            if self._watch is not None:
-                self._watch.open()
+        """Measure in the last micro-batch of a log step."""
+        if self._watch is not None:
+            self._watch.start_batch(trainer)
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: torch.optim.Optimizer
@@ -121,19 +116,12 @@ class PrecisionMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Hand over what was seen."""
+        """Record."""
         self._settle(trainer.precision_plugin)
-        if not self._active:
-            return
-        self._active = False
-        assert self._share is not None
-        self._buffer.record("precision/fp8_share", self._share)
-        if self._watch is None or not self._watch.layers:
-            return
-        self._watch.close()
-        if not self._watch.found:
-            self._watch.warn("none ran where it can be seen")
-        self._figures.record(self._watch.found, pl_module.device)
+        if self._share is not None and not is_accumulating(trainer) and self._buffer.is_log_step():
+            self._buffer.record("precision/fp8_share", self._share)
+        if self._watch is not None:
+            self._watch.end_batch(pl_module.device)
 
     def state_dict(self) -> dict[str, Any]:
         """How many steps were skipped, where it is counted here."""
@@ -146,7 +134,6 @@ class PrecisionMonitor(pl.Callback):
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Leave the model as it was."""
-        self._active = False
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
