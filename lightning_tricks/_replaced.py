@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 _MISSING = object()
-_standing: list[SimpleNamespace] = []  # every replacement that is not over, the latest last
+_standing: list[SimpleNamespace] = []  # every replacement that has not ended, the latest last
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     Args:
         owner: an object or a Python module.
         name: of a method or another attribute.
-        value: that stands there meanwhile; no `nn.Module`, which a module would keep among its submodules.
+        value: of the attribute inside the `with`; no `nn.Module`, which a module would keep among its submodules.
     """
     own = SimpleNamespace(owner=owner, name=name, value=value, before=vars(owner).get(name, _MISSING))
     setattr(owner, name, value)

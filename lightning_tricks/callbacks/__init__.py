@@ -4,7 +4,7 @@ from lightning_tricks.guards.lean_loop import LeanLoop
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.monitors.compression_baseline import CompressionBaseline
 from lightning_tricks.monitors.dashboard.tensorboard_dashboard import TensorBoardDashboard
-from lightning_tricks.monitors.grad_norm.grad_norm_monitor import GradNormMonitor
+from lightning_tricks.monitors.grad_norm_monitor import GradNormMonitor
 from lightning_tricks.monitors.inside.activation_monitor import ActivationMonitor
 from lightning_tricks.monitors.inside.attention_monitor import AttentionMonitor
 from lightning_tricks.monitors.lr_monitor import LRMonitor

@@ -1,4 +1,4 @@
-"""Put the model's bits/byte beside what zlib and xz make of the same text."""
+"""Compare the model's bits/byte with those of zlib and xz on the same text."""
 
 import lzma
 import time
@@ -41,7 +41,7 @@ class CompressionBaseline(pl.Callback):
         self._start = time.perf_counter()
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Fail before training where the text cannot be had."""
+        """Fail before training if the data module cannot give its text."""
         if not hasattr(trainer.datamodule, "validation_text"):  # type: ignore[attr-defined]
             raise UsageError("CompressionBaseline needs a data module with validation_text(), such as TextData")
 

@@ -15,12 +15,12 @@ _STATUS = Path("/proc/self/status")
 
 
 def device_memory(device: torch.device) -> dict[str, float]:
-    """What torch's allocator holds on a CUDA device. Starts a new peak; waits for nothing.
+    """Memory that torch's allocator holds on a CUDA device. Starts a new peak; does not wait for the device.
 
     Returns:
-        Now allocated and reserved, and the most allocated since the last call, in GiB; and how often the allocator
-        had to free its reserve and ask again, since the program started. A count that grows means that memory is all
-        but full, and each retry stops the device.
+        Allocated and reserved memory now, and the most allocated since the last call, in GiB; and how often since the
+        program started the allocator had to free its reserve and ask again. A count that grows means that memory is
+        nearly full, and each retry stops the device.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
     """
@@ -35,7 +35,7 @@ def device_memory(device: torch.device) -> dict[str, float]:
 
 
 def process_memory() -> dict[str, float]:
-    """Resident memory of this process, now and at most, in GiB; where the system does not tell, what it tells."""
+    """Resident memory of this process, now and at its peak, in GiB; only the figures that the system has."""
     if _STATUS.exists():
         lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if line.startswith("Vm"))
         found = {"memory/rss_gib": lines.get("VmRSS"), "memory/peak_rss_gib": lines.get("VmHWM")}

@@ -1,4 +1,4 @@
-"""Write to a file what `predict_step` returns, while it is made."""
+"""Write the predictions of `predict_step` to a file, batch by batch."""
 
 import json
 from pathlib import Path

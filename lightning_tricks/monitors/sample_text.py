@@ -8,7 +8,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl
+from lightning_tricks._trainer import is_a
 from lightning_tricks.data.bpe import end_of_text
 from lightning_tricks.models import Sampling
 
@@ -26,7 +27,7 @@ def continue_rows(
     """Continue prompts of different lengths with a causal model that need not have a cache.
 
     Every step computes all rows, at one width: sharded and compiled modules see one shape, and the same number of calls
-    on every rank. What stands to the right of a position does not change its logits.
+    on every rank. Tokens to the right of a position do not change its logits.
 
     Args:
         logits_of: maps token ids (batch, width) to logits (batch, width, vocabulary).
@@ -92,7 +93,7 @@ class SampleText(pl.Callback):
         self._texts: list[str] = []
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Refuse what the first validation could not do."""
+        """Refuse settings with which the first validation would fail."""
         self._tokens(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -127,7 +128,7 @@ class SampleText(pl.Callback):
             shown = "\n".join(f"    {line}" for line in f"{prompt}{text}".splitlines())
             (bar.print if bar is not None else print)(f"step {trainer.global_step}  sample {number}\n{shown}")
             for logger in trainer.loggers:
-                if isinstance(logger, pl_import("loggers").TensorBoardLogger):
+                if is_a(logger, "TensorBoardLogger"):
                     logger.experiment.add_text(f"samples/{number}", shown, trainer.global_step)  # indented: verbatim
 
     def _tokens(self, trainer: Any, module: Any) -> tuple[Any, list[list[int]], int | None]:
@@ -169,7 +170,7 @@ def _end_of_text(tokenizer: Any) -> int | None:
 
 
 def _max_seq_len(module: Any) -> int | None:
-    """Of our decoders, and of transformers' models that say it."""
+    """The longest row of our decoders, and of transformers' models that name it; else None."""
     configs = [getattr(part, "config", None) for part in (module, *module.children())]
     names = ("max_seq_len", "max_position_embeddings")
     return next((found for c in configs for name in names if isinstance(found := getattr(c, name, None), int)), None)

@@ -115,7 +115,7 @@ class UpdateMonitor(pl.Callback):
         self._find_weights(trainer, pl_module)
 
     def _find_weights(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Find what is trained, and how much of each this rank holds, unless it is what was found before."""
+        """Find the trained weights and this rank's share of each, unless they are the same as before."""
         trained = trained_parameters(trainer, pl_module)
         if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
             return

@@ -20,8 +20,7 @@ from two_processes import run
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.mixins import GradientClippingMixin
-from lightning_tricks.monitors.grad_norm.grad_norm_monitor import interval_figures
-from lightning_tricks.monitors.grad_norm.optimizer_norms import parameters_by_block
+from lightning_tricks.monitors.grad_norm_monitor import interval_figures, parameters_by_block
 
 
 class Kept(Logger):

@@ -1,4 +1,4 @@
-"""What `TensorBoardDashboard` writes: the layout of the charts, the link to them, the recipe's facts and table."""
+"""The parts of `TensorBoardDashboard`: the layout of the charts, a link to them, and the table of the run's settings."""
 
 import html
 import json
@@ -11,7 +11,7 @@ from lightning_tricks._lightning import BACKEND, pl
 
 CLIP_NORM, RESULT = "train/clip_norm", "hp/val_loss"
 INSIDE = ("activations", "updates", "attention")
-# Charts of what only some precisions record.
+# Charts of metrics that only some precisions record.
 OF_LOSS_SCALING = {"loss scale": ["precision/loss_scale"], "skipped steps": ["precision/skipped_steps"]}
 OF_FP8 = {
     "fp8: share": ["precision/fp8_share"],
@@ -21,7 +21,7 @@ OF_FP8 = {
 
 
 def layout(train_loss: str, val_loss: str, names: Iterable[str]) -> dict[str, dict[str, list]]:
-    """The custom-scalars tab: what every run has, and charts of what is among `names` of precision and the inside.
+    """The custom-scalars tab: charts for every run, and those of precision and of the model's inside that `names` need.
 
     Returns:
         category -> chart -> `["Multiline", [regular expression of the series, ...]]`, for torch's `add_custom_scalars`.
@@ -47,7 +47,7 @@ def layout(train_loss: str, val_loss: str, names: Iterable[str]) -> dict[str, di
 
 
 def _recorded(charts: dict[str, list[str]], names: Iterable[str]) -> dict[str, list[str]]:
-    """Those of `charts` that show any of `names`."""
+    """The members of `charts` that show any of `names`."""
     return {
         title: tags for title, tags in charts.items() if any(re.fullmatch(tag, name) for tag in tags for name in names)
     }
@@ -73,7 +73,7 @@ def redirect_page(address: str) -> str:
 
 
 def facts(trainer: Any, pl_module: Any) -> dict[str, Any]:
-    """What the recipe card says of any run."""
+    """Settings that every run has, for the recipe text."""
     parameters = [p for p in pl_module.parameters() if not hasattr(p, "materialize")]  # a lazy one has no size yet
     return {
         "module": type(pl_module).__name__,

@@ -1,4 +1,4 @@
-"""Log what comes out of each block: its size, its zeros, and whether it is still finite."""
+"""Log the output of each block: its size, its zeros, and whether it is still finite."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

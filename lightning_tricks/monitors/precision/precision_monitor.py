@@ -1,4 +1,4 @@
-"""Log what a precision plugin does to the numbers: the loss scale of fp16, ranges and lost small values of fp8."""
+"""Log the effect of a precision plugin on the numbers: the loss scale of fp16, ranges and lost small values of fp8."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What follows from the exception of a fit: whether another rank caused it, and how the process then ends."""
+"""After the exception of a fit: find out whether another rank caused it, and end the process in time."""
 
 import re
 import subprocess

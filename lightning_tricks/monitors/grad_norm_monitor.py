@@ -1,20 +1,22 @@
-"""Log the gradient norm from before the clip: the one that the clip computes, not a second pass.
+"""Log the gradient norm from before the clip, which the clip itself computes: no second pass over the gradients.
 
 Lightning clips and throws the norm away. Here the clip itself is replaced by one that records it.
 """
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import clean_name, find_blocks
 from lightning_tricks._lightning import pl
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import is_a, is_accumulating, optimizer_index, unwrapped
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
-from lightning_tricks.monitors.grad_norm.optimizer_norms import clip_by_norm, norms_by_part
+from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, grad_norms_of
 
 Parts = Literal["block", "group"]
 Measured = dict[tuple[str, ...], Tensor]  # by the names of the metrics, a value for each
@@ -36,6 +38,39 @@ def interval_figures(norms: list[float], clip_val: float | None) -> dict[str, fl
     if clip_val and finite:
         figures["train/clipped_fraction"] = sum(norm > clip_val for norm in finite) / len(finite)
     return figures
+
+
+def clip_by_norm(trainer: Any, optimizer: Any, max_norm: float | None) -> Tensor:
+    """Clip an optimizer's gradients so that their norm is at most `max_norm`; None measures only.
+
+    Returns:
+        The norm from before, without the scale of a scaled loss, a 0-dim tensor. Every rank must call.
+    """
+    if is_a(trainer.strategy, "FSDPStrategy"):
+        norm = clip_grad_norm_fsdp1(trainer.strategy.model, max_norm)
+    else:
+        norm = clip_grad_norm(_parameters(optimizer), max_norm)
+    return _unscaled(norm, trainer, optimizer)
+
+
+def norms_by_part(trainer: Any, module: nn.Module, optimizer: Any, per: str) -> tuple[list[str], Tensor]:
+    """Names and norms of the gradients of each block (`per="block"`) or else of each parameter group."""
+    parts = parameters_by_block(module, _parameters(optimizer)) if per == "block" else _groups(optimizer)
+    return list(parts), _unscaled(grad_norms_of(list(parts.values())), trainer, optimizer)
+
+
+def parameters_by_block(module: nn.Module, parameters: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """Which of `parameters` are in which repeated block; those outside go by the largest module without a block."""
+    wanted, blocks = {id(parameter) for parameter in parameters}, list(find_blocks(module))
+    parts: dict[str, list[Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in wanted:
+            continue
+        words = clean_name(name).split(".")
+        paths = [".".join(words[:end]) for end in range(1, len(words) + 1)]
+        free = (path for path in paths if path in blocks or not any(block.startswith(f"{path}.") for block in blocks))
+        parts.setdefault(next(free), []).append(parameter)
+    return parts
 
 
 class GradNormMonitor(pl.Callback):
@@ -133,16 +168,15 @@ class GradNormMonitor(pl.Callback):
             self._record(known or self._measure(trainer, pl_module, optimizer))
 
     def _measure_or_let_clip(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        plugin, by_norm = trainer.precision_plugin, trainer.gradient_clip_algorithm != "value"
-        limit = trainer.gradient_clip_val or 0.0 if by_norm else 0.0
         clip_is_next = self._clip_is_next(trainer, pl_module)
-        keeps_norm = getattr(type(pl_module), "keeps_grad_norm", False)
-        if keeps_norm and _is_known(pl_module.configure_gradient_clipping):
-            self._clip_val = limit
-        if clip_is_next and keeps_norm:
-            self._record(self._measure_parts(trainer, pl_module, optimizer))
-            self._batch.callback(self._record_kept, pl_module, pl_module.grad_norm)
-            return
+        limit = 0.0 if trainer.gradient_clip_algorithm == "value" else trainer.gradient_clip_val or 0.0
+        if getattr(type(pl_module), "keeps_grad_norm", False):  # GradientClippingMixin
+            if _is_known(pl_module.configure_gradient_clipping):
+                self._clip_val = limit
+            if clip_is_next:
+                self._record(self._measure_parts(trainer, pl_module, optimizer))
+                self._batch.callback(self._record_kept, pl_module, pl_module.grad_norm)
+                return
         clip_measures = clip_is_next and limit > 0
         if not clip_measures:
             self._record(self._measure(trainer, pl_module, optimizer))
@@ -154,6 +188,7 @@ class GradNormMonitor(pl.Callback):
             else:
                 clip_by_norm(trainer, of, clip_val)
 
+        plugin = trainer.precision_plugin
         if _is_known(plugin.clip_grad_by_norm):
             self._batch.enter_context(replaced(plugin, "clip_grad_by_norm", clip_grad_by_norm))
 
@@ -167,18 +202,18 @@ class GradNormMonitor(pl.Callback):
 
     def _measure(self, trainer: Any, pl_module: Any, optimizer: Any, max_norm: float | None = None) -> Measured:
         """Measure all that is to be recorded of the gradients, then clip them to `max_norm`."""
-        name = "train/grad_norm"
-        if len(trainer.optimizers) > 1:
-            name += f"/{optimizer_index(trainer, optimizer)}"
         parts = self._measure_parts(trainer, pl_module, optimizer)
+        name = f"train/grad_norm{self._suffix(trainer, optimizer)}"
         return {(name,): clip_by_norm(trainer, optimizer, max_norm), **parts}
 
     def _measure_parts(self, trainer: Any, pl_module: Any, optimizer: Any) -> Measured:
         if self.per is None or not self._buffer.is_log_step():
             return {}
         names, norms = norms_by_part(trainer, pl_module, optimizer, self.per)
-        several = f"{optimizer_index(trainer, optimizer)}/" if len(trainer.optimizers) > 1 else ""
-        return {tuple(f"grad_norms/{several}{name}" for name in names): norms}
+        return {tuple(f"grad_norms{self._suffix(trainer, optimizer)}/{name}" for name in names): norms}
+
+    def _suffix(self, trainer: Any, optimizer: Any) -> str:
+        return f"/{optimizer_index(trainer, optimizer)}" if len(trainer.optimizers) > 1 else ""
 
     def _record(self, measured: Measured) -> None:
         for names, norms in measured.items():
@@ -219,3 +254,24 @@ def _is_known(code: Any) -> bool:
     function = getattr(code, "__func__", code)
     module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
     return module.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_tricks")
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _groups(optimizer: Any) -> dict[str, list[Tensor]]:
+    return {group.get("name", str(index)): group["params"] for index, group in enumerate(optimizer.param_groups)}
+
+
+def _unscaled(norms: Tensor, trainer: Any, optimizer: Any) -> Tensor:
+    """The norms of gradients without fp16's scale, which they still have in manual optimization before the step.
+
+    So they have under a fused optimizer, which unscales in its step.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        return norms
+    stage = scaler._per_optimizer_states[id(unwrapped(optimizer))]["stage"]
+    scale = scaler._get_scale_async()
+    return norms if stage.name != "READY" or scale is None else norms / scale

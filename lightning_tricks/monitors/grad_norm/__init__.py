@@ -1,1 +1,0 @@
-"""The norm of the gradients before the clip."""
