@@ -1,4 +1,4 @@
-"""The base of the metrics: a sum of nats over an exact count, to twice the digits of fp32 on devices without float64."""
+"""The base of the metrics: nats over an exact count, to twice the digits of fp32 on devices without float64."""
 
 from collections.abc import Callable, Sequence
 from typing import Self

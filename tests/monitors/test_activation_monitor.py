@@ -8,14 +8,14 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from monitored import Decoding, decoding, fit, same_training
+from monitored import GPT, Decoding, decoding, fit, same_training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from two_processes import run as run_in_two
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, MetricBuffer
+from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, MetricBuffer, UpdateMonitor
 from lightning_tricks.monitors.inside.activation_monitor import activation_stats, first_tensor
 
 INF, NAN = math.inf, math.nan
@@ -162,18 +162,21 @@ def test_a_block_that_did_not_run_has_no_figures():
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"accumulate_grad_batches": 3}, {"checkpointing": "full"}, {"compiled": "in_place"}, {"compiled": "wrapped"},
-    {"compiled": "whole"}, {"checkpointing": "selective", "compiled": "in_place"}, {"precision": "bf16-mixed"},
+    {}, {"config": GPT}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}, {"checkpointing": "full"},
+    {"compiled": "in_place"}, {"compiled": "wrapped"}, {"compiled": "whole"},
+    {"checkpointing": "selective", "compiled": "in_place"}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"},
     {"log_every_n_steps": 0},
 ], ids=str)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*records nothing")
-def test_training_is_the_same_with_it(options):
+def test_training_is_the_same_with_activations_attention_and_updates_watched(options):
     torch.compiler.reset()
     plain = decoding(**options)
     torch.compiler.reset()
-    watched = decoding(ActivationMonitor(), **options)
+    watched = decoding(ActivationMonitor(), AttentionMonitor(), UpdateMonitor(None), UpdateMonitor(100), **options)
     assert same_training(plain, watched)
-    assert bool(watched.names()) == (options.get("compiled") != "whole" and "log_every_n_steps" not in options)
+    rooms = {name.split("/")[0] for name in watched.names()}
+    seen = {"activations", "attention"} if options.get("compiled") != "whole" else set()
+    assert rooms == (set() if "log_every_n_steps" in options else {"updates"} | seen)
 
 
 @pytest.mark.parametrize("compiled", ["in_place", "wrapped"])

@@ -148,21 +148,6 @@ def test_a_block_that_did_not_run_has_no_figure():
     assert fit(Skipping(), AttentionMonitor()).names() == {"attention/model.blocks.1/max_logit"}
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"config": GPT}, {"accumulate_grad_batches": 3}, {"checkpointing": "full"},
-    {"checkpointing": "selective", "compiled": "in_place"}, {"compiled": "in_place"}, {"compiled": "wrapped"},
-    {"compiled": "whole"}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"}, {"log_every_n_steps": 0},
-], ids=str)  # fmt: skip
-@pytest.mark.filterwarnings("ignore:.*records nothing")
-def test_training_is_the_same_with_it(options):
-    torch.compiler.reset()
-    plain = decoding(**options)
-    torch.compiler.reset()
-    watched = decoding(AttentionMonitor(), **options)
-    assert same_training(plain, watched)
-    assert bool(watched.names()) == (options.get("compiled") != "whole" and "log_every_n_steps" not in options)
-
-
 @pytest.mark.parametrize("compiled", ["in_place", "wrapped"])
 def test_compiled_blocks_tell_what_eager_ones_do_and_compile_once(compiled):
     torch.compiler.reset()

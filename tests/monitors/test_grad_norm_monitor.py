@@ -366,30 +366,33 @@ STRATEGIES = {
 }
 
 
-def norms_of_a_rank(rank, kind, clip, accumulate, folder):
+CASES = [(clip, accumulate) for clip in (CLIPS[0], CLIPS[2]) for accumulate in (1, 4)]
+
+
+def norms_of_a_rank(rank, kind, folder):
     model, strategy = STRATEGIES[kind]
     per = "block" if kind == "fsdp2" else None
-    _, logger, _ = fit(
-        model(), GradNormMonitor(per=per), batch_size=2, rank=rank, devices=2, strategy=strategy(), max_steps=4,
-        accumulate_grad_batches=accumulate, use_distributed_sampler=False, **clip,
-    )  # fmt: skip
-    if rank == 0:
-        (folder / "rows.json").write_text(json.dumps(logger.rows))
+    for case, (clip, accumulate) in enumerate(CASES):
+        _, logger, _ = fit(
+            model(), GradNormMonitor(per=per), batch_size=2, rank=rank, devices=2, strategy=strategy(), max_steps=4,
+            accumulate_grad_batches=accumulate, use_distributed_sampler=False, **clip,
+        )  # fmt: skip
+        if rank == 0:
+            (folder / f"{case}.json").write_text(json.dumps(logger.rows))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("clip", [CLIPS[0], CLIPS[2]], ids=["norm", "none"])
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_two_processes_log_the_norms_of_one(kind, clip, accumulate, tmp_path):
-    run(norms_of_a_rank, kind, clip, accumulate, tmp_path)
-    rows = {int(step): row for step, row in json.loads((tmp_path / "rows.json").read_text()).items()}
-    reference = Reference()
-    fit(Net(), reference, max_steps=4, accumulate_grad_batches=accumulate, **clip)
-    norms = [rows[step]["train/grad_norm"] for step in range(4)]
-    rel = 1e-6 if clip.get("gradient_clip_val") else 1e-5  # without a clip this run grows, and its rounding with it
-    assert norms == pytest.approx(reference.norms, rel=rel)
-    if kind == "fsdp2":
-        parts = [norm for name, norm in rows[3].items() if name.startswith("grad_norms/")]
-        assert len(parts) == 5
-        assert math.hypot(*parts) == pytest.approx(norms[3], rel=1e-6)
+def test_two_processes_log_the_norms_of_one(kind, tmp_path):
+    run(norms_of_a_rank, kind, tmp_path)
+    for case, (clip, accumulate) in enumerate(CASES):
+        rows = {int(step): row for step, row in json.loads((tmp_path / f"{case}.json").read_text()).items()}
+        reference = Reference()
+        fit(Net(), reference, max_steps=4, accumulate_grad_batches=accumulate, **clip)
+        norms = [rows[step]["train/grad_norm"] for step in range(4)]
+        rel = 1e-6 if clip.get("gradient_clip_val") else 1e-5  # without a clip this run grows, and its rounding with it
+        assert norms == pytest.approx(reference.norms, rel=rel), (clip, accumulate)
+        if kind == "fsdp2":
+            parts = [norm for name, norm in rows[3].items() if name.startswith("grad_norms/")]
+            assert len(parts) == 5
+            assert math.hypot(*parts) == pytest.approx(norms[3], rel=1e-6)

@@ -3,6 +3,7 @@
 import copy
 import functools
 import html
+import importlib
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import short_run
 import torch
 import two_processes
 from lightning.pytorch.cli import LightningCLI
@@ -599,26 +601,31 @@ def test_only_rank_0_writes(tmp_path):
     assert points(tmp_path / "run", "hp/val_loss") == [(5, 1004.0)]
 
 
-CROSSING = """
-import sys
-from pathlib import Path
-import {first}
-import short_run
-from lightning_tricks.callbacks import TensorBoardDashboard
+ALONE = """
 import pytorch_lightning
+from lightning_tricks.callbacks import TensorBoardDashboard
 from pytorch_lightning.loggers import TensorBoardLogger
-short_run.pl = pytorch_lightning
-short_run.Model.__bases__ = (pytorch_lightning.LightningModule,)
+import short_run
 short_run.fit(TensorBoardLogger({folder!r}, name="run", version=""), 6, callbacks=(TensorBoardDashboard(),))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["lightning.pytorch", "pytorch_lightning"])
-def test_a_trainer_of_either_lightning_gets_its_dashboard(tmp_path, first):
-    code = CROSSING.format(first=first, folder=str(tmp_path))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_trainer_of_pytorch_lightning_gets_its_dashboard(tmp_path, monkeypatch, alone):
+    """Also where the collection builds on the other package, as it does in this process."""
+    if alone:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        code = ALONE.format(folder=str(tmp_path))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr[-3000:]
+    else:
+        other = importlib.import_module("pytorch_lightning")
+        monkeypatch.setattr(short_run, "pl", other)
+        ours, Model.__bases__ = Model.__bases__, (other.LightningModule,)
+        try:
+            fit(other.loggers.TensorBoardLogger(tmp_path, "run", ""), 6, callbacks=(TensorBoardDashboard(),))
+        finally:
+            Model.__bases__ = ours
     assert points(tmp_path / "run", "hp/val_loss") == [(5, 1004.0)]
     assert len(texts(tmp_path)) == len(layouts(tmp_path)) == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from monitored import GPT, Decoding, decoding, fit, same_training
+from monitored import GPT, Decoding, decoding, fit
 from torch import nn
 from torch.utils.data import DataLoader
 from two_processes import run as run_in_two
@@ -275,18 +275,6 @@ def test_several_optimizers_and_steps_are_measured_over_the_whole_batch():
     assert run.of("updates/blocks.0/ratio") == pytest.approx([0.2])
     assert run.of("updates/blocks.1/ratio") == []  # no optimizer trains it
     assert run.of("updates/head/ratio") == pytest.approx([0.1 * 2**0.5 / 5])
-
-
-@pytest.mark.parametrize("options", [
-    {}, {"accumulate_grad_batches": 3}, {"checkpointing": "full"}, {"compiled": "in_place"}, {"compiled": "whole"},
-    {"precision": "bf16-mixed"}, {"log_every_n_steps": 0}, {"gradient_clip_val": 0.1},
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("most", [None, 100])
-def test_training_is_the_same_with_it(options, most):
-    torch.compiler.reset()
-    plain = decoding(**options)
-    torch.compiler.reset()
-    assert same_training(plain, decoding(UpdateMonitor(most), **options))
 
 
 @pytest.mark.parametrize("adamw", [{"fused": True}, {"foreach": True}], ids=str)

@@ -1,4 +1,4 @@
-"""The parts of `TensorBoardDashboard`: the layout of the charts, a link to them, and the table of the run's settings."""
+"""The parts of `TensorBoardDashboard`: the layout of the charts, a link to them, and the table of settings."""
 
 import html
 import json
