@@ -185,13 +185,11 @@ class TrainingProgressBar(ProgressBar):
             self._open = False
 
     def _show(self, trainer: "pl.Trainer") -> None:
-        if not self._due:
+        due, self._due = self._due, False
+        if not due or not self._enabled:
             return
-        self._due = False
-        metrics = trainer.callback_metrics
-        if not self._enabled:
-            return
-        line = "  ".join([*self._position(trainer), *shown(metrics, TRAIN), *self._time_left(trainer)])
+        parts = [*self._position(trainer), *shown(trainer.callback_metrics, TRAIN), *self._time_left(trainer)]
+        line = "  ".join(parts)
         last = trainer.global_step == total_steps(trainer)
         if self._redraw and not last:
             line = line[: shutil.get_terminal_size().columns - 1]  # what wraps cannot be redrawn

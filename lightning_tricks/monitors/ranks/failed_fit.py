@@ -90,9 +90,9 @@ class ExceptHook:
     It acts for the exceptions of one fit. When the program has dropped them, `sys.excepthook` is what it was before.
 
     Args:
-        fit: whose exceptions.
-        hide: whether their tracebacks are left out.
-        seconds: what the children are waited for.
+        fit: the one whose exceptions it is for.
+        hide: whether it leaves their tracebacks out.
+        seconds: how long it waits for the children.
         children: processes of Lightning's launcher, whose end none but their parent would notice.
     """
 
