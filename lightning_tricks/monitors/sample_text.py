@@ -127,9 +127,9 @@ class SampleText(pl.Callback):
         for number, (prompt, text) in enumerate(zip(self.prompts, texts, strict=False)):
             shown = "\n".join(f"    {line}" for line in f"{prompt}{text}".splitlines())
             (bar.print if bar is not None else print)(f"step {trainer.global_step}  sample {number}\n{shown}")
-            for logger in trainer.loggers:
-                if is_a(logger, "TensorBoardLogger"):
-                    logger.experiment.add_text(f"samples/{number}", shown, trainer.global_step)  # indented: verbatim
+            loggers: list[Any] = [logger for logger in trainer.loggers if is_a(logger, "TensorBoardLogger")]
+            for logger in loggers:
+                logger.experiment.add_text(f"samples/{number}", shown, trainer.global_step)  # indented: verbatim
 
     def _tokens(self, trainer: Any, module: Any) -> tuple[Any, list[list[int]], int | None]:
         """The tokenizer, the prompts' token ids, and the end-of-text token."""
