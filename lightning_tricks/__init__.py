@@ -1,64 +1,32 @@
 """PyTorch Lightning, ready to pretrain language models.
 
-The names below are imported when they are first used, so that `import lightning_tricks` costs nothing.
+`__init__.pyi` lists the public names, for type checkers, for editors and for the code below. A name is imported when it
+is first used, so that `import lightning_tricks` costs nothing.
 """
 
 import importlib
+import os
 from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "accounting": ["count_flops", "peak_flops", "recompute_flops_per_token", "training_flops_per_token"],
-    "callbacks": [
-        "ActivationMonitor",
-        "AttentionMonitor",
-        "CompressionBaseline",
-        "GradNormMonitor",
-        "LRMonitor",
-        "LeanLoop",
-        "MemoryMonitor",
-        "MFUMonitor",
-        "MetricBuffer",
-        "PrecisionMonitor",
-        "PredictionWriter",
-        "RankMonitor",
-        "SampleText",
-        "TensorBoardDashboard",
-        "TrainingProgressBar",
-        "UpdateMonitor",
-    ],
-    "cli": ["RecipeCLI", "load_recipe"],
-    "data": ["TextData", "TokenData"],
-    "language_model": ["LanguageModel"],
-    "loggers": ["ResumingCSVLogger", "ResumingTensorBoardLogger"],
-    "metrics": ["BitsPerByte", "TokenLoss", "TokenPerplexity"],
-    "mixins": ["GradientClippingMixin", "OptimizerMixin", "TokenMeanMixin"],
-    "models": ["GPT2", "Decoder", "DecoderConfig", "Llama", "Sampling", "generate"],
-    "optim": ["ParamRule", "clip_grad_norm", "decay_groups"],
-    "precision": ["AutoPrecision", "BF16Mixed", "BF16True", "FP16Mixed", "Float8"],
-    "schedules": [
-        "CosineRestarts",
-        "Schedule",
-        "ScheduleLR",
-        "WarmupConstant",
-        "WarmupCosine",
-        "WarmupInverseSqrt",
-        "WarmupLinear",
-        "WarmupStableDecay",
-    ],
-    "strategies": ["DeepSpeedZeROStrategy", "FSDP2Strategy", "consolidate_deepspeed"],
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [*_HOME_OF, "__version__"]
+def _modules_of_names() -> dict[str, str]:
+    """The module of each public name; each line of the list is `from MODULE import NAME as NAME`."""
+    with open(os.path.join(os.path.dirname(__file__), "__init__.pyi"), encoding="utf-8") as stub:
+        imports = [line.split() for line in stub if line.startswith("from ")]
+    return {name: module for _, module, _, name, *_ in imports}
+
+
+_MODULE_OF = _modules_of_names()
+__all__ = [*_MODULE_OF, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name's home when the name is first asked for."""
-    if name not in _HOME_OF:
+    """Import the module of a public name when the name is first asked for."""
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'lightning_tricks' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"lightning_tricks.{_HOME_OF[name]}"), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

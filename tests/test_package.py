@@ -1,24 +1,31 @@
-"""The package: public names, cheap import, and which of the two Lightnings it builds on."""
+"""The package: public names with their types, cheap import, and which of the two Lightnings it builds on."""
 
+import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import lightning_tricks
+from lightning_tricks import OptimizerMixin, _lightning
+from lightning_tricks._errors import UsageError
+
+NAMES = [name for name in lightning_tricks.__all__ if name != "__version__"]
 
 
-def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    import os
-
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})
+def python(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True)
 
 
 def test_importing_the_package_imports_no_torch():
-    assert python("import sys, lightning_tricks; print('torch' in sys.modules)").stdout.strip() == "False"
+    code = "import sys, lightning_tricks; print(sorted({'torch', 'lightning', 'inspect'} & sys.modules.keys()))"
+    assert python("-c", code).stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", [n for n in lightning_tricks.__all__ if n != "__version__"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_public_name_is_there_and_documented(name):
     thing = getattr(lightning_tricks, name)
     assert thing.__name__ == name
@@ -30,34 +37,107 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = lightning_tricks.no_such_trick
 
 
-BASES = """
-import {first}
-from lightning_tricks.callbacks import TrainingProgressBar
-print(TrainingProgressBar.__mro__[1].__module__.split('.')[0])
+# ---- types
+
+USER = """
+import lightning.pytorch as pl
+import torch
+
+import lightning_tricks as lt
+from lightning_tricks.callbacks import MemoryMonitor
+
+
+class Mine(lt.OptimizerMixin, pl.LightningModule):
+    pass
+
+
+schedule = lt.WarmupStableDecay(warmup_steps=10, decay_fraction=0.2, decay_shape="cosine")
+shape: lt.DecoderConfig = lt.Llama(d_model=64, n_layers=2, n_heads=2)
+model = lt.LanguageModel(shape, "full", schedule=schedule, weight_decay=0.1, param_rules=[lt.ParamRule("head")])
+data = lt.TextData("book.txt", seq_len=64)
+monitor = lt.MFUMonitor(peak_flops=1e12)
+trainer = pl.Trainer(
+    callbacks=[monitor, MemoryMonitor(), lt.TrainingProgressBar()], strategy=lt.FSDP2Strategy(replicate_size=2),
+    plugins=lt.BF16Mixed(), logger=lt.ResumingCSVLogger("runs"),
+)
+trainer.fit(model, data)
+Mine(schedule=schedule, weight_decay=0.0)
+
+lt.MFUMonitor(peak_flops="fast")  # wrong: arg-type
+lt.FSDP2Strategy(replicate=2)  # wrong: call-arg
+lt.WarmupStableDecay(warmup_steps=10, decay_shape="square")  # wrong: arg-type
+lt.WarmupCosine()  # wrong: call-arg
+Mine(weight_decay="much")  # wrong: arg-type
+lt.LanguageModel(shape, schedule="cosine")  # wrong: arg-type
+lt.LanguageModel(shape, lr=0.1)  # wrong: call-arg
+lt.BF16True(update="nearest")  # wrong: arg-type
+lt.TokenData(train=3)  # wrong: arg-type
+lt.load_recipe(3)  # wrong: arg-type
+lt.NoSuchName()  # wrong: attr-defined
+pl.Trainer(callbacks=lt.FSDP2Strategy())  # wrong: arg-type
+pl.Trainer(strategy=lt.MFUMonitor())  # wrong: arg-type
 """
+SETTINGS = """
+[mypy]
+mypy_path = {path}
+ignore_missing_imports = True
+follow_imports = silent
+[mypy-torch.*,torchmetrics.*,numpy.*,jsonargparse.*,tokenizers.*]
+follow_imports = skip
+"""  # torch's own types are not needed here, and reading them takes a minute
+
+
+def test_a_type_checker_knows_every_public_name_and_finds_wrong_arguments(tmp_path):
+    user = USER + "".join(f"reveal_type(lt.{name})\n" for name in NAMES)
+    (tmp_path / "user.py").write_text(user)
+    (tmp_path / "mypy.ini").write_text(SETTINGS.format(path=Path(lightning_tricks.__file__).parents[1]))
+    options = ["--config-file", tmp_path / "mypy.ini", "--cache-dir", tmp_path / "cache", "--no-error-summary"]
+    said = python("-m", "mypy", *map(str, options), str(tmp_path / "user.py"))
+    assert not said.stderr
+    found = re.findall(r"user\.py:(\d+): error: .*\[([a-z-]+)\]$", said.stdout, re.MULTILINE)
+    lines = enumerate(user.splitlines(), start=1)
+    wrong = [(str(number), line.partition("# wrong: ")[2]) for number, line in lines if "# wrong: " in line]
+    assert found == wrong, said.stdout
+    types = dict(zip(NAMES, re.findall(r'note: Revealed type is "(.*)"$', said.stdout, re.MULTILINE), strict=True))
+    unknown = [name for name, known in types.items() if not known.startswith("def ")]
+    assert unknown == ["generate", "clip_grad_norm"]  # decorated by torch.no_grad, and torch is skipped here
+    options_of_mixin = inspect.signature(OptimizerMixin.__init__).parameters.keys() - {"self", "kwargs"}
+    assert [name for name in options_of_mixin if f" {name}: " not in types["LanguageModel"]] == []
+
+
+# ---- which Lightning
 
 
 @pytest.mark.parametrize(
-    ("first", "package"),
-    [("sys", "lightning"), ("lightning", "lightning"), ("pytorch_lightning", "pytorch_lightning")],
+    ("imported", "forced", "package"),
+    [
+        ([], "", "lightning"),
+        (["lightning.pytorch"], "", "lightning"),
+        (["pytorch_lightning"], "", "pytorch_lightning"),
+        (["pytorch_lightning", "lightning.pytorch"], "", "lightning"),
+        (["lightning.pytorch"], "pytorch_lightning", "pytorch_lightning"),
+        (["pytorch_lightning"], "lightning", "lightning"),
+    ],
 )
-def test_builds_on_the_lightning_that_the_program_imported(first, package):
-    done = python(BASES.format(first=first))
-    assert done.stdout.strip() == package, done.stderr
+def test_builds_on_the_lightning_that_the_program_imported_unless_it_is_forced(imported, forced, package, monkeypatch):
+    monkeypatch.setattr(_lightning, "sys", SimpleNamespace(modules=dict.fromkeys(imported)))
+    monkeypatch.setenv("LIGHTNING_TRICKS_BACKEND", forced)
+    assert _lightning._choose() == package
 
 
-def test_the_choice_can_be_forced_and_a_wrong_one_is_refused():
-    done = python(BASES.format(first="lightning"), LIGHTNING_TRICKS_BACKEND="pytorch_lightning")
-    assert done.stdout.strip() == "pytorch_lightning", done.stderr
-    wrong = python(BASES.format(first="sys"), LIGHTNING_TRICKS_BACKEND="keras")
-    assert "LIGHTNING_TRICKS_BACKEND='keras': give one of lightning, pytorch_lightning" in wrong.stderr
+def test_a_wrong_choice_is_refused(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_TRICKS_BACKEND", "keras")
+    with pytest.raises(UsageError, match="LIGHTNING_TRICKS_BACKEND='keras': give one of lightning, pytorch_lightning"):
+        _lightning._choose()
 
 
 def test_our_mixins_and_precision_run_under_a_pytorch_lightning_trainer():
     code = """
 import pytorch_lightning as pl, torch
 from lightning_tricks import AutoPrecision, LanguageModel, Llama
+from lightning_tricks.callbacks import TrainingProgressBar
 from torch.utils.data import DataLoader
+assert TrainingProgressBar.__mro__[1].__module__.split('.')[0] == 'pytorch_lightning'
 model = LanguageModel(Llama(vocab_size=32, d_model=16, n_layers=1, n_heads=2, max_seq_len=8))
 ids = torch.randint(0, 32, (4, 8))
 data = DataLoader([{"input_ids": ids, "labels": ids}] * 3, batch_size=None)
@@ -65,5 +145,5 @@ trainer = pl.Trainer(accelerator="cpu", max_steps=3, plugins=AutoPrecision(), lo
 trainer.fit(model, data)
 assert trainer.global_step == 3
 """
-    done = python(code)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
