@@ -1,4 +1,4 @@
-"""The command line's door: help, `ls` and `cp` answer at once, everything else loads torch and goes to `cli`."""
+"""Entry point of the command line: help, `ls` and `cp` answer at once, the other commands load torch."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
-"""Decide which settings stay when an override names another class, and say it: `--model.decoder GPT2` is then a GPT-2.
+"""Decide which settings stay when an override names another class, such as `--model.decoder GPT2`, and say so.
 
-jsonargparse keeps each setting of the class before whose name the new class has too, and says nothing. Here a class may
+jsonargparse keeps each setting of the old class whose name the new class has too, and says nothing. Here a class may
 list the settings that it takes over (`taken_over`), and each change of a class is one line.
 """
 
@@ -14,8 +14,7 @@ import jsonargparse._typehints as typehints
 from jsonargparse import Namespace
 
 from lightning_tricks._lightning import pl
-
-_HOOK = "discard_init_args_on_class_path_change"
+from lightning_tricks._replaced import replaced
 
 
 @dataclass
@@ -26,7 +25,7 @@ class ClassChange:
         old: class path before.
         new: class path after.
         before: settings that the recipe gave to the old class.
-        after: those of them that the new class has taken over.
+        after: the settings that the new class has taken over.
     """
 
     old: str
@@ -49,23 +48,21 @@ def _taken_over(class_path: str) -> tuple[str, ...] | None:
     except (ImportError, AttributeError, ValueError):
         return None
     if isinstance(cls, type) and issubclass(cls, pl.Callback):
-        return ()  # callbacks stand in a list, where the one before was just the one at the same place
+        return ()  # callbacks stand in a list: the old one only had the same index
     return getattr(cls, "taken_over", None)
 
 
 @contextmanager
 def watch_class_changes() -> Iterator[list[ClassChange]]:
-    """While open, classes choose what they take over; gives the list that each change is added to.
-
-    Replaces jsonargparse's own function for the time of the `with`, and puts back what was there.
-    """
-    original = getattr(typehints, _HOOK)
+    """Inside the `with`, classes choose the settings that they take over. Gives a list that each change is added to."""
+    original = typehints.discard_init_args_on_class_path_change
     changes: list[ClassChange] = []
 
     def discard(parser: Any, previous: Any, value: Any) -> None:
         before = _settings(previous)
         if not before or previous["class_path"] == value["class_path"]:
-            return original(parser, previous, value)
+            original(parser, previous, value)
+            return
         wanted = _taken_over(value["class_path"])
         for name in before:
             if wanted is not None and name not in wanted:
@@ -74,16 +71,12 @@ def watch_class_changes() -> Iterator[list[ClassChange]]:
         change = ClassChange(previous["class_path"], value["class_path"], before, _settings(previous))
         if change not in changes:  # jsonargparse asks several times
             changes.append(change)
-        return None
 
-    setattr(typehints, _HOOK, discard)
-    try:
+    with replaced(typehints, "discard_init_args_on_class_path_change", discard):
         yield changes
-    finally:
-        setattr(typehints, _HOOK, original)
 
 
-def lines(changes: list[ClassChange], config: Mapping[str, Any]) -> list[str]:
+def change_lines(changes: list[ClassChange], config: Mapping[str, Any]) -> list[str]:
     """One line for each change that the final configuration shows: which settings stay, which are dropped.
 
     Args:

@@ -2,20 +2,31 @@
 
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from lightning_tricks._lightning import pl_import
-from lightning_tricks.cli.choose_checkpoint import newest_checkpoint
-from lightning_tricks.cli.program import program, short
+from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, short
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.monitors.dashboard.tensorboard_dashboard import PAGE
 
-LENGTH = "--trainer.max_steps"
+_LENGTH = "--trainer.max_steps"
 
 
-def without(options: Sequence[str], *names: str) -> list[str]:
-    """The options of a command line but those of these names, written `--name value` or `--name=value`."""
+def program() -> str:
+    """`python -m lightning_tricks`, `lightning-tricks`, `python train.py`: the command line before its arguments."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None:
+        return f"python -m {spec.name.removesuffix('.__main__')}"
+    script = sys.argv[0] if sys.argv else ""
+    if script.endswith(".py"):
+        return f"python {short(script)}"
+    return os.path.basename(script) or "python -m lightning_tricks"
+
+
+def _without(options: Sequence[str], *names: str) -> list[str]:
+    """The options of a command line except the named ones, written `--name value` or `--name=value`."""
     kept: list[str] = []
     skip = False
     for option in options:
@@ -28,7 +39,7 @@ def without(options: Sequence[str], *names: str) -> list[str]:
     return kept
 
 
-def saved_checkpoint(trainer: Any) -> str | None:
+def _saved_checkpoint(trainer: Any) -> str | None:
     """The newest checkpoint that this run has saved, as a path from here; None where it saved none."""
     for saver in trainer.checkpoint_callbacks:
         paths = [getattr(saver, name, "") for name in ("last_model_path", "best_model_path")]
@@ -37,16 +48,14 @@ def saved_checkpoint(trainer: Any) -> str | None:
     return None
 
 
-def same_run(trainer: Any, options: Sequence[str]) -> list[str]:
+def _options_of_run(trainer: Any, options: Sequence[str]) -> list[str]:
     """The options that describe the run: those that were typed, or its saved `config.yaml` where they are many."""
-    if not without(options, "--config", "-c", "--ckpt_path", LENGTH):
-        return without(options, "--ckpt_path", LENGTH)
-    logger = (
-        trainer.loggers[0] if trainer.loggers else None
-    )  # trainer.log_dir is a collective, and this is rank 0 alone
+    if not _without(options, "--config", "-c", "--ckpt_path", _LENGTH):
+        return _without(options, "--ckpt_path", _LENGTH)
+    logger = trainer.loggers[0] if trainer.loggers else None  # trainer.log_dir would wait for the other ranks
     folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or trainer.default_root_dir
     saved = os.path.join(folder, "config.yaml")
-    return ["--config", short(saved)] if os.path.isfile(saved) else without(options, "--ckpt_path", LENGTH)
+    return ["--config", short(saved)] if os.path.isfile(saved) else _without(options, "--ckpt_path", _LENGTH)
 
 
 def next_steps(trainer: Any, options: Sequence[str], has_lr: bool) -> list[str]:
@@ -57,7 +66,7 @@ def next_steps(trainer: Any, options: Sequence[str], has_lr: bool) -> list[str]:
         options: of the `fit` that has run, without the command.
         has_lr: whether the recipe has an optimizer whose learning rate can be set.
     """
-    same = same_run(trainer, options)
+    same = _options_of_run(trainer, options)
     found: list[str] = []
 
     def line(command: str, *added: str) -> str:
@@ -70,9 +79,9 @@ def next_steps(trainer: Any, options: Sequence[str], has_lr: bool) -> list[str]:
             found.append(
                 f"TensorBoard: tensorboard --logdir {shlex.quote(short(logger.root_dir))}   then open {address}"
             )
-    checkpoint = saved_checkpoint(trainer)
+    checkpoint = _saved_checkpoint(trainer)
     if checkpoint:
-        more = line("fit", "--ckpt_path", checkpoint, LENGTH, str(2 * trainer.global_step))
+        more = line("fit", "--ckpt_path", checkpoint, _LENGTH, str(2 * trainer.global_step))
         found += [f"Evaluate:    {line('validate', '--ckpt_path', checkpoint)}", f"Go on:       {more}"]
         if isinstance(trainer.lightning_module, LanguageModel) and getattr(trainer.datamodule, "tokenizer", None):
             text = shlex.join(["generate", "--ckpt_path", checkpoint, "--prompt"])

@@ -1,14 +1,17 @@
-"""`fit`, `validate`, `test`, `predict` and `prepare` on a YAML recipe: Lightning's own command line, made kinder.
+"""`fit`, `validate`, `test`, `predict` and `prepare` on a YAML recipe: LightningCLI, made kinder.
 
-What it adds to LightningCLI: short class names for the whole collection, one line instead of a page for a mistake, our
-progress bar, no automatic optimizer (the module owns it), and checkpoints that never override what the recipe says.
+It adds short class names for the whole collection, one line instead of a page for a mistake and our progress bar. The
+module owns its optimizer, and a checkpoint never overrides the recipe. The methods of `RecipeCLI` stand in the order in
+which a command line meets them.
 """
 
 import faulthandler
 import inspect
+import logging
 import sys
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,18 +23,14 @@ from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.callbacks import PredictionWriter, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import FolderCheckpointIO
-from lightning_tricks.cli.check_run import check_ckpt_path, check_folders, check_options
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
-from lightning_tricks.cli.class_change import lines as class_change_lines
-from lightning_tricks.cli.class_change import watch_class_changes
-from lightning_tricks.cli.next_steps import next_steps
+from lightning_tricks.cli.class_change import change_lines, watch_class_changes
+from lightning_tricks.cli.next_steps import next_steps, program
 from lightning_tricks.cli.parse_errors import parse_message
-from lightning_tricks.cli.program import program
-from lightning_tricks.cli.quiet import without_advertisements
-from lightning_tricks.cli.recipe_parser import RecipeParser, join_negative_numbers
+from lightning_tricks.cli.recipe_parser import RecipeParser, check_options, join_negative_numbers
 from lightning_tricks.cli.recipe_text import check_values
 from lightning_tricks.cli.run_errors import trainer_line, usage_errors
-from lightning_tricks.cli.run_folder import RunFolder, RunStart
+from lightning_tricks.cli.run_folder import RunFolder, check_folders
 from lightning_tricks.mixins import OptimizerMixin
 
 if TYPE_CHECKING:
@@ -42,12 +41,30 @@ else:
     Strategy = pl_import("strategies").Strategy
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
+# Advertisements, and statements that are of no use or not true here: a resume follows the recipe's settings and not the
+# checkpoint's, so not all states are restored.
+_UNWANTED = ("💡 Tip: ", "TPU available: False", "Restored all states from the checkpoint")
+
+
+@contextmanager
+def _without_advertisements() -> Iterator[None]:
+    """Inside the `with`, Lightning's logger drops the unwanted lines."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(_UNWANTED)
+
+    log = pl_import("utilities.rank_zero").rank_zero_module.log
+    log.addFilter(wanted)
+    try:
+        yield
+    finally:
+        log.removeFilter(wanted)
 
 
 class RecipeTrainer(pl.Trainer):
     """Lightning's Trainer, and the signature of our own `prepare`, which `RecipeCLI` carries out without a Trainer."""
 
-    # The class before the name: jsonargparse takes `FSDP2Strategy` for a class, and `ddp`, which is none, for a name.
+    # The class stands before `str`, so that jsonargparse takes `FSDP2Strategy` for a class and `ddp` for a name.
     def __init__(self, *args: Any, strategy: Strategy | str = "auto", **kwargs: Any) -> None:
         super().__init__(*args, strategy=strategy, **kwargs)
 
@@ -64,10 +81,15 @@ class RecipeCLI(LightningCLI):
     Args:
         model_class: As in LightningCLI; None for any that the recipe names.
         datamodule_class: As in LightningCLI; None for any that the recipe names.
-        **kwargs: Those of LightningCLI.
+        **kwargs: The other arguments of LightningCLI.
     """
 
-    def __init__(self, model_class: Any = None, datamodule_class: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model_class: Callable[..., pl.LightningModule] | None = None,
+        datamodule_class: Callable[..., pl.LightningDataModule] | None = None,
+        **kwargs: Any,
+    ) -> None:
         usage = "%(prog)s --config RECIPE.yaml [--config MORE.yaml] [--key.subkey VALUE ...]"
         common = {"allow_abbrev": False, "prog": program()}
         kwargs.setdefault(
@@ -80,7 +102,7 @@ class RecipeCLI(LightningCLI):
         self._run_folder = RunFolder()
         self._given = kwargs.get("args") or sys.argv[1:]
         lines = one_line_and_exit() if kwargs.get("args") is None else nullcontext()
-        with lines, usage_errors(self._ckpt_path), without_advertisements():
+        with lines, usage_errors(self._ckpt_path), _without_advertisements():
             super().__init__(model_class, datamodule_class, **kwargs)
 
     def _ckpt_path(self) -> str | None:
@@ -89,7 +111,7 @@ class RecipeCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, and `prepare`."""
+        """Lightning's commands, and `prepare`."""
         return {**LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
@@ -100,7 +122,7 @@ class RecipeCLI(LightningCLI):
         return parser
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse; say which settings a class that replaces another one takes over; refuse what would fail later."""
+        """Parse, refuse values that would fail later, and say what a class that replaces another one keeps."""
         with watch_class_changes() as changes:
             if isinstance(args, dict | Namespace):
                 self.config = parser.parse_object(args)
@@ -110,52 +132,81 @@ class RecipeCLI(LightningCLI):
                 self.config = parser.parse_args(given)
         config = self.config.get(self.config.get("subcommand") or "", self.config)
         check_options(config)
-        for line in class_change_lines(changes, config.as_dict()):
+        for line in change_lines(changes, config.as_dict()):
             rank_zero_info(line)
 
     def _parse_ckpt_path(self) -> None:
         """Leave the recipe alone: LightningCLI would let a checkpoint's hyper-parameters override it silently."""
 
     def instantiate_classes(self) -> None:
-        """Build what the recipe names; where a list's member refuses its options, say that and not the whole search."""
+        """Build the recipe's objects; where a list's member refuses its options, say only that."""
         try:
             super().instantiate_classes()
         except ValueError as error:
             if "Does not validate against any of the Union subtypes" not in str(error):
                 raise
-            raise UsageError(parse_message(str(error)).complaint) from error
+            raise UsageError(parse_message(str(error)).complaints[0]) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Lightning's Trainer with our progress bar, unless the recipe brings one or wants none, and RankMonitor."""
+        """Lightning's Trainer with our callbacks and with checkpoints in folders; `prepare` needs none."""
         if self.subcommand == "prepare":
             return self.trainer_class  # a class will do: the recipe's devices need not exist here
         config = self._get(self.config_init, "trainer")
-        bars = pl_import("callbacks").ProgressBar
-        callbacks = config.get("callbacks") or []
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        if config.get("enable_progress_bar") is not False and not any(isinstance(c, bars) for c in callbacks):
-            config["callbacks"] = [TrainingProgressBar(), *callbacks]
-        writers = (PredictionWriter, pl_import("callbacks").BasePredictionWriter)
-        if self.subcommand == "predict" and not any(isinstance(c, writers) for c in callbacks):
-            config["callbacks"] = [*(config.get("callbacks") or []), PredictionWriter(self.config["predict"]["output"])]
-        summaries = pl_import("callbacks").ModelSummary
-        if isinstance(self.model, OptimizerMixin) and not any(isinstance(c, summaries) for c in callbacks):
-            # the table of the parameter groups says as much; `enable_model_summary: true` brings it back
-            config["enable_model_summary"] = bool(config.get("enable_model_summary"))
+        self._add_callbacks(config)
         try:
-            trainer = super().instantiate_trainer(**kwargs)
+            trainer: Any = super().instantiate_trainer(**kwargs)
         except Exception as error:
             if isinstance(error, UsageError) or (line := trainer_line(error, config)) is None:
                 raise
             raise UsageError(line) from error
         if self.subcommand:
-            trainer.callbacks.insert(0, RunStart(self._run_folder))  # type: ignore[attr-defined]
-        monitors = [callback for callback in trainer.callbacks if isinstance(callback, RankMonitor)]  # type: ignore[attr-defined]
-        if trainer.world_size > 1 and not monitors:
-            trainer.callbacks.insert(0, RankMonitor())  # type: ignore[attr-defined]  # the first to hear of an exception
+            trainer.callbacks.insert(0, self._run_folder)
+        if trainer.world_size > 1 and not any(isinstance(callback, RankMonitor) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, RankMonitor())  # the first to hear of an exception
         if type(trainer.strategy.checkpoint_io) is pl_import("plugins.io").TorchCheckpointIO:
             trainer.strategy.checkpoint_io = FolderCheckpointIO()  # so that a sharded checkpoint opens here as well
         return trainer
+
+    def _add_callbacks(self, config: Any) -> None:
+        """Add progress bar and prediction writer to the Trainer's settings, unless the recipe has its own or none."""
+        lightning = pl_import("callbacks")
+        callbacks = config.get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+
+        def has(*classes: type) -> bool:
+            return any(isinstance(callback, classes) for callback in callbacks)
+
+        first: list[Any] = []
+        last: list[Any] = []
+        if config.get("enable_progress_bar") is not False and not has(lightning.ProgressBar):
+            first = [TrainingProgressBar()]
+        if self.subcommand == "predict" and not has(PredictionWriter, lightning.BasePredictionWriter):
+            last = [PredictionWriter(self.config["predict"]["output"])]
+        if first or last:
+            config["callbacks"] = [*first, *callbacks, *last]
+        if isinstance(self.model, OptimizerMixin) and not has(lightning.ModelSummary):
+            # the table of the parameter groups says as much; `enable_model_summary: true` brings it back
+            config["enable_model_summary"] = bool(config.get("enable_model_summary"))
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Lightning's; a start that is refused leaves no folder."""
+        with self._run_folder:
+            super()._run_subcommand(subcommand)
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Choose checkpoint and folder, and refuse what cannot run, before any data are prepared."""
+        if subcommand != "prepare":
+            trainer: Any = self.trainer
+            given = self.config_init[subcommand]
+            given["ckpt_path"] = choose_checkpoint(subcommand, given.get("ckpt_path"), trainer)
+            check_folders(trainer)
+            if hasattr(self.model, "check_run"):  # a module may know more
+                self.model.check_run(trainer, self.datamodule, subcommand)
+            if not trainer.fast_dev_run:
+                self._run_folder.choose(subcommand, given["ckpt_path"], trainer)
+            if subcommand == "predict" and given.get("return_predictions") is None:
+                given["return_predictions"] = False  # they are in the file; all of them would fill the memory
+        return super()._prepare_subcommand_kwargs(subcommand)
 
     def prepare(self, model: "pl.LightningModule", datamodule: "pl.LightningDataModule | None" = None) -> None:
         """Turn the recipe's text into token shards, and stop."""
@@ -166,33 +217,10 @@ class RecipeCLI(LightningCLI):
         if hasattr(datamodule, "data_summary"):
             print(datamodule.data_summary())
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Lightning's; a start that is refused leaves no folder."""
-        with self._run_folder:
-            super()._run_subcommand(subcommand)
-
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        if subcommand != "prepare":
-            given = self.config_init[subcommand]
-            given["ckpt_path"] = choose_checkpoint(subcommand, given.get("ckpt_path"), self.trainer)
-            self._check_before_data(subcommand, given["ckpt_path"])
-            if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-                self._run_folder.choose(subcommand, given["ckpt_path"], self.trainer)
-            if subcommand == "predict" and given.get("return_predictions") is None:
-                given["return_predictions"] = False  # they are in the file; all of them would fill the memory
-        return super()._prepare_subcommand_kwargs(subcommand)
-
-    def _check_before_data(self, subcommand: str, ckpt_path: str | None) -> None:
-        """Refuse what the recipe and its folders alone show to be wrong; a module may know more, in `check_run`."""
-        check_ckpt_path(ckpt_path, self.trainer, resumes=subcommand == "fit")
-        check_folders(self.trainer)
-        if hasattr(self.model, "check_run"):
-            self.model.check_run(self.trainer, self.datamodule, subcommand)
-
     def after_fit(self) -> None:
         """Say where the results are and what to do with them."""
-        trainer = self.trainer
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        trainer: Any = self.trainer
+        if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         options = self._given[self._given.index("fit") + 1 :] if isinstance(self._given, list) else []
         optimizer = (self.config["fit"]["model"].get("init_args") or {}).get("optimizer") or {}
@@ -200,7 +228,7 @@ class RecipeCLI(LightningCLI):
 
 
 class _Untrained(RecipeCLI):
-    """Builds what a recipe says, but no Trainer: its devices need not exist here."""
+    """Builds a recipe's module and data, but no Trainer: the recipe's devices need not exist here."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         return None
@@ -221,7 +249,7 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
 
 
 def main(args: list[str]) -> None:
-    """Run `args` (a subcommand and its options); what the user can mend becomes a UsageError."""
+    """Run `args` (a subcommand and its options); a user's mistake becomes a UsageError."""
     if args and args[0] not in RecipeCLI.subcommands() and not args[0].startswith("-"):
         names = [*RecipeCLI.subcommands(), "ls", "cp", "consolidate", "generate"]
         raise UsageError(f"unknown command {args[0]!r}{did_you_mean(args[0], names)}: --help lists them")

@@ -1,8 +1,9 @@
 """The parser of the command line: recipes as YAML, negative numbers as values, each error as one line."""
 
 import inspect
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ else:
     # So that recipes may name Lightning's own classes shortly, too.
     pl_import("callbacks"), pl_import("loggers"), pl_import("strategies")
 
+_LARGEST_SEED = 2**32 - 1  # numpy's
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|-\.?(inf|nan)", re.IGNORECASE)
 
 
@@ -74,6 +76,29 @@ def join_negative_numbers(args: Sequence[str]) -> list[str]:
     return joined
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse values of the Trainer's options that Lightning accepts and fails on later.
+
+    Args:
+        options: of one command, as parsed.
+
+    Raises:
+        UsageError: a seed that no generator takes; an interval of 0.
+    """
+    seed = options.get("seed_everything")
+    if not isinstance(seed, bool | None) and not 0 <= seed <= _LARGEST_SEED:
+        raise UsageError(f"seed_everything={seed}: give a whole number from 0 to {_LARGEST_SEED}")
+    trainer = options.get("trainer") or {}
+    for option, remedy in (
+        ("accumulate_grad_batches", "the micro-batches of one optimizer step, 1 or more"),
+        ("val_check_interval", "a number above 0, or limit_val_batches: 0 for no validation"),
+        ("check_val_every_n_epoch", "1 or more, or null to count batches only"),
+    ):
+        value = trainer.get(option)
+        if isinstance(value, int | float) and (math.isnan(value) or value <= 0):
+            raise UsageError(f"trainer.{option}={value}: give {remedy}")
+
+
 def nameable_classes() -> dict[str, list[str]]:
     """Every class that a recipe may name shortly, with its parameters' names."""
     bases: list[type] = [
@@ -87,18 +112,19 @@ def nameable_classes() -> dict[str, list[str]]:
         Schedule,
         DecoderConfig,
     ]
-    return {cls.__name__: _parameters(cls) for base in bases for cls in _subclasses(base)}
+    return {cls.__name__: _parameters(cls) for base in bases for cls in subclasses(base)}
 
 
-def _subclasses(base: type) -> Iterator[type]:
+def subclasses(base: type) -> Iterator[type]:
+    """All subclasses of a class that are imported, at any depth."""
     children: list[type] = base.__subclasses__()
     for child in children:
         yield child
-        yield from _subclasses(child)
+        yield from subclasses(child)
 
 
 def _parameters(cls: type) -> list[str]:
-    """Names of the constructor's parameters, with those that `**kwargs` hands to the next class in the bases."""
+    """Names of the constructor's parameters; where it takes `**kwargs`, also those of the next class in the bases."""
     names: list[str] = []
     for owner in cls.__mro__:
         if "__init__" not in vars(owner):

@@ -1,7 +1,7 @@
-"""Read a recipe's YAML, and refuse two mistakes that YAML itself lets through.
+"""Read a recipe's YAML, and refuse two mistakes that YAML itself allows.
 
-A key that stands twice: YAML keeps the last and drops the first without a word. Settings written beside `class_path`
-and not under its `init_args`: jsonargparse then takes the mapping for something else.
+A key that stands twice: YAML keeps the last and silently drops the first. Settings written beside `class_path` in place
+of under its `init_args`: jsonargparse then takes the mapping for something else.
 """
 
 import re
@@ -29,8 +29,8 @@ def load_text(text: str, path: str = "") -> Any:
         path: the file, for the message.
 
     Raises:
-        RecipeTextError: no YAML; a file without settings; a key stands twice in one mapping; a setting stands beside
-            `class_path`.
+        RecipeTextError: the text is no YAML; the file holds no settings; a key stands twice in one mapping; a setting
+            stands beside `class_path`.
     """
     where = f"{path}, " if path else ""
     try:
@@ -63,7 +63,7 @@ def check_values(args: Iterable[str]) -> None:
             except RecipeTextError as error:
                 raise UsageError(str(error)) from None
             except yaml.YAMLError:
-                pass  # of these jsonargparse tells
+                pass  # jsonargparse reports these
 
 
 def _check(node: yaml.Node | None, where: str, place: str) -> None:

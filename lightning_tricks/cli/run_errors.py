@@ -1,7 +1,7 @@
-"""What a run of the command line can fail with, and the one line for it.
+"""One line for each error of a run that the user can mend.
 
-Our own code raises `UsageError` where the cause is. Lightning and torch raise other exceptions for causes that a user
-can mend: this file knows them. What it does not know keeps its traceback.
+Our own code raises `UsageError` where the cause is. Lightning and torch raise other exceptions: this file translates
+the known ones, and any other error keeps its traceback.
 """
 
 import errno
@@ -16,6 +16,7 @@ import torch
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
 from lightning_tricks._suggest import did_you_mean
+from lightning_tricks.cli.recipe_parser import subclasses
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -30,7 +31,7 @@ def usage_errors(ckpt_path: Callable[[], str | None]) -> Iterator[None]:
     """Raise a UsageError in place of each exception whose cause the user can mend.
 
     Args:
-        ckpt_path: tells the value of this option, once it is known; lines about a checkpoint name both.
+        ckpt_path: gives the value of this option, once it is known, for lines about a checkpoint.
     """
     try:
         yield
@@ -77,7 +78,7 @@ def _flat(error: Exception) -> str:
 
 
 def _no_start(said: str) -> str:
-    """torch.distributed failed before all processes had met."""
+    """The line for a failure of torch.distributed before all processes had met."""
     if "EADDRINUSE" in said:
         port = re.search(r"port: (\d+)", said)
         return (
@@ -91,7 +92,7 @@ def _no_start(said: str) -> str:
 
 
 def _other_weights(said: str) -> str:
-    """`load_state_dict` found other names or shapes."""
+    """The line for a `load_state_dict` that found other names or shapes."""
     module = re.match(r"Error\(s\) in loading state_dict for (\w+)", said)
     found = []
     for what, pattern in (
@@ -110,11 +111,11 @@ def _other_weights(said: str) -> str:
 
 
 def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
-    """The line for what Lightning's Trainer refused in its own arguments; None where it is no such error.
+    """The line for arguments that Lightning's Trainer refused; None for any other error.
 
     Args:
-        error: what the constructor raised.
-        config: the arguments.
+        error: raised by the constructor.
+        config: its arguments.
     """
     said = _flat(error)
     if "SLURM" in said or "--ntasks" in said:
@@ -147,9 +148,5 @@ def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
 
 def _near_strategy(name: str) -> str:
     strategies = pl_import("strategies")
-
-    def below(cls: type) -> list[str]:
-        children: list[type] = cls.__subclasses__()
-        return [found for child in children for found in (child.__name__, *below(child))]
-
-    return did_you_mean(name, [*strategies.StrategyRegistry.available_strategies(), *below(strategies.Strategy)])
+    classes = [cls.__name__ for cls in subclasses(strategies.Strategy)]
+    return did_you_mean(name, [*strategies.StrategyRegistry.available_strategies(), *classes])

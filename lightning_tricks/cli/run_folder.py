@@ -1,12 +1,13 @@
 """The folder of a run, `save_dir/name/version_N`, with its checkpoints in it.
 
-Each start of `fit` makes a folder of its own, so that no run finds another one's checkpoints. A run that goes on from
-a checkpoint of such a folder goes on in that folder. A start that is refused leaves no folder.
+Each `fit` makes a folder of its own, so that no run finds another one's checkpoints. A run that resumes from a
+checkpoint in such a folder goes on in that folder. A start that is refused leaves no folder.
 """
 
 import contextlib
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,26 +17,52 @@ from typing import Any
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks._trainer import choose_version, chosen_version, has_versions, logging_step, next_version
-from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number
-from lightning_tricks.cli.program import short
+from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, short
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 rank_zero_only = pl_import("utilities.rank_zero").rank_zero_only
 
 
-def _root(logger: Any) -> Path:
-    """The folder in which a logger makes its versions; Lightning's expand `~` and variables, too."""
-    return Path(os.path.expanduser(os.path.expandvars(logger.root_dir)))
+def check_folders(trainer: Any) -> None:
+    """Refuse folders that the run could not write its logs and checkpoints to.
+
+    Raises:
+        UsageError: one is a file, may not be written to, or lies on a full disk.
+    """
+    places = [("trainer.logger: save_dir", logger.save_dir) for logger in trainer.loggers]
+    places += [("ModelCheckpoint.dirpath", getattr(saver, "dirpath", None)) for saver in trainer.checkpoint_callbacks]
+    if trainer.checkpoint_callbacks and not trainer.loggers:
+        places.append(("trainer.default_root_dir", trainer.default_root_dir))
+    for option, folder in places if trainer.is_global_zero else []:
+        if folder and not is_remote(str(folder)):
+            _check_folder(option, Path(folder).expanduser())
 
 
-class RunFolder:
+def _check_folder(option: str, folder: Path) -> None:
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise UsageError(f"{option}={folder}: {there} is a file: name another folder, or rename the file")
+        with tempfile.TemporaryFile(dir=there) as file:  # a permission bit alone does not tell of a full disk
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(
+            f"{option}={folder}: cannot be written ({reason}): make room, or name another folder"
+        ) from error
+
+
+class RunFolder(pl.Callback):
     """The folders of one run: open it around the command, and `choose` before the Trainer starts.
 
-    Where an exception ends the `with` before the first batch, the folders are as they were before.
+    An exception that ends the `with` before the first batch leaves the folders as they were before; as a callback it
+    sees that batch. Tells the user where a resumed run goes on.
     """
 
     def __init__(self) -> None:
-        self.started = False
+        self._started = False
+        self._filters = contextlib.ExitStack()
         self._made: list[Path] = []
         self._parents: list[Path] = []
         self._before: dict[Path, dict[Path, bytes | None]] = {}
@@ -44,7 +71,8 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None or self.started:
+        self._filters.close()
+        if kind is None or self._started:
             return
         for folder in self._made:
             shutil.rmtree(folder, ignore_errors=True)
@@ -79,10 +107,11 @@ class RunFolder:
         for folder in (_root(logger) / folder_name(chosen_version(logger)) for logger in loggers):
             if not self._make(folder):
                 self._before[folder] = _files(folder)
-        if checkpoint and command == "fit" and version is not None:  # the run's own checkpoints, and no surprise
+        if checkpoint and command == "fit" and version is not None:  # the checkpoints there are the run's own
+            self._filters.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         for saver in trainer.checkpoint_callbacks if checkpoint and command != "fit" else []:
-            if getattr(saver, "dirpath", "") is None:  # else it warns that it saved elsewhere before
+            if getattr(saver, "dirpath", "") is None:  # otherwise it warns that it saved elsewhere before
                 saver.dirpath = os.path.dirname(str(checkpoint))
 
     def _make(self, folder: Path) -> bool:
@@ -104,6 +133,24 @@ class RunFolder:
             ) from error
         self._made.append(folder)
         return True
+
+    def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
+        """Training has begun; only now is the step of a resumed run known."""
+        if not self._started and trainer.ckpt_path:
+            rank_zero_info(f"Going on from step {logging_step(trainer)} of {short(trainer.ckpt_path)}")
+        self._started = True
+
+    def on_validation_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
+        """An evaluation has begun, unless this is the sanity check before training."""
+        self._started |= not trainer.sanity_checking
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        """A test has begun."""
+        self._started = True
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        """A prediction has begun."""
+        self._started = True
 
 
 def _files(folder: Path) -> dict[Path, bytes | None]:
@@ -136,27 +183,6 @@ def _version_to_go_on(checkpoint: str, trainer: Any, loggers: Iterable[Any]) -> 
     return None
 
 
-class RunStart(pl.Callback):
-    """Tell the run's folder that the first batch has come, and the user where a resumed run goes on."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-
-    def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
-        """Training has begun; the step is known only now."""
-        if not self._folder.started and trainer.ckpt_path:
-            step = logging_step(trainer)
-            rank_zero_info(f"Going on from step {step} of {short(trainer.ckpt_path)}")
-        self._folder.started = True
-
-    def on_validation_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
-        """An evaluation has begun, if it is no sanity check."""
-        self._folder.started |= not trainer.sanity_checking
-
-    def on_test_batch_start(self, *_: Any) -> None:
-        """An evaluation has begun."""
-        self._folder.started = True
-
-    def on_predict_batch_start(self, *_: Any) -> None:
-        """A prediction has begun."""
-        self._folder.started = True
+def _root(logger: Any) -> Path:
+    """The folder in which a logger makes its versions; Lightning's expand `~` and variables, too."""
+    return Path(os.path.expanduser(os.path.expandvars(logger.root_dir)))

@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ def consolidate(args: list[str]) -> None:
     """Write FILE from FOLDER.
 
     Raises:
-        UsageError: FOLDER is no whole checkpoint in shards; FILE exists and `--overwrite` was not given.
+        UsageError: FOLDER is not a complete checkpoint in shards; FILE exists and `--overwrite` was not given.
     """
     parser = argparse.ArgumentParser(
         "lightning-tricks consolidate",
@@ -41,22 +40,13 @@ def consolidate(args: list[str]) -> None:
         raise UsageError(f"{folder} is one file already")
     print(f"{folder}: {size_of_folder(folder) / 2**30:,.3f} GiB, read to memory", flush=True)
     checkpoint = read_folder(folder, weights_only=False)
-    write_file(checkpoint, file)
-    print(f"{file}: step {checkpoint.get('global_step', '?')}, {summary(checkpoint)}")
+    with swap_in(file) as new:  # the file appears only when it is complete
+        torch.save(checkpoint, new)
+        fsync_path(new)
+    step, optimizers = checkpoint.get("global_step", "?"), len(checkpoint.get("optimizer_states", []))
+    tensors = f"{len(checkpoint['state_dict']):,} tensors of the module"
+    print(f"{file}: step {step}, {tensors}, {optimizers} optimizer{'s' * (optimizers != 1)}")
     try:
         load_file(file, weights_only=True)
     except UsageError as error:
         print(f"note: {error}")
-
-
-def write_file(checkpoint: dict[str, Any], file: Path) -> None:
-    """Save to the disk; `file` is there when all of it is."""
-    with swap_in(file) as new:
-        torch.save(checkpoint, new)
-        fsync_path(new)
-
-
-def summary(checkpoint: dict[str, Any]) -> str:
-    """How many weights and optimizers there are."""
-    optimizers = len(checkpoint.get("optimizer_states", []))
-    return f"{len(checkpoint['state_dict']):,} tensors of the module, {optimizers} optimizer{'s' * (optimizers != 1)}"

@@ -28,7 +28,7 @@ def generate(args: list[str]) -> None:
     """Print the prompt and its continuation, token by token.
 
     Raises:
-        UsageError: no whole checkpoint of a LanguageModel at the path; one without its tokenizer; a bad option.
+        UsageError: there is no complete checkpoint of a LanguageModel at the path; it has no tokenizer; a bad option.
     """
     options = _parse(args)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
@@ -84,10 +84,10 @@ def _parse(args: list[str]) -> argparse.Namespace:
 
 
 def decoder_from_checkpoint(checkpoint: dict[str, Any]) -> Decoder:
-    """The decoder of a LanguageModel's checkpoint, on the CPU, with the saved weights in their own number format.
+    """The decoder of a LanguageModel's checkpoint, on the CPU, with the weights in the number format of the file.
 
     Raises:
-        UsageError: the checkpoint is that of another module.
+        UsageError: the checkpoint is of another module.
     """
     fields = dict(checkpoint.get("decoder_config") or {})
     family = _FAMILIES.get(fields.pop("class", ""))

@@ -11,7 +11,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def recipes_folder() -> Path:
-    """Where the recipes are: inside an installed package, or beside the package in a clone."""
+    """The folder of the recipes: inside an installed package, or beside the package in a clone."""
     installed = _PACKAGE / "recipes"
     return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
 
@@ -23,7 +23,7 @@ def title(recipe: Path) -> str:
 
 
 def ls(args: list[str]) -> None:
-    """Print a line a recipe: its name and what it is for."""
+    """Print one line for each recipe: its name and its title."""
     argparse.ArgumentParser(
         "lightning-tricks ls", description="List the recipes that come with the collection."
     ).parse_args(args)

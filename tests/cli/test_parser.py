@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._suggest import SYNONYMS, did_you_mean
+from lightning_tricks._suggest import _WORDS_FOR, SYNONYMS, did_you_mean
 from lightning_tricks.cli.recipe_parser import RecipeParser, join_negative_numbers, nameable_classes
 from lightning_tricks.cli.recipe_text import load_text
 
@@ -83,6 +83,7 @@ def test_each_synonym_leads_to_something_that_exists():
     commands = {"fit", "validate", "predict", "prepare", "ls", "cp", "consolidate"}
     trainer = set(nameable_trainer_options())
     values = {"bf16-mixed", "16-mixed", "32-true"}
+    assert len(SYNONYMS) == sum(len(words.split()) for words in _WORDS_FOR.values()), "a word stands in two rows"
     for word, meanings in SYNONYMS.items():
         assert word == word.lower().replace("_", "").replace("-", "")
         for meaning in meanings:

@@ -17,7 +17,7 @@ from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.cli import next_steps as next_steps_module
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, newest_checkpoint
 from lightning_tricks.cli.next_steps import next_steps
-from lightning_tricks.cli.run_folder import RunFolder, RunStart
+from lightning_tricks.cli.run_folder import RunFolder
 from lightning_tricks.loggers import ResumingCSVLogger, ResumingTensorBoardLogger
 from lightning_tricks.mixins import OptimizerMixin
 
@@ -86,7 +86,7 @@ def run(command, checkpoint=None, *, steps=4, logger="tensorboard", saves=True, 
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     with RunFolder() as folder:
-        trainer.callbacks.insert(0, RunStart(folder))
+        trainer.callbacks.insert(0, folder)
         checkpoint = choose_checkpoint(command, checkpoint, trainer)
         folder.choose(command, checkpoint, trainer)
         getattr(trainer, command)(Toy(refuses), ckpt_path=checkpoint)
