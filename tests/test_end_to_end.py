@@ -1,4 +1,8 @@
-"""The tiny recipe at toy width, as a user runs it: train, run again, evaluate, be killed, and go on."""
+"""The tiny recipe at toy width, as a user runs it: train, run again, evaluate, be killed, and go on.
+
+One run is started by Python itself, the one that is killed; the others are forked from a server that has imported
+everything (`preloaded`).
+"""
 
 import os
 import re
@@ -10,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from preloaded import python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_tricks.commands.recipes import recipes_folder
@@ -42,13 +47,14 @@ def arguments(command: str, files: str, **overrides: object) -> list[str]:
         config["return_predictions"] = "false"
     recipe = str(recipes_folder() / "tiny.yaml")
     return [
-        sys.executable, "-m", "lightning_tricks", command, "--config", recipe,
+        "-m", "lightning_tricks", command, "--config", recipe,
         *(f"--{key}={value}" for key, value in config.items()),
     ]  # fmt: skip
 
 
 def run(folder: Path, *args, **overrides) -> str:
-    done = subprocess.run(arguments(*args, **overrides), cwd=folder, capture_output=True, text=True, timeout=250)
+    command = [python(), *arguments(*args, **overrides)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -115,7 +121,10 @@ def test_killed_in_mid_run_it_goes_on_to_the_same_weights(trained, tmp_path, tex
     whole, _ = trained
     # slow enough to be caught in mid-run: the kill comes with the first checkpoint
     process = subprocess.Popen(
-        arguments("fit", text_file), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, *arguments("fit", text_file)],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     first = tmp_path / LAST
     deadline = time.monotonic() + 200

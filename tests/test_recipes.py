@@ -1,14 +1,16 @@
 """Every recipe parses, builds whole on the meta device, fits its own schedule, and says what it is."""
 
+import copy
+import functools
 import re
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from preloaded import python
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -34,11 +36,28 @@ TOKENS_A_STEP = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_builds_whole_on_meta_and_fits_its_schedule(recipe):
-    model, data, trainer = load_recipe("--config", str(recipe))
+PARTS = {"1x8": (1, 8), "2x8": (2, 8), "8x8": (8, 8)}  # hosts, devices of each
+LAID_OUT = [(name, None) for name in TOKENS_A_STEP] + [("llama7b", part) for part in PARTS]
+
+
+def configs(name, part=None):
+    """The options that name a recipe and a part of recipes/parts/ over it."""
+    files = [recipes_folder() / f"{name}.yaml"] + ([recipes_folder() / "parts" / f"{part}.yaml"] if part else [])
+    return [text for file in files for text in ("--config", str(file))]
+
+
+@functools.cache
+def built(name, part=None):
+    """A recipe's module on the meta device, its data and the Trainer's arguments, for all tests that only read them."""
+    model, data, trainer = load_recipe(*configs(name, part))
     with torch.device("meta"):
         model.configure_model()
+    return model, data, trainer
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_builds_whole_on_meta_and_fits_its_schedule(recipe):
+    model, data, trainer = built(recipe.stem)
     count = sum(p.numel() for p in model.parameters())
     print(f"{recipe.stem}: {count:,} parameters")
     if recipe.stem in PARAMETERS:
@@ -52,27 +71,17 @@ def test_builds_whole_on_meta_and_fits_its_schedule(recipe):
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.stem in TOKENS_A_STEP], ids=lambda path: path.stem)
 def test_the_batch_is_what_the_header_says(recipe):
-    _, data, trainer = load_recipe("--config", str(recipe))
+    _, data, trainer = built(recipe.stem)
     devices = trainer["devices"] if isinstance(trainer["devices"], int) else 1
     rows = data.micro_batch_size * trainer["accumulate_grad_batches"] * devices
     assert rows * data.seq_len == TOKENS_A_STEP[recipe.stem]
     assert f"{TOKENS_A_STEP[recipe.stem]:,} tokens" in recipe.read_text()
 
 
-PARTS = {"1x8": (1, 8), "2x8": (2, 8), "8x8": (8, 8)}  # hosts, devices of each
-LAID_OUT = [(name, None) for name in TOKENS_A_STEP] + [("llama7b", part) for part in PARTS]
-
-
-def configs(name, part=None):
-    """The options that name a recipe and a part of recipes/parts/ over it."""
-    files = [recipes_folder() / f"{name}.yaml"] + ([recipes_folder() / "parts" / f"{part}.yaml"] if part else [])
-    return [text for file in files for text in ("--config", str(file))]
-
-
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_keeps_the_tokens_of_a_step_and_the_interval_of_validation(part):
     assert {path.stem for path in (recipes_folder() / "parts").glob("*.yaml")} == PARTS.keys()
-    _, data, trainer = load_recipe(*configs("llama7b", part))
+    _, data, trainer = built("llama7b", part)
     assert (trainer["num_nodes"], trainer["devices"]) == PARTS[part]
     assert trainer["strategy"].replicate_size == trainer["num_nodes"], "sharded within a host, copied between them"
     rows = data.micro_batch_size * trainer["accumulate_grad_batches"] * trainer["devices"] * trainer["num_nodes"]
@@ -111,10 +120,8 @@ def bytes_on_a_device(model, trainer, world):
 
 @pytest.mark.parametrize(("name", "part"), LAID_OUT)
 def test_a_device_holds_what_the_header_says(name, part, world, capsys):
-    model, _, trainer = load_recipe(*configs(name, part))
-    trainer["num_nodes"] = trainer["num_nodes"] or 1
-    with torch.device("meta"):
-        model.configure_model()
+    model, _, trainer = built(name, part)
+    model, trainer = copy.deepcopy(model), {**trainer, "num_nodes": trainer["num_nodes"] or 1}
     held = bytes_on_a_device(model, trainer, world) / 2**30
     layout = f"{trainer['num_nodes']} x {trainer['devices']}"
     with capsys.disabled():
@@ -129,7 +136,7 @@ def header(name):
 
 
 def test_gpt2_is_nanogpts():
-    model, _, trainer = load_recipe("--config", str(recipes_folder() / "gpt2_124m.yaml"))
+    model, _, trainer = built("gpt2_124m")
     lr = [model.schedule.lr(6e-4, step, trainer["max_steps"]) for step in (0, 714, 142_999, 143_000)]
     assert lr[0] == 6e-4 / 715
     assert lr[1] == 6e-4
@@ -180,7 +187,7 @@ def test_trains_at_toy_width_on_two_processes(name, part, options, shards):
     toy = [f"--model.init_args.decoder.init_args.{key}={value}" for key, value in decoder.items()]
     done = subprocess.run(
         [
-            sys.executable, "-m", "lightning_tricks", "fit", *configs(name, part), *toy, *options,
+            python(), "-m", "lightning_tricks", "fit", *configs(name, part), *toy, *options,
             "--model.init_args.compile_blocks=false",
             "--model.init_args.schedule.init_args.warmup_steps=2", "--data.init_args.vocab_size=64",
             "--data.init_args.seq_len=32", "--data.init_args.num_workers=0", "--data.init_args.micro_batch_size=2",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli.wrong_inputs import SMALL
+from preloaded import python
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
@@ -74,7 +75,7 @@ def test_the_console_script_finds_modules_of_the_working_folder(tmp_path):
     script.write_text("import sys\nfrom lightning_tricks.__main__ import main\nsys.exit(main())\n")
     (tmp_path / "mine.py").write_text(MODEL)
     done = subprocess.run(
-        [sys.executable, str(script), "fit", "--model", "mine.Mine", "--print_config"],
+        [python(), str(script), "fit", "--model", "mine.Mine", "--print_config"],
         capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -92,7 +93,7 @@ def test_the_console_script_adds_the_working_folder_once(tmp_path, monkeypatch, 
 
 def test_a_mistake_in_a_process_of_its_own_is_one_line(project):
     done = subprocess.run(
-        [sys.executable, "train.py", "fit", "--config", "mine.yaml", "--model.widht", "3"],
+        [python(), "train.py", "fit", "--config", "mine.yaml", "--model.widht", "3"],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2

@@ -9,6 +9,7 @@ from typing import Any
 import jsonargparse
 import pytest
 import yaml
+from preloaded import python
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.cli import load_recipe
@@ -37,7 +38,7 @@ def test_fsdp1_with_a_plugin_says_what_to_write(monkeypatch):
 
 
 def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "lightning_tricks", *args], capture_output=True, text=True, cwd=cwd)
+    return subprocess.run([python(), "-m", "lightning_tricks", *args], capture_output=True, text=True, cwd=cwd)
 
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["ls"], ["ls", "--help"], ["cp", "tiny", "copy.yaml"]])

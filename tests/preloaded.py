@@ -1,0 +1,159 @@
+"""A `python` for the tests of command lines: it starts at once, with torch, Lightning and the collection imported.
+
+`python()` is a program that takes the place of `sys.executable`: a small proxy that asks a server, which has imported
+everything, to fork a process for its command line. The process has the proxy's arguments, environment, folder, network
+namespace and standard streams, and `sys.executable` leads to the proxy again, so that launchers start their children in
+the same way. The proxy hands signals on and ends as the process does; when the proxy is killed, so is the process.
+"""
+
+import atexit
+import contextlib
+import functools
+import gc
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+PROXY = """#!{python} -IS
+import os, signal, socket, sys
+
+args = sys.argv[2:] if sys.argv[1] == "-u" else sys.argv[1:]
+if args[0] != "-m" and not os.path.isfile(args[0]):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])  # not a command line of ours
+import json
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+request = json.dumps([args, dict(os.environ), os.getcwd()]).encode()
+network = os.open("/proc/self/ns/net", os.O_RDONLY)
+socket.send_fds(server, [b"%08d" % len(request)], [0, 1, 2, network])
+server.sendall(request)
+pid = int(server.recv(8))
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+status = int(server.recv(8) or 9)
+if os.WIFSIGNALED(status):
+    if os.WTERMSIG(status) != signal.SIGKILL:
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+    os.kill(os.getpid(), os.WTERMSIG(status))
+os._exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@functools.cache
+def python() -> str:
+    """Path of the program. Its server starts with the first call, and ends with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="preloaded-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    program = folder / "python"
+    program.write_text(PROXY.format(python=sys.executable, address=str(folder / "socket")))
+    program.chmod(0o700)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PRELOADED_PYTHON": str(program)}
+    subprocess.Popen([sys.executable, __file__, str(folder / "socket")], stdin=subprocess.PIPE, env=environment)
+    while not (folder / "socket").exists():
+        select.select([], [], [], 0.02)
+    return str(program)
+
+
+def serve(address: str) -> list[str]:
+    """Fork a process for each proxy; returns only there, with the arguments of its command line."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    proxies: dict[int, socket.socket] = {}  # by the process
+    while True:
+        ready = select.select([listener, sys.stdin, *proxies.values()], [], [], 0.02 if proxies else None)[0]
+        for pid, proxy in list(proxies.items()):
+            if proxy in ready or sys.stdin in ready:  # the proxy is gone, or the tests are
+                os.kill(pid, signal.SIGKILL)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with contextlib.suppress(OSError):
+                    proxy.sendall(b"%08d" % status)
+                proxies.pop(pid).close()
+        if sys.stdin in ready:
+            os._exit(0)
+        if listener not in ready:
+            continue
+        proxy = listener.accept()[0]
+        length, fds, *_ = socket.recv_fds(proxy, 8, 4)
+        request = b""
+        while len(request) < int(length):
+            request += proxy.recv(int(length) - len(request))
+        pid = os.fork()
+        if pid == 0:
+            for other in (listener, proxy, *proxies.values()):
+                other.close()
+            return become(json.loads(request), fds)
+        for fd in fds:
+            os.close(fd)
+        proxies[pid] = proxy
+        proxy.sendall(b"%08d" % pid)
+
+
+def become(request: Any, fds: list[int]) -> list[str]:
+    """Take over the standard streams, the network, the environment and the folder of a proxy."""
+    import ctypes
+
+    from lightning.fabric.utilities import rank_zero
+
+    args, environment, folder = request
+    for number, fd in enumerate(fds[:3]):
+        os.dup2(fd, number)
+    ctypes.CDLL(None).setns(fds[3], 0)  # without the rights to it, the namespace is the same
+    for fd in fds:
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.executable = PYTHON
+    first = folder if args[0] == "-m" else str(Path(args[0]).resolve().parent)
+    sys.path[:1] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=True)
+    rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0  # Lightning reads it when it is imported
+    return args
+
+
+def run(args: list[str]) -> int:
+    """Carry out a command line as Python does, and give its exit code."""
+    sys.argv = args[1:] if args[0] == "-m" else args
+    try:
+        if args[0] == "-m":
+            runpy.run_module(args[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(args[0], run_name="__main__")
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        print(stop.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    import torch.distributed.run
+    import torch.distributed.tensor  # noqa: F401
+
+    import lightning_tricks.cli  # noqa: F401
+
+    PYTHON = os.environ["PRELOADED_PYTHON"]
+    gc.freeze()
+    code = run(serve(sys.argv[1]))
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # the rest of Python's way out, which takes every module apart, takes longer than a short run
