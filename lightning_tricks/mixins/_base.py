@@ -1,6 +1,6 @@
-"""What the mixins share: their base class for type checkers, and the check that they stand before the LightningModule.
+"""The base class of the mixins, which checks that they come before the LightningModule in the bases.
 
-A mixin behind it in the bases would lose to LightningModule's own method, silently.
+After it, LightningModule's own method would be called in place of a mixin's, silently.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,8 @@
 """Constructor settings in plain types: a checkpoint that holds them opens with `weights_only=True` in any program.
 
 `save_hyperparameters()` keeps the objects that the constructor was given. In the checkpoint, schedules, parameter rules
-and decoder shapes become what a recipe writes, `class_path` with a short name and `init_args`, and the mixins' own
-constructors take that form back.
+and decoder shapes become plain dicts as in a recipe: `class_path` with a short name, and `init_args`. The mixins'
+constructors accept that form.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _OURS = (Schedule, ParamRule, DecoderConfig)
 
 
 def to_plain(value: Any) -> Any:
-    """`value` with all that is of our classes in plain types, at any depth of dicts and lists."""
+    """`value` with all objects of our classes in plain types, at any depth of dicts and lists."""
     if type(value) is dict:
         return {key: to_plain(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):
@@ -30,10 +30,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, base: type, option: str) -> Any:
-    """What `to_plain` was given, where it was a `base` or a list of them; anything else unchanged.
+    """The inverse of `to_plain` for a `base` or a list of them; any other value is returned unchanged.
 
     Raises:
-        UsageError: a class that is not imported, or settings that it does not take.
+        UsageError: the class is not imported, or does not take the settings.
     """
     if isinstance(value, list):
         return [from_plain(entry, base, option) for entry in value]
@@ -43,7 +43,7 @@ def from_plain(value: Any, base: type, option: str) -> Any:
 
 
 def build(name: str, settings: dict[str, Any], base: type, option: str) -> Any:
-    """An object of `base` or its subclass of that name, which is imported.
+    """An object of the class called `name`: `base` or a subclass that is imported.
 
     Raises:
         UsageError: there is no such class, or it does not take the settings.

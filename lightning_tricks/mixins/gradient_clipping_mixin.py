@@ -1,4 +1,4 @@
-"""Clip once and keep the gradient norm from before the clip: what to log costs no second pass over the gradients."""
+"""Clip once and keep the gradient norm from before the clip: to log it costs no second pass over the gradients."""
 
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, clip_grad_value
+from lightning_tricks.optim.grad_scaler import is_scaled
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
@@ -18,12 +19,12 @@ else:
 
 
 class GradientClippingMixin(Mixin):
-    """Own `configure_gradient_clipping`: clip as the Trainer is told, and keep the norm in `grad_norm`.
+    """Own `configure_gradient_clipping`: clip by the Trainer's settings, and keep the norm in `grad_norm`.
 
-    Put it before the LightningModule in the bases. `trainer.gradient_clip_val` and `gradient_clip_algorithm` mean what
-    they always mean (a value of 0 or none does not clip); the norm is kept in each case. Works with fused optimizers
-    under bf16, which Lightning refuses to clip, with sharded gradients: FSDP2's, and FSDP1's, which Lightning refuses
-    to clip by norm, and with sparse gradients, which torch refuses to clip. `GradNormMonitor` logs the norm.
+    Put it before the LightningModule in the bases. `trainer.gradient_clip_val` and `gradient_clip_algorithm` keep their
+    meaning (a value of 0 or none does not clip); the norm is kept in each case. It clips FSDP2's gradients, and those
+    that Lightning or torch refuses to clip: of fused optimizers under bf16, FSDP1's by norm, and sparse ones.
+    `GradNormMonitor` logs the norm.
 
     Attributes:
         grad_norm: L2 norm of all gradients of the last optimizer step before its clip, a 0-dim tensor on their device;
@@ -37,7 +38,7 @@ class GradientClippingMixin(Mixin):
     """
 
     grad_norm: Tensor | None = None
-    keeps_grad_norm = True  # what GradNormMonitor goes by
+    keeps_grad_norm = True  # GradNormMonitor asks for this
 
     def configure_gradient_clipping(
         self,
@@ -63,8 +64,8 @@ class GradientClippingMixin(Mixin):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
             return
-        # Lightning leaves it to such an optimizer to unscale, in its own step: until then the scale is in the gradients
-        if scaler.is_enabled() and scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
+        # Lightning lets such an optimizer unscale in its own step: until then its gradients carry the scale
+        if scaler.is_enabled() and is_scaled(scaler, optimizer):
             raise UsageError(
                 f"fused {type(optimizer).__name__} under fp16 (trainer.precision={self.trainer.precision}) cannot be "
                 "clipped: set plugins to FP16Mixed instead of the precision, set fused to false, or train in bf16"

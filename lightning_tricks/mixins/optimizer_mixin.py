@@ -27,11 +27,11 @@ class OptimizerMixin(Mixin):
     checkpoint's: learning rate, decay, betas, length and shape of the schedule. The groups are logged once, at start.
 
     With `save_hyperparameters()`, a checkpoint holds schedule and rules in plain types: it opens with
-    `weights_only=True`, and `load_from_checkpoint` builds them again. Of the optimizer, a function, it holds the name
-    alone: give the function to `load_from_checkpoint` to train that module.
+    `weights_only=True`, and `load_from_checkpoint` builds them again. The optimizer is a function, of which the
+    checkpoint holds only the name: give the function to `load_from_checkpoint` to train that module.
 
-    Under `fast_dev_run`, which cuts the run to a few steps, the learning rate stays constant: the length that the
-    schedule is meant for is not known then.
+    Under `fast_dev_run`, which replaces `max_steps` by a few steps, the learning rate stays constant: the schedule's
+    length is not known then.
 
     Args:
         optimizer: makes the optimizer from parameter groups; None for AdamW with lr 3e-4, betas (0.9, 0.95), eps 1e-8.
@@ -72,8 +72,8 @@ class OptimizerMixin(Mixin):
         """Refuse a run that could not train, before its data are prepared; the command line asks.
 
         Args:
-            trainer: that will run this module.
-            datamodule: that it will run on; None for loaders of the module's own.
+            trainer: of the run.
+            datamodule: of the run; None for the module's own loaders.
             stage: `fit`, `validate`, `test` or `predict`.
 
         Raises:
@@ -107,7 +107,7 @@ class OptimizerMixin(Mixin):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write the optimizer's name and class, and in plain types what `save_hyperparameters` has kept."""
+        """Write the optimizer's name and class, and the hyper-parameters in plain types."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["optimizer_class"] = self._optimizer_class
         if callable(self.optimizer):
@@ -118,7 +118,7 @@ class OptimizerMixin(Mixin):
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = to_plain(kept)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse to train on from weights alone, or with an optimizer of another class.
+        """Refuse to go on training from weights alone, or with an optimizer of another class.
 
         Without a Trainer, remember which optimizer is missing.
         """
@@ -131,7 +131,7 @@ class OptimizerMixin(Mixin):
             self._check_optimizer_class()
 
     def _check_optimizer_class(self) -> None:
-        """Compare with the checkpoint; Lightning loads it before or after the optimizer is built."""
+        """Compare with the checkpoint, which Lightning loads before or after it builds the optimizer."""
         here, there = self._optimizer_class, self._class_in_checkpoint
         self._class_in_checkpoint = None if here else there
         if here and there and here != there:

@@ -4,28 +4,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from lightning_tricks._tensors import local
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.mixins._base import Mixin
 
 
 def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by one scalar tensor, without reading it on the host; DTensors shard by shard."""
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    if local:
-        torch._foreach_mul_(local, factor)
+    if gradients:
+        torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
 
 
 class TokenMeanMixin(Mixin):
     """Own `on_after_backward`: the step's gradient is that of (sum of nats) / (number of tokens), exactly.
 
-    Lightning averages over micro-batches and the strategy over ranks, which weighs a token of a short micro-batch more
-    than one of a long micro-batch. Here each micro-batch contributes its sum over one fixed constant, and the last
-    backward pass of the step scales the gradients by constant / tokens. One micro-batch on one device needs no scaling
-    and gets the plain mean. The sums are cleared with the gradients that they belong to, so a window that an exception
-    or the end of training cuts short leaves nothing to the next one. For automatic optimization; goes before
-    LightningModule in the bases.
+    Lightning averages over micro-batches and the strategy over ranks, so that a token of a short micro-batch counts
+    more than one of a long micro-batch. Here the loss of each micro-batch is its sum divided by one fixed constant, and
+    after the last backward pass of the step the gradients are multiplied by constant / tokens. One micro-batch on one
+    device needs no scaling and gets the plain mean. The sums are cleared with the gradients that they belong to, so a
+    step that an exception or the end of training cuts short leaves nothing to the next one. For automatic optimization;
+    put it before LightningModule in the bases.
     """
 
     _capacity: int | None = None
@@ -40,11 +39,11 @@ class TokenMeanMixin(Mixin):
         self._scaled = True
 
     def token_mean(self, nats: Tensor, tokens: Tensor, capacity: int) -> Tensor:
-        """What `training_step` returns; call it once in each.
+        """The loss for `training_step` to return; call it once in each.
 
         Args:
             nats: Sum of the losses of the micro-batch's tokens, a scalar.
-            tokens: How many tokens that were, an int64 scalar on the same device; may be 0.
+            tokens: Number of these tokens, an int64 scalar on the same device; may be 0.
             capacity: Upper bound of `tokens`, known without reading the device, such as `labels.numel()`.
 
         Returns:
@@ -53,7 +52,7 @@ class TokenMeanMixin(Mixin):
         self._batch_sums = nats.detach(), tokens
         if self._splits() == 1:
             return nats / tokens.clamp(min=1)
-        if self._capacity is None:  # any constant will do, but every rank needs the same one
+        if self._capacity is None:  # any constant works, if every rank has the same one
             self._capacity = self.trainer.strategy.broadcast(capacity)
         return nats / self._capacity
 
@@ -64,7 +63,7 @@ class TokenMeanMixin(Mixin):
         return self._over_ranks(nats) / self._over_ranks(tokens).clamp(min=1)
 
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clear the sums with the gradients: after a window's first forward pass and before its first backward pass."""
+        """Clear the sums with the gradients: after a step's first forward pass and before its first backward pass."""
         super().on_before_zero_grad(optimizer)
         self._step_sums, self._scaled = None, True
 

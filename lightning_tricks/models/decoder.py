@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_tricks._activation_checkpointing import Mode, check_mode, checkpointed
-from lightning_tricks._dtypes import matmul_dtype
 from lightning_tricks._errors import UsageError
+from lightning_tricks._tensors import matmul_dtype
 from lightning_tricks.models.attention import Attention, Rope, document_mask
 from lightning_tricks.models.decoder_config import DecoderConfig
 from lightning_tricks.models.draw_normal import draw_normal

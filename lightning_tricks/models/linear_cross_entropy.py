@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._dtypes import matmul_dtype
+from lightning_tricks._tensors import matmul_dtype
 
 
 def nats_and_gradient(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:

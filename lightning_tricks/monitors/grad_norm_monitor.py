@@ -17,6 +17,7 @@ from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import is_a, is_accumulating, optimizer_index, unwrapped
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
 from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, grad_norms_of
+from lightning_tricks.optim.grad_scaler import is_scaled, loss_scale
 
 Parts = Literal["block", "group"]
 Measured = dict[tuple[str, ...], Tensor]  # by the names of the metrics, a value for each
@@ -272,6 +273,5 @@ def _unscaled(norms: Tensor, trainer: Any, optimizer: Any) -> Tensor:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():
         return norms
-    stage = scaler._per_optimizer_states[id(unwrapped(optimizer))]["stage"]
-    scale = scaler._get_scale_async()
-    return norms if stage.name != "READY" or scale is None else norms / scale
+    scale = loss_scale(scaler)
+    return norms / scale if scale is not None and is_scaled(scaler, unwrapped(optimizer)) else norms

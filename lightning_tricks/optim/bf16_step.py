@@ -12,46 +12,48 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.optim.resting_state import MASTER, RestingState
-from lightning_tricks.optim.stochastic_rounding import copy_rounded_, local, rounding_seed
+from lightning_tricks._tensors import local
+from lightning_tricks.optim.masters import MASTER
+from lightning_tricks.optim.state_storage import StateStorage
+from lightning_tricks.optim.stochastic_rounding import copy_rounded_, rounding_seed
 
 Update = Literal["stochastic_rounding", "fp32_masters"]
 StateType = Literal["fp32", "bf16"]
 
 
-class _Lifted(NamedTuple):
-    """A bf16 parameter while a step is computed."""
+class _Fp32Copy(NamedTuple):
+    """A bf16 parameter, the fp32 copy that is stepped in its place, and its state from before the step."""
 
     param: Tensor
-    shadow: Tensor
-    state: dict[str, Any] | None
-    place: int
+    copy: Tensor
+    stored_state: dict[str, Any] | None
+    position: int
 
 
 class BF16Step:
-    """Wraps `optimizer.step`: bf16 parameters are replaced by fp32 copies for its length, then rounded back.
+    """Wraps `optimizer.step`: fp32 copies take the place of the bf16 parameters in a step, and are rounded after it.
 
-    Under `stochastic_rounding` the copies are thrown away and the parameter is rounded up or down at random; under
-    `fp32_masters` they are kept in `optimizer.state[param]["master"]` and the parameter is the nearest bf16 value. A
-    parameter that was written to from outside since (loaded, clamped) is taken as it is: the master follows it, element
-    by element. Parameters that are not bf16 are stepped as they are. The closure runs first, and hooks on the step
-    fire once, while the optimizer holds its own parameters.
+    With `stochastic_rounding` the copies are thrown away, and the parameter is rounded up or down at random; with
+    `fp32_masters` they are kept in `optimizer.state[param]["master"]`, and the parameter is the nearest bf16 value. If
+    other code writes to a parameter (loads, clamps), the master follows it, element by element. Parameters of another
+    dtype are stepped as they are. The closure runs first; hooks on the step fire once, while the optimizer holds its
+    own parameters.
 
-    Optimizers of `torch.optim` take their parameters a bucket at a time, so that no more than `bucket_bytes` of
-    temporary copies exist (or those of the largest parameter); others, which may mix parameters, all at once.
+    Optimizers of `torch.optim` get their parameters in buckets, so that temporary copies take `bucket_bytes` at most
+    (or the size of the largest parameter's); other optimizers may mix parameters, and get all at once.
 
-    Loading restores the state in the type it rests in; torch alone would cast it to the parameters' bf16.
+    Loading restores the state in its storage dtype; torch alone would cast it to the parameters' bf16.
 
     Args:
         optimizer: any that calls its closure once, at the start.
-        update: how a step reaches a bf16 parameter.
-        optimizer_state: what state tensors of a parameter's shape rest in between steps; they are fp32 within them.
-            bf16 is rounded stochastically too, or an average with beta 0.999 would stop moving.
+        update: `stochastic_rounding` or `fp32_masters`.
+        optimizer_state: storage dtype between steps of state tensors of a parameter's shape; within a step they are
+            fp32. bf16 is rounded stochastically too, or an average with beta 0.999 would stop moving.
         seed: of the rounding; equal on all ranks.
         bucket_bytes: bound of the temporary copies of weights and gradients, in bytes.
 
     Attributes:
-        steps: how many were made; with the seed and the optimizer's state, all that a bitwise resume needs.
+        steps: number of steps made; with the seed and the optimizer's state, all that a bitwise resume needs.
 
     Raises:
         UsageError: the optimizer calls its closure again or not at the start of a step: LBFGS at once, others when
@@ -73,15 +75,29 @@ class BF16Step:
             raise _closure_error(optimizer)
         self.optimizer, self.seed, self.bucket_bytes, self.steps = optimizer, seed, bucket_bytes, 0
         self._masters = update == "fp32_masters"
-        self._state = RestingState(optimizer, bfloat16 if optimizer_state == "bf16" else torch.float32, self._masters)
+        self._storage = StateStorage(optimizer, bfloat16 if optimizer_state == "bf16" else torch.float32, self._masters)
         self._per_parameter = getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._replaced = vars(optimizer).get("step")  # of a scheduler or a user; None for the class's own method
         self._step: Callable[..., Any] = optimizer.step
-        optimizer.step = MethodType(self._wrapper(), optimizer)  # type: ignore[method-assign]
+        self._wrapped = MethodType(self._wrapper(), optimizer)
+        optimizer.step = self._wrapped  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Give the optimizer back the `step` that it had, and guard no later load; what was trained stays.
+
+        Where another wrapper was put over this one since, `step` stays wrapped. Not `_replaced.replaced`, which would
+        keep an optimizer alive whose owner never calls this.
+        """
+        self._storage.remove()
+        if vars(self.optimizer).get("step") is self._wrapped:
+            del self.optimizer.step
+            if self._replaced is not None:
+                self.optimizer.step = self._replaced  # type: ignore[method-assign]
 
     def _wrapper(self) -> Callable[..., Any]:
-        # `wraps` carries the mark by which LRScheduler knows a step that it has wrapped already. A step that an earlier
-        # BF16Step has wrapped finds fp32 parameters only, and nothing to do.
+        # `wraps` carries the mark by which LRScheduler recognizes a step that it has wrapped already. If an earlier
+        # BF16Step has wrapped the step too, it finds fp32 parameters only and changes nothing.
         @Optimizer.profile_hook_step
         @functools.wraps(self._step)
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -95,59 +111,63 @@ class BF16Step:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        lists = [group["params"] for group in self.optimizer.param_groups]
-        whole = [list(params) for params in lists]
-        places = {param: place for place, param in enumerate(p for params in whole for p in params)}
-        lifted: list[_Lifted] = []
-        with _hooks_hidden(self.optimizer):
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        params = [list(group) for group in groups]
+        positions = {param: i for i, param in enumerate(p for group in params for p in group)}
+        copies: list[_Fp32Copy] = []
+        with _without_hooks(self.optimizer):
             try:
-                for bucket in self._buckets(whole):
-                    self._lift(bucket, places, lists, lifted)
-                    versions = [item.shadow._version for item in lifted]
-                    once = [] if closure is None else [self._once(loss, lifted, versions)]
-                    self._step(*once, **kwargs)
-                    while lifted:
-                        self._land(lifted[-1])
-                        lifted.pop()
+                for bucket in self._buckets(params):
+                    self._put_copies(bucket, positions, groups, copies)
+                    versions = [item.copy._version for item in copies]
+                    known = [] if closure is None else [self._known_result(loss, copies, versions)]
+                    self._step(*known, **kwargs)
+                    while copies:
+                        self._round_back(copies[-1])
+                        copies.pop()
             finally:
-                for item in lifted:  # none, unless the step failed
-                    self._put_state(item.shadow, item.param, item.state)
-                for params, own in zip(lists, whole, strict=True):
-                    params[:] = own
+                for item in copies:  # none, unless the step failed
+                    self._move_state(item.copy, item.param, item.stored_state)
+                for group, own in zip(groups, params, strict=True):
+                    group[:] = own
         self.steps += 1
         return loss
 
-    def _buckets(self, whole: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
+    def _buckets(self, params: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
         """The groups' parameters, a part at a time; fp32 weights and gradients of a part fit in `bucket_bytes`."""
-        bucket: list[list[Tensor]] = [[] for _ in whole]
-        room = self.bucket_bytes
-        for place, params in enumerate(whole):
-            for param in params:
-                size = 8 * local(param).numel() if _lifts(param) else 0
-                if self._per_parameter and size > room and any(bucket):
+        bucket: list[list[Tensor]] = [[] for _ in params]
+        free = self.bucket_bytes
+        for i, group in enumerate(params):
+            for param in group:
+                size = 8 * local(param).numel() if _needs_copy(param) else 0
+                if self._per_parameter and size > free and any(bucket):
                     yield bucket
-                    bucket, room = [[] for _ in whole], self.bucket_bytes
-                bucket[place].append(param)
-                room -= size
+                    bucket, free = [[] for _ in params], self.bucket_bytes
+                bucket[i].append(param)
+                free -= size
         yield bucket
 
-    def _lift(
-        self, bucket: list[list[Tensor]], places: dict[Tensor, int], lists: list[list[Tensor]], lifted: list[_Lifted]
+    def _put_copies(
+        self,
+        bucket: list[list[Tensor]],
+        positions: dict[Tensor, int],
+        groups: list[list[Tensor]],
+        copies: list[_Fp32Copy],
     ) -> None:
-        """Put shadows in the place of a bucket's bf16 parameters, in the groups and in the state."""
-        for params, part in zip(lists, bucket, strict=True):
-            params.clear()
+        """Put fp32 copies in the place of a bucket's bf16 parameters, in the groups and in the state."""
+        for group, part in zip(groups, bucket, strict=True):
+            group.clear()
             for param in part:
-                if not _lifts(param):
-                    params.append(param)
+                if not _needs_copy(param):
+                    group.append(param)
                     continue
                 state = self.optimizer.state.get(param)
-                shadow = nn.Parameter(self._fp32_weights(param, state), requires_grad=param.requires_grad)
-                shadow.__dict__.update(param.__dict__)  # what others have noted on it, such as a role
-                shadow.grad = param.grad.float()  # type: ignore[union-attr]
-                self._put_state(param, shadow, None if state is None else self._state.lift(state))
-                lifted.append(_Lifted(param, shadow, state, places[param]))
-                params.append(shadow)
+                copy = nn.Parameter(self._fp32_weights(param, state), requires_grad=param.requires_grad)
+                copy.__dict__.update(param.__dict__)  # attributes that others have set on it, such as a role
+                copy.grad = param.grad.float()  # type: ignore[union-attr]
+                self._move_state(param, copy, None if state is None else self._storage.to_fp32(state))
+                copies.append(_Fp32Copy(param, copy, state, positions[param]))
+                group.append(copy)
 
     def _fp32_weights(self, param: Tensor, state: dict[str, Any] | None) -> Tensor:
         weights = param.detach().float()
@@ -157,37 +177,37 @@ class BF16Step:
             local(weights).copy_(torch.where(written_to, local(weights), master))
         return weights
 
-    def _land(self, item: _Lifted) -> None:
-        """Round a shadow and its state back to where they rest."""
+    def _round_back(self, item: _Fp32Copy) -> None:
+        """Round a copy into its parameter, and its state into the storage dtype."""
         generator = self._generator(item)
-        weights = item.shadow.detach()
+        weights = item.copy.detach()
         if self._masters:
             local(item.param).copy_(local(weights))
         else:
             copy_rounded_(local(item.param), local(weights), generator)
-        flown = self.optimizer.state.get(item.shadow)
-        rested = None if flown is None else self._state.rest(item.param, flown, generator)
+        fp32_state = self.optimizer.state.get(item.copy)
+        stored = None if fp32_state is None else self._storage.to_storage(item.param, fp32_state, generator)
         if self._masters:
-            rested = {**(rested or {}), MASTER: weights}
-        self._put_state(item.shadow, item.param, rested)
+            stored = {**(stored or {}), MASTER: weights}
+        self._move_state(item.copy, item.param, stored)
 
-    def _generator(self, item: _Lifted) -> torch.Generator:
+    def _generator(self, item: _Fp32Copy) -> torch.Generator:
         device = local(item.param).device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
-        return self._generators[device].manual_seed(rounding_seed(self.seed, self.steps, item.place, item.param))
+        return self._generators[device].manual_seed(rounding_seed(self.seed, self.steps, item.position, item.param))
 
-    def _put_state(self, old: Tensor, new: Tensor, state: dict[str, Any] | None) -> None:
+    def _move_state(self, old: Tensor, new: Tensor, state: dict[str, Any] | None) -> None:
         self.optimizer.state.pop(old, None)
         if state is not None:
             self.optimizer.state[new] = state
 
-    def _once(self, loss: Any, lifted: list[_Lifted], versions: list[int]) -> Callable[[], Any]:
-        """The closure as the optimizer sees it: it ran before, so its result is given once, before any change."""
+    def _known_result(self, loss: Any, copies: list[_Fp32Copy], versions: list[int]) -> Callable[[], Any]:
+        """A closure for the optimizer: it returns the loss of the one that ran, once, before any weight changes."""
         calls = iter([loss])
 
         def closure() -> Any:
-            if [item.shadow._version for item in lifted] != versions:
+            if [item.copy._version for item in copies] != versions:
                 raise _closure_error(self.optimizer)
             for result in calls:
                 return result
@@ -196,26 +216,26 @@ class BF16Step:
         return closure
 
 
-def _lifts(param: Tensor) -> bool:
+def _needs_copy(param: Tensor) -> bool:
     return param.dtype == bfloat16 and param.grad is not None
 
 
 @contextmanager
-def _hooks_hidden(optimizer: Optimizer) -> Iterator[None]:
-    """Hooks have their turn around the whole step; a bucket is not one more step to them."""
-    places: list[dict[int, Any]] = [
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Take away the hooks on a step: they run before and after the whole step, not once for each bucket."""
+    registries: list[dict[int, Any]] = [
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     ]
-    kept = [dict(hooks) for hooks in places]
-    for hooks in places:
+    kept = [dict(hooks) for hooks in registries]
+    for hooks in registries:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, own in zip(places, kept, strict=True):
+        for hooks, own in zip(registries, kept, strict=True):
             hooks.update(own)
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.optim.decay_groups import check_each_parameter_once, decay_groups
+from lightning_tricks.optim.decay_groups import ParamRule, check_each_parameter_once, decay_groups
 from lightning_tricks.optim.follow_recipe import follow_recipe
-from lightning_tricks.optim.param_rule import ParamRule
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 
@@ -43,7 +42,7 @@ def build_optimizer(
 
     Raises:
         UsageError: the optimizer refuses its settings; its learning rate is negative, NaN or infinite; it has a weight
-            decay of its own; it leaves a parameter out; or what `decay_groups` refuses.
+            decay of its own; it leaves a parameter out; or an error of `decay_groups`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -64,7 +63,7 @@ def build_optimizer(
 
 
 def check_settings(optimizer: OptimizerFactory | None) -> None:
-    """Refuse settings that no module is needed to see wrong: lr, betas, eps out of range, a decay of its own.
+    """Refuse settings that are wrong for any module: lr, betas, eps out of range, a decay of its own.
 
     Raises:
         UsageError: the optimizer refuses them; the learning rate is no finite number; it has a weight decay of its own.
@@ -72,9 +71,9 @@ def check_settings(optimizer: OptimizerFactory | None) -> None:
     try:
         built = (optimizer or default_adamw)([torch.nn.Parameter(torch.zeros(1, 1))])
     except ValueError as error:
-        if str(error).startswith("Invalid "):  # torch's word; what else it may refuse is this parameter
+        if str(error).startswith("Invalid "):  # torch's word for settings; other errors may be this parameter's
             raise _refused(error) from error
-    except Exception:  # an optimizer for other parameters than this one: the real ones will tell
+    except Exception:  # the optimizer may need other parameters than this one: it is built again with the real ones
         return
     else:
         _refuse_own_decay(built)
@@ -82,7 +81,7 @@ def check_settings(optimizer: OptimizerFactory | None) -> None:
 
 
 def _refused(error: ValueError) -> UsageError:
-    words = {"learning rate": ".lr", "beta": ".betas", "epsilon": ".eps"}  # torch's, and the options that they mean
+    words = {"learning rate": ".lr", "beta": ".betas", "epsilon": ".eps"}  # in torch's messages, and their options
     option = next((option for word, option in words.items() if word in str(error)), "")
     return UsageError(f"optimizer{option}: {error}; give another value")
 
@@ -91,7 +90,7 @@ def _scaled_lr(group: dict[str, Any]) -> float | Tensor:
     lr = group["lr"]
     if not (float(lr) >= 0 and math.isfinite(float(lr))):
         raise UsageError(f"lr={float(lr)!r} of the optimizer: give a finite number, 0 or more")
-    # the product is a tensor of the group's own where lr is a tensor: torch shares one among all groups
+    # if lr is a tensor, which torch shares among all groups, the product is a tensor of this group alone
     return lr * group.get("lr_scale", 1.0)
 
 

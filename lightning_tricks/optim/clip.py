@@ -15,17 +15,17 @@ from lightning_tricks._errors import UsageError
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
     """Scale the gradients of `parameters` in place so that their joint L2 norm is at most `max_norm`.
 
-    The same arithmetic as `torch.nn.utils.clip_grad_norm_`. Plain tensors, DTensors of several meshes and sparse
-    gradients (`nn.Embedding(sparse=True)`) may come together, where torch's function refuses them. Shards are summed
-    across ranks, so every rank must call. A norm that is infinite or NaN makes every clipped gradient 0 or NaN, as in
+    The same arithmetic as `torch.nn.utils.clip_grad_norm_`. torch's function refuses to mix plain tensors, DTensors of
+    several meshes and sparse gradients (`nn.Embedding(sparse=True)`); this one does not. Shards are summed across
+    ranks, so every rank must call. If the norm is infinite or NaN, every clipped gradient becomes 0 or NaN, as in
     torch.
 
     Args:
-        parameters: of any shapes; those without a gradient count for nothing.
+        parameters: of any shapes; parameters without a gradient are ignored.
         max_norm: the largest norm allowed, above 0; None to measure only. Usual: 1.0.
 
     Returns:
-        The norm before clipping, a 0-dim tensor on the gradients' device; 0 where there are none.
+        The norm before clipping, a 0-dim tensor on the gradients' device; 0 without any gradient.
 
     Raises:
         UsageError: max_norm is 0, negative or NaN.
@@ -50,11 +50,11 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
 def clip_grad_value(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Limit each number in the gradients of `parameters` to -`clip_value` and `clip_value`, in place.
 
-    What `torch.nn.utils.clip_grad_value_` does, and for the same gradients as `clip_grad_norm`. A sparse gradient
-    becomes coalesced: the limit is that of the sum of rows with the same index.
+    The same as `torch.nn.utils.clip_grad_value_`, for all gradients that `clip_grad_norm` takes. A sparse gradient
+    becomes coalesced: the limit applies to the sum of rows with the same index.
 
     Args:
-        parameters: of any shapes; those without a gradient stay as they are.
+        parameters: of any shapes; parameters without a gradient are ignored.
         clip_value: the largest absolute value allowed, above 0.
 
     Raises:
@@ -74,13 +74,13 @@ def grad_norms_of(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     """L2 norm of the gradients of each part of a model, with one pass over all of them.
 
     Args:
-        parts: parameters of each of n parts; those without a gradient count for nothing. DTensor shards are summed
+        parts: parameters of each of n parts; parameters without a gradient are ignored. DTensor shards are summed
             across ranks, so every rank must call.
 
     Returns:
         (n,) fp32 tensor; 0 for a part without gradients.
     """
-    place = {id(p): index for index, part in enumerate(parts) for p in part if p.grad is not None}
+    part_of = {id(p): number for number, part in enumerate(parts) for p in part if p.grad is not None}
     with_grad = [p for part in parts for p in part if p.grad is not None]
     if not with_grad:
         return torch.zeros(len(parts))
@@ -88,13 +88,13 @@ def grad_norms_of(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     squares = torch.zeros(len(parts), device=device)
     for group in _by_mesh(with_grad):
         norms = torch.stack([norm.float() for norm in torch._foreach_norm([_summed(p) for p in group])])
-        index = torch.tensor([place[id(p)] for p in group]).to(device, non_blocking=True)
+        index = torch.tensor([part_of[id(p)] for p in group]).to(device, non_blocking=True)
         squares.index_add_(0, index, _full(norms).to(device).square())
     return squares.sqrt()
 
 
 def clip_grad_norm_fsdp1(root: Any, max_norm: float | None) -> Tensor:
-    """`clip_grad_norm` for a model in FSDP1, whose parameters each rank holds a part of: every rank must call.
+    """`clip_grad_norm` for a model in FSDP1, where each rank holds a part of every parameter: every rank must call.
 
     Args:
         root: the outermost `FullyShardedDataParallel`.
@@ -121,7 +121,7 @@ def _check_limit(limit: float | None) -> None:
 
 
 def _summed(parameter: Any) -> Tensor:
-    """Numbers with the norm of the parameter's gradient: a sparse one may hold an index several times, to be summed."""
+    """Values with the norm of the parameter's gradient; in a sparse gradient, rows of the same index are summed."""
     gradient = parameter.grad
     if not gradient.is_sparse or gradient.is_coalesced():
         return gradient._values() if gradient.is_sparse else gradient
@@ -129,12 +129,12 @@ def _summed(parameter: Any) -> Tensor:
     index = indices[0]
     for size, more in zip(gradient.shape[1:], indices[1:], strict=False):
         index = index * size + more
-    # not `coalesce()`, which waits for the device to count the indices: each value goes to where its index comes first
+    # not `coalesce()`, which waits for the device to count the indices: rows are added up where their index is first
     return torch.zeros_like(values).index_add_(0, torch.searchsorted(index.sort().values, index), values)
 
 
 def _dense(parameter: Any) -> Any:
-    """An object whose `grad` is dense and shares the memory of the parameter's gradient: torch looks at no more."""
+    """An object with a dense `grad` in the memory of the parameter's gradient: torch's functions read nothing else."""
     return SimpleNamespace(grad=parameter.grad._values()) if parameter.grad.is_sparse else parameter
 
 

@@ -1,8 +1,14 @@
-"""Parameter groups for an optimizer: matrices decay, biases and norms do not, by what each parameter is for."""
+"""Parameter groups for an optimizer, by the role of each parameter: matrices decay, biases and norms do not.
 
+Rules make exceptions by name; a table shows the groups before training.
+"""
+
+import difflib
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -10,7 +16,60 @@ from torch import nn
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks.optim.param_roles import RoledParam, param_roles
-from lightning_tricks.optim.param_rule import ParamRule, match_rules
+
+
+@dataclass(frozen=True)
+class ParamRule:
+    r"""Another learning rate or weight decay for the parameters whose names match a pattern.
+
+    Args:
+        pattern: regular expression, searched in the name without wrappers' prefixes (`re.search`): `embed` matches
+            every name that contains embed, `^model\.embed\.weight$` one name.
+        lr_scale: multiplies the optimizer's learning rate; the schedule applies to the product.
+        weight_decay: replaces the decay that follows from the parameters' roles; None keeps it. A number gives decay
+            also to a parameter that the model exempts.
+
+    Raises:
+        UsageError: the pattern is no regular expression; a negative or NaN number.
+    """
+
+    pattern: str
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise UsageError(f"ParamRule.pattern={self.pattern!r} is no regular expression: {error}") from None
+        for option, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay)):
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise UsageError(f"ParamRule.{option}={value!r} (pattern {self.pattern!r}): give a finite number >= 0")
+
+
+def match_rules(names: Sequence[str], rules: Sequence[ParamRule]) -> dict[str, ParamRule]:
+    """The rule of each name that has one: the first in the list whose pattern matches.
+
+    Raises:
+        UsageError: a rule gets no parameter: it matches none, or earlier rules took them all.
+    """
+    chosen: dict[str, ParamRule] = {}
+    for number, rule in enumerate(rules):
+        matches = [name for name in names if re.search(rule.pattern, name)]
+        if not matches:
+            near = ", ".join(difflib.get_close_matches(rule.pattern, names, n=3, cutoff=0.0))
+            raise UsageError(
+                f"param_rules: pattern {rule.pattern!r} matches no parameter: near names are {near}; change the "
+                "pattern, or set param_rules to null for no rules (--model.param_rules null)"
+            )
+        fresh = [name for name in matches if name not in chosen]
+        if not fresh:
+            raise UsageError(
+                f"param_rules: earlier rules take all {len(matches)} parameters that rule {number} "
+                f"(pattern {rule.pattern!r}) matches: move it up or remove it"
+            )
+        chosen.update(dict.fromkeys(fresh, rule))
+    return chosen
 
 
 def decay_groups(
@@ -23,16 +82,15 @@ def decay_groups(
 
     Group `decay` holds matrices, convolutions and (by the option) embeddings; `no_decay` holds biases, norms, other
     vectors and scalars, the state of recurrences, and parameters that the model itself exempts (`_no_weight_decay`,
-    timm's `no_weight_decay()`). `param_roles` says how each is told. Rules add groups of
-    their own, named after their pattern; the first rule that finds a name has it. Every trainable parameter is in
-    exactly one group, tied ones once, and the order is that of `module.named_parameters()`.
+    timm's `no_weight_decay()`). `param_roles` says how it recognizes each role. Rules add groups of their own, named
+    after their pattern; a name goes to the first rule that matches. Every trainable parameter is in exactly one group,
+    tied ones once, in the order of `module.named_parameters()`.
 
     Args:
         module: any module, before or after compile, checkpoint and FSDP2 wrapping.
         weight_decay: of the `decay` group. Default: Llama's 0.1.
-        decay_embeddings: whether `nn.Embedding` weights decay, as in nanoGPT; learned positions, class and mask
-            tokens count too. A weight
-            tied to the output head is an embedding. Default: true, which is nanoGPT's rule.
+        decay_embeddings: whether `nn.Embedding` weights decay; learned positions, class and mask tokens count as
+            embeddings too, and so does a weight tied to the output head. Default: true, nanoGPT's rule.
         rules: exceptions by name.
 
     Returns:
@@ -40,7 +98,7 @@ def decay_groups(
         torch does not know `lr_scale`: multiply each group's learning rate by it, as `build_optimizer` does.
 
     Raises:
-        UsageError: a negative or NaN decay, a rule that gets no parameter, or what `param_roles` refuses.
+        UsageError: a negative or NaN decay, a rule that gets no parameter, or an error of `param_roles`.
 
     Source: `configure_optimizers` in nanoGPT's model.py, https://github.com/karpathy/nanoGPT/blob/master/model.py
         (there: decay where dim >= 2); Touvron et al. 2023, https://arxiv.org/abs/2302.13971 (0.1).
@@ -83,3 +141,25 @@ def check_each_parameter_once(module: nn.Module, groups: Sequence[dict[str, Any]
                 f"parameter '{clean_name(name)}' is in {where} of the optimizer: "
                 "pass on the parameter groups that it is given, each once"
             )
+
+
+def groups_table(groups: Iterable[dict[str, Any]], lr: float) -> str:
+    """A plain text table of parameter groups: name, tensors, parameters, lr, decay, and the totals.
+
+    Args:
+        groups: from `decay_groups`, or an optimizer's `param_groups`.
+        lr: learning rate of groups without one of their own, before their `lr_scale`.
+    """
+    rows = [("group", "tensors", "parameters", "lr", "decay")]
+    tensors = parameters = 0
+    for number, group in enumerate(groups):
+        numel = sum(param.numel() for param in group["params"])
+        own_lr = group["lr"] if "lr" in group else lr * group.get("lr_scale", 1.0)
+        name = group.get("name", f"group {number}")
+        decay = f"{float(group.get('weight_decay', 0.0)):g}"
+        rows.append((name, str(len(group["params"])), f"{numel:,}", f"{float(own_lr):g}", decay))
+        tensors, parameters = tensors + len(group["params"]), parameters + numel
+    rows.append(("total", str(tensors), f"{parameters:,}", "", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows)
+    return "\n".join(lines)

@@ -20,10 +20,10 @@ def follow_recipe(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Guard every later `optimizer.load_state_dict`; without Lightning too. Returns the optimizer.
 
     - The names in the checkpoint (`param_names`, which groups of `decay_groups` hold and `state_dict` stores) must be
-      those of this optimizer, in the same groups and order; a state dict keyed by names, as torch's distributed
-      checkpoints are, has been matched by name already.
-    - Each group keeps its settings of this moment: the learning rate, the decay and whatever else the optimizer's
-      constructor takes (betas, eps, fused). What an optimizer counts in its groups comes from the checkpoint.
+      those of this optimizer, in the same groups and order. A state dict keyed by names, as in torch's distributed
+      checkpoints, has been matched by name already.
+    - Each group keeps its present settings: the learning rate, the decay and all other arguments of the optimizer's
+      constructor (betas, eps, fused). Counts that an optimizer keeps in its groups come from the checkpoint.
 
     Args:
         optimizer: with `param_names` in each group.
@@ -40,7 +40,7 @@ def follow_recipe(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         # before the load, not after it: torch reads `fused` and `capturable` to decide where state belongs
         groups = [{**old, **own} for old, own in zip(saved, recipe, strict=True)]
         for group in groups:
-            group.pop("initial_lr", None)  # a scheduler made after the load takes it for the recipe's learning rate
+            group.pop("initial_lr", None)  # a scheduler built after the load would start from it
         return {**state_dict, "param_groups": groups}
 
     optimizer.register_load_state_dict_pre_hook(before_load)
@@ -55,18 +55,19 @@ def _check_names(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]])
             "the checkpoint's optimizer state does not name its parameters, so its order cannot be checked: "
             "load the weights only and start with a fresh optimizer"
         )
-    for (place, theirs), (own_place, ours) in zip_longest(_flat(saved), _flat(own), fillvalue=(None, None)):
-        if (place, theirs) != (own_place, ours):
+    for (number, theirs), (own_number, ours) in zip_longest(_flat(saved), _flat(own), fillvalue=(None, None)):
+        if (number, theirs) != (own_number, ours):
             raise UsageError(
-                f"the checkpoint's optimizer has {_spot(theirs, place, saved)} where this model has "
-                f"{_spot(ours, own_place, own)}: resume with the model, decay_embeddings and param_rules it was saved "
-                "with, or load the weights only"
+                f"the checkpoint's optimizer has {_shown(theirs, number, saved)} where this model has "
+                f"{_shown(ours, own_number, own)}: resume with the model, decay_embeddings and param_rules it was "
+                "saved with, or load the weights only"
             )
 
 
 def _flat(groups: Sequence[dict[str, Any]]) -> list[tuple[int | None, str | None]]:
-    return [(place, name) for place, group in enumerate(groups) for name in group["param_names"]]
+    """The number of its group and the name of each parameter."""
+    return [(number, name) for number, group in enumerate(groups) for name in group["param_names"]]
 
 
-def _spot(name: str | None, place: int | None, groups: Sequence[dict[str, Any]]) -> str:
-    return "no more parameter" if place is None else f"'{name}' (group '{groups[place].get('name', place)}')"
+def _shown(name: str | None, number: int | None, groups: Sequence[dict[str, Any]]) -> str:
+    return "no more parameter" if number is None else f"'{name}' (group '{groups[number].get('name', number)}')"

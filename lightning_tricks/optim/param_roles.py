@@ -1,4 +1,4 @@
-"""What each parameter of a model is for (matrix, bias, norm, embedding, ...), found from module types and names."""
+"""The role of each parameter of a model (matrix, bias, norm, embedding, ...), found from module types and names."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -15,7 +15,6 @@ from lightning_tricks._find_modules import clean_name
 Role = Literal["exempt", "state", "norm", "bias", "vector", "embedding", "matrix"]
 
 _ORDER: tuple[Role, ...] = ("exempt", "state", "norm", "bias", "vector", "embedding", "matrix")
-# each part of a name that a wrapper adds: torch.compile, activation checkpointing, FSDP
 _BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
 _NORM = re.compile(r"(^|_)norms?(_|$)")
 # Mamba's (`A_log`, `dt_bias`; Vision Mamba's `A_b_log` runs backwards) and RWKV's (`time_decay`, `time_mix_key`)
@@ -36,26 +35,26 @@ class RoledParam(NamedTuple):
 def param_roles(module: nn.Module) -> list[RoledParam]:
     """The trainable parameters of `module` with their roles, each once, in the order of `named_parameters`.
 
-    The roles, of which the first that fits counts; a tied parameter has the first that fits any of its places:
+    The first role in this list that fits counts; a tied parameter has the first one that fits any of its places:
 
     - `exempt`: the parameter has a true attribute `_no_weight_decay`, as in the mamba_ssm package; a module above it
       lists its name (seen from there) in a collection `_no_weight_decay`; or the method `no_weight_decay()` of a module
-      above it returns its name, that of a module which holds it, or a pattern with wildcards, as in timm. Such a method
-      may return names that the model does not have;
-    - `state`: steers a recurrence, told by name: `A_log`, `dt_bias`, `D` beside an `A_log` (Mamba), `time_decay`,
+      above it returns its name, the name of a module which holds it, or a pattern with wildcards, as in timm. Such a
+      method may return names that the model does not have;
+    - `state`: belongs to a recurrence, by its name: `A_log`, `dt_bias`, `D` beside an `A_log` (Mamba), `time_decay`,
       `time_first`, `time_mix_...` (RWKV), of any shape;
     - `norm`: held by a LayerNorm, RMSNorm, GroupNorm, BatchNorm, InstanceNorm or a class whose name ends in `Norm`, of
-      any shape; or named so (`norm`, `attn_norm_weight`), as a raw parameter of a stacked block is;
-    - `bias`: named so (`bias`, `in_proj_bias`, `bias_hh_l0`, `biases.0`), of any shape, such as (experts, out); or the
-      table of an embedding that is named so (T5's `relative_attention_bias`);
+      any shape; or a raw parameter with such a name (`norm`, `attn_norm_weight`), as in stacked blocks;
+    - `bias`: has such a name (`bias`, `in_proj_bias`, `bias_hh_l0`, `biases.0`) and any shape, such as (experts, out);
+      or is the table of an embedding with such a name (T5's `relative_attention_bias`);
     - `vector`: fewer than two dimensions;
     - `embedding`: held by an `nn.Embedding`, `nn.EmbeddingBag` or a class named `...Embedding(s)`; or a raw parameter
       named as a token or a position (`cls_token`, `register_tokens`, `mask_token`, `pos_embed`, `position_embeddings`);
     - `matrix`: everything else: linear layers, convolutions, stacked experts.
 
     Raises:
-        UsageError: nothing is trainable; a parameter has no shape yet (lazy), or was flattened by FSDP1; a name in a
-            `_no_weight_decay` is that of no parameter; a method `no_weight_decay()` returns no collection of names.
+        UsageError: nothing is trainable; a parameter has no shape yet (lazy), or was flattened by FSDP1; a
+            `_no_weight_decay` names no parameter; a method `no_weight_decay()` returns no collection of names.
 
     Source: `no_weight_decay` in timm's models and its use in timm/optim/_param_groups.py,
         https://github.com/huggingface/pytorch-image-models; `_no_weight_decay` in
@@ -81,16 +80,16 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
 
 def _role(owner: nn.Module, name: str, param: Parameter) -> Role:
     classes = [cls.__name__ for cls in type(owner).__mro__]
-    # a ParameterList names its members 0, 1, ...: the list's own name tells what they are
+    # a ParameterList names its members 0, 1, ...: the list's own name tells their role
     parts = [part for part in name.split(".") if not part.isdigit()] or [name]
     local = parts[-1]
     if _STATE.fullmatch(local) or (_SKIP.fullmatch(local) and any(map(_STATE.fullmatch, owner._parameters))):
         return "state"
-    # torch's BatchNorm2d and its like derive from classes named so
+    # BatchNorm2d and similar classes derive from one whose name ends in Norm
     if any(cls.endswith("Norm") for cls in classes) or _NORM.search(local):
         return "norm"
     embeds = isinstance(owner, nn.EmbeddingBag) or any(cls.endswith(("Embedding", "Embeddings")) for cls in classes)
-    # the parameter of an nn.Embedding is named `weight`: the embedding's own name tells what it holds
+    # the parameter of an nn.Embedding is named `weight`: the embedding's own name tells its role
     if _BIAS.search(local) or (embeds and _BIAS.search(".".join(parts[-2:-1]))):
         return "bias"
     if param.ndim < 2:
@@ -120,7 +119,7 @@ def _names(listed: Any, where: str) -> Collection[str]:
 
 
 def _matching(owner: nn.Module, patterns: Collection[str]) -> Iterator[Parameter]:
-    # timm's models of one family share a list, of which each has a part, and some list modules
+    # timm's models of one family share a list; each has only some of its names, and some names are modules
     for name, param in owner.named_parameters():
         name = clean_name(name)
         if any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns):
@@ -128,7 +127,7 @@ def _matching(owner: nn.Module, patterns: Collection[str]) -> Iterator[Parameter
 
 
 def _refuse_unreadable(name: str, param: Parameter) -> None:
-    # torch's mark on FSDP1's parameters; its shards are flat, so neither role nor dimension can be seen
+    # torch's mark on FSDP1's parameters: flat shards, which show neither role nor dimensions
     if getattr(param, "_fsdp_flattened", False):
         raise UsageError(
             f"parameter '{name}' was flattened by FSDP1, which hides what decays: "

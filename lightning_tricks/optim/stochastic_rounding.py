@@ -1,4 +1,4 @@
-"""Round fp32 to bf16 up or down at random, right on average: an update far below a bf16 spacing is not lost."""
+"""Round fp32 to bf16 up or down at random, without bias: an update far below a bf16 spacing is not lost."""
 
 import hashlib
 
@@ -12,13 +12,13 @@ _CHUNK = 1 << 24  # elements rounded at once: 128 MiB for their random bits and 
 def round_to_bf16(source: Tensor, generator: torch.Generator) -> Tensor:
     """The bf16 neighbour above or below each value, the nearer one more often: the mean of many roundings is the value.
 
-    bf16 is the upper half of fp32's bits, so that a random 16-bit integer added to the lower half carries into the
-    upper one with just the probability that is wanted. A value that bf16 holds stays; infinities and NaN stay; a
-    finite value becomes infinite only where it is beyond bf16's largest, 3.39e38.
+    bf16 is the upper half of fp32's bits, so a random 16-bit integer added to the lower half carries into the upper
+    half with the right probability. A value that bf16 can represent does not change, nor do infinities and NaN; a
+    finite value becomes infinite only above bf16's largest, 3.39e38.
 
     Args:
         source: fp32, any shape.
-        generator: on the device of `source`; the random state that a model sees is not touched.
+        generator: on the device of `source`; the random state of the model is not touched.
 
     Returns:
         bf16, shape of `source`.
@@ -41,24 +41,19 @@ def copy_rounded_(target: Tensor, source: Tensor, generator: torch.Generator) ->
         to.copy_(round_to_bf16(value, generator))
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, in the same storage; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def rounding_seed(seed: int, step: int, place: int, param: Tensor) -> int:
-    """A seed for one parameter at one step: the same on all ranks that hold the same part of it, else another.
+def rounding_seed(seed: int, step: int, index: int, param: Tensor) -> int:
+    """A seed for one parameter at one step: equal on ranks that hold the same shard of it, different on the others.
 
     Args:
         seed: of the run; equal on all ranks.
         step: number of the optimizer's step.
-        place: of the parameter in its optimizer.
-        param: the parameter; of a DTensor, the rank's coordinates on the mesh dimensions that split it count.
+        index: of the parameter in its optimizer.
+        param: the parameter. For a DTensor, the rank's coordinates on the mesh dimensions that split it count too.
     """
     shard: list[int] = []
     if isinstance(param, DTensor):
         coordinates = param.device_mesh.get_coordinate() or ()
         pairs = zip(coordinates, param.placements, strict=False)
         shard = [coordinate for coordinate, placement in pairs if not placement.is_replicate()]
-    text = repr((seed, step, place, shard))
+    text = repr((seed, step, index, shard))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())

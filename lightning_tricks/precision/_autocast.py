@@ -1,4 +1,4 @@
-"""What every plugin does about autocast: on the model's own device, and not where FSDP2 casts already."""
+"""Autocast for every plugin: on the model's own device, and off where FSDP2 casts already; strategies it refuses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +16,10 @@ _OWN_PRECISION = {"DeepSpeedStrategy": "DeepSpeed", "FSDPStrategy": "FSDP1", "XL
 
 
 class Autocast:
-    """Autocast to `dtype` on the device that the model lives on, once it is known; off where FSDP2 casts.
+    """Autocast to `dtype` on the model's device, once it is known; off where FSDP2 casts.
 
     Args:
-        dtype: what products are computed in, `torch.bfloat16` or `torch.float16`.
+        dtype: of the products, `torch.bfloat16` or `torch.float16`.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -29,11 +29,11 @@ class Autocast:
 
     @property
     def fsdp2_policy(self) -> MixedPrecisionPolicy:
-        """What FSDP2 does in its place: weights gathered in `dtype`, gradients reduced in fp32."""
+        """FSDP2's casts in its place: weights gathered in `dtype`, gradients reduced in fp32."""
         return MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
 
     def follow(self, module: nn.Module) -> None:
-        """Learn the device of a module that is about to be trained, and whether FSDP2 casts for it."""
+        """Find out the device of a module that is about to be trained, and whether FSDP2 casts for it."""
         trainer = trainer_of(module)
         if trainer is not None:
             self.device_type = trainer.strategy.root_device.type
@@ -41,13 +41,13 @@ class Autocast:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Wrap a forward pass. Weight casts are not kept: run again by activation checkpointing, it must cast again."""
+        """Wrap a forward pass. Weight casts are not cached: activation checkpointing must cast them again."""
         with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False):
             yield
 
 
 def casts_by_fsdp2(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether FSDP2 casts all parameters of `module`, and what enters it, to `dtype`: autocast would only repeat it."""
+    """Whether FSDP2 casts all parameters and inputs of `module` to `dtype`: autocast would only repeat it."""
     sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
     policies = [part._get_fsdp_state()._mp_policy for part in sharded]  # torch has no public way to ask
     whole = all(isinstance(parameter, DTensor) for parameter in module.parameters())
@@ -59,7 +59,7 @@ def casts_by_fsdp2(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def refuse_strategy(plugin: Any, module: nn.Module) -> None:
-    """Say in one line that a strategy brings its own precision and would not do what the plugin promises.
+    """Refuse a strategy that has a precision of its own, under which the plugin could not keep its promises.
 
     Raises:
         UsageError: `module` is about to be trained by DeepSpeed, FSDP1 or XLA. (FSDP1 refuses any plugin but its own

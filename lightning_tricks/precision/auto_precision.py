@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_tricks._lightning import pl_import
-from lightning_tricks.optim.resting_state import take_masters
+from lightning_tricks.optim.masters import take_masters
 from lightning_tricks.precision._autocast import Autocast, refuse_strategy
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ def has_fast_bf16(device_type: str) -> bool:
 
 
 class AutoPrecision(Precision):
-    """Autocast to bf16 where that pays, fp32 otherwise; weights, gradients and optimizer stay fp32 in both cases.
+    """Autocast to bf16 where that is faster, fp32 otherwise; weights, gradients and optimizer state are always fp32.
 
-    For recipes that are meant to run on any machine. A recipe for known hardware should name its precision instead
-    (`plugins: [BF16Mixed]`). Which one was chosen is `trainer.precision` and stands in the start-up summary. Where it
-    is bf16, it does what `BF16Mixed` does.
+    For recipes that run on any machine. A recipe for known hardware should name its precision instead
+    (`plugins: [BF16Mixed]`). `trainer.precision` and the start-up summary tell the choice. In bf16 it does the same as
+    `BF16Mixed`.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class AutoPrecision(Precision):
 
     @property
     def fsdp2_policy(self) -> MixedPrecisionPolicy:
-        """As `BF16Mixed` where bf16 is fast; elsewhere the weights' own type."""
+        """The same as `BF16Mixed`'s where bf16 is fast; elsewhere the weights' own dtype."""
         return self._autocast.fsdp2_policy if self.precision == "bf16-mixed" else MixedPrecisionPolicy()
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Leave the weights as they are; learn the device they live on, and whether FSDP2 casts."""
+        """Find out the weights' device, and whether FSDP2 casts; the weights do not change."""
         refuse_strategy(self, module)
         self._autocast.follow(module)
         self._choose()
@@ -68,7 +68,7 @@ class AutoPrecision(Precision):
         return self._autocast.context() if self.precision == "bf16-mixed" else nullcontext()
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Go on from the fp32 masters, where a checkpoint of `BF16True` has them."""
+        """Take the fp32 masters over from a checkpoint of `BF16True`."""
         for optimizer in optimizers:
             optimizer.register_load_state_dict_post_hook(take_masters)
         return model, optimizers, lr_schedulers

@@ -7,7 +7,7 @@ from torch import bfloat16, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_tricks._lightning import pl_import
-from lightning_tricks.optim.resting_state import take_masters
+from lightning_tricks.optim.masters import take_masters
 from lightning_tricks.precision._autocast import Autocast, refuse_strategy
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ else:
 class BF16Mixed(Precision):
     """Autocast to bf16; weights, gradients and optimizer state stay in fp32.
 
-    What Lightning's `precision: bf16-mixed` does, and beyond it: gradients of fused optimizers can be clipped; under
-    FSDP2 it is the sharding that casts (`fsdp2_policy`), weights gathered in bf16 and gradients reduced in fp32,
-    without a second cast by autocast.
+    It does the same as Lightning's `precision: bf16-mixed`, and more: gradients of fused optimizers can be clipped;
+    under FSDP2 the sharding casts (`fsdp2_policy`) in place of autocast: weights are gathered in bf16 and gradients
+    reduced in fp32.
 
     Attributes:
-        fsdp2_policy: for whoever shards the model: `fully_shard(block, mp_policy=plugin.fsdp2_policy)`.
+        fsdp2_policy: for a module that shards itself: `fully_shard(block, mp_policy=plugin.fsdp2_policy)`.
 
     Raises:
         UsageError: when training starts, under a strategy with a precision of its own (FSDP1, DeepSpeed).
@@ -47,7 +47,7 @@ class BF16Mixed(Precision):
         return self._autocast.fsdp2_policy
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Leave the weights as they are; learn the device they live on, and whether FSDP2 casts."""
+        """Find out the weights' device, and whether FSDP2 casts; the weights do not change."""
         refuse_strategy(self, module)
         self._autocast.follow(module)
         return module
@@ -57,7 +57,7 @@ class BF16Mixed(Precision):
         return self._autocast.context()
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Go on from the fp32 masters, where a checkpoint of `BF16True` has them."""
+        """Take the fp32 masters over from a checkpoint of `BF16True`."""
         for optimizer in optimizers:
             optimizer.register_load_state_dict_post_hook(take_masters)
         return model, optimizers, lr_schedulers

@@ -23,8 +23,8 @@ else:
 def to_bf16(module: nn.Module) -> None:
     """Convert the parameters of a module to bf16 in place, and their gradients; a second call changes nothing.
 
-    Buffers stay as they are: rounded position tables and running statistics are wrong ones. So do the parameters
-    beside running statistics (batch norm), as torch wants both in one type.
+    Buffers keep their dtype: rounding would spoil position tables and running statistics. So do the parameters beside
+    running statistics (batch norm), because torch wants both in one dtype.
     """
     kept = {
         parameter
@@ -44,26 +44,26 @@ def to_bf16(module: nn.Module) -> None:
 
 
 class BF16True(Precision):
-    """Parameters and gradients rest in bf16; products run in bf16, each optimizer step in fp32.
+    """Store parameters and gradients in bf16; compute products in bf16, and each optimizer step in fp32.
 
-    Lightning's `precision: bf16-true` rounds every update to the nearest bf16 value, so that a weight whose update is
-    under half a spacing (1/512 to 1/256 of it) never moves. Here the step is computed in fp32, by any optimizer, and
-    reaches the weight by stochastic rounding, or through fp32 masters. Autocast stands on top, so that losses and
-    softmax run in fp32 and an fp32 buffer does no harm; under FSDP2 it is the sharding that casts (`fsdp2_policy`).
-    Buffers and batch norm keep their type. Gradients are added up over micro-batches, clipped and measured in bf16.
+    Lightning's `precision: bf16-true` rounds every update to the nearest bf16 value, so that a weight never moves if
+    its updates are below half a spacing (1/512 to 1/256 of it). Here the step is computed in fp32, by any optimizer,
+    and reaches the weight by stochastic rounding, or through fp32 masters. Autocast is on too, so that losses and
+    softmax run in fp32 and an fp32 buffer does no harm; under FSDP2 the sharding casts instead (`fsdp2_policy`).
+    Buffers and batch norm keep their dtype. Gradients are accumulated, clipped and measured in bf16.
 
-    Bytes a parameter with AdamW (weight, gradient, two averages, master): 12 as it comes; 8 with bf16 state; 16 with
-    masters; 12 with masters and bf16 state. Besides, 256 MiB or the largest parameter's copies during a step.
+    Bytes a parameter with AdamW (weight, gradient, two averages, master): 12 by default; 8 with bf16 state; 16 with
+    masters; 12 with masters and bf16 state. In addition, 256 MiB or the largest parameter's copies during a step.
 
-    The rounding draws from generators of its own, so that a model's random state is that of a run without it. Replicas
-    round alike. Its seed and count are in the checkpoint: a resumed run rounds as the uninterrupted one would.
+    The rounding has random generators of its own, so the model's random state is that of a run without the plugin.
+    Replicas round alike. Seed and number of steps are in the checkpoint: a resumed run rounds as the uninterrupted one.
 
     Args:
         update: `stochastic_rounding` (unbiased, no memory) or `fp32_masters` (4 bytes a parameter more, exact).
-        optimizer_state: type that optimizer state of a parameter's shape rests in.
+        optimizer_state: storage dtype of optimizer state of a parameter's shape.
 
     Attributes:
-        fsdp2_policy: for whoever shards the model: `fully_shard(block, mp_policy=plugin.fsdp2_policy)`.
+        fsdp2_policy: for a module that shards itself: `fully_shard(block, mp_policy=plugin.fsdp2_policy)`.
 
     Raises:
         UsageError: an unknown option value; when training starts, under a strategy with a precision of its own (FSDP1,
@@ -94,7 +94,7 @@ class BF16True(Precision):
         return self._autocast.fsdp2_policy
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert the parameters in place; learn the device they live on, and whether FSDP2 casts."""
+        """Convert the parameters in place; find out their device, and whether FSDP2 casts."""
         refuse_strategy(self, module)
         to_bf16(module)
         self._autocast.follow(module)
@@ -105,13 +105,13 @@ class BF16True(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Wrap each optimizer's step."""
-        # once and from rank 0: a module may seed anew in the middle of training, each rank in its own way
+        """Wrap each optimizer's step, until `teardown`."""
+        # once and from rank 0: a module may set another seed during training, each rank its own
         seed = torch.initial_seed()
         self._seed = self._strategy.broadcast(seed) if self._strategy is not None else seed
         self._steps = [
-            BF16Step(optimizer, self.update, self.optimizer_state, self._seed + place)
-            for place, optimizer in enumerate(optimizers)
+            BF16Step(optimizer, self.update, self.optimizer_state, self._seed + index)
+            for index, optimizer in enumerate(optimizers)
         ]
         return model, optimizers, lr_schedulers
 
@@ -120,11 +120,16 @@ class BF16True(Precision):
         return self._autocast.context()
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed of the rounding and how many steps each optimizer has made."""
+        """The seed of the rounding, and the number of steps of each optimizer."""
         return {"seed": self._seed, "steps": [step.steps for step in self._steps]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the rounding of another run."""
         self._seed = state_dict["seed"]
-        for place, (step, count) in enumerate(zip(self._steps, state_dict["steps"], strict=False)):
-            step.seed, step.steps = self._seed + place, count
+        for index, (step, count) in enumerate(zip(self._steps, state_dict["steps"], strict=False)):
+            step.seed, step.steps = self._seed + index, count
+
+    def teardown(self) -> None:
+        """Give each optimizer back the step that it had."""
+        for step in self._steps:
+            step.remove()

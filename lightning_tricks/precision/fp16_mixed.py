@@ -1,4 +1,4 @@
-"""fp16 products over fp32 weights with a scaled loss: for GPUs that multiply fp16 fast and bf16 not at all."""
+"""fp16 products over fp32 weights with a scaled loss: for GPUs that multiply fp16 fast, but not bf16."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -11,42 +11,42 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, pl_import
-from lightning_tricks.optim.resting_state import take_masters
-from lightning_tricks.optim.unscale import unscale
-from lightning_tricks.precision._autocast import Autocast, refuse_strategy, trainer_of
+from lightning_tricks._trainer import trainer_of, unwrapped
+from lightning_tricks.optim.grad_scaler import has_overflowed, unscale
+from lightning_tricks.optim.masters import take_masters
+from lightning_tricks.precision._autocast import Autocast, refuse_strategy
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 else:
     Precision = pl_import("plugins.precision").Precision
 
-LightningOptimizer = pl_import("core.optimizer").LightningOptimizer
-
 
 class FP16Mixed(Precision):
     """Autocast to fp16 with a scaled loss; weights, gradients and optimizer state stay in fp32, on CUDA and on CPU.
 
-    fp16 holds nothing between 0 and 6e-8, and gradients live there; so the loss is multiplied by a scale and the
+    fp16 has no numbers between 0 and 6e-8, where many gradients lie; so the loss is multiplied by a scale and the
     gradients are divided by it. A step whose gradients overflow changes no weight, halves the scale and is counted.
 
-    What Lightning's `precision: 16-mixed` does, and beyond it: gradients are unscaled before every hook, the norm and
-    the clip, for fused optimizers too, and before `self.clip_gradients` in manual optimization. An overflowed step
-    does not advance the schedulers that Lightning steps after each optimizer step (`interval: step`; those of an epoch
-    or on a plateau go on, and in manual optimization yours do: hold them where `skipped_steps` has grown). On a CPU it
-    is fp16 and not bf16. FSDP2 casts in its place (`fsdp2_policy`), and all ranks skip together.
+    It does the same as Lightning's `precision: 16-mixed`, and more: gradients are unscaled before every hook, the norm
+    and the clip, for fused optimizers too, and before `self.clip_gradients` in manual optimization. An overflowed step
+    does not advance the schedulers that Lightning steps after each optimizer step (`interval: step`). Schedulers of an
+    epoch or on a plateau go on, and so do yours in manual optimization: skip theirs when `skipped_steps` has grown. On
+    a CPU it computes in fp16, where Lightning's flag gives bf16. Under FSDP2 the sharding casts instead of autocast
+    (`fsdp2_policy`), and all ranks skip together.
 
-    Whether to skip is one read of the device per optimizer step, after the clip. Where a module has several optimizers,
-    the scale is updated at the next backward pass: until then other gradients may still carry the old one.
+    To decide costs one read of the device per optimizer step, after the clip. If a module has several optimizers, the
+    scale is updated at the next backward pass: until then other gradients may still carry the old one.
 
     Args:
-        init_scale: of the first step; above 0. Torch's default, 2**16: high, found too high within a few steps.
+        init_scale: of the first step; above 0. Torch's default, 2**16, is often too high and halved in a few steps.
         growth_interval: steps without overflow after which the scale is doubled; 1 or more. Torch's default, 2000.
-        loss_scaling: False trains without a scale, to see what it is for: nothing is skipped, `scaler` is None.
+        loss_scaling: False trains without a scale, to see its effect: no step is skipped, `scaler` is None.
 
     Attributes:
-        scaler: `torch.amp.GradScaler` on the device that the model lives on; its scale is in the checkpoint.
+        scaler: `torch.amp.GradScaler` on the model's device; its scale is in the checkpoint.
         skipped_steps: optimizer steps that overflowed since the run began, an int; in the checkpoint.
-        fsdp2_policy: for whoever shards the model: `fully_shard(block, mp_policy=plugin.fsdp2_policy)`.
+        fsdp2_policy: for a module that shards itself: `fully_shard(block, mp_policy=plugin.fsdp2_policy)`.
 
     Raises:
         UsageError: an option out of its range. When training starts: LBFGS, weights in fp16, a strategy with a
@@ -68,7 +68,7 @@ class FP16Mixed(Precision):
         self._autocast = Autocast(torch.float16)
         self.scaler = self._new_scaler()
         self._update_due = False
-        self._held: list[tuple[Any, int]] = []  # schedulers' configs and the frequency that each shall have again
+        self._held: list[tuple[Any, int]] = []  # configs of schedulers that skip a step, and their own frequencies
 
     def __repr__(self) -> str:
         options = ("init_scale", "growth_interval", "loss_scaling")
@@ -86,19 +86,19 @@ class FP16Mixed(Precision):
         return self._autocast.fsdp2_policy
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Leave the weights as they are; learn the device they live on, and whether FSDP2 casts."""
+        """Find out the weights' device, and whether FSDP2 casts; the weights do not change."""
         refuse_strategy(self, module)
         device_type, trainer = self._autocast.device_type, trainer_of(module)
         self._autocast.follow(module)
         if self._autocast.device_type != device_type:
             self.scaler = self._new_scaler()
         if self.scaler is not None and trainer is not None:
-            # so that the scale is there even if the first batch has no loss
+            # creates the scale, which an optimizer step needs even if the first batch has no loss
             self.scaler.scale(torch.zeros((), device=trainer.strategy.root_device))
         return module
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Refuse what cannot be scaled; go on from the fp32 masters, where a checkpoint of `BF16True` has them."""
+        """Refuse LBFGS and fp16 weights; take the fp32 masters over from a checkpoint of `BF16True`."""
         for optimizer in optimizers:
             optimizer.register_load_state_dict_post_hook(take_masters)
         if self.scaler is not None and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
@@ -124,9 +124,9 @@ class FP16Mixed(Precision):
         return super().pre_backward(tensor if self.scaler is None else self.scaler.scale(tensor), module)
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Clip what is no longer scaled: in manual optimization the module clips before its step."""
+        """Unscale, then clip: in manual optimization the module clips before its step."""
         if self.scaler is not None:
-            unscale(self.scaler, optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+            unscale(self.scaler, unwrapped(optimizer))
         super().clip_gradients(optimizer, *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override]
@@ -143,9 +143,8 @@ class FP16Mixed(Precision):
         closure()
         unscale(self.scaler, optimizer)
         self._after_closure(model, optimizer)
-        found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        overflowed = any(bool(value) for value in found.values())  # one value, so one read of the device
-        # not scaler.step: it would read once more, and hand a fused optimizer what is decided already
+        overflowed = has_overflowed(self.scaler, optimizer)
+        # not scaler.step: it would read the device again, and make a fused optimizer decide again
         result = None if overflowed else optimizer.step(**kwargs)
         self._update_due = True
         if len(model.trainer.optimizers) == 1:  # otherwise another's gradients may still carry this scale
@@ -161,7 +160,7 @@ class FP16Mixed(Precision):
         self._update_due = False
 
     def _hold_schedulers(self, configs: Iterable[Any]) -> None:
-        """Let Lightning pass them over until the next optimizer step; nothing of it is in a scheduler's own state."""
+        """Keep Lightning from stepping them until the next optimizer step; a scheduler's own state is unchanged."""
         for config in configs:
             if config.interval == "step" and not config.reduce_on_plateau:
                 self._held.append((config, config.frequency))
@@ -173,7 +172,7 @@ class FP16Mixed(Precision):
         self._held = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, how many steps it has stood, and the steps skipped; not the options, which are the recipe's."""
+        """The scale, the steps since it changed, and the skipped steps; not the options, which belong to the recipe."""
         self._update_scale()
         state: dict[str, Any] = {"skipped_steps": self.skipped_steps}
         if self.scaler is not None:
@@ -185,12 +184,12 @@ class FP16Mixed(Precision):
         """Go on from `state_dict`, of a run with loss scaling or without."""
         self.skipped_steps = state_dict["skipped_steps"]
         if self.scaler is not None and "scale" in state_dict:
-            # torch grows the scale when the count equals the interval: one beyond a shorter interval never would
-            stood = min(state_dict["_growth_tracker"], self.growth_interval - 1)
-            state = {**self.scaler.state_dict(), "scale": state_dict["scale"], "_growth_tracker": stood}
+            # torch grows the scale when the count equals the interval: a count beyond a shorter one never would
+            steps = min(state_dict["_growth_tracker"], self.growth_interval - 1)
+            state = {**self.scaler.state_dict(), "scale": state_dict["scale"], "_growth_tracker": steps}
             self.scaler.load_state_dict(state)
 
     def teardown(self) -> None:
-        """Leave the schedulers and the scale as they are to be."""
+        """Give the schedulers their frequencies back, and make a scale update that is due."""
         self._release_schedulers()
         self._update_scale()

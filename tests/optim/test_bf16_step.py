@@ -173,7 +173,7 @@ def test_bytes_a_parameter(options, expected):
 # buckets
 
 
-def test_no_more_than_a_bucket_is_lifted_at_once():
+def test_no_more_than_a_bucket_is_copied_at_once():
     params = [weight(10), weight(10), nn.Parameter(torch.ones(50)), weight(10), weight(30)]
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.2}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
@@ -337,6 +337,33 @@ def test_wrapping_twice_is_wrapping_once():
         assert len(calls) == step.steps == 4
         results.append(optimizer.param_groups[0]["params"][0])
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("own", ["the class's", "a user's", "a scheduler's"])
+def test_removed_it_leaves_the_step_and_the_loading_that_were_there(own):
+    optimizer = torch.optim.SGD([weight(4)], lr=0.1, momentum=0.9)
+    if own == "a user's":
+        spied(optimizer)
+    if own == "a scheduler's":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = vars(optimizer).get("step")
+    first = BF16Step(optimizer)
+    train(optimizer, 1)
+    first.remove()
+    assert vars(optimizer).get("step") is before
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"].dtype == BF16
+    train(optimizer, 1)
+    assert first.steps == 1
+
+
+def test_removed_under_another_wrapper_it_goes_on():
+    optimizer = torch.optim.SGD([weight(4)], lr=0.1)
+    first = BF16Step(optimizer)
+    calls = spied(optimizer)
+    first.remove()
+    train(optimizer, 1)
+    assert len(calls) == first.steps == 1
 
 
 def test_the_last_wrapping_holds():

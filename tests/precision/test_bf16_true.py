@@ -347,6 +347,14 @@ def test_a_second_fit_with_the_same_optimizer_wraps_it_once():
         assert plugin.state_dict()["steps"] == [2]
 
 
+def test_after_the_fit_the_optimizers_step_is_what_it_was():
+    model, before = Model(), []
+    configured = model.configure_optimizers()
+    model.configure_optimizers = lambda: before.append(vars(configured[0][0])["step"]) or configured
+    own = fit(model, BF16True(), max_steps=2)
+    assert vars(own.optimizers[0])["step"] is before[0]  # the scheduler's wrapper
+
+
 def test_validation_needs_no_optimizer(tmp_path):
     fit(Model(), BF16True()).save_checkpoint(tmp_path / "a.ckpt")
     model = Model()

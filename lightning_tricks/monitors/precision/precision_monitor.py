@@ -9,6 +9,7 @@ from lightning_tricks._lightning import pl, pl_import
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.monitors.precision.fp8_watch import Fp8Watch
+from lightning_tricks.optim.grad_scaler import loss_scale
 
 rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 
@@ -95,7 +96,7 @@ class PrecisionMonitor(pl.Callback):
     ) -> None:
         """Keep the scale, before the scaler writes the next one into its place."""
         plugin: Any = trainer.precision_plugin
-        scale = plugin.scaler._get_scale_async() if scales_loss(plugin) else None
+        scale = loss_scale(plugin.scaler) if scales_loss(plugin) else None
         if scale is not None:
             self._settle(plugin)
             self._used = scale.clone()
@@ -110,7 +111,9 @@ class PrecisionMonitor(pl.Callback):
         if skipped is None:
             if self._skipped is None:
                 self._skipped = torch.full((), self._counted, dtype=torch.int64, device=used.device)
-            skipped = self._skipped = self._skipped + (plugin.scaler._get_scale_async() < used)
+            scale = loss_scale(plugin.scaler)
+            assert scale is not None  # the step has used one
+            skipped = self._skipped = self._skipped + (scale < used)
         self._buffer.record("precision/skipped_steps", skipped)
 
     def on_train_batch_end(

@@ -1,8 +1,9 @@
-"""fp8 matrix products over bf16: the layers that gain from it, converted in place before compiling and sharding."""
+"""fp8 matrix products over bf16: the large layers, converted in place before the model is compiled and sharded."""
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -11,16 +12,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_tricks._dtypes import matmul_dtype
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks.precision._autocast import refuse_strategy
 from lightning_tricks.precision.bf16_mixed import BF16Mixed
 from lightning_tricks.precision.float8 import layers as choosing
-from lightning_tricks.precision.float8.linear import CheckedLinear, LayerSettings, convert, revert
-from lightning_tricks.precision.float8.load_torchao import make_stand_in
-from lightning_tricks.precision.float8.stats import stats_of, weight_and_scale
+from lightning_tricks.precision.float8.linear import (
+    CheckedLinear,
+    LayerSettings,
+    convert,
+    layer_stats,
+    load_template,
+    revert,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
@@ -32,20 +37,20 @@ Base = Literal["bf16-mixed", "bf16-true"]
 
 
 class Float8(Precision):
-    """Multiply the large linear layers in fp8; everything else is done as `base` does it.
+    """Multiply the large linear layers in fp8; everything else as `base` does.
 
-    The layers are converted in place, before the model is compiled and sharded where its `configure_model` calls
-    `convert_before_sharding`, as LanguageModel does, and otherwise when training starts. Names, weights and checkpoints
-    are those of the model without fp8: either opens in the other. One table at start says what was converted, and why
-    the rest was not. The module stays converted after the run.
+    The layers are converted in place. If the module's `configure_model` calls `convert_before_sharding`, as
+    LanguageModel's does, this happens before the model is compiled and sharded; otherwise when training starts. Names,
+    weights and checkpoints are those of the model without fp8: each opens in the other. A table at the start says which
+    layers are converted, and why the others are not. The module stays converted after the run.
 
     Args:
-        recipe: How tensors are scaled to fp8. `tensorwise`: one scale a tensor, the fastest; under FSDP2 weights are
+        recipe: Scaling of tensors to fp8. `tensorwise`: one scale a tensor, the fastest; under FSDP2 weights are
             gathered in fp8 too. `rowwise`: one a row, for outliers. `rowwise_with_gw_hp`: and the gradient of the
             weight in bf16, the most accurate. `mxfp8`: one for 32 elements, needs Blackwell.
-        base: `bf16-mixed` or `bf16-true`: what holds weights and everything that is not fp8.
-        exclude: Regular expressions, found anywhere in the names of layers that stay in bf16 besides the head.
-        convert_small: Convert also the layers for which fp8 does not pay by torchao's tables.
+        base: `bf16-mixed` or `bf16-true`: the format of the weights and of everything that is not fp8.
+        exclude: Regular expressions, searched in the names of layers, that keep layers besides the head in bf16.
+        convert_small: Convert also the layers that are too small to be faster in fp8, by torchao's tables.
         emulate: Multiply the rounded numbers in fp32, on any device: the values of fp8, slowly.
         evaluate_in_bf16: Multiply in bf16 while a layer is in eval mode. Weights are then gathered in bf16.
         allow_eager: Train on CUDA without `torch.compile`, which is slower than bf16.
@@ -53,8 +58,8 @@ class Float8(Precision):
     Attributes:
         fp8_layers: The converted layers by name.
         converted_share: Share of the multiply-adds of all linear layers that is in fp8, from 0 to 1.
-        fsdp2_policy: As the base's.
-        peak_dtype: `fp8` for MFU; None where fp8 is emulated.
+        fsdp2_policy: The base's.
+        peak_dtype: `fp8` for MFU; None if fp8 is emulated.
 
     Raises:
         UsageError: torchao is missing or too old; a GPU without fp8, or a CPU, and no `emulate`; nothing to convert;
@@ -84,12 +89,12 @@ class Float8(Precision):
         self.peak_dtype = None if emulate else "fp8"
         self.fp8_layers: dict[str, nn.Linear] = {}
         self.converted_share = 0.0
-        self._stand_in = make_stand_in(recipe, emulate)
+        self._template = load_template(recipe, emulate)
         self._settings = LayerSettings(
             recipe, choosing.MULTIPLE[recipe], evaluate_in_bf16, needs_compile=not (emulate or allow_eager)
         )
         self._gather_in_fp8 = recipe == "tensorwise" and not evaluate_in_bf16
-        self._scales: Any = None  # a Scales where FSDP2 gathers in fp8
+        self._scales: Any = None  # a Scales, if FSDP2 gathers weights in fp8
         self._skipped: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
@@ -97,27 +102,27 @@ class Float8(Precision):
 
     @property
     def fsdp2_policy(self) -> MixedPrecisionPolicy:
-        """As the base's: weights gathered in bf16 where not in fp8, gradients reduced in fp32."""
+        """The base's: weights that are not gathered in fp8 are gathered in bf16, gradients reduced in fp32."""
         return self._base.fsdp2_policy
 
     def convert_before_sharding(self, module: nn.Module) -> None:
-        """Convert the layers of `module`; for a `configure_model`, before it compiles and shards. Twice is as once.
+        """Convert the layers of `module`; a `configure_model` calls it before it compiles and shards. Idempotent.
 
-        Only what was converted before sharding can be gathered in fp8. On the meta device too.
+        Only weights of layers that are converted before sharding can be gathered in fp8. Works on the meta device too.
         """
-        from lightning_tricks.precision.float8 import gather as gathering
+        from lightning_tricks.precision.float8.torchao_linear import gather_in_fp8
 
         converted = self._convert(module)
         if self._gather_in_fp8:
-            gathering.gather_in_fp8(converted, self.emulate)
+            gather_in_fp8(converted, self.emulate)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert what was not yet, shards gathered as they are; show the table; do what the base does.
+        """Convert the layers that are not converted yet; show the table; then do what the base does.
 
         Raises:
-            UsageError: as the class says.
+            UsageError: see the class.
         """
-        from lightning_tricks.precision.float8 import gather as gathering
+        from lightning_tricks.precision.float8.torchao_linear import Scales, gathers_in_fp8, unwrap_unsharded
 
         refuse_strategy(self, module)
         self._refuse_device(module)
@@ -128,28 +133,24 @@ class Float8(Precision):
         self.fp8_layers = {name: layer for name, layer in linears.items() if self._is_mine(layer)}
         if not self.fp8_layers:
             raise choosing.nothing_to_convert(self.recipe, [self._skipped.get(layer, "") for layer in linears.values()])
-        gathering.gather_as_it_is(linears.values())
+        unwrap_unsharded(linears.values())
         module = self._base.convert_module(module)
-        gathered = [layer for layer in self.fp8_layers.values() if gathering.gathers_in_fp8(layer)]
-        self._scales = gathering.Scales(gathered) if gathered else None
+        gathered = [layer for layer in self.fp8_layers.values() if gathers_in_fp8(layer)]
+        self._scales = Scales(gathered) if gathered else None
         total = sum(layer.weight.numel() for layer in linears.values())
         self.converted_share = sum(layer.weight.numel() for layer in self.fp8_layers.values()) / total
         rank_zero_info(self._summary(linears, len(gathered)))
         return module
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """As the base; scales of weights are forgotten at each optimizer's step."""
+        """As the base; each optimizer step makes the scales of weights stale."""
         if self._scales is not None:
             for optimizer in optimizers:
                 optimizer.register_step_post_hook(self._scales.forget)
         return self._base.connect(model, optimizers, lr_schedulers)
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As the base."""
-        return self._base.optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-
     def state_dict(self) -> dict[str, Any]:
-        """The base's: scales follow from the weights."""
+        """The base's; scales are computed from the weights."""
         return self._base.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -157,41 +158,24 @@ class Float8(Precision):
         self._base.load_state_dict(state_dict)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """As the base: autocast for what is not fp8."""
+        """The base's: autocast for everything that is not fp8."""
         return self._base.forward_context()
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """As the base; the scales of weights that are gathered in fp8 are found first, all at once."""
+        """As the base, after computing the scales of all weights that are gathered in fp8 at once."""
         if self._scales is not None:
-            self._scales.find()
-        with self._base.train_step_context():
+            self._scales.compute()
+        with self.forward_context():
             yield
 
     @contextmanager
     def val_step_context(self) -> Iterator[None]:
-        """As the base. Averaged weights may have taken the place of the trained ones: their scales are found anew."""
-        if self._scales is not None:
-            self._scales.forget()
-            self._scales.find()
-        try:
-            with self._base.val_step_context():
-                yield
-        finally:
-            if self._scales is not None:
-                self._scales.forget()
-
-    @contextmanager
-    def test_step_context(self) -> Iterator[None]:
-        """As `val_step_context`."""
-        with self.val_step_context():
+        """As the base, with scales of the current weights: these may be averages in place of the trained ones."""
+        with self._scales.computed_anew() if self._scales is not None else nullcontext(), self.forward_context():
             yield
 
-    @contextmanager
-    def predict_step_context(self) -> Iterator[None]:
-        """As `val_step_context`."""
-        with self.val_step_context():
-            yield
+    test_step_context = predict_step_context = val_step_context
 
     def teardown(self) -> None:
         """As the base; no scale outlives the run."""
@@ -201,29 +185,27 @@ class Float8(Precision):
 
     @torch.no_grad()
     def layer_stats(self, layer: nn.Linear, input: Tensor) -> dict[str, Tensor]:
-        """What rounding to fp8 does to a layer's input and weight, by the recipe's scales.
+        """The effect of rounding to fp8 on a layer's input and weight, with the recipe's scales.
 
         Args:
             layer: one of `fp8_layers`.
-            input: what the layer was called with, (..., in_features).
+            input: of the layer, (..., in_features).
 
         Returns:
             0-dim tensors on the input's device: `input_amax`, `weight_amax` (largest magnitudes); `input_underflow`,
-            `weight_underflow` (share of the nonzero elements that become zero). Of a weight that lies in shards, those
-            of this rank's; where it is not gathered, every rank must call.
+            `weight_underflow` (share of the nonzero elements that become zero). For a sharded weight, those of this
+            rank's shard; while it is not gathered, every rank must call.
         """
-        shard = None if self._scales is None else self._scales.weights.get(layer)
-        weight, scale = weight_and_scale(layer.weight, shard, self.recipe)
-        of_input = stats_of("input", input.to(matmul_dtype(input)), None, self.recipe)
-        return of_input | stats_of("weight", weight, scale, self.recipe)
+        shard = None if self._scales is None else self._scales.shards.get(layer)
+        return layer_stats(layer, input, shard, self.recipe)
 
     def _is_mine(self, layer: nn.Module) -> bool:
         return isinstance(layer, CheckedLinear) and layer.fp8 is self._settings
 
     def _convert(self, module: nn.Module) -> list[nn.Linear]:
-        """Convert what is to be converted and was not yet; gives those layers."""
+        """Convert the chosen layers that are not converted yet, and return them."""
         for name, layer in choosing.named_linears(module).items():
-            # another plugin's, or excluded by the longer name that it has in the whole module
+            # another plugin converted it, or its longer name in the whole module is excluded
             if isinstance(layer, CheckedLinear) and (not self._is_mine(layer) or self._excludes(name)):
                 revert(layer)
         choices = choosing.choose_layers(module, self.recipe, self.exclude, self.convert_small)
@@ -233,7 +215,7 @@ class Float8(Precision):
                 continue
             reason = self._skipped.setdefault(layer, reason) if reason else self._skipped.get(layer, "")
             if not reason:
-                convert(layer, name, self._settings, self._stand_in)
+                convert(layer, name, self._settings, self._template)
                 converted.append(layer)
         choosing.refuse_tensor_parallel(module, converted)
         return converted
@@ -274,6 +256,5 @@ class Float8(Precision):
 def _base_plugin(base: str) -> Any:
     if base == "bf16-mixed":
         return BF16Mixed()
-    from lightning_tricks.precision.bf16_true import BF16True
-
-    return BF16True()
+    # by name: who reads how Float8 works needs none of bf16 training's files
+    return import_module("lightning_tricks.precision.bf16_true").BF16True()

@@ -1,8 +1,8 @@
-"""Which linear layers multiply in fp8, why the others do not, and the table that says so."""
+"""Choose the linear layers that multiply in fp8, with a reason for each other one, and show the choice as a table."""
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -14,12 +14,12 @@ from lightning_tricks._find_modules import clean_name, find_blocks
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
-# every dimension of a product, the tokens too, is a multiple of this: 16 bytes for cuBLAS, a block of 32 for MX
+# every dimension of a product, tokens included, must be a multiple of this: 16 bytes for cuBLAS, a block of 32 for MX
 MULTIPLE: dict[str, int] = {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16, "mxfp8": 32}
 
 
 class Choice(NamedTuple):
-    """A linear layer and why it stays as it is; an empty reason where it is to be converted."""
+    """A linear layer, and the reason why it is not converted; an empty reason if it is."""
 
     layer: nn.Linear
     reason: str
@@ -34,9 +34,9 @@ def named_linears(module: nn.Module) -> dict[str, nn.Linear]:
 def too_small(recipe: str, out_features: int, in_features: int) -> bool:
     """Whether casting to fp8 costs more than the faster product saves, on the hardware that torchao measured.
 
-    `tensorwise` and `rowwise` have torchao's own thresholds, of H100 tables for each shape. For `rowwise_with_gw_hp`
-    torchao has none: it casts along rows as `rowwise` does and leaves one product of three in bf16, so it gains no more
-    and has the thresholds of `rowwise`. For `mxfp8` torchao names keys and values of 5120 x 1024 as too small.
+    The thresholds of `tensorwise` and `rowwise` are torchao's, from H100 tables for each shape. torchao has none for
+    `rowwise_with_gw_hp`: it casts along rows as `rowwise` does and leaves one product of three in bf16, so it gains no
+    more than `rowwise` and has the same thresholds. For `mxfp8` torchao calls keys and values of 5120 x 1024 too small.
 
     Source: `_auto_filter_for_recipe` in https://github.com/pytorch/ao/blob/main/torchao/float8/float8_linear_utils.py,
     tables in https://github.com/pytorch/ao/blob/main/docs/source/workflows/training.md (Performance); mxfp8:
@@ -52,7 +52,7 @@ def too_small(recipe: str, out_features: int, in_features: int) -> bool:
 def choose_layers(
     module: nn.Module, recipe: str, exclude: Sequence[str] = (), convert_small: bool = False
 ) -> dict[str, Choice]:
-    """Every linear layer of `module` by name, with the reason why it is not converted; the first that fits counts."""
+    """Every linear layer of `module` by name, with the first reason that keeps it from being converted."""
     linears = named_linears(module)
     heads, owners = find_heads(module), _owners(module)
     multiple = MULTIPLE[recipe]
@@ -82,15 +82,15 @@ def choose_layers(
 
 
 def find_heads(module: nn.Module) -> set[nn.Module]:
-    """The layers that give logits: their error goes straight into the loss, so they stay in bf16.
+    """The layers that compute logits: their error goes straight into the loss, so they stay in bf16.
 
-    What Hugging Face models name so (`get_output_embeddings`), and what stands outside the repeated blocks and has as
-    many outputs as an embedding has rows, as one that shares its weight has. Where there is none of these, the last
-    linear layer outside the repeated blocks, unless it is the only one of the module.
+    These are the layers that Hugging Face models return from `get_output_embeddings`, and those outside the repeated
+    blocks with as many outputs as an embedding has rows, such as a head tied to it. Without any of these, it is the
+    last linear layer outside the repeated blocks, unless it is the only one of the module.
     """
     linears = named_linears(module)
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
-    # a block that is a linear layer itself, as in an MLP, is none
+    # a block that is itself a linear layer, as in an MLP, is no block here
     inside = tuple(f"{block}." for block in find_blocks(module))
     outside = [layer for name, layer in linears.items() if not name.startswith(inside)]
     named: list[Any] = [part for part in module.modules() if hasattr(part, "get_output_embeddings")]
@@ -100,10 +100,10 @@ def find_heads(module: nn.Module) -> set[nn.Module]:
 
 
 def refuse_unmatched(exclude: Sequence[str], names: Sequence[str]) -> None:
-    """Raise where a pattern names no linear layer.
+    """Refuse a pattern that matches no linear layer.
 
     Raises:
-        UsageError: see above.
+        UsageError: naming the first such pattern.
     """
     for pattern in exclude:
         if not any(re.search(pattern, name) for name in names):
@@ -113,10 +113,10 @@ def refuse_unmatched(exclude: Sequence[str], names: Sequence[str]) -> None:
 
 
 def check_patterns(exclude: Sequence[str]) -> tuple[str, ...]:
-    """`exclude`, of which every pattern is a regular expression.
+    """`exclude` as a tuple, after a check that each pattern is a regular expression.
 
     Raises:
-        UsageError: one is not.
+        UsageError: a pattern is not, or `exclude` is a single string.
     """
     if isinstance(exclude, str):
         raise UsageError(f"Float8.exclude={exclude!r}: give a list of patterns")
@@ -129,12 +129,12 @@ def check_patterns(exclude: Sequence[str]) -> tuple[str, ...]:
 
 
 def refuse_tensor_parallel(module: nn.Module, layers: Sequence[nn.Linear]) -> None:
-    """Raise where a weight stays in shards while its layer multiplies: fp8 scales would be those of a part.
+    """Refuse layers that multiply with a shard of their weight: an fp8 scale would be that of the shard.
 
-    FSDP2's shards are gathered before; they lie below a module that it wraps, and are split once.
+    FSDP2 gathers its shards before the product; they lie below a module that it wraps, and are split once.
 
     Raises:
-        UsageError: see above.
+        UsageError: naming the first such layer.
     """
     gathered = {id(part) for root in module.modules() if isinstance(root, FSDPModule) for part in root.modules()}
     for name, layer in named_linears(module).items():
@@ -149,21 +149,17 @@ def refuse_tensor_parallel(module: nn.Module, layers: Sequence[nn.Linear]) -> No
             )
 
 
-def group_rows(layers: dict[str, tuple[nn.Linear, str]]) -> Iterator[tuple[str, int, nn.Linear, str]]:
-    """Layers alike but for the numbers in their names, as (pattern, how many, one of them, what they multiply in)."""
-    groups: dict[tuple[str, tuple[int, int], str], list[nn.Linear]] = {}
+def layers_table(layers: dict[str, tuple[nn.Linear, str]]) -> str:
+    """A plain text table of linear layers: name, number, shape (outputs x inputs), format of the products.
+
+    One row stands for all layers that differ only in the numbers in their names.
+    """
+    counts: Counter[tuple[str, str, str]] = Counter()
     for name, (layer, note) in layers.items():
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        groups.setdefault((pattern, (layer.out_features, layer.in_features), note), []).append(layer)
-    for (pattern, _, note), members in groups.items():
-        yield pattern, len(members), members[0], note
-
-
-def layers_table(layers: dict[str, tuple[nn.Linear, str]]) -> str:
-    """A plain text table of linear layers: name pattern, how many, shape (outputs x inputs), what they multiply in."""
+        counts[pattern, f"{layer.out_features} x {layer.in_features}", note] += 1
     rows = [("linear layers", "count", "shape", "products")]
-    for pattern, count, layer, note in group_rows(layers):
-        rows.append((pattern, str(count), f"{layer.out_features} x {layer.in_features}", note))
+    rows += [(pattern, str(count), shape, note) for (pattern, shape, note), count in counts.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
         f"{name.ljust(widths[0])}  {count.rjust(widths[1])}  {shape.rjust(widths[2])}  {note}".rstrip()
@@ -172,7 +168,7 @@ def layers_table(layers: dict[str, tuple[nn.Linear, str]]) -> str:
 
 
 def nothing_to_convert(recipe: str, reasons: Sequence[str]) -> UsageError:
-    """What to raise where no layer is converted: how many stay for which reason, and the way out."""
+    """The error if no layer is converted: the number of layers for each reason, and a remedy."""
     if not reasons:
         return UsageError("plugins: Float8 found no nn.Linear in the module: use BF16Mixed instead")
     counts = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons).most_common())
@@ -191,7 +187,7 @@ def _owners(module: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def _with_partners(choice: Choice, choices: dict[str, Choice], owners: dict[int, list[nn.Module]]) -> Choice:
-    """A layer stays as it is where one that shares its weight does."""
+    """Keep a layer from being converted if another one with the same weight is not converted."""
     partners = owners[id(choice.layer.weight)]
     if choice.reason or len(partners) == 1:
         return choice

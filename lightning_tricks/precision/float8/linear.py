@@ -1,19 +1,27 @@
-"""A linear layer that multiplies in fp8, made of an nn.Linear in place, and what fp8 does to its tensors."""
+"""A linear layer that multiplies in fp8, made of an nn.Linear in place, and the losses of fp8 in its tensors."""
 
-from contextlib import nullcontext
-from typing import NamedTuple
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
-from lightning_tricks._dtypes import autocasts, matmul_dtype
 from lightning_tricks._errors import UsageError
+from lightning_tricks._tensors import autocasts, matmul_dtype
+
+_E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+_SMALLEST_AMAX = 1e-12  # torchao's floor for a largest magnitude
 
 
 class LayerSettings(NamedTuple):
-    """What the converted layers of one plugin have in common."""
+    """Settings that the converted layers of one plugin share."""
 
     recipe: str
     multiple: int
@@ -22,14 +30,14 @@ class LayerSettings(NamedTuple):
 
 
 class CheckedLinear(nn.Linear):
-    """The half of a converted layer that does not multiply: shapes, autocast, and evaluation in bf16.
+    """The checks before a product in fp8: shapes, autocast, compiling, and evaluation in bf16.
 
-    A class of torchao stands behind it in the bases. The object is still the nn.Linear that it was: weight, bias, name,
-    hooks and references to it are untouched.
+    The product is that of a class of torchao, next in the bases. The object is still the nn.Linear that it was:
+    weight, bias, name, hooks and references to it are untouched.
 
     Raises:
-        UsageError: in forward, where the tokens of a product are no multiple of 16 (32 for mxfp8); in training outside
-            of `torch.compile` on CUDA, where `needs_compile`.
+        UsageError: in forward, if the number of tokens is no multiple of 16 (32 for mxfp8); in training outside of
+            `torch.compile` on CUDA, if `needs_compile`.
     """
 
     fp8: LayerSettings
@@ -49,8 +57,8 @@ class CheckedLinear(nn.Linear):
         if not torch.compiler.is_compiling():
             self._refuse_eager(input)
         device = input.device.type
-        # Flat, for torchao cannot scale by rows what is not contiguous. Cast here and not by autocast: torchao's layer
-        # asks CUDA's only, and would cast twice.
+        # Contiguous, because torchao cannot scale other inputs by rows. Cast here and not by autocast: torchao's layer
+        # asks CUDA's autocast only, and would cast twice.
         flat = input.to(matmul_dtype(input)).reshape(-1, self.in_features).contiguous()
         with torch.autocast(device, enabled=False) if autocasts(device) else nullcontext():
             output = super().forward(flat)
@@ -69,18 +77,18 @@ class CheckedLinear(nn.Linear):
             )
 
 
-def convert(layer: nn.Linear, name: str, settings: LayerSettings, stand_in: nn.Linear) -> None:
-    """Make `layer` one of the class of `stand_in`, in place; the weight stays the same object.
+def convert(layer: nn.Linear, name: str, settings: LayerSettings, template: nn.Linear) -> None:
+    """Give `layer` the class of `template`, in place; the weight stays the same object.
 
     Args:
         layer: exactly an nn.Linear.
-        name: how messages call it.
+        name: of the layer, for messages.
         settings: shared by all layers of the plugin.
-        stand_in: a converted layer of any size, to take class and settings from.
+        template: a converted layer of any size, whose class and attributes are taken.
     """
     plain = vars(nn.Linear(1, 1, device="meta"))
-    added = {key: value for key, value in vars(stand_in).items() if key not in plain}
-    layer.__class__ = type(stand_in)
+    added = {key: value for key, value in vars(template).items() if key not in plain}
+    layer.__class__ = type(template)
     vars(layer).update(added, fp8=settings, fp8_name=name, fp8_added=tuple(added))
 
 
@@ -89,3 +97,114 @@ def revert(layer: nn.Linear) -> None:
     for key in (*vars(layer)["fp8_added"], "fp8", "fp8_name", "fp8_added"):
         del vars(layer)[key]
     layer.__class__ = nn.Linear
+
+
+def load_template(recipe: str, emulate: bool) -> nn.Linear:
+    """A converted layer of any size for `convert`. Imports torchao, which nothing before needs.
+
+    Raises:
+        UsageError: torchao is missing or too old.
+    """
+    needed = "0.18" if recipe == "mxfp8" else "0.17"
+    try:
+        found = version("torchao")
+    except PackageNotFoundError:
+        raise UsageError("plugins: Float8 needs torchao: pip install 'lightning_tricks[fp8]'") from None
+    if _numbers(found) < _numbers(needed):
+        raise UsageError(
+            f"plugins: Float8(recipe={recipe!r}) needs torchao {needed} or later, found {found}: "
+            "pip install -U 'lightning_tricks[fp8]'"
+        )
+    with _quiet():
+        if recipe == "mxfp8":
+            from lightning_tricks.precision.float8 import torchao_mx
+
+            return torchao_mx.template(emulate)
+        from lightning_tricks.precision.float8 import torchao_linear
+
+        return torchao_linear.template(recipe, emulate)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide torchao's warnings about its own kernels that this machine cannot load: its float8 layers use torch's."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def layer_stats(layer: nn.Linear, input: Tensor, shard: Any, recipe: str) -> dict[str, Tensor]:
+    """Largest magnitudes of a layer's input and weight, and the shares that become zero; see `Float8.layer_stats`."""
+    weight, scale = _weight_and_scale(layer.weight, shard, recipe)
+    of_input = _stats("input", input.to(matmul_dtype(input)), None, recipe)
+    return of_input | _stats("weight", weight, scale, recipe)
+
+
+def _stats(name: str, values: Tensor, scale: Tensor | None, recipe: str) -> dict[str, Tensor]:
+    if values.numel() == 0:  # this rank has no rows of the weight
+        return {f"{name}_amax": values.new_zeros((), dtype=torch.float32), f"{name}_underflow": values.new_zeros(())}
+    scale = e4m3_scale(values, recipe) if scale is None else scale
+    return {f"{name}_amax": values.float().abs().amax(), f"{name}_underflow": underflow(values, scale)}
+
+
+def _weight_and_scale(weight: Any, shard: Any, recipe: str) -> tuple[Tensor, Tensor | None]:
+    """The elements of a weight on this rank, and their scale if it depends on elements of other ranks too.
+
+    Args:
+        weight: the layer's current weight: plain, a shard, or gathered by FSDP2 in bf16 or in fp8.
+        shard: the shard of a weight that is gathered in fp8.
+        recipe: see `e4m3_scale`. `tensorwise` has one scale for the whole weight: every rank must call.
+    """
+    gathered_in_fp8 = hasattr(weight, "_scale")
+    if not isinstance(weight, DTensor) and not gathered_in_fp8:
+        return weight, None
+    sharded: Any = shard if gathered_in_fp8 else weight
+    values = getattr(sharded._local_tensor, "_tensor", sharded._local_tensor)
+    if gathered_in_fp8:
+        return values, weight._scale
+    if recipe == "tensorwise":
+        return values, e4m3_scale(sharded.detach().abs().amax().full_tensor(), recipe)
+    return values, None
+
+
+def e4m3_scale(values: Tensor, recipe: str) -> Tensor:
+    """The factor by which `recipe` multiplies `values` before it rounds them to E4M3 in a forward pass.
+
+    Args:
+        values: (..., in_features): a layer's input or weight.
+        recipe: `tensorwise`: one scale, which makes the largest magnitude 448. `rowwise` and `rowwise_with_gw_hp`: one
+            for each row, rounded down to a power of two. `mxfp8`: such a scale for each 32 elements of a row.
+
+    Returns:
+        fp32, of a shape that multiplies `values`.
+    """
+    magnitude = values.float().abs()
+    if recipe == "tensorwise":
+        return _E4M3_MAX / magnitude.amax().clamp(min=_SMALLEST_AMAX)
+    if recipe == "mxfp8":
+        amax = magnitude.unflatten(-1, (-1, 32)).amax(-1)
+        return _power_of_two_below(_E4M3_MAX / amax.clamp(min=_SMALLEST_AMAX)).repeat_interleave(32, -1)
+    return _power_of_two_below(_E4M3_MAX / magnitude.amax(-1, keepdim=True).clamp(min=_SMALLEST_AMAX))
+
+
+def underflow(values: Tensor, scale: Tensor) -> Tensor:
+    """The share of the nonzero elements of `values` that become zero in E4M3, a 0-dim tensor; 0 without any."""
+    nonzero = values != 0
+    rounded = (values.float() * scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+    lost = nonzero & (rounded.float() == 0)
+    return lost.sum().float() / nonzero.sum().clamp(min=1)
+
+
+def _power_of_two_below(scale: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
+    return torch.ldexp(torch.ones_like(mantissa), exponent - 1)

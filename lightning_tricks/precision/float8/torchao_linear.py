@@ -1,29 +1,127 @@
-"""The converted layer of the float8 recipes. Importing this needs torchao."""
+"""torchao's half of Float8: the layer of the float8 recipes, and weights that FSDP2 gathers in fp8. Imports torchao."""
 
 import dataclasses
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torch._guards import detect_fake_mode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 
 from lightning_tricks.precision.float8.linear import CheckedLinear
 
-# torchao keeps its class to itself, but what its public function returns is one
+# torchao does not export its class, but its public function returns an object of it
 _Base: Any = type(convert_to_float8_training(nn.Linear(16, 16, device="meta")))
 
 
 class Float8Linear(CheckedLinear, _Base):
-    """torchao's products and scales behind our checks."""
+    """Our checks, then torchao's scales and product."""
 
 
-def torchao_config(recipe: str, emulate: bool, gather_in_fp8: bool = False) -> Float8LinearConfig:
-    """What torchao calls the recipe."""
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    return dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=gather_in_fp8)
-
-
-def stand_in(recipe: str, emulate: bool) -> nn.Linear:
-    """A converted layer for `_float8_linear.convert` to take class and settings from."""
-    layer = convert_to_float8_training(nn.Linear(16, 16, device="meta"), config=torchao_config(recipe, emulate))
+def template(recipe: str, emulate: bool) -> nn.Linear:
+    """A converted layer whose class and attributes `convert` takes."""
+    layer = convert_to_float8_training(nn.Linear(16, 16, device="meta"), config=_config(recipe, emulate))
     layer.__class__ = Float8Linear
     return layer
+
+
+def gather_in_fp8(layers: Iterable[nn.Linear], emulate: bool) -> None:
+    """Wrap the weights of layers that are about to be sharded, so that FSDP2 gathers them in fp8; shared ones once."""
+    config = _config("tensorwise", emulate, enable_fsdp_float8_all_gather=True)
+    wrapped: dict[int, nn.Parameter] = {}
+    for layer in layers:
+        key = id(layer.weight)
+        if key not in wrapped:
+            carrier = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            carrier.weight = layer.weight
+            wrapped[key] = convert_to_float8_training(carrier, config=config).weight
+        layer.weight = wrapped[key]
+
+
+def gathers_in_fp8(layer: nn.Linear) -> bool:
+    """Whether FSDP2 gathers the layer's weight in fp8, or would if the weight were sharded."""
+    return hasattr(_local(layer.weight), "fsdp_pre_all_gather")
+
+
+def unwrap_unsharded(layers: Iterable[nn.Linear]) -> None:
+    """Undo `gather_in_fp8` where no sharding followed: optimizers and checkpoints need plain weights."""
+    plain: dict[int, nn.Parameter] = {}
+    for layer in layers:
+        weight: Any = layer.weight
+        if gathers_in_fp8(layer) and not isinstance(weight, DTensor):
+            inner = weight._tensor
+            new = inner if isinstance(inner, nn.Parameter) else nn.Parameter(inner, weight.requires_grad)
+            layer.weight = plain.setdefault(id(weight), new)
+
+
+class Scales:
+    """The scales of weights that are gathered in fp8, computed for all at once instead of one by one.
+
+    A scale belongs to the current values of a weight: an optimizer step or a loaded checkpoint makes it stale.
+
+    Args:
+        layers: layers whose weights are sharded and gathered in fp8, the same ones on every rank. May be empty.
+    """
+
+    def __init__(self, layers: Iterable[nn.Linear]) -> None:
+        by_mesh: dict[DeviceMesh, list[nn.Module]] = {}
+        self.shards: dict[nn.Module, DTensor] = {}
+        for layer in layers:
+            weight: Any = layer.weight
+            by_mesh.setdefault(weight.device_mesh, []).append(layer)
+            self.shards[layer] = weight  # while FSDP2 has it gathered, the layer's attribute is not the shard
+            layer.register_state_dict_post_hook(_save_plain)
+        self._groups = [nn.ModuleList(group) for group in by_mesh.values()]
+        self._current = False
+
+    def compute(self) -> None:
+        """Compute every scale, with one all-reduce for each mesh, unless they are current.
+
+        Not while FLOPs are counted on a copy without data, which has no scales.
+        """
+        if self._current or detect_fake_mode() is not None:
+            return
+        for group in self._groups:
+            precompute_float8_dynamic_scale_for_fsdp(group)
+        self._current = True
+
+    def forget(self, *_: Any) -> None:
+        """Let each weight compute its own scale when it is gathered, until `compute` is called."""
+        self._current = False
+        for shard in self.shards.values():
+            _local(shard)._precomputed_scale = None
+
+    @contextmanager
+    def computed_anew(self) -> Iterator[None]:
+        """Have scales of the current weights inside the `with`, and none after it."""
+        self.forget()
+        self.compute()
+        try:
+            yield
+        finally:
+            self.forget()
+
+
+def _config(recipe: str, emulate: bool, **options: Any) -> Float8LinearConfig:
+    return dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, **options)
+
+
+def _save_plain(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    # a checkpoint is the same as without fp8: it has no tensors of torchao's classes
+    value = state_dict.get(f"{prefix}weight")
+    if isinstance(value, DTensor) and hasattr(_local(value), "fsdp_pre_all_gather"):
+        state_dict[f"{prefix}weight"] = DTensor.from_local(
+            _local(value)._tensor.detach(), value.device_mesh, value.placements, run_check=False,
+            shape=value.size(), stride=value.stride(),
+        )  # fmt: skip
+
+
+def _local(weight: Any) -> Any:
+    return weight._local_tensor if isinstance(weight, DTensor) else weight

@@ -1,4 +1,4 @@
-"""The converted layer of the mxfp8 recipe, a prototype of torchao. Importing this needs torchao 0.18 or later."""
+"""The layer of the mxfp8 recipe, a prototype of torchao. Imports torchao 0.18 or later."""
 
 from torch import Tensor, nn
 from torchao.prototype.moe_training import mxfp8_linear
@@ -7,7 +7,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 from lightning_tricks.precision.float8.linear import CheckedLinear
 
 
-class _Products(mxfp8_linear.MXFP8Linear):
+class _Product(mxfp8_linear.MXFP8Linear):
     """torchao's layer, which needs one dtype: the weight is cast to the input's, as autocast does."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -22,12 +22,12 @@ class _Products(mxfp8_linear.MXFP8Linear):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-class MXFP8Linear(CheckedLinear, _Products):
-    """torchao's products and block scales behind our checks."""
+class MXFP8Linear(CheckedLinear, _Product):
+    """Our checks, then torchao's block scales and product."""
 
 
-def stand_in(emulate: bool) -> nn.Linear:
-    """A converted layer for `_float8_linear.convert` to take class and settings from."""
+def template(emulate: bool) -> nn.Linear:
+    """A converted layer whose class and attributes `convert` takes."""
     kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
     layer: nn.Linear = mxfp8_linear.MXFP8Linear(32, 32, device="meta", kernel_preference=kernels)
     layer.__class__ = MXFP8Linear
