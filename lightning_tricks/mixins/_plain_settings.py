@@ -30,11 +30,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, base: type, option: str) -> Any:
-    """The inverse of `to_plain` for a `base` or a list of them; any other value is returned unchanged.
-
-    Raises:
-        UsageError: the class is not imported, or does not take the settings.
-    """
+    """The inverse of `to_plain` for a `base` or a list of them; any other value is returned unchanged."""
     if isinstance(value, list):
         return [from_plain(entry, base, option) for entry in value]
     if not isinstance(value, dict) or "class_path" not in value:

@@ -1,21 +1,15 @@
 """Clip once and keep the gradient norm from before the clip: to log it costs no second pass over the gradients."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl_import
+from lightning_tricks._trainer import is_a
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, clip_grad_value
 from lightning_tricks.optim.grad_scaler import is_scaled
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
-else:
-    DeepSpeedStrategy = pl_import("strategies").DeepSpeedStrategy
-    FSDPStrategy = pl_import("strategies").FSDPStrategy
 
 
 class GradientClippingMixin(Mixin):
@@ -47,14 +41,15 @@ class GradientClippingMixin(Mixin):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradients of `optimizer`; Lightning calls it once before each optimizer step, after unscaling."""
-        if isinstance(self.trainer.strategy, DeepSpeedStrategy):
+        strategy: Any = self.trainer.strategy
+        if is_a(strategy, "DeepSpeedStrategy"):
             return
         self._refuse_unreadable_gradients(optimizer)
         by_value = gradient_clip_algorithm == "value" and bool(gradient_clip_val)
         max_norm = None if by_value else gradient_clip_val or None  # 0: no clipping, as in Lightning
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if isinstance(self.trainer.strategy, FSDPStrategy):
-            self.grad_norm = clip_grad_norm_fsdp1(self.trainer.strategy.model, max_norm)
+        if is_a(strategy, "FSDPStrategy"):
+            self.grad_norm = clip_grad_norm_fsdp1(strategy.model, max_norm)
         else:
             self.grad_norm = clip_grad_norm(parameters, max_norm)
         if by_value:

@@ -69,15 +69,9 @@ class OptimizerMixin(Mixin):
         self._class_in_checkpoint: str | None = None
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
-        """Refuse a run that could not train, before its data are prepared; the command line asks.
+        """Refuse wrong settings of the optimizer, or of the schedule for the length of the run.
 
-        Args:
-            trainer: of the run.
-            datamodule: of the run; None for the module's own loaders.
-            stage: `fit`, `validate`, `test` or `predict`.
-
-        Raises:
-            UsageError: the optimizer refuses its settings, or the schedule the length of the run.
+        The command line calls it before the data are prepared; `stage` is `fit`, `validate`, `test` or `predict`.
         """
         if stage != "fit":
             return

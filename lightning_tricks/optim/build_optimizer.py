@@ -63,11 +63,7 @@ def build_optimizer(
 
 
 def check_settings(optimizer: OptimizerFactory | None) -> None:
-    """Refuse settings that are wrong for any module: lr, betas, eps out of range, a decay of its own.
-
-    Raises:
-        UsageError: the optimizer refuses them; the learning rate is no finite number; it has a weight decay of its own.
-    """
+    """Refuse settings that are wrong for any module: lr, betas, eps out of range, a decay of its own."""
     try:
         built = (optimizer or default_adamw)([torch.nn.Parameter(torch.zeros(1, 1))])
     except ValueError as error:

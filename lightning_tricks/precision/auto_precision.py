@@ -1,19 +1,13 @@
 """bf16 autocast where the hardware multiplies bf16 fast, plain fp32 everywhere else: one recipe for every machine."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_tricks._lightning import pl_import
 from lightning_tricks.optim.masters import take_masters
-from lightning_tricks.precision._autocast import Autocast, refuse_strategy
-
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins.precision import Precision
-else:
-    Precision = pl_import("plugins.precision").Precision
+from lightning_tricks.precision._autocast import Autocast, Precision, refuse_strategy
 
 
 def has_fast_bf16(device_type: str) -> bool:

@@ -1,19 +1,13 @@
 """bf16 products over fp32 weights: the default for pretraining on everything since Ampere."""
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import bfloat16, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_tricks._lightning import pl_import
 from lightning_tricks.optim.masters import take_masters
-from lightning_tricks.precision._autocast import Autocast, refuse_strategy
-
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins.precision import Precision
-else:
-    Precision = pl_import("plugins.precision").Precision
+from lightning_tricks.precision._autocast import Autocast, Precision, refuse_strategy
 
 
 class BF16Mixed(Precision):

@@ -1,7 +1,7 @@
 """bf16 weights that keep learning: 8 to 16 bytes a parameter with AdamW, and no update lost to rounding."""
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import bfloat16, nn
@@ -9,15 +9,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl_import
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks.optim.bf16_step import BF16Step, StateType, Update
-from lightning_tricks.precision._autocast import Autocast, refuse_strategy
-
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins.precision import Precision
-else:
-    Precision = pl_import("plugins.precision").Precision
+from lightning_tricks.precision._autocast import Autocast, Precision, refuse_strategy
 
 
 def to_bf16(module: nn.Module) -> None:

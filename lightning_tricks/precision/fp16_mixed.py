@@ -3,23 +3,18 @@
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import trainer_of, unwrapped
 from lightning_tricks.optim.grad_scaler import has_overflowed, unscale
 from lightning_tricks.optim.masters import take_masters
-from lightning_tricks.precision._autocast import Autocast, refuse_strategy
-
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins.precision import Precision
-else:
-    Precision = pl_import("plugins.precision").Precision
+from lightning_tricks.precision._autocast import Autocast, Precision, refuse_strategy
 
 
 class FP16Mixed(Precision):

@@ -139,7 +139,7 @@ def test_a_negative_clip_value_is_refused(algorithm):
 def on_strategy(kind):
     """A model whose Trainer says that it runs on a strategy that this machine could not start."""
     model = Model()
-    model._trainer = Mock(strategy=Mock(spec=kind, model=model), precision_plugin=Mock(scaler=None))
+    model._trainer = Mock(strategy=type(kind.__name__, (), {"model": model})(), precision_plugin=Mock(scaler=None))
     for parameter in model.parameters():
         parameter.grad = torch.ones(1)
     model.configure_gradient_clipping(model.configure_optimizers(), 1e-3)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
 from lightning_tricks._trainer import trainer_of
-from lightning_tricks.precision._autocast import refuse_strategy
+from lightning_tricks.precision._autocast import Precision, refuse_strategy
 from lightning_tricks.precision.bf16_mixed import BF16Mixed
 from lightning_tricks.precision.float8 import layers as choosing
 from lightning_tricks.precision.float8.linear import (
@@ -26,11 +26,6 @@ from lightning_tricks.precision.float8.linear import (
     load_template,
     revert,
 )
-
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins.precision import Precision
-else:
-    Precision = pl_import("plugins.precision").Precision
 
 rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 Base = Literal["bf16-mixed", "bf16-true"]
@@ -117,11 +112,7 @@ class Float8(Precision):
             gather_in_fp8(converted, self.emulate)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert the layers that are not converted yet; show the table; then do what the base does.
-
-        Raises:
-            UsageError: see the class.
-        """
+        """Convert the layers that are not converted yet; show the table; then do what the base does."""
         from lightning_tricks.precision.float8.torchao_linear import Scales, gathers_in_fp8, unwrap_unsharded
 
         refuse_strategy(self, module)

@@ -100,11 +100,7 @@ def find_heads(module: nn.Module) -> set[nn.Module]:
 
 
 def refuse_unmatched(exclude: Sequence[str], names: Sequence[str]) -> None:
-    """Refuse a pattern that matches no linear layer.
-
-    Raises:
-        UsageError: naming the first such pattern.
-    """
+    """Refuse a pattern that matches no linear layer."""
     for pattern in exclude:
         if not any(re.search(pattern, name) for name in names):
             raise UsageError(
@@ -113,11 +109,7 @@ def refuse_unmatched(exclude: Sequence[str], names: Sequence[str]) -> None:
 
 
 def check_patterns(exclude: Sequence[str]) -> tuple[str, ...]:
-    """`exclude` as a tuple, after a check that each pattern is a regular expression.
-
-    Raises:
-        UsageError: a pattern is not, or `exclude` is a single string.
-    """
+    """`exclude` as a tuple; refuses a pattern that is no regular expression, and a single string."""
     if isinstance(exclude, str):
         raise UsageError(f"Float8.exclude={exclude!r}: give a list of patterns")
     for pattern in exclude:
@@ -132,9 +124,6 @@ def refuse_tensor_parallel(module: nn.Module, layers: Sequence[nn.Linear]) -> No
     """Refuse layers that multiply with a shard of their weight: an fp8 scale would be that of the shard.
 
     FSDP2 gathers its shards before the product; they lie below a module that it wraps, and are split once.
-
-    Raises:
-        UsageError: naming the first such layer.
     """
     gathered = {id(part) for root in module.modules() if isinstance(root, FSDPModule) for part in root.modules()}
     for name, layer in named_linears(module).items():

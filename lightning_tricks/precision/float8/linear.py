@@ -78,13 +78,13 @@ class CheckedLinear(nn.Linear):
 
 
 def convert(layer: nn.Linear, name: str, settings: LayerSettings, template: nn.Linear) -> None:
-    """Give `layer` the class of `template`, in place; the weight stays the same object.
+    """Give an nn.Linear the class and attributes of `template`, in place; the weight stays the same object.
 
     Args:
-        layer: exactly an nn.Linear.
+        layer: exactly an nn.Linear, not a subclass.
         name: of the layer, for messages.
-        settings: shared by all layers of the plugin.
-        template: a converted layer of any size, whose class and attributes are taken.
+        settings: of the plugin.
+        template: see `load_template`.
     """
     plain = vars(nn.Linear(1, 1, device="meta"))
     added = {key: value for key, value in vars(template).items() if key not in plain}
@@ -100,11 +100,7 @@ def revert(layer: nn.Linear) -> None:
 
 
 def load_template(recipe: str, emulate: bool) -> nn.Linear:
-    """A converted layer of any size for `convert`. Imports torchao, which nothing before needs.
-
-    Raises:
-        UsageError: torchao is missing or too old.
-    """
+    """A converted layer of any size for `convert`. Imports torchao, if it is installed and new enough."""
     needed = "0.18" if recipe == "mxfp8" else "0.17"
     try:
         found = version("torchao")
