@@ -1,0 +1,318 @@
+"""No monitor changes training: each of them, in each situation of `battery.py`, against the same run without it.
+
+A callback class in `lightning_tricks.monitors` is under the battery at once. Weights, optimizers, losses and random
+states are equal to the bit; no object, class or hook is left changed; nothing waits for a device between log steps.
+"""
+
+import functools
+import inspect
+import json
+import os
+import pathlib
+import random
+import sys
+import types
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import two_processes
+from battery import (
+    IN_ONE_PROCESS,
+    SEVERAL_FITS,
+    accumulates_with_a_short_last_window,
+    clips_by_norm,
+    clips_by_value,
+    compiled_network,
+    fails_and_fits_again,
+    fits_three_times,
+    monitors_in,
+    own_methods,
+    play,
+    report_of_two_processes,
+    scales_the_loss,
+    without,
+)
+
+import lightning_tricks.monitors
+
+MONITORS = monitors_in(lightning_tricks.monitors)
+# Options to try a monitor with, where its defaults are not enough or take time.
+EXAMPLES: dict[str, list[dict]] = {
+    "GradNormMonitor": [{}, {"per": "block"}],
+    "MFUMonitor": [{"peak_flops": 1e12}],  # else the CPU's is measured
+    "SampleText": [{"max_new_tokens": 2}],
+}
+ONLY_IN_TWO_PROCESSES = {"RankMonitor"}  # has no effect in one
+MEASURED = ("throughput/", "memory/")  # logged values that no two runs share
+CASES = {
+    "-".join([name, *map(str, options.values())]): functools.partial(cls, **options)
+    for name, cls in MONITORS.items()
+    for options in EXAMPLES.get(name, [{}])
+}
+
+case = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+
+
+def named(situations):
+    return pytest.mark.parametrize("situation", situations, ids=lambda situation: situation.__name__)
+
+
+@functools.cache
+def outcome(situation, make):
+    return play(situation, make)
+
+
+def lacking(monitors, examples):
+    """A line for each class that cannot be made without arguments and has no example of them."""
+    needed = {name: inspect.signature(cls).parameters.values() for name, cls in monitors.items()}
+    needed = {name: [p.name for p in parameters if p.default is p.empty] for name, parameters in needed.items()}
+    return [
+        f"{name} needs {names}: give EXAMPLES one" for name, names in needed.items() if names and name not in examples
+    ]
+
+
+def test_each_monitor_can_be_made():
+    assert MONITORS
+    assert lacking(MONITORS, EXAMPLES) == []
+    assert set(EXAMPLES) <= set(MONITORS)
+
+
+@named(IN_ONE_PROCESS)
+@case
+def test_a_monitor_changes_nothing(make, situation):
+    assert without(situation).differences(outcome(situation, make)) == {}
+
+
+@named(SEVERAL_FITS)
+@case
+def test_a_later_fit_knows_nothing_of_an_earlier_one(make, situation):
+    once, anew = (comparable(record.logged[-1]) for record in (outcome(situation, make), play(situation, make, True)))
+    assert once == anew
+
+
+def comparable(rows):
+    return [(step, {n: None if n.startswith(MEASURED) else v for n, v in values.items()}) for step, values in rows]
+
+
+@case
+def test_a_monitor_is_at_work(make):
+    """A battery over callbacks that do nothing would prove nothing."""
+    if make.func.__name__ not in ONLY_IN_TWO_PROCESSES:
+        assert any(outcome(at, make).evidence - without(at).evidence for at in (clips_by_norm, scales_the_loss))
+
+
+def test_a_monitor_changes_nothing_in_two_processes(tmp_path):
+    two_processes.run(report_of_two_processes, CASES, tmp_path / "report")
+    reports = [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(2)]
+    for report in reports:
+        assert {name: differences for name, (differences, _) in report.items() if differences} == {}
+    silent = {name for name, (_, evidence) in reports[0].items() if not evidence}
+    assert not silent & ONLY_IN_TWO_PROCESSES
+
+
+# --------------------------------------------------------------------- the battery's own test: callbacks that must fail
+
+
+class DrawsFromTorch(pl.Callback):
+    def on_train_batch_end(self, *_):
+        torch.rand(())
+
+
+class DrawsFromNumpy(pl.Callback):
+    def on_validation_end(self, *_):
+        np.random.rand()
+
+
+class DrawsFromPython(pl.Callback):
+    def on_train_start(self, *_):
+        random.random()
+
+
+class HalvesGradients(pl.Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        pl_module.net.head.bias.grad.mul_(0.5)
+
+
+class LeavesAPatch(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        plugin = trainer.precision_plugin
+        clip = plugin.clip_grad_by_norm
+        plugin.clip_grad_by_norm = functools.wraps(clip)(lambda *args, **kwargs: clip(*args, **kwargs))
+
+
+class LeavesAPatchAfterAFailure(LeavesAPatch):
+    def on_train_end(self, trainer, pl_module):
+        del trainer.precision_plugin.clip_grad_by_norm
+
+
+class DeletesTheUsersMethod(pl.Callback):
+    def on_train_end(self, trainer, pl_module):
+        del trainer.save_checkpoint
+
+
+class PassesTheUsersMethodBy(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        self.users = vars(pl_module)["configure_gradient_clipping"]
+        del pl_module.configure_gradient_clipping
+
+    def on_train_end(self, trainer, pl_module):
+        pl_module.configure_gradient_clipping = self.users
+
+
+class LeavesAnAttribute(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.net.blocks[1].watched_by = "me"
+
+
+class LeavesAModuleHook(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.net.blocks[0].register_forward_hook(lambda *_: None)
+
+
+class LeavesATensorHook(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.net.head.weight.register_hook(lambda grad: None)
+
+
+class PatchesAClass(pl.Callback):
+    def __init__(self, patch):
+        self.patch = patch
+
+    def on_train_start(self, *_):
+        step = torch.optim.Optimizer.zero_grad
+        self.patch.setattr(torch.optim.Optimizer, "zero_grad", lambda *args, **kwargs: step(*args, **kwargs))
+
+
+class PatchesAFunction(pl.Callback):
+    def __init__(self, patch):
+        self.patch = patch
+
+    def on_train_start(self, *_):
+        self.patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: None)
+
+
+class SetsTheEnvironment(pl.Callback):
+    def __init__(self, patch):
+        self.patch = patch
+
+    def on_train_start(self, *_):
+        self.patch.setitem(os.environ, "WATCHED", "1")
+
+
+class LeavesAnExceptHook(pl.Callback):
+    def __init__(self, patch):
+        self.patch = patch
+
+    def on_exception(self, *_):
+        self.patch.setattr(sys, "excepthook", print)
+
+
+class ReadsEachStep(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        outputs["loss"].item()
+
+
+class BranchesOnATensor(pl.Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if pl_module.net.head.bias.grad.isnan().any():
+            print("NaN")
+
+
+class CopiesToTheHost(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        batch.to(device="cpu")
+
+
+class LogsUnderTheUsersName(pl.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        trainer.logger.log_metrics({"train/loss": 0.0}, 0)
+
+
+class HooksIntoAGraph(pl.Callback):
+    """The compiler takes its hook into the graph, and compiles again whenever the list is longer."""
+
+    def on_fit_start(self, trainer, pl_module):
+        calls = []
+        self.hook = pl_module.net.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+
+    def on_fit_end(self, *_):
+        self.hook.remove()
+
+
+ROGUES = [
+    (DrawsFromTorch, clips_by_norm, "weight net.head.bias"), (DrawsFromTorch, clips_by_norm, "module.losses"),
+    (DrawsFromTorch, clips_by_norm, "torch's random state"), (DrawsFromNumpy, clips_by_norm, "numpy's random state"),
+    (DrawsFromPython, clips_by_norm, "python's random state"),
+    (HalvesGradients, clips_by_value, "weight net.head.bias"), (HalvesGradients, clips_by_value, "'exp_avg'"),
+    (LeavesAPatch, clips_by_norm, "clip_grad_by_norm"), (LeavesAPatch, own_methods, "that are gone"),
+    (LeavesAPatchAfterAFailure, fails_and_fits_again, "clip_grad_by_norm"),
+    (DeletesTheUsersMethod, own_methods, "that are gone"),
+    (PassesTheUsersMethodBy, own_methods, "calls of the user's"), (LeavesAnAttribute, clips_by_norm, "watched_by"),
+    (LeavesAModuleHook, clips_by_norm, "_forward_hooks"), (LeavesATensorHook, clips_by_norm, "net.head.weight.hooks"),
+    (PatchesAClass, clips_by_norm, "attributes of Optimizer"),
+    (PatchesAFunction, clips_by_norm, "functions of torch.nn.utils"),
+    (SetsTheEnvironment, clips_by_norm, "environment"), (LeavesAnExceptHook, fails_and_fits_again, "except hooks"),
+    (ReadsEachStep, accumulates_with_a_short_last_window, "reads"), (BranchesOnATensor, clips_by_norm, "reads"),
+    (CopiesToTheHost, clips_by_norm, "reads"), (LogsUnderTheUsersName, clips_by_norm, "user's metrics"),
+    (HooksIntoAGraph, compiled_network, "module.graphs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rogue", "situation", "where"), ROGUES, ids=lambda each: getattr(each, "__name__", each))
+def test_the_battery_notices(rogue, situation, where, monkeypatch):
+    patching = "patch" in inspect.signature(rogue).parameters
+    make = functools.partial(rogue, monkeypatch) if patching else rogue
+    found = without(situation).differences(play(situation, make))
+    monkeypatch.undo()
+    assert any(where in name for name in found), list(found)[:20]
+
+
+def test_the_battery_takes_a_callback_that_does_nothing_for_harmless():
+    for situation in (clips_by_norm, own_methods, fails_and_fits_again):
+        assert without(situation).differences(play(situation, pl.Callback)) == {}
+
+
+class KeepsSums(pl.Callback):
+    """Logs the number of micro-batches of a step; one that fails is counted to the next fit's first step."""
+
+    sums = 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.sums += 1
+        if not trainer.fit_loop._should_accumulate():
+            trainer.logger.log_metrics({"micro_batches": self.sums}, trainer.global_step)
+            self.sums = 0
+
+
+class CountsOn(pl.Callback):
+    """Never forgets a fit."""
+
+    steps = 0
+
+    def on_train_batch_end(self, trainer, *_):
+        self.steps += 1
+        trainer.logger.log_metrics({"steps": self.steps}, trainer.global_step)
+
+
+@pytest.mark.parametrize(("rogue", "situation"), [(KeepsSums, fails_and_fits_again), (CountsOn, fits_three_times)])
+def test_the_battery_notices_what_is_kept_from_an_earlier_fit(rogue, situation):
+    assert without(situation).differences(play(situation, rogue)) == {}
+    once, anew = (play(situation, rogue, fresh) for fresh in (False, True))
+    assert once.logged[-1] != anew.logged[-1]
+
+
+def test_a_newcomer_is_found_in_a_folder_of_the_room_and_told_what_it_lacks(tmp_path, monkeypatch):
+    code = (
+        "import lightning.pytorch as pl\nclass Newcomer(pl.Callback):\n    def __init__(self, depth):\n        pass\n"
+    )
+    (tmp_path / "room" / "corner").mkdir(parents=True)
+    for path, text in {"__init__.py": "", "corner/__init__.py": "", "corner/newcomer.py": code}.items():
+        (tmp_path / "room" / pathlib.Path(path)).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    room = types.SimpleNamespace(__name__="room", __path__=[str(tmp_path / "room")])
+    found = monitors_in(room)
+    assert list(found) == ["Newcomer"]
+    assert lacking(found, {}) == ["Newcomer needs ['depth']: give EXAMPLES one"]
+    assert lacking(found, {"Newcomer": [{"depth": 1}]}) == []
