@@ -28,6 +28,7 @@ from monitored import Memory
 from portrait import Reads, is_users, portrait, process
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_tricks._trainer import logging_step
@@ -76,11 +77,12 @@ class Net(nn.Module):
         self.embed = nn.Embedding(32, 8, sparse=sparse)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(8, 32)
+        self.recomputes = False
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         return self.head(x)
 
 
@@ -450,11 +452,29 @@ def real_beside_complex(trial: Trial) -> None:
     trial.fit(RealAndComplex(), gradient_clip_val=0.5)
 
 
+def recomputes_in_bf16(trial: Trial) -> None:
+    module = Model()
+    module.net.recomputes = True
+    trial.fit(module, precision="bf16-mixed", gradient_clip_val=0.5)
+
+
+def never_logs(trial: Trial) -> None:
+    trial.fit(Model(), log_every_n_steps=0, gradient_clip_val=0.5)
+
+
+def compiled_blocks(trial: Trial) -> None:
+    torch._dynamo.reset()
+    module = CountsGraphs()
+    module.net.blocks[0].compile(backend=module.backend)
+    module.net.blocks[1] = torch.compile(module.net.blocks[1], backend=module.backend)
+    trial.fit(module, gradient_clip_val=0.5, limit_val_batches=0)
+
+
 def compiled_network(trial: Trial) -> None:
     torch._dynamo.reset()
     module = CountsGraphs()
     module.net = torch.compile(module.net, backend=module.backend)
-    trial.fit(module, gradient_clip_val=0.5)
+    trial.fit(module, gradient_clip_val=0.5, limit_val_batches=0)
 
 
 def compiled_module(trial: Trial) -> None:
@@ -469,23 +489,22 @@ def scales_the_loss(trial: Trial) -> None:
 
 def fails_and_fits_again(trial: Trial) -> None:
     module = Fails()
-    while module.places:
-        trial.fit(module, accumulate_grad_batches=2, gradient_clip_val=0.5)
-    trial.fit(module, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    for _ in range(len(module.places) + 1):
+        trial.fit(module, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.5)
 
 
 def fails_by_hand_and_fits_again(trial: Trial) -> None:
     module = FailsByHand()
-    trial.fit(module)
-    trial.fit(module)
+    trial.fit(module, max_epochs=1)
+    trial.fit(module, max_epochs=1)
 
 
 def fits_three_times(trial: Trial) -> None:
     module = Model()
-    trainer = trial.fit(module)
+    trainer = trial.fit(module, max_epochs=1, check_val_every_n_epoch=1)
     trainer.fit_loop.max_epochs += 1
     trial.fit(module, trainer)
-    trial.fit(module)
+    trial.fit(module, max_epochs=1, check_val_every_n_epoch=1)
 
 
 def two_processes(trial: Trial) -> None:
@@ -495,8 +514,9 @@ def two_processes(trial: Trial) -> None:
 
 IN_ONE_PROCESS = [
     clips_by_norm, module_clips_itself, two_optimizers_by_hand, accumulates_with_a_short_last_window, clips_by_value,
-    own_methods, own_methods_by_hand, sparse_gradients, real_beside_complex, compiled_network, compiled_module,
-    scales_the_loss, fails_and_fits_again, fails_by_hand_and_fits_again, fits_three_times,
+    own_methods, own_methods_by_hand, sparse_gradients, real_beside_complex, recomputes_in_bf16, never_logs,
+    compiled_blocks, compiled_network, compiled_module, scales_the_loss, fails_and_fits_again,
+    fails_by_hand_and_fits_again, fits_three_times,
 ]  # fmt: skip
 SEVERAL_FITS = [fails_and_fits_again, fails_by_hand_and_fits_again, fits_three_times]
 
