@@ -43,6 +43,7 @@ EXAMPLES: dict[str, list[dict]] = {
     "GradNormMonitor": [{}, {"per": "block"}],
     "MFUMonitor": [{"peak_flops": 1e12}],  # else the CPU's is measured
     "SampleText": [{"max_new_tokens": 2}],
+    "UpdateMonitor": [{"max_elements": 5}],  # so that it samples
 }
 ONLY_IN_TWO_PROCESSES = {"RankMonitor"}  # has no effect in one
 MEASURED = ("throughput/", "memory/")  # logged values that no two runs share
