@@ -1,14 +1,12 @@
 """The overhead benchmark's arithmetic by hand, and one short run of it."""
 
+import dataclasses
 import json
+import logging
 import os
-import subprocess
-import sys
-from pathlib import Path
+import warnings
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +34,20 @@ def test_ratios_are_taken_round_by_round(overhead):
     }  # fmt: skip
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "benchmarks.overhead", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def _warnings_as_before():
+    level = logging.getLogger("lightning.pytorch").level
+    with warnings.catch_warnings():  # a benchmark ignores all of them
+        yield
+    logging.getLogger("lightning.pytorch").setLevel(level)
 
 
-@pytest.mark.slow
-def test_a_short_run_writes_every_contender_with_the_machine_it_ran_on(tmp_path):
+@pytest.mark.usefixtures("_warnings_as_before")
+def test_a_short_run_writes_every_contender_with_the_machine_it_ran_on(overhead, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(overhead.SIZES, "micro", dataclasses.replace(overhead.SIZES["micro"], warmup=2))
     out = tmp_path / "new" / "overhead.json"
-    done = run("--sizes", "micro", "--rounds", "1", "--steps", "20", "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    overhead.main(["--sizes", "micro", "--rounds", "1", "--steps", "5", "--out", str(out)])
+    printed = capsys.readouterr().out
     result = json.loads(out.read_text())
     assert {"date", "cpu", "cores", "versions"} <= result["machine"].keys()
     micro = result["sizes"]["micro"]
@@ -58,7 +60,7 @@ def test_a_short_run_writes_every_contender_with_the_machine_it_ran_on(tmp_path)
     for name, figures in micro["figures"].items():
         assert figures["wall_ms"] >= 0.95 * figures["cpu_ms"] > 0
         assert len(figures["wall_ratio"]["rounds"]) == 1
-        assert f"| micro | {name} |" in done.stdout
+        assert f"| micro | {name} |" in printed
     assert micro["figures"]["ours"]["cpu_ratio"]["rounds"] != micro["figures"]["stock"]["cpu_ratio"]["rounds"]
 
 
@@ -76,12 +78,14 @@ def test_bad_options_are_refused_in_a_line(overhead, capsys, arguments, says):
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_the_cost_of_a_metric_is_measured_for_both_ways_of_logging(tmp_path):
+@pytest.mark.usefixtures("_warnings_as_before")
+def test_the_cost_of_a_metric_is_measured_for_both_ways_of_logging(overhead, tmp_path, monkeypatch):
+    from benchmarks import metric_cost
+
+    for name, steps in (("EVERY", 10), ("WARMUP", 10), ("STEPS", 40)):
+        monkeypatch.setattr(metric_cost, name, steps)
     out = tmp_path / "metric_cost.json"
-    command = [sys.executable, "-m", "benchmarks.metric_cost", "--rounds", "1", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    metric_cost.main(["--rounds", "1", "--out", str(out)])
     result = json.loads(out.read_text())
     assert {"date", "cpu", "cores", "versions"} <= result["machine"].keys()
     assert result["self_log_us"] > result["buffer_us"]
