@@ -59,7 +59,7 @@ def fit(
     loggers: Any, steps: int, *, model: Any = None, callbacks: tuple = (), ckpt_path: Any = None, **options: Any
 ) -> Any:
     """Train `steps` steps on fixed data, with validation every fifth step; returns the Trainer."""
-    time.sleep(1.0 - time.time() % 1.0)  # TensorBoard sorts event files by the second at which they were opened
+    _wait_for_a_later_second(loggers if isinstance(loggers, list) else [loggers])
     torch.manual_seed(0)
     model, data = model or Model(), torch.randn(120, 2, generator=torch.Generator().manual_seed(1))
     defaults = {"log_every_n_steps": 1, "val_check_interval": 5, "num_sanity_val_steps": 0, "limit_val_batches": 1}
@@ -69,6 +69,15 @@ def fit(
     )  # fmt: skip
     trainer.fit(model, DataLoader(data), DataLoader(data), ckpt_path=ckpt_path)
     return trainer
+
+
+def _wait_for_a_later_second(loggers: list[Any]) -> None:
+    """TensorBoard sorts the event files of a folder by the second at which they were opened, which is in their name."""
+    folders = {logger.save_dir for logger in loggers if getattr(logger, "save_dir", None)}
+    files = [path.name for folder in folders for path in Path(folder).rglob("*tfevents*")]
+    newest = max((int(name.partition("tfevents.")[2].partition(".")[0]) for name in files), default=0)
+    while int(time.time()) <= newest:
+        time.sleep(0.05)
 
 
 def save_every(steps: int, folder: Path) -> Any:
