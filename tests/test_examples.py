@@ -3,9 +3,9 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -26,8 +26,8 @@ LINE = (
 )
 def test_example(script, last, lr, speed, first_loss, last_loss, tmp_path):
     run = subprocess.run(
-        [sys.executable, EXAMPLES / script], cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
+        [preloaded.python(), EXAMPLES / script], cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     lines = [line for line in run.stdout.splitlines() if line.startswith("step ")]

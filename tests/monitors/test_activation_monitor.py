@@ -255,19 +255,6 @@ def test_blocks_inside_a_compiled_function_give_one_line_and_train_the_same():
     assert sum("records nothing" in str(w.message) for w in caught) == 2
 
 
-def test_the_model_is_left_without_hooks_after_a_fit_and_after_a_failure():
-    class Failing(Decoding):
-        def training_step(self, batch, batch_idx):
-            super().training_step(batch, batch_idx)
-            raise RuntimeError("out of paper")
-
-    model, failing = Decoding(), Failing()
-    fit(model, ActivationMonitor())
-    with pytest.raises(RuntimeError, match="out of paper"):
-        fit(failing, ActivationMonitor())
-    assert not any(block._forward_hooks for m in (model, failing) for block in m.model.blocks)
-
-
 def test_a_second_fit_logs_each_figure_once_more():
     monitor, model = ActivationMonitor(), Decoding()
     first = fit(model, monitor)

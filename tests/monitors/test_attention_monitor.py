@@ -193,19 +193,6 @@ def test_a_model_without_it_gets_one_line():
     assert run.names() == set()
 
 
-def test_the_model_is_left_without_hooks_after_a_fit_and_after_a_failure():
-    class Failing(Decoding):
-        def training_step(self, batch, batch_idx):
-            super().training_step(batch, batch_idx)
-            raise RuntimeError("out of paper")
-
-    model, failing = Decoding(), Failing()
-    fit(model, AttentionMonitor())
-    with pytest.raises(RuntimeError, match="out of paper"):
-        fit(failing, AttentionMonitor())
-    assert not any(block._forward_pre_hooks for m in (model, failing) for block in m.model.blocks)
-
-
 def fsdp1(rank, folder):
     from lightning.pytorch.strategies import FSDPStrategy
     from torch.distributed.fsdp import FullyShardedDataParallel

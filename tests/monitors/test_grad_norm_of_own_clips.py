@@ -359,10 +359,6 @@ def test_sparse_gradients_in_manual_optimization():
     assert parts_of(runs[0]) == pytest.approx(parts_of(runs[1]))
 
 
-def test_the_monitor_leaves_sparse_gradients_as_they_are():
-    assert same_training(fit(Rows(), GradNormMonitor()), fit(Rows()))
-
-
 def test_the_mixin_clips_sparse_gradients_by_value():
     clip = {"gradient_clip_val": 1.5, "gradient_clip_algorithm": "value"}
     assert parts_of(fit(MixedRows(), **clip)) == parts_of(fit(MixedRows(sparse=False), **clip))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 import two_processes
-from monitored import fit, same_training
+from monitored import fit
 from short_run import tensors
 from torch import nn
 from torch.utils.data import DataLoader
@@ -91,10 +91,6 @@ def test_each_validation_prints_what_the_model_writes_and_shows_it_in_tensorboar
     shown = tensors(tmp_path / "run").Tensors("samples/0/text_summary")
     assert [event.step for event in shown] == [2, 4]
     assert shown[-1].tensor_proto.string_val[0].decode() == block
-
-
-def test_training_is_the_same_to_the_bit_with_drawn_samples():
-    assert same_training(run(), run(SampleText(["def "], max_new_tokens=8, temperature=1.0)))
 
 
 def test_each_validation_draws_the_same_random_numbers(capsys):

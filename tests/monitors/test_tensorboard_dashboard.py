@@ -6,7 +6,6 @@ import html
 import importlib
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -523,22 +522,6 @@ def test_without_a_tensorboard_logger_one_line_says_so(tmp_path, capsys, loggers
 def test_a_fast_dev_run_is_silent(tmp_path, capsys):
     fit(logger(tmp_path), -1, callbacks=(TensorBoardDashboard(),), fast_dev_run=True)
     assert "ensor" not in capsys.readouterr().out.replace("`Tensor`", "")
-
-
-@pytest.mark.parametrize("manual", [False, True])
-def test_training_is_bitwise_unchanged(tmp_path, manual):
-    def weights(callbacks, loggers):
-        model = Model(manual=manual) if manual else Scheduled()
-        model.layer = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-        random.seed(0)
-        trained = fit(loggers, 8, model=model, callbacks=callbacks).lightning_module
-        return [*trained.parameters(), torch.get_rng_state(), torch.tensor(random.random())]
-
-    torch.manual_seed(3)
-    with_it = weights((TensorBoardDashboard(),), logger(tmp_path))
-    torch.manual_seed(3)
-    without = weights((), False)
-    assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
 
 
 def test_where_lightningcli_runs_the_recipe_is_on_its_card(tmp_path):
