@@ -12,10 +12,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one may take a second for any example
+hypothesis.settings.load_profile("any machine")
 
 
 # What a Trainer leaves behind; a process that a later test starts would take up the port and the seed.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
 
 
 def can_run_uncompiled(module: nn.Module) -> bool:
@@ -34,7 +35,7 @@ def run_uncompiled(
     for part in {id(module): module, id(inner): inner}.values():
         if isinstance(part, FSDPModule):
             part.unshard()
-            args, kwargs = part._get_fsdp_state()._cast_forward_inputs(args, kwargs)
+            args, kwargs = _cast_inputs(part, args, kwargs)
     cuda = sorted({tensor.device.index for tensor in inner.parameters() if tensor.device.type == "cuda"})
     with (
         torch.no_grad(),
@@ -43,6 +44,15 @@ def run_uncompiled(
         _as_it_was(inner, keep_mode),
     ):
         inner.forward(*args, **kwargs)
+
+
+def _cast_inputs(module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call in the dtype to which FSDP2's hook would cast them (`_pre_forward` of its state)."""
+    policy = module._get_fsdp_state()._mp_policy
+    dtype = policy.param_dtype
+    if dtype is None or not policy.cast_forward_inputs:
+        return args, kwargs
+    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
 
 
 def _uncompiled(module: nn.Module) -> Any:
