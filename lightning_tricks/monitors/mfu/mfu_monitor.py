@@ -224,9 +224,13 @@ class MFUMonitor(pl.Callback):
         if self._fence is not None:
             # Copied in the order of the device's stream, so the transfer that takes it along waits for the step.
             self._buffer.record("_fence", self._fence)
-        self._buffer.record("_tokens", self._tokens, "sum")
-        counts = torch.tensor(list(self._counts.values()), dtype=torch.float64)
-        self._buffer.record_all(tuple(self._counts), counts, "sum")
+        if self._trainer.world_size > 1:
+            self._buffer.record("_tokens", self._tokens, "sum")
+            counts = torch.tensor(list(self._counts.values()), dtype=torch.float64)
+            self._buffer.record_all(tuple(self._counts), counts, "sum")
+        else:  # numbers need no transfer
+            for name, value in {"_tokens": self._tokens, **self._counts}.items():
+                self._buffer.record(name, value)
         self._clear()
 
     def _clear(self) -> None:
