@@ -1,11 +1,19 @@
-"""Activation checkpointing: keep less of the forward pass, compute it again in the backward pass."""
+"""Activation checkpointing: keep less of the forward pass, compute it again in the backward pass.
 
+`checkpointed` is for a model of ours, which calls it; `checkpoint_block` changes a block of any other model in place.
+"""
+
+import contextlib
 import functools
+import inspect
+import warnings
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_tricks._errors import UsageError
@@ -14,7 +22,7 @@ Mode = Literal["none", "full", "selective"]
 
 _aten = torch.ops.aten
 
-# Always kept by `selective`: dearest to compute again, and one layer width a token to keep.
+# `selective` always keeps these results: they are the dearest to compute again, and one layer width per token to keep.
 ATTENTION_OPS = frozenset(
     {
         _aten._scaled_dot_product_flash_attention.default,
@@ -26,13 +34,15 @@ ATTENTION_OPS = frozenset(
 )
 # A linear layer without and with bias.
 LINEAR_OPS = frozenset({_aten.mm.default, _aten.addmm.default})
+# The arguments by which a block of transformers takes a cache of keys and values, or the state of a recurrence.
+_CACHES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
 
 
 def check_mode(mode: Mode | None) -> Mode:
     """`mode`, or `none` for None, which a recipe may say instead.
 
     Raises:
-        UsageError: another word.
+        UsageError: `mode` is another word.
     """
     if mode is not None and mode not in get_args(Mode):
         raise UsageError(f"activation_checkpointing={mode!r}: give one of {', '.join(get_args(Mode))}")
@@ -40,9 +50,9 @@ def check_mode(mode: Mode | None) -> Mode:
 
 
 def checkpointed(mode: Mode, function: Callable[..., Tensor], *args: Any, linears: int | None = None) -> Tensor:
-    """`function(*args)` with the same gradients to the last bit, keeping what `mode` says for the backward pass.
+    """`function(*args)` with bitwise the same gradients; `mode` decides which results stay for the backward pass.
 
-    - `none`: everything autograd asks for.
+    - `none`: everything that autograd asks for.
     - `full`: the arguments only; the backward pass runs `function` again, about a third more compute.
     - `selective`: also the results of attention and of every second linear layer (the first, the third, ...), so that
       about half of the matrix products run again. Attention that a CPU in bf16 does by products runs again too.
@@ -50,10 +60,10 @@ def checkpointed(mode: Mode, function: Callable[..., Tensor], *args: Any, linear
     Parameters keep their names. Dropout would differ in the second run: the random state is not saved.
 
     Args:
-        mode: what to keep.
-        function: called once now and once in the backward pass, from tensors to one tensor.
+        mode: see above.
+        function: called once now and once in the backward pass; takes tensors and returns one tensor.
         args: its arguments.
-        linears: how many linear layers `function` runs, where the result of the last one is only added to the residual
+        linears: number of linear layers in `function`, if the result of the last one is only added to the residual
             stream: the backward pass does not read it, and `selective` does not keep it. None: not known.
 
     Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174. The choice of ops is torchtitan's,
@@ -62,18 +72,48 @@ def checkpointed(mode: Mode, function: Callable[..., Tensor], *args: Any, linear
     """
     if mode == "none" or not torch.is_grad_enabled():
         return function(*args)
-    options: dict[str, Any] = {}
-    if mode == "selective":
-        options["context_fn"] = functools.partial(selective_contexts, linears)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **_options(mode, linears))
 
 
-def selective_contexts(linears: int | None = None) -> Any:
-    """What `torch.utils.checkpoint` takes as `context_fn`: keeps attention's and every second linear layer's result.
+def checkpoint_block(block: nn.Module, mode: Mode) -> None:
+    """Have `block` keep less of its forward pass and compute it again in the backward pass, as `checkpointed` does.
+
+    A block that is given a cache of keys and values runs without it, as in transformers' own checkpointing: the second
+    run would append to the cache once more. A warning says so, once per class of blocks.
 
     Args:
-        linears: as in `checkpointed`.
+        block: any module; its `forward` is replaced on the object, so hooks, names and class stay. Idempotent.
+        mode: see `checkpointed`. Random numbers are drawn as in the first run.
+
+    Raises:
+        UsageError: in the forward pass, if the cache already holds tokens (such as a trained prefix).
+
+    Source: `GradientCheckpointingLayer` in
+        https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_layers.py.
     """
+    if mode == "none" or "plain_forward" in vars(block):
+        return
+    without_cache = functools.partial(_without_cache, type(block).__name__, _layer_index(block))
+    names = dict(enumerate(inspect.signature(block.forward).parameters))
+
+    @functools.wraps(getattr(block.forward, "__func__", block.forward))
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.plain_forward(*args, **kwargs)
+        args = tuple(without_cache(names.get(position, ""), value) for position, value in enumerate(args))
+        kwargs = {name: without_cache(name, value) for name, value in kwargs.items()}
+        return checkpoint(self.plain_forward, *args, use_reentrant=False, **_options(mode), **kwargs)
+
+    # methods of the object, so that a deep copy of it runs its own weights
+    block.__dict__.update(plain_forward=block.forward, forward=MethodType(forward, block))
+
+
+def _options(mode: Mode, linears: int | None = None) -> dict[str, Any]:
+    """The options of `torch.utils.checkpoint` for one call; `linears` as in `checkpointed`."""
+    return {"context_fn": functools.partial(_selective_contexts, linears)} if mode == "selective" else {}
+
+
+def _selective_contexts(linears: int | None) -> Any:
     seen = {False: 0, True: 0}  # linear layers so far, in the forward pass and when running it again
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -86,3 +126,37 @@ def selective_contexts(linears: int | None = None) -> Any:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def _layer_index(block: nn.Module) -> int:
+    """The index of this block's part of a cache."""
+    indices = (getattr(part, "layer_idx", None) for part in block.modules())
+    return next((index for index in indices if isinstance(index, int)), 0)
+
+
+def _without_cache(cls: str, layer: int, name: str, value: Any) -> Any:
+    """The argument `name` of a block of class `cls`: None in place of a cache that the block would append to."""
+    # a tuple of keys and values is read and never changed, so a second run does no harm
+    if name not in _CACHES or value is None or isinstance(value, (tuple, Tensor)):
+        return value
+    length = 0
+    with contextlib.suppress(AttributeError, ValueError):  # no cache of transformers; a layer that keeps no tokens
+        length = value.get_seq_length(layer)
+    if length:
+        raise UsageError(
+            f"activation_checkpointing: {name} of {cls} holds {int(length)} tokens already, and a block that runs "
+            "again is given no cache: set activation_checkpointing to none"
+        )
+    if not torch.compiler.is_compiling():
+        _warn(cls, name)
+    return None
+
+
+@functools.cache
+def _warn(cls: str, name: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(
+            f"activation checkpointing runs {cls} without {name}, as a second run would append to it once more: "
+            "set use_cache=False in the model's config",
+            stacklevel=2,
+        )

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -19,10 +19,10 @@ def clean_name(name: str) -> str:
 
 
 def named_submodules(module: nn.Module) -> dict[str, nn.Module]:
-    """All modules below `module` by their names without wrappers' prefixes.
+    """All modules below `module`, by their names without wrappers' prefixes.
 
-    Of a wrapped module it is the outermost wrapper, which runs outside of what it compiles and once where it
-    checkpoints; but for FSDP1's, within which the parameters are gathered.
+    A wrapped module is represented by its outermost wrapper, whose call is outside of the compiled code, and which runs
+    once where the checkpointed module runs twice. FSDP1's wrapper is the exception: it gathers parameters inside.
     """
     found: dict[str, nn.Module] = {}
     for name, submodule in module.named_modules():
@@ -35,13 +35,13 @@ def named_submodules(module: nn.Module) -> dict[str, nn.Module]:
 def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks of `module` by name, in their order; none where nothing is repeated.
 
-    They are the members of every outermost ModuleList or Sequential of at least two modules of one class, where two
-    modules of this class are alike (the parameters that both have are of the same shapes); single layers count only
-    where no such list has members of several.
+    They are the members of every outermost ModuleList or Sequential of at least two modules of one class, if two
+    modules of this class are alike (the parameters that both have are of the same shapes). Single layers count only
+    if no such list has members of several layers.
 
     So both halves of an encoder-decoder have blocks, also of two classes. A list inside a block, such as the experts of
-    a layer, is no list of blocks. The stages of a U-Net or a Swin, all of other widths, are not repeated: their blocks
-    are the lists inside.
+    a layer, is no list of blocks. The stages of a U-Net or a Swin, each of another width, are not repeated: their
+    blocks are the members of the lists inside.
     """
     modules = named_submodules(module)
     lists = _lists_by_class(modules)
@@ -53,7 +53,7 @@ def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """`repeated_blocks`; without such, the children that have parameters, of the first module with more than one."""
+    """`repeated_blocks`; if there are none, the children with parameters of the first module that has several."""
     return repeated_blocks(module) or _children(module)
 
 
@@ -61,7 +61,7 @@ def match_modules(module: nn.Module, patterns: Sequence[str], option: str) -> di
     """The submodules whose whole name one of `patterns`, regular expressions, matches.
 
     Raises:
-        UsageError: a pattern that matches none, or is no regular expression; `option` is how the user knows it.
+        UsageError: a pattern that matches none, or is no regular expression; `option` names it to the user.
     """
     modules = named_submodules(module)
     chosen: set[str] = set()
@@ -82,7 +82,7 @@ def _lists_by_class(modules: dict[str, nn.Module]) -> dict[type, list[list[str]]
     lists: dict[type, list[list[str]]] = {}
     for name, container in modules.items():
         children = list(container.children()) if isinstance(container, (nn.ModuleList, nn.Sequential)) else []
-        classes = {_class(child) for child in children}
+        classes: set[type] = {type(_unwrapped(child)) for child in children}
         if len(children) > 1 and len(classes) == 1 and _has_parameters(children[0]):
             lists.setdefault(classes.pop(), []).append([f"{name}.{key}" for key, _ in container.named_children()])
     return lists
@@ -99,12 +99,12 @@ def _two_alike(members: list[nn.Module]) -> bool:
 
 
 def _shape(param: nn.Parameter) -> tuple[int, ...] | None:
-    # nothing is known of a lazy parameter, or of FSDP1's: those are flat, and a part of each is on this rank
+    # a lazy parameter has no shape yet; FSDP1's are flat, and this rank has a part of each
     return None if is_lazy(param) or getattr(param, "_fsdp_flattened", False) else tuple(param.shape)
 
 
 def _is_composed(module: nn.Module) -> bool:
-    return any(_has_parameters(child) for _, child in _named_children(module))
+    return any(_has_parameters(child) for child in _unwrapped(module).children())
 
 
 def _is_inside(name: str, names: set[str]) -> bool:
@@ -113,23 +113,19 @@ def _is_inside(name: str, names: set[str]) -> bool:
     return any(".".join(parts[:count]) in names for count in range(1, len(parts)))
 
 
-def _class(module: nn.Module) -> type:
-    inner = next((module._modules[name] for name in _WRAPPED if module._modules.get(name) is not None), None)
-    return type(module) if inner is None else _class(inner)
-
-
 def _children(module: nn.Module) -> dict[str, nn.Module]:
     path = ""
     while True:
-        children = [(name, child) for name, child in _named_children(module) if _has_parameters(child)]
-        if len(children) != 1 or not any(_has_parameters(child) for _, child in _named_children(children[0][1])):
+        children = [(name, child) for name, child in _unwrapped(module).named_children() if _has_parameters(child)]
+        if len(children) != 1 or not _is_composed(children[0][1]):
             return {path + name: child for name, child in children}
         path, module = f"{path}{children[0][0]}.", children[0][1]
 
 
-def _named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside the wrappers of compile, checkpointing and FSDP."""
     inner = next((module._modules[name] for name in _WRAPPED if module._modules.get(name) is not None), None)
-    return module.named_children() if inner is None else _named_children(inner)
+    return module if inner is None else _unwrapped(inner)
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -1,14 +1,20 @@
 """Activation checkpointing: the same gradients from fewer kept bytes, at the price of products run again."""
 
+import copy
+import functools
 import gc
+import warnings
 import weakref
 
 import pytest
 import torch
+import transformers as hf
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_tricks._activation_checkpointing import ATTENTION_OPS, LINEAR_OPS
+from lightning_tricks._activation_checkpointing import ATTENTION_OPS, LINEAR_OPS, _warn, checkpoint_block
 from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import repeated_blocks
 from lightning_tricks.models import GPT2, Decoder, Llama
 
 SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 32}
@@ -39,6 +45,7 @@ class Watch(TorchDispatchMode):
         return sum(alive.values())
 
 
+@functools.cache
 def measured(name, mode):
     """Bytes the blocks keep, what the backward pass ran again, and the gradients."""
     torch.manual_seed(0)
@@ -111,3 +118,90 @@ def test_an_unknown_mode_is_refused():
     with pytest.raises(UsageError) as error:
         Decoder(CONFIGS["llama"]).set_activation_checkpointing("some")
     assert str(error.value) == "activation_checkpointing='some': give one of none, full, selective"
+
+
+def test_checkpointed_blocks_keep_names_classes_and_random_numbers():
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    plain, x = copy.deepcopy(block), torch.randn(8, 4)
+    checkpoint_block(block, "full")
+    checkpoint_block(block, "full")
+    for module in (plain, block):
+        torch.manual_seed(0)
+        module(x).square().mean().backward()
+    assert [name for name, _ in block.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert type(block) is nn.Sequential
+    for ours, theirs in zip(block.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+CACHING = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=2)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2)),
+}
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("name", CACHING)
+def test_a_block_that_appends_to_a_cache_has_the_same_gradients_when_checkpointed(name, mode):
+    torch.manual_seed(0)
+    plain = CACHING[name]()  # use_cache is on, and GPT-2 gives its blocks the cache by position
+    checkpointed, found = copy.deepcopy(plain), {}
+    for block in repeated_blocks(checkpointed).values():
+        checkpoint_block(block, mode)
+    ids, mask = torch.randint(64, (2, 16)), torch.ones(2, 16, dtype=torch.long)
+    mask[0, 10:] = 0
+    for model in (plain, checkpointed):
+        torch.manual_seed(0)  # GPT-2 has dropout
+        loss = model.train()(input_ids=ids, labels=ids, attention_mask=mask).loss
+        loss.backward()
+        found[model] = [loss.detach(), *(p.grad for p in model.parameters())]
+    torch.testing.assert_close(found[checkpointed], found[plain], rtol=0, atol=0)
+
+
+def test_a_dropped_cache_is_said_once_and_a_filled_one_is_refused():
+    _warn.cache_clear()
+    model = CACHING["llama"]()
+    checkpoint_block(model.model.layers[1], "full")
+    ids = torch.randint(64, (2, 4))
+    told = r"^activation checkpointing runs LlamaDecoderLayer without past_key_values, as a second run"
+    with pytest.warns(UserWarning, match=told):
+        model(input_ids=ids, labels=ids)  # the first block is not checkpointed and fills its part of the cache
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(input_ids=ids, labels=ids)
+    prefix = hf.DynamicCache()
+    for layer in range(2):
+        prefix.update(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16), layer)
+    with pytest.raises(UsageError, match=r"^activation_checkpointing: past_key_values of Llama\w+ holds 3 tokens"):
+        model(input_ids=ids, labels=ids, past_key_values=prefix)
+
+
+def test_selective_keeps_every_second_linear_layer_of_a_block_of_any_length():
+    block = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
+    checkpoint_block(block, "selective")
+    for _ in range(2):  # counted from 1 in each forward pass
+        out = block(torch.randn(4, 8, requires_grad=True))
+        with Watch() as again:
+            out.sum().backward()
+        # linear layers 2, 4, 6 and 8 run again, on top of two products for each of 9 layers
+        assert again.linears == 2 * 9 + 4
+
+
+def test_checkpointing_keeps_only_what_enters_a_block():
+    kept = {}
+    for mode in ("none", "full", "selective"):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+        checkpoint_block(block, mode)
+        kept[mode] = 0
+
+        def keep(tensor, mode=mode):
+            kept[mode] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            block(torch.randn(16, 8, requires_grad=True))
+    assert kept["full"] < kept["none"] / 4
+    assert kept["selective"] < kept["none"]

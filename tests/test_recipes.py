@@ -19,7 +19,7 @@ from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.data import ShardWriter
 from lightning_tricks.strategies import DeepSpeedZeROStrategy, FSDP2Strategy
-from lightning_tricks.strategies.fsdp2.shard import HowToShard, local_bytes, shard_module
+from lightning_tricks.strategies.fsdp2.shard import local_bytes, shard_module
 
 RECIPES = sorted(recipes_folder().glob("*.yaml"))
 PARAMETERS = {
@@ -113,8 +113,8 @@ def bytes_on_a_device(model, trainer, world):
     world(hosts * devices)
     shape = (strategy.replicate_size, hosts * devices // strategy.replicate_size)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    how = HowToShard(mesh if shape[0] > 1 else mesh["shard"], MixedPrecisionPolicy(), True, OffloadPolicy())
-    shard_module(model, list(model.decoder.blocks), how)
+    mesh = mesh if shape[0] > 1 else mesh["shard"]
+    shard_module(model, list(model.decoder.blocks), mesh, MixedPrecisionPolicy(), OffloadPolicy(), True)
     return 4 * local_bytes(model)
 
 

@@ -1,4 +1,4 @@
-"""Is a path a whole checkpoint? One line where it is not, from names and sizes alone, before anything waits."""
+"""Check that a path is a whole checkpoint, from names and sizes alone; if it is not, say why in one line."""
 
 import pickle
 import zipfile
@@ -9,20 +9,20 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_tricks._errors import UsageError
 
-SHARDS_METADATA = ".metadata"  # torch's: which tensor is where; written last
-REST = "meta.pt"  # Lightning's: all that is not weights or optimizer state
-_TRAINING_STATE = "lr_schedulers"  # Lightning's key that is there, also empty, unless only the weights were saved
+SHARDS_METADATA = ".metadata"  # torch's file: which tensor is in which file; written last
+TRAINER_STATE = "meta.pt"  # Lightning's file: everything but weights and optimizer state
+_TRAINING_KEY = "lr_schedulers"  # a key of Lightning's that only a checkpoint of weights alone lacks
 
 
 def check_checkpoint(path: str | Path, resumes: bool = False) -> Path:
-    """Refuse what cannot be resumed from; reads no tensor. The same on every rank that sees the same files.
+    """Refuse a path that is no whole checkpoint; reads no tensor. Ranks that see the same files all refuse it or none.
 
-    A folder of shards is whole when `.metadata` and `meta.pt` are there and every byte that `.metadata` names. A file
-    is one that `torch.save` wrote to its end. Where a kill hit the moment in which a new checkpoint took an older
-    one's place, the line names where the older one is.
+    A folder of shards is whole when it has `.metadata`, `meta.pt` and every byte that `.metadata` names; a file, when
+    `torch.save` wrote it to its end. If a kill hit the moment in which a new checkpoint replaced an older one, the
+    line names the path of the older one.
 
     Args:
-        path: what `ckpt_path` was given; anything with a protocol (`s3://...`) is left to whoever reads it.
+        path: the value of `ckpt_path`; a path with a protocol (`s3://...`) is not checked.
         resumes: whether training shall go on from it, which needs more than weights.
 
     Returns:
@@ -40,21 +40,21 @@ def check_checkpoint(path: str | Path, resumes: bool = False) -> Path:
     elif path.is_file():
         _check_file(path)
     else:
-        before = replaced(path)
+        before = replaced_path(path)
         hint = f"; {before} is the one before it: rename it" if before.exists() else ""
         raise UsageError(f"ckpt_path={path}: there is no such file or folder{hint}")
-    if resumes and not _names_training_state(path / REST if path.is_dir() else path):
+    if resumes and not _names_training_state(path / TRAINER_STATE if path.is_dir() else path):
         raise UsageError(_weights_only(path))
     return path
 
 
 def check_training_state(checkpoint: dict[str, Any], path: Any) -> None:
-    """Refuse to train on from a checkpoint, loaded from `path`, that holds weights only.
+    """Refuse to go on training from a checkpoint, loaded from `path`, that holds weights only.
 
     Raises:
         UsageError: it has no state of schedulers, and so none of optimizers.
     """
-    if _TRAINING_STATE not in checkpoint:
+    if _TRAINING_KEY not in checkpoint:
         raise UsageError(_weights_only(path))
 
 
@@ -71,26 +71,23 @@ def _names_training_state(file: Path) -> bool:
         return True
     with zipfile.ZipFile(file) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-        return _TRAINING_STATE.encode() in archive.read(name)
+        return _TRAINING_KEY.encode() in archive.read(name)
 
 
-def replaced(path: Path) -> Path:
-    """Where a checkpoint waits while a newer one takes its place."""
+def replaced_path(path: Path) -> Path:
+    """The path of the older checkpoint while a newer one replaces it."""
     return path.with_name(f".{path.name}.replaced")
 
 
 def is_folder_of_shards(path: Path) -> bool:
     """Whether `path` is a folder in which torch's distributed checkpoints were, or were about to be, written."""
-    return path.is_dir() and (any((path / name).exists() for name in (SHARDS_METADATA, REST)) or _has_shards(path))
+    names = (SHARDS_METADATA, TRAINER_STATE)
+    return path.is_dir() and (any((path / name).exists() for name in names) or any(path.glob("*.distcp")))
 
 
 def is_of_deepspeed(folder: Path) -> bool:
-    """Whether `folder` is one that DeepSpeed's engine wrote."""
+    """Whether DeepSpeed's engine wrote `folder`."""
     return (folder / "zero_to_fp32.py").exists() or any(folder.glob("**/*_model_states.pt"))
-
-
-def _has_shards(folder: Path) -> bool:
-    return any(folder.glob("*.distcp"))
 
 
 def _check_folder(folder: Path) -> None:
@@ -103,15 +100,18 @@ def _check_folder(folder: Path) -> None:
         raise UsageError(
             f"{folder} is a folder without a checkpoint: give the checkpoint itself, such as {folder}/last.ckpt"
         )
-    for name, what in ((SHARDS_METADATA, "what its shards hold"), (REST, "the Trainer's own state")):
+    for name, what in ((SHARDS_METADATA, "what its shards hold"), (TRAINER_STATE, "the Trainer's own state")):
         if not (folder / name).is_file():
             raise UsageError(f"incomplete: {folder} has no {name} ({what}), so it was not written to its end")
-    for name, size in _sizes(folder).items():
+    sizes: dict[str, int] = {}  # bytes that each file of shards must have at least
+    for item in read_metadata(folder).storage_data.values():
+        sizes[item.relative_path] = max(sizes.get(item.relative_path, 0), item.offset + item.length)
+    for name, size in sizes.items():
         shard = folder / name
         there = shard.stat().st_size if shard.is_file() else 0
         if there < size:
             raise UsageError(f"incomplete: {shard} has {there:,} of {size:,} bytes")
-    _check_zip(folder / REST)
+    _check_zip(folder / TRAINER_STATE)
 
 
 def read_metadata(folder: Path) -> Any:
@@ -124,14 +124,6 @@ def read_metadata(folder: Path) -> Any:
         return FileSystemReader(folder).read_metadata()
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
         raise UsageError(f"incomplete: {folder}/{SHARDS_METADATA} cannot be read ({type(error).__name__})") from None
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes that each file of shards must have at least."""
-    sizes: dict[str, int] = {}
-    for item in read_metadata(folder).storage_data.values():
-        sizes[item.relative_path] = max(sizes.get(item.relative_path, 0), item.offset + item.length)
-    return sizes
 
 
 def _check_file(path: Path) -> None:

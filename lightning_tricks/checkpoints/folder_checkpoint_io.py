@@ -1,22 +1,27 @@
-"""Folders of shards for Trainers that do not shard: one device, DDP."""
+"""Read a folder of shards, as any number of processes wrote it, as if it were one checkpoint file of Lightning.
+
+`FolderCheckpointIO` does so for Trainers that do not shard: one device, DDP.
+"""
 
 import io
 import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import load as load_shards
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
-from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
-from lightning_tricks.checkpoints.read_folder import (
-    load_file,
-    read_by_name,
-    read_folder,
-    refused_object,
-    whole_tensor,
-)
+from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_checkpoint, read_metadata
 from lightning_tricks.checkpoints.swap_in import swap_in
 
 if TYPE_CHECKING:
@@ -24,13 +29,139 @@ if TYPE_CHECKING:
 else:
     TorchCheckpointIO = pl_import("plugins.io").TorchCheckpointIO
 
+KeyPath = tuple[str | int, ...]
+# Makes the tensor to read into, given its path in the checkpoint, its size and its type.
+AllocateTensor = Callable[[KeyPath, torch.Size, torch.dtype], Tensor]
+_OPTIMIZER = re.compile(r"optimizer_(\d+)")
+
+
+def read_folder(folder: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """A checkpoint as a plain Trainer's file holds it: `state_dict`, `optimizer_states` by number, the Trainer's state.
+
+    Needs no process group. Folders of Lightning's ModelParallelStrategy are read alike, and weights under the name that
+    its FSDPStrategy gives them.
+
+    Args:
+        folder: see `check_checkpoint`.
+        weights_only: for everything but tensors, as in `torch.load`. torch reads `.metadata` and the settings of
+            optimizers as pickles in any case, so read only folders that you trust.
+
+    Raises:
+        UsageError: what `check_checkpoint` raises; a folder of another program; an object that `weights_only` refuses.
+    """
+    checkpoint = read_by_name(Path(folder), weights_only)
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [by_index(state) for state in checkpoint["optimizer_states"]]
+    return checkpoint
+
+
+def by_index(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict by name, numbered through the groups as `Optimizer.state_dict` does."""
+    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    index_of = {name: index for index, name in enumerate(names)}
+    groups = [{**group, "params": [index_of[name] for name in group["params"]]} for group in state_dict["param_groups"]]
+    state = {index_of[name]: value for name, value in state_dict.get("state", {}).items()}
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def read_by_name(
+    folder: Path, weights_only: bool | None, allocate: AllocateTensor | None = None, optimizers: bool = True
+) -> dict[str, Any]:
+    """`read_folder`, but optimizer state is by name as in the folder, and the caller makes the tensors to read into.
+
+    Args:
+        folder: see `read_folder`.
+        weights_only: see `read_folder`.
+        allocate: makes a DTensor where this process shall read its shards only; None reads each tensor whole.
+        optimizers: whether to read their state.
+    """
+    metadata = read_metadata(check_checkpoint(folder))
+    trainer_state = load_file(folder / TRAINER_STATE, weights_only)
+    paths: dict[str, KeyPath] = {key: tuple(path) for key, path in (metadata.planner_data or {}).items()}
+    numbers = {key: int(found[1]) for key, path in paths.items() if (found := _OPTIMIZER.fullmatch(str(path[0])))}
+    flat: dict[str, Any] = {}
+    for key, path in paths.items():
+        if optimizers or key not in numbers:
+            entry = metadata.state_dict_metadata[key]
+            if not isinstance(entry, TensorStorageMetadata):
+                flat[key] = None  # an object, which takes this place when it is read
+            elif allocate is None:
+                flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            else:
+                flat[key] = allocate(path, entry.size, entry.properties.dtype)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)  # `flat` itself is filled
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
+        load_shards(flat, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
+    tree = unflatten_state_dict(flat, paths)
+    weights = tree.pop("state_dict", None) or tree.pop("model", None)
+    if weights is None:
+        raise UsageError(f"{folder} holds no state_dict: it is a checkpoint of another program")
+    checkpoint = {**trainer_state, "state_dict": weights}
+    if "lr_schedulers" in trainer_state:  # otherwise only the weights were saved
+        indices = sorted(set(numbers.values())) if optimizers else []
+        checkpoint["optimizer_states"] = [tree[f"optimizer_{index}"] for index in indices]
+    return checkpoint
+
+
+def read_without_optimizers(path: Path, weights_only: bool | None) -> tuple[dict[str, Any], Any]:
+    """A checkpoint, file or folder, and a form of it that Lightning's `load_from_checkpoint` can open.
+
+    Args:
+        path: see `check_checkpoint`.
+        weights_only: as in `torch.load`.
+
+    Returns:
+        The checkpoint, without optimizer state if it is a folder; and the path, or for a folder one file in memory.
+
+    Raises:
+        UsageError: see `check_checkpoint` and `read_file`.
+    """
+    if not check_checkpoint(path).is_dir():
+        return read_file(path, weights_only), path
+    checkpoint = read_by_name(path, weights_only, optimizers=False)
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    file.seek(0)
+    return checkpoint, file
+
+
+def read_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """`load_file` for a checkpoint of Lightning.
+
+    Raises:
+        UsageError: it is a file of torch, but not Lightning's; an object that `weights_only` refuses.
+    """
+    checkpoint = load_file(path, weights_only)
+    _check_content(checkpoint, path)
+    return checkpoint
+
+
+def load_file(path: Path, weights_only: bool | None) -> Any:
+    """`torch.load` to the CPU; a tensor's values are read when they are first needed.
+
+    Raises:
+        UsageError: an object that `weights_only` refuses, naming its class.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise _refused_object(path, error) from None
+
+
+def size_of_folder(folder: Path) -> int:
+    """Bytes of all tensors of a folder of shards, each counted once."""
+    entries = read_metadata(folder).state_dict_metadata.values()
+    tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+    return sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
+
 
 class FolderCheckpointIO(TorchCheckpointIO):
     """Lightning's reading and writing of files, which opens a folder of shards as if it were one.
 
-    Weights and optimizer state come whole, the state by place, so torch and `follow_recipe` check and restore them as
-    from a file. Give it to a Trainer as a plugin; `python -m lightning_tricks` does so by itself. What is saved is a
-    file; one that has the name of a folder of shards takes its place.
+    Weights and optimizer state come whole, the state numbered, so torch and `follow_recipe` check and restore them as
+    from a file. Give it to a Trainer as a plugin; `python -m lightning_tricks` does so by itself. It saves a file, and
+    replaces a folder of shards that has the file's name.
 
     Each process reads the whole folder into the host's memory: as much as all weights and optimizer state.
 
@@ -56,41 +187,12 @@ class FolderCheckpointIO(TorchCheckpointIO):
         try:
             checkpoint = super().load_checkpoint(path, map_location or _stay, weights_only)
         except pickle.UnpicklingError as error:
-            raise refused_object(path, error) from None
-        check_content(checkpoint, path)
+            raise _refused_object(path, error) from None
+        _check_content(checkpoint, path)
         return checkpoint
 
 
-def read_without_optimizers(path: Path, weights_only: bool | None) -> tuple[dict[str, Any], Any]:
-    """A checkpoint, file or folder, and what Lightning's `load_from_checkpoint` can open in its place.
-
-    Args:
-        path: see `check_checkpoint`.
-        weights_only: as in `torch.load`.
-
-    Returns:
-        The checkpoint, without optimizer state where it is a folder, and the path or the same as one file in memory.
-
-    Raises:
-        UsageError: what `check_checkpoint` and `check_content` raise; an object that `weights_only` refuses.
-    """
-    if not check_checkpoint(path).is_dir():
-        checkpoint = load_file(path, weights_only)
-        check_content(checkpoint, path)
-        return checkpoint, path
-    checkpoint = read_by_name(path, weights_only, whole_tensor, optimizers=False)
-    file = io.BytesIO()
-    torch.save(checkpoint, file)
-    file.seek(0)
-    return checkpoint, file
-
-
-def check_content(checkpoint: Any, path: Any) -> None:
-    """Refuse a file of torch that is not Lightning's.
-
-    Raises:
-        UsageError: it has no state_dict or no version.
-    """
+def _check_content(checkpoint: Any, path: Any) -> None:
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise UsageError(
             f"{path} holds no state_dict, so it is no checkpoint of Lightning: "
@@ -101,6 +203,14 @@ def check_content(checkpoint: Any, path: Any) -> None:
             f"{path} lacks 'pytorch-lightning_version', so it is no whole checkpoint of Lightning: give the file "
             "that a run saved, unchanged"
         )
+
+
+def _refused_object(path: Any, error: pickle.UnpicklingError) -> UsageError:
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return UsageError(
+        f"{path} holds {found[1] if found else 'objects'}, which weights_only=True does not let in: if you trust "
+        "it, load with weights_only=False, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 where a strategy does not"
+    )
 
 
 def _stay(storage: Any, location: str) -> Any:

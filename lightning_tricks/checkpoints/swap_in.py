@@ -1,18 +1,21 @@
-"""Put a new checkpoint in the place of an older one, so that a kill at any moment leaves a whole one or none."""
+"""Replace an older checkpoint by a new one, so that a kill at any moment leaves a whole one or none."""
 
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints.check_checkpoint import is_folder_of_shards, replaced
+from lightning_tricks.checkpoints.check_checkpoint import is_folder_of_shards, replaced_path
 
 
 @contextmanager
 def swap_in(path: Path) -> Iterator[Path]:
-    """Give a place to write to; what is there at the end gets the name `path`, and what had it is deleted.
+    """Give a path to write to; at the end, what was written gets the name `path`, and the older one is deleted.
 
     An error inside leaves `path` as it was.
 
@@ -22,7 +25,7 @@ def swap_in(path: Path) -> Iterator[Path]:
     Raises:
         UsageError: `path` is a folder of something else than a checkpoint.
     """
-    new = clear_place(path)
+    new = clear_staging(path)
     try:
         yield new
     except BaseException:
@@ -31,13 +34,20 @@ def swap_in(path: Path) -> Iterator[Path]:
     put_in_place(path)
 
 
-def place_of(path: Path) -> Path:
-    """Where what shall be `path` is written: beside it, under a name that nobody takes for a checkpoint's."""
+def write_file(checkpoint: dict[str, Any], file: Path) -> None:
+    """Save to the disk; `file` is there when all of it is."""
+    with swap_in(file) as new:
+        torch.save(checkpoint, new)
+        fsync_path(new)
+
+
+def staging_path(path: Path) -> Path:
+    """The path at which a new `path` is written: beside it, under a name that nobody takes for a checkpoint's."""
     return path.with_name(f".{path.name}.saving")
 
 
-def clear_place(path: Path) -> Path:
-    """Make room at `place_of(path)`, where a killed process may have left something; returns it.
+def clear_staging(path: Path) -> Path:
+    """Delete what a killed process may have left at `staging_path(path)`; returns that path.
 
     Raises:
         UsageError: `path` is a folder of something else than a checkpoint.
@@ -45,19 +55,19 @@ def clear_place(path: Path) -> Path:
     if path.is_dir() and any(path.iterdir()) and not is_folder_of_shards(path):
         raise UsageError(f"{path} is a folder of something else than a checkpoint: save under another name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove(place_of(path))
-    return place_of(path)
+    remove(staging_path(path))
+    return staging_path(path)
 
 
 def put_in_place(path: Path) -> None:
-    """Give what is at `place_of(path)` the name `path`, then delete what had it.
+    """Rename `staging_path(path)` to `path`, then delete the older checkpoint of that name.
 
-    A folder cannot take another's name in one go: between two renames the older one is at `replaced(path)`.
+    A folder cannot take another's name in one rename: between two, the older one is at `replaced_path(path)`.
 
     Raises:
         OSError: what the file system says; the older checkpoint then has its name again, or a note says where it is.
     """
-    new, old = place_of(path), replaced(path)
+    new, old = staging_path(path), replaced_path(path)
     if path.is_file() and new.is_file():
         new.replace(path)
     else:

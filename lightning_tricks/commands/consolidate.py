@@ -3,12 +3,11 @@
 import argparse
 from pathlib import Path
 
-import torch
-
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints import check_checkpoint, fsync_path, read_folder, size_of_folder, swap_in
+from lightning_tricks.checkpoints import check_checkpoint, read_folder, size_of_folder
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
-from lightning_tricks.checkpoints.read_folder import load_file
+from lightning_tricks.checkpoints.folder_checkpoint_io import load_file
+from lightning_tricks.checkpoints.swap_in import write_file
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import consolidate_deepspeed
 
 
@@ -40,9 +39,7 @@ def consolidate(args: list[str]) -> None:
         raise UsageError(f"{folder} is one file already")
     print(f"{folder}: {size_of_folder(folder) / 2**30:,.3f} GiB, read to memory", flush=True)
     checkpoint = read_folder(folder, weights_only=False)
-    with swap_in(file) as new:  # the file appears only when it is complete
-        torch.save(checkpoint, new)
-        fsync_path(new)
+    write_file(checkpoint, file)
     step, optimizers = checkpoint.get("global_step", "?"), len(checkpoint.get("optimizer_states", []))
     tensors = f"{len(checkpoint['state_dict']):,} tensors of the module"
     print(f"{file}: step {step}, {tensors}, {optimizers} optimizer{'s' * (optimizers != 1)}")

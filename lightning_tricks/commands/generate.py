@@ -9,7 +9,7 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import check_checkpoint
-from lightning_tricks.checkpoints.read_folder import load_file, read_by_name, whole_tensor
+from lightning_tricks.checkpoints.folder_checkpoint_io import load_file, read_by_name
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
 from lightning_tricks.models import GPT2, Decoder, DecoderConfig, Llama, Sampling
 from lightning_tricks.models import generate as generate_tokens
@@ -109,7 +109,7 @@ def decoder_from_checkpoint(checkpoint: dict[str, Any]) -> Decoder:
 def _read(ckpt_path: str) -> dict[str, Any]:
     path = check_checkpoint(ckpt_path)
     if Path(path).is_dir():
-        return read_by_name(path, True, whole_tensor, optimizers=False)
+        return read_by_name(path, True, optimizers=False)
     return load_file(path, weights_only=True)
 
 

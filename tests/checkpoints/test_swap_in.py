@@ -8,7 +8,7 @@ import pytest
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import swap_in
-from lightning_tricks.checkpoints.swap_in import clear_place, put_in_place
+from lightning_tricks.checkpoints.swap_in import clear_staging, put_in_place
 
 
 def folder_at(path: Path, *names: str) -> Path:
@@ -57,7 +57,7 @@ def test_an_error_leaves_what_was_there(tmp_path):
 
 def test_what_a_killed_process_left_is_cleared(tmp_path):
     path = tmp_path / "last.ckpt"
-    folder_at(clear_place(path), "__0_0.distcp", "__7_0.distcp")
+    folder_at(clear_staging(path), "__0_0.distcp", "__7_0.distcp")
     folder_at(tmp_path / ".last.ckpt.replaced", "meta.pt")
     with swap_in(path) as new:
         folder_at(new, "meta.pt")
@@ -92,7 +92,7 @@ def test_a_kill_between_the_renames_loses_nothing(tmp_path, monkeypatch):
 
 def test_a_rename_that_fails_is_taken_back(tmp_path, monkeypatch):
     path = folder_at(tmp_path / "last.ckpt", "meta.pt", "__1_0.distcp")
-    folder_at(clear_place(path), "meta.pt")
+    folder_at(clear_staging(path), "meta.pt")
     rename = Path.rename
 
     def refused(self, target):
@@ -114,7 +114,7 @@ RENAME = Path.rename
 
 
 def test_a_rename_that_fails_says_why_where_there_was_no_older_one(tmp_path, monkeypatch):
-    folder_at(clear_place(tmp_path / "first.ckpt"), "meta.pt")
+    folder_at(clear_staging(tmp_path / "first.ckpt"), "meta.pt")
     monkeypatch.setattr(Path, "rename", lambda self, to: (no_space if ".saving" in self.name else RENAME)(self, to))
     with pytest.raises(OSError, match="No space left on device") as caught:
         put_in_place(tmp_path / "first.ckpt")
@@ -124,7 +124,7 @@ def test_a_rename_that_fails_says_why_where_there_was_no_older_one(tmp_path, mon
 
 def test_where_the_older_one_cannot_be_put_back_the_cause_says_where_it_is(tmp_path, monkeypatch):
     path = folder_at(tmp_path / "last.ckpt", "meta.pt")
-    folder_at(clear_place(path), "meta.pt")
+    folder_at(clear_staging(path), "meta.pt")
     monkeypatch.setattr(Path, "rename", lambda self, to: (RENAME if self == path else no_space)(self, to))
     with pytest.raises(OSError, match="No space left on device") as caught:
         put_in_place(path)
@@ -133,7 +133,7 @@ def test_where_the_older_one_cannot_be_put_back_the_cause_says_where_it_is(tmp_p
 
 
 def test_no_name_on_the_way_is_taken_for_a_checkpoint(tmp_path):
-    place = clear_place(tmp_path / "last.ckpt")
+    place = clear_staging(tmp_path / "last.ckpt")
     assert place.suffix != ".ckpt"
     assert not place.name.startswith("last")
 

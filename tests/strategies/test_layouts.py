@@ -24,7 +24,7 @@ from lightning_tricks import LanguageModel, Llama, WarmupCosine
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import FolderCheckpointIO, check_checkpoint
 from lightning_tricks.strategies import FSDP2Strategy
-from lightning_tricks.strategies.fsdp2 import save_shards
+from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
 
 
 class Ours(LanguageModel):
@@ -247,7 +247,7 @@ def one_rank_0_fails(rank: int, folder: Path) -> None:
         raise OSError("No space left on device")
 
     for dcp in (True, False):
-        save_shards.torch.save, FolderCheckpointIO.save_checkpoint = full, full
+        sharded_checkpoint.torch.save, FolderCheckpointIO.save_checkpoint = full, full
         with pytest.raises(OSError, match="No space left on device"):
             fit("foreign", rank, folder=folder / f"foreign, 2, {dcp}", **sharded(2, dcp))
 

@@ -1,4 +1,4 @@
-"""FSDP2 under manual optimization: several forward and backward passes and optimizer steps in one `training_step`."""
+"""Let FSDP2 train a module with manual optimization: several backward passes and steps in one `training_step`."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ from lightning_tricks._errors import UsageError
 
 @dataclass
 class _Parameter:
-    """A parameter of a sharded model, in both of its forms.
+    """A parameter of a sharded model, in both of its forms: gathered (whole) and sharded.
 
     Attributes:
         name: in the whole model, for messages.
-        owner: the module that holds it, whole or sharded.
+        owner: the module that has it.
         local_name: in `owner`.
-        sharded: what the optimizer has; None until `owner` was first seen with it.
+        sharded: the form that the optimizer has; None until it was first seen in `owner`.
         trained: its `requires_grad` when it was last gathered.
     """
 
@@ -33,7 +33,7 @@ class _Parameter:
 
     @property
     def registered(self) -> Any:
-        """What `owner` has at the moment."""
+        """The form that `owner` has at the moment."""
         return self.owner._parameters[self.local_name]
 
     @property
@@ -42,7 +42,7 @@ class _Parameter:
         return not isinstance(self.registered, DTensor)
 
     def follow_requires_grad(self) -> None:
-        """Have both forms agree, where one was frozen or thawed since the gathering: `toggle_optimizer` sees shards."""
+        """Freeze or thaw both forms if one was since the gathering: `toggle_optimizer` sees only shards."""
         if not self.is_whole:
             self.sharded, self.trained = self.registered, self.registered.requires_grad
         elif self.sharded is not None and self.registered.requires_grad != self.sharded.requires_grad:
@@ -52,11 +52,11 @@ class _Parameter:
 
 
 class GatherOnCall:
-    """Gathers the parameters that belong to no block at the start of a step and whenever a part of the model is called.
+    """Gather the parameters that belong to no block at the start of a step and whenever a part of the model is called.
 
     Each backward pass shards all parameters again, and an optimizer step makes gathered ones stale. Under automatic
-    optimization both come after `training_step`. Under manual optimization they lie within it, and modules are called
-    after them.
+    optimization both come after `training_step`; under manual optimization they come within it, and the step may call
+    modules after them.
 
     Args:
         root: a LightningModule that `shard_module` has sharded.
@@ -75,7 +75,7 @@ class GatherOnCall:
         groups: list[Any] = [part for part in root.modules() if isinstance(part, FSDPModule) and part is not root]
         gather_themselves = {part for group in groups for part in group.modules()}
         self.of_root = [parameter for parameter in self.parameters if parameter.owner not in gather_themselves]
-        # FSDP2's hooks around the root's own forward would take a backward pass that reaches its input for the end
+        # FSDP2's hooks around the root's own forward would end the step when a backward pass reaches the root's input
         state = root._get_fsdp_state()
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
@@ -88,10 +88,10 @@ class GatherOnCall:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around `training_step`: parameters are gathered at its start, and sharded after it.
+        """Around `training_step`: gather parameters at its start, and shard them after it.
 
         Raises:
-            UsageError: the step uses parameters that are sharded at this point.
+            UsageError: the step uses a parameter while it is sharded.
         """
         self.reshard()
         self._gather()
@@ -109,11 +109,11 @@ class GatherOnCall:
             self.reshard()
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """`loss`, from which a backward pass gathers the root's parameters, reduces their gradients and shards them."""
+        """A copy of `loss` whose backward pass gathers the root's parameters, reduces their gradients, shards them."""
         return self.root._run_gathered(loss.clone)
 
     def refuse_gradients_of_whole_parameters(self) -> None:
-        """Refuse an optimizer step after a backward pass that FSDP2 knows nothing of.
+        """Refuse an optimizer step after a backward pass that did not go through FSDP2.
 
         Raises:
             UsageError: naming the first parameter whose gradient was not reduced.

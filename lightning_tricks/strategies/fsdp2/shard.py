@@ -1,34 +1,36 @@
-"""Shard any module with FSDP2: its blocks one by one, then what is left with the root."""
+"""Turn any module into shards with FSDP2: its blocks one by one, then the rest with the root; every rank like rank 0.
+
+The values may have been made on each rank, on rank 0 alone, or not yet (parameters on the meta device).
+"""
 
 import dataclasses
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._trainer import is_a
+
+# Optimizers whose state or arithmetic does not take DTensors, as tried with torch 2.13, and one that does.
+INSTEAD_OF = {"Adafactor": "AdamW", "AdamWFp8": "AdamW8bit", "SOAP": "Muon or AdamW"}
 
 
-class HowToShard(NamedTuple):
-    """What `fully_shard` is told.
-
-    Attributes:
-        mesh: one dimension to shard over, or two: replicate over the first and shard over the second.
-        policy: types that weights are gathered and gradients reduced in.
-        reshard_after_forward: whether a block's weights are dropped after its forward pass and gathered again in the
-            backward pass; those of the root never are.
-        offload: where the shards rest.
-    """
-
-    mesh: DeviceMesh
-    policy: MixedPrecisionPolicy
-    reshard_after_forward: bool
-    offload: OffloadPolicy
-
-
-def shard_module(root: nn.Module, blocks: Collection[nn.Module], how: HowToShard) -> None:
-    """Replace all parameters of `root` by shards, gathered a block at a time.
+def shard_module(
+    root: nn.Module,
+    blocks: Collection[nn.Module],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard_after_forward: bool,
+) -> None:
+    """Replace all parameters of `root` by shards, which are gathered one block at a time.
 
     Values stay what they are on this rank, so they must be equal on all; meta tensors stay meta.
 
@@ -36,21 +38,25 @@ def shard_module(root: nn.Module, blocks: Collection[nn.Module], how: HowToShard
     statistics (batch norm) keep their own type, as the statistics do.
 
     Args:
-        root: any module; its forward, or what is registered as such, gathers what belongs to no block.
+        root: any module; its forward, or a method that is registered as such, gathers the parameters of no block.
         blocks: submodules, the units of gathering, in the order of `root.modules()`.
-        how: see `HowToShard`.
+        mesh: one dimension to shard over, or two: replicate over the first and shard over the second.
+        policy: types in which weights are gathered and gradients reduced.
+        offload: where the shards lie between the steps.
+        reshard_after_forward: whether a block's weights are dropped after its forward pass and gathered again in the
+            backward pass; those of the root never are.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
-    options: dict[str, Any] = {"mesh": how.mesh, "offload_policy": how.offload}
-    if how.policy.param_dtype is not None:
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
+    if policy.param_dtype is not None:
         for module in root.modules():
             if getattr(module, "running_mean", None) is not None and next(module.parameters(), None) is not None:
                 fully_shard(module, reshard_after_forward=False, **options)
     for block in reversed(dict.fromkeys(blocks)):  # blocks inside others first, as `fully_shard` wants it
         if not isinstance(block, FSDPModule):
-            fully_shard(block, mp_policy=how.policy, reshard_after_forward=how.reshard_after_forward, **options)
-    as_they_come = dataclasses.replace(how.policy, cast_forward_inputs=False)
+            fully_shard(block, mp_policy=policy, reshard_after_forward=reshard_after_forward, **options)
+    as_they_come = dataclasses.replace(policy, cast_forward_inputs=False)
     fully_shard(root, mp_policy=as_they_come, reshard_after_forward=False, **options)
 
 
@@ -67,9 +73,137 @@ def largest_group(root: nn.Module, blocks: Collection[nn.Module]) -> int:
 
 def local_bytes(module: nn.Module) -> int:
     """Bytes of the parameters that this rank holds."""
-    return sum(local(parameter).numel() * parameter.element_size() for parameter in module.parameters())
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return sum(shard.numel() * shard.element_size() for shard in shards)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard; of a plain tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def summary(mesh: DeviceMesh, blocks: Mapping[str, nn.Module], elements: int, gathered: int, module: nn.Module) -> str:
+    """The lines that tell how `module` was sharded; `elements` in all, at most `gathered` of them at a time."""
+    names = list(blocks)
+    few = names if len(names) < 3 else [names[0], "...", names[-1]]
+    return "\n".join(
+        [
+            f"FSDP2 on replicate {mesh.shape[0]} x shard {mesh.shape[1]}",
+            f"  blocks      {len(names):,}: {', '.join(few)}" if names else "  blocks      none",
+            f"  parameters  {elements:,}, of which at most {gathered / max(elements, 1):.1%} are gathered at a time",
+            f"  on rank 0   {local_bytes(module) / 2**20:,.2f} MiB of weights",
+        ]
+    )
+
+
+def broadcast_from_rank0(module: nn.Module, device: torch.device) -> None:
+    """Give the plain parameters and buffers of `module` rank 0's values, in place; every rank must call.
+
+    Args:
+        module: holds all of its values, on any device.
+        device: one on which the process group communicates.
+    """
+    if dist.get_world_size() > 1:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            _broadcast(tensor.detach(), device)
+
+
+def same_random_state(device: torch.device) -> None:
+    """Give all ranks the CPU's random state of rank 0, which alone may have drawn weights; every rank must call."""
+    state = torch.get_rng_state()
+    _broadcast(state, device)
+    torch.set_rng_state(state)
+
+
+def _broadcast(tensor: Tensor, device: torch.device) -> None:
+    """Give `tensor`, on any device, rank 0's values, in place; `device` is one on which the group communicates."""
+    there = tensor.to(device)
+    dist.broadcast(there, src=0)
+    tensor.copy_(there)
+
+
+class Rank0State:
+    """Rank 0's values of a module that the other ranks hold on the meta device, set aside until it is sharded.
+
+    Args:
+        module: on rank 0 with values, which it loses; on the other ranks meta.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.state: dict[str, Any] = {}
+        self.buffers: dict[str, Tensor] = {}
+        if dist.get_rank() == 0:
+            self.state = {name: value.detach() for name, value in module.state_dict(keep_vars=True).items()}
+            self.buffers = {name: buffer for name, buffer in module.named_buffers() if name not in self.state}
+            module.to("meta")
+
+    def scatter(self, module: nn.Module, device: torch.device) -> None:
+        """Fill the sharded `module`, which is meta, on every rank; every rank must call."""
+        module.to_empty(device=device)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(module, self.state, options=options)
+        persistent = module.state_dict().keys()
+        for name, buffer in module.named_buffers():
+            if name not in persistent:
+                buffer.copy_(self.buffers.get(name, buffer))
+                _broadcast(buffer, device)
+        self.state, self.buffers = {}, {}
+
+
+def has_meta(module: nn.Module) -> bool:
+    """Whether some parameter or buffer has no values yet."""
+    return any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
+
+
+def fill_meta(module: Any, device: torch.device) -> None:
+    """Have a module that was built on the meta device make its values, by its own `init_weights`."""
+    if has_meta(module):
+        module.to_empty(device=device)
+        module.init_weights()
+
+
+def refuse_unfillable(module: Any) -> None:
+    """Refuse a module with meta tensors and no `init_weights`, before anything is sharded.
+
+    Raises:
+        UsageError: the module is one.
+    """
+    if has_meta(module) and not callable(getattr(module, "init_weights", None)):
+        raise UsageError(
+            f"{type(module).__name__} builds parameters on the meta device and has no method init_weights to fill "
+            "them: write one, or build it as always and set init_on_rank_0 of the strategy"
+        )
+
+
+def refuse_fsdp1(module: nn.Module) -> None:
+    """Refuse a module that FSDP1 has flattened parts of.
+
+    Raises:
+        UsageError: the module is one.
+    """
+    if any(is_a(part, "FullyShardedDataParallel") for part in module.modules()):
+        raise UsageError(
+            f"{type(module).__name__} wraps parts of itself in FullyShardedDataParallel (FSDP1): "
+            "leave the sharding to FSDP2Strategy"
+        )
+
+
+def refuse_optimizers(optimizers: Sequence[Any]) -> None:
+    """Refuse optimizers that take no DTensors, by the names of their classes.
+
+    Raises:
+        UsageError: naming the class, and another that does.
+    """
+    for optimizer in optimizers:
+        for name, other in INSTEAD_OF.items():
+            if is_a(optimizer, name):
+                raise UsageError(f"{name} does not work on sharded parameters: take {other}, or strategy: ddp")
+
+
+def refuse_late_parameters(module: nn.Module) -> None:
+    """Refuse a parameter that was made after sharding, which would stay different on each rank.
+
+    Raises:
+        UsageError: naming the first one.
+    """
+    late = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
+    if late:
+        raise UsageError(
+            f"parameter '{late[0]}' was made after sharding: make it in __init__ or configure_model, "
+            "where FSDP2Strategy sees it"
+        )

@@ -1,0 +1,258 @@
+"""Save a sharded module and its optimizers as a folder of shards, and load any checkpoint into them.
+
+A folder names the optimizer's state by parameter; a file, and torch, number it through the optimizer's groups.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import clean_name
+from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_checkpoint
+from lightning_tricks.checkpoints.folder_checkpoint_io import KeyPath, by_index, read_by_name
+from lightning_tricks.checkpoints.swap_in import clear_staging, fsync_path, put_in_place, remove, staging_path
+
+
+def gather(tree: Any, keep: bool) -> Any:
+    """Each DTensor of a nested state whole, on the host; every rank must call.
+
+    Args:
+        tree: nested dicts, lists and tuples.
+        keep: whether this rank wants the tensors; others get None in the place of each.
+    """
+
+    def whole(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        return value.detach().cpu() if keep else None
+
+    return tree_map(whole, tree)
+
+
+def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's state dict with names of parameters in the place of their numbers, as a folder has it.
+
+    Raises:
+        UsageError: see `_group_names`.
+    """
+    state_dict = optimizer.state_dict()
+    groups = [
+        {**group, "params": names}
+        for group, names in zip(state_dict["param_groups"], _group_names(module, optimizer), strict=True)
+    ]
+    names = [name for group in groups for name in group["params"]]
+    state = {names[index]: value for index, value in state_dict["state"].items()}
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def save_shards(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a Lightning checkpoint as a folder, each rank its shards; every rank must call.
+
+    Rank 0 writes everything that is not sharded. The folder gets its name when all of it is on the disk, `.metadata`
+    last.
+
+    Args:
+        checkpoint: with shards and optimizer state by name; loses both.
+        path: the folder, there or not; equal on all ranks.
+    """
+    shards = {"state_dict": checkpoint.pop("state_dict")}
+    states = checkpoint.pop("optimizer_states", [])
+    shards |= {f"optimizer_{number}": state for number, state in enumerate(states)}
+    if dist.get_rank() != 0:
+        shards = _only_shards(shards)
+    try:
+        on_rank_0(lambda: _begin(checkpoint, path))
+        dcp.save(shards, checkpoint_id=staging_path(path))
+        on_rank_0(lambda: put_in_place(path))
+    except Exception:
+        if dist.get_rank() == 0:
+            remove(staging_path(path))  # a full disk is not to stay full
+        raise
+
+
+def _begin(trainer_state: dict[str, Any], path: Path) -> None:
+    folder = clear_staging(path)
+    folder.mkdir()
+    torch.save(trainer_state, folder / TRAINER_STATE)
+    fsync_path(folder / TRAINER_STATE)
+
+
+def _only_shards(tree: Any) -> Any:
+    """The DTensors of a nested dict."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: _only_shards(value) for key, value in tree.items() if isinstance(value, DTensor | dict)}
+
+
+def on_rank_0(act: Callable[[], None]) -> None:
+    """Call `act` on rank 0 while the others wait; where it fails, it fails on all of them.
+
+    Raises:
+        OSError: on the other ranks, with the text of rank 0's error, which is raised there as it is.
+    """
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            act()
+        except Exception as failed:
+            error = failed
+    message = [None if error is None else f"{type(error).__name__} on rank 0: {error}"]
+    dist.broadcast_object_list(message, src=0)
+    if error is not None:
+        raise error
+    if message[0] is not None:
+        raise OSError(message[0])
+
+
+def check_together(path: Any) -> Path:
+    """`check_checkpoint` on every rank, so that none goes on to wait for one that cannot; every rank must call.
+
+    Raises:
+        UsageError: on all ranks, the message of the first rank that cannot open it.
+    """
+    problem = None
+    try:
+        check_checkpoint(path)
+    except UsageError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if not any(problems):
+        return Path(path)
+    rank, first = next((rank, problem) for rank, problem in enumerate(problems) if problem is not None)
+    raise UsageError(first if all(problems) else f"{first} (on rank {rank}: a checkpoint lies where all ranks see it)")
+
+
+def read_shards(folder: Path, module: nn.Module, optimizers: bool, weights_only: bool | None) -> dict[str, Any]:
+    """A folder as a Lightning checkpoint, with DTensors where this rank has shards; optimizer state is by name.
+
+    No process holds a sharded tensor whole.
+    """
+    weights = {clean_name(name): value for name, value in module.state_dict(keep_vars=True).items()}
+    parameters = {clean_name(name): parameter for name, parameter in module.named_parameters()}
+
+    def allocate(path: KeyPath, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        # .../state/NAME/exp_avg belongs to a parameter; state of another shape, such as `step`, is not sharded
+        if path[0] in ("state_dict", "model"):
+            like = weights.get(clean_name(str(path[1])))
+        else:
+            like = parameters.get(str(path[2])) if path[1] == "state" else None
+        if isinstance(like, DTensor) and like.shape == size:
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return torch.empty(size, dtype=dtype)
+
+    return read_by_name(folder, weights_only, allocate, optimizers)
+
+
+def load_weights(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+    """Load whole tensors or shards into a sharded module; names may have the prefixes of wrappers or not.
+
+    Raises:
+        UsageError: naming the first weight that is missing, not known here (both only where `strict`), or of another
+            shape.
+    """
+    own = module.state_dict(keep_vars=True)
+    name_here = {clean_name(name): name for name in own}
+    renamed = {name_here.get(clean_name(name), name): value for name, value in state_dict.items()}
+    where = "make the model the one that was saved"
+    if strict:
+        for name in (name for name in own if name not in renamed):
+            raise UsageError(f"the checkpoint has no '{name}': {where}, or set strict_loading of the module to False")
+        for name in (name for name in renamed if name not in own):
+            raise UsageError(f"the model has no '{name}', which the checkpoint has: {where}")
+    for name, value in renamed.items():
+        here = own.get(name)
+        if isinstance(here, Tensor) and isinstance(value, Tensor) and here.shape != value.shape:
+            raise UsageError(
+                f"'{name}' is {tuple(value.shape)} in the checkpoint and {tuple(here.shape)} here: {where}"
+            )
+    module.load_state_dict({name: _as_shards(value, own.get(name)) for name, value in renamed.items()}, strict=strict)
+
+
+def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Load whole tensors by number, or shards by name, into optimizers of sharded parameters.
+
+    Raises:
+        UsageError: another number of optimizers than was saved; by name, parameters in other groups or another order.
+    """
+    if len(optimizers) != len(saved):
+        raise UsageError(
+            f"the checkpoint has the state of {len(saved)} optimizers where there are {len(optimizers)} here: "
+            "make the module the one that was saved, or load the weights only"
+        )
+    for optimizer, state_dict in zip(optimizers, saved, strict=True):
+        groups = state_dict["param_groups"]
+        if any(isinstance(name, str) for group in groups for name in group["params"]):
+            _check_same_groups(groups, _group_names(module, optimizer))
+            state_dict = by_index(state_dict)
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        like = dict(zip(indices, own, strict=False))  # torch tells where the numbers differ
+        state = {
+            index: tree_map(partial(_as_shards, like=like.get(index)), entry)
+            for index, entry in state_dict["state"].items()
+        }
+        optimizer.load_state_dict({**state_dict, "state": state})
+
+
+def _as_shards(value: Any, like: Tensor | None) -> Any:
+    """This rank's part of a whole tensor that has the shape of a sharded one; anything else as it is.
+
+    A copy, as the whole may be a file that is mapped to memory.
+    """
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if not isinstance(like, DTensor) or like.shape != value.shape:
+        return value.clone()
+    # every rank has read the same tensor, so there is nothing to send
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).clone()
+
+
+def _group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The plain names of the parameters of each of an optimizer's groups.
+
+    Raises:
+        UsageError: it has a parameter that the module has not.
+    """
+    names = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise UsageError(
+                    f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is none of the "
+                    "module's: shards are saved by name; assign it to the module, or set save_distributed_checkpoint "
+                    "to False"
+                )
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _check_same_groups(saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> None:
+    """Refuse names in other groups, or in another order, than when saved: state would go to other parameters.
+
+    Args:
+        saved: param groups by name.
+        own: names of each of this optimizer's groups.
+
+    Raises:
+        UsageError: naming the first difference.
+    """
+    there = [f"'{name}' in group {group}" for group, entry in enumerate(saved) for name in entry["params"]]
+    here = [f"'{name}' in group {group}" for group, names in enumerate(own) for name in names]
+    for theirs, ours in zip_longest(there, here, fillvalue="no more parameter"):
+        if theirs != ours:
+            raise UsageError(
+                f"the checkpoint's optimizer has {theirs} where this one has {ours}: "
+                "resume with the model and the groups that it was saved with, or load the weights only"
+            )
