@@ -2,18 +2,18 @@
 
 import contextlib
 import io
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.swap_in import write_file
 from lightning_tricks.strategies.deepspeed.load_deepspeed import load_deepspeed
 
 _TAG = "checkpoint"  # the subfolder that Lightning has DeepSpeed write to
-# What DeepSpeed writes for itself beside what Lightning and the module gave it, and Lightning's state of a run.
-_ENGINES = [
+# The entries that DeepSpeed adds, and Lightning's state of a run; the other entries are the module's own.
+_DEEPSPEED_KEYS = [
     "module",
     "buffer_names",
     "optimizer",
@@ -36,7 +36,7 @@ _ENGINES = [
     "autoep_layers",
     "parallel_dims",
 ]
-_RUNS = ["loops", "callbacks", "lr_schedulers", "optimizer_states"]
+_LIGHTNING_KEYS = ["loops", "callbacks", "lr_schedulers", "optimizer_states"]
 
 
 class Layout(NamedTuple):
@@ -44,9 +44,9 @@ class Layout(NamedTuple):
 
     Attributes:
         path: its folder.
-        world_size: processes that wrote it.
-        weights_sharded: whether of stage 3.
-        bf16: whether of a run in bf16.
+        world_size: number of processes that wrote it.
+        weights_sharded: whether a run at stage 3 wrote it.
+        bf16: whether a run in bf16 wrote it.
     """
 
     path: Path
@@ -55,10 +55,10 @@ class Layout(NamedTuple):
     bf16: bool
 
     def refuse_other(self, stage: int, world_size: int, precision: str) -> None:
-        """Say in one line that such a run cannot resume from it.
+        """Refuse a run that cannot resume from the checkpoint.
 
         Raises:
-            UsageError: it cannot.
+            UsageError: the run has another number of processes, another kind of stage or another precision.
         """
         remedy = "or make one file of its weights with consolidate_deepspeed and start from those"
         if self.world_size != world_size:
@@ -80,10 +80,10 @@ class Layout(NamedTuple):
 
 
 def read_layout(folder: Any) -> Layout:
-    """Look at the names in a checkpoint folder.
+    """Read how a checkpoint is divided from the names in its folder.
 
     Raises:
-        UsageError: it is none that DeepSpeed finished.
+        UsageError: it is no checkpoint of DeepSpeed, or one that was not written to its end.
     """
     path = Path(folder)
     parts = path / _TAG
@@ -101,47 +101,43 @@ def read_layout(folder: Any) -> Layout:
 def consolidate_deepspeed(folder: Any, file: Any) -> Path:
     """Write the weights of a DeepSpeed checkpoint to one file that Lightning and torch open on any device.
 
-    The file holds the weights in fp32, under `state_dict`, and what the LightningModule stored (hyper-parameters, its
-    own `on_save_checkpoint`); `load_from_checkpoint` and `trainer.validate(ckpt_path=...)` take it. It holds no
-    optimizer state. Needs memory for about two copies of the weights, and the package deepspeed.
+    The file holds the weights in fp32, under `state_dict`, and the entries that the LightningModule stored
+    (hyper-parameters, its own `on_save_checkpoint`); `load_from_checkpoint` and `trainer.validate(ckpt_path=...)` take
+    it. It holds no optimizer state. Needs memory for about two copies of the weights, and the package deepspeed.
 
     Args:
-        folder: what `DeepSpeedZeROStrategy` wrote, of any stage and number of processes.
-        file: to write; it appears when it is whole.
+        folder: a checkpoint of `DeepSpeedZeROStrategy`, of any stage and number of processes.
+        file: the file to write; it appears when it is whole.
 
     Returns:
         The path of the file.
 
     Raises:
-        UsageError: the folder is no finished checkpoint; deepspeed is missing.
+        UsageError: the folder is no finished checkpoint; the file's name is that of a folder; deepspeed is missing.
 
     Source: https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/zero_to_fp32.py
     """
     layout, path = read_layout(folder), Path(file)
-    plain = read_weights(layout)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    with open(unfinished, "wb") as stream:
-        torch.save(plain, stream)
-        os.fsync(stream.fileno())
-    os.replace(unfinished, path)
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: give the name of a file")
+    write_file(read_weights(layout), path)
     return path
 
 
 def read_weights(layout: Layout) -> dict[str, Any]:
-    """What `consolidate_deepspeed` writes, in memory."""
+    """The checkpoint that `consolidate_deepspeed` writes, in memory."""
     load_deepspeed()
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if layout.weights_sharded else "mp_rank_00_model_states.pt"
-    whole = torch.load(layout.path / _TAG / name, map_location="cpu", weights_only=False)
+    saved = torch.load(layout.path / _TAG / name, map_location="cpu", weights_only=False)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         weights = get_fp32_state_dict_from_zero_checkpoint(str(layout.path), tag=_TAG)
-    if not layout.weights_sharded:  # at stage 1 frozen weights are only there
-        weights = {**{key: _full(value) for key, value in whole["module"].items()}, **weights}
-    kept = {key: value for key, value in whole.items() if key not in _ENGINES and key not in _RUNS}
+    if not layout.weights_sharded:  # at stage 1 frozen weights are only in `saved`
+        weights = {**{key: _to_fp32(value) for key, value in saved["module"].items()}, **weights}
+    kept = {key: value for key, value in saved.items() if key not in _DEEPSPEED_KEYS + _LIGHTNING_KEYS}
     return {**kept, "state_dict": weights}
 
 
-def _full(value: Any) -> Any:
+def _to_fp32(value: Any) -> Any:
     return value.float() if torch.is_tensor(value) and value.is_floating_point() else value

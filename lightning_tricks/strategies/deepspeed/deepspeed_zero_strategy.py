@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl_import
+from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import configured_optimizers, is_accumulating
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import Layout, read_layout, read_weights
-from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed, without_compiling
+from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed
 from lightning_tricks.strategies.deepspeed.settings import (
     Stage,
     differing_weights,
@@ -102,12 +103,14 @@ class DeepSpeedZeROStrategy(DeepSpeedStrategy):
             return
         _parent.reset_seed()
         self.set_world_ranks()
-        with without_compiling(load_deepspeed()):
+        # On a CPU, DeepSpeed would compile a faster way between processes. That takes half a minute and a compiler, and
+        # a build that was killed leaves a lock on which the next run waits.
+        with replaced(load_deepspeed().ops, "__compatible_ops__", {"deepspeed_shm_comm": False}):
             self._init_deepspeed_distributed()
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around `configure_model`: the model is built whole, so that it may draw its weights in any way."""
+        """Around `configure_model`: the model is built whole, so that it may draw its weights in any way it likes."""
         yield
 
     @contextmanager
@@ -167,11 +170,11 @@ class DeepSpeedZeROStrategy(DeepSpeedStrategy):
 
     def _engine(self, model: nn.Module, config: Any, optimizer: Any = None, lr_scheduler: Any = None) -> Any:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad] if optimizer else []
-        place = argparse.Namespace(
+        arguments = argparse.Namespace(
             device_rank=self.local_rank
-        )  # Lightning gives the index of the device: a CPU has none
+        )  # Lightning gives the device's index; a CPU has none
         engine, wrapped, _, _ = load_deepspeed().initialize(
-            place, model, optimizer, trained, lr_scheduler=lr_scheduler, dist_init_required=False, config=config
+            arguments, model, optimizer, trained, lr_scheduler=lr_scheduler, dist_init_required=False, config=config
         )
         return engine, wrapped
 

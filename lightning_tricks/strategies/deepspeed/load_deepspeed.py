@@ -1,4 +1,4 @@
-"""Import DeepSpeed, late and with one line for what is wrong with it."""
+"""Import DeepSpeed late; if it is missing, does not import or finds no compiler, say so in one line."""
 
 import shutil
 import sys
@@ -30,28 +30,11 @@ def load_deepspeed() -> Any:
 
 
 @contextmanager
-def without_compiling(deepspeed: Any) -> Iterator[None]:
-    """Around the start of the process group on a CPU, where DeepSpeed would compile a faster way between processes.
-
-    That takes half a minute and a compiler, and a build that was killed leaves a lock on which the next run waits.
-    """
-    known = vars(deepspeed.ops).get("__compatible_ops__")
-    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-    try:
-        yield
-    finally:
-        if known is None:
-            del deepspeed.ops.__compatible_ops__  # found out when it is next asked for
-        else:
-            deepspeed.ops.__compatible_ops__ = known
-
-
-@contextmanager
 def compiling() -> Iterator[None]:
-    """Around what may compile one of DeepSpeed's own optimizers: a missing compiler is said in one line.
+    """Around code that may compile one of DeepSpeed's own optimizers.
 
     Raises:
-        UsageError: what fails in here fails on a machine without a C++ compiler, or without CUDA's.
+        UsageError: the code failed because the machine has no C++ compiler, or not CUDA's.
     """
     try:
         yield

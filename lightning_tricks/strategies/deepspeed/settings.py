@@ -1,4 +1,4 @@
-"""DeepSpeed's settings for a run of the Trainer, and what it cannot do of that."""
+"""DeepSpeed's settings for a run of the Trainer, and a refusal of each run that DeepSpeed does not support."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -10,14 +10,14 @@ from lightning_tricks._trainer import is_a
 from lightning_tricks.strategies.deepspeed.load_deepspeed import load_deepspeed
 
 Stage = Literal[1, 2, 3]
-_BUCKET = 200_000_000  # elements of a buffer, Lightning's default
-_WHOLE = 100_000  # elements, DeepSpeed's default for what stage 3 does not shard
-# They compute with a matrix as a matrix; ZeRO gives an optimizer all parameters as one flat vector.
-_SHAPED = ("Adafactor", "LBFGS", "Muon", "SOAP", "Shampoo")
+_MAX_BUCKET = 200_000_000  # elements of a buffer, Lightning's default
+_MAX_PERSISTENT = 100_000  # elements, DeepSpeed's default for the size below which stage 3 does not shard
+# These optimizers compute with a matrix as a matrix; ZeRO gives an optimizer all parameters as one flat vector.
+_NEED_SHAPES = ("Adafactor", "LBFGS", "Muon", "SOAP", "Shampoo")
 
 
 def zero_config(stage: int, offload_optimizer: bool, offload_parameters: bool) -> dict[str, Any]:
-    """DeepSpeed's settings, but for the sizes that depend on the model."""
+    """DeepSpeed's settings, without the sizes that depend on the model."""
     zero: dict[str, Any] = {"stage": stage}
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -27,25 +27,25 @@ def zero_config(stage: int, offload_optimizer: bool, offload_parameters: bool) -
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # its own for the host is compiled; torch's fused one is there already
-        "train_micro_batch_size_per_gpu": 1,  # it reports samples a second by it, which nobody reads
+        "train_micro_batch_size_per_gpu": 1,  # only a rate of samples that DeepSpeed reports depends on it
     }
 
 
 def fitting_sizes(module: nn.Module) -> dict[str, int]:
-    """Buffers of a sixteenth of the model at most, and vectors (norms, biases) as what stage 3 keeps whole."""
+    """Sizes that fit the model: buffers of a sixteenth of it at most; stage 3 keeps vectors (norms, biases) whole."""
     sizes = [(getattr(p, "ds_numel", p.numel()), len(getattr(p, "ds_shape", p.shape))) for p in module.parameters()]
-    bucket = min(_BUCKET, max(sum(numel for numel, _ in sizes) // 16, 16_384))
+    bucket = min(_MAX_BUCKET, max(sum(numel for numel, _ in sizes) // 16, 16_384))
     vectors = max((numel for numel, dim in sizes if dim < 2), default=0)
     return {
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "stage3_prefetch_bucket_size": min(bucket, 50_000_000),
-        "stage3_param_persistence_threshold": min(vectors, _WHOLE),
+        "stage3_param_persistence_threshold": min(vectors, _MAX_PERSISTENT),
     }
 
 
 def differing_weights(module: nn.Module, weights: dict[str, Any]) -> str | None:
-    """The first weight that a module and a checkpoint do not have alike; None where there is none."""
+    """In words, the first weight in which a module and a checkpoint differ; None where there is none."""
     own = {name: getattr(value, "ds_shape", value.shape) for name, value in module.state_dict(keep_vars=True).items()}
     for name in own.keys() | weights.keys():
         if name not in weights or name not in own:
@@ -56,10 +56,10 @@ def differing_weights(module: nn.Module, weights: dict[str, Any]) -> str | None:
 
 
 def refuse_settings(strategy: Any, trainer: Any) -> None:
-    """Say in one line what DeepSpeed cannot do of what the Trainer is set to.
+    """Refuse settings of the Trainer that DeepSpeed does not support.
 
     Raises:
-        UsageError: the options, the device, the precision, a plugin, the clip, or a missing package.
+        UsageError: naming the option, the device, the precision, the plugin, the clip, or the missing package.
     """
     if strategy.stage not in get_args(Stage):
         raise UsageError(f"stage={strategy.stage!r}: give 1, 2 or 3")
@@ -93,7 +93,7 @@ def refuse_settings(strategy: Any, trainer: Any) -> None:
 
 
 def refuse_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
-    """Say in one line which of a module's optimizers DeepSpeed cannot take.
+    """Refuse optimizers that DeepSpeed does not support.
 
     Raises:
         UsageError: there are several, or none, or one that needs the parameters' shapes.
@@ -103,9 +103,8 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers: 
             f"{type(module).__name__}.configure_optimizers gives {len(optimizers)} optimizers and {len(schedulers)} "
             "schedulers, DeepSpeed takes one optimizer and at most one scheduler: join them, or use FSDP2Strategy"
         )
-    for cls in type(optimizers[0]).__mro__:
-        if cls.__name__ in _SHAPED:
+    for name in _NEED_SHAPES:
+        if is_a(optimizers[0], name):
             raise UsageError(
-                f"{cls.__name__} needs the shapes of the parameters, which DeepSpeed flattens: take AdamW, or "
-                "FSDP2Strategy"
+                f"{name} needs the shapes of the parameters, which DeepSpeed flattens: take AdamW, or FSDP2Strategy"
             )
