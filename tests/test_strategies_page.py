@@ -117,17 +117,23 @@ def test_of_deepspeed_refusing_another_layout_is_the_promise(row_of):
     assert strategies.misses(row) == ["into one, weights: 0.001"]
 
 
-@pytest.fixture
-def train(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
     """Train a trial in this process; options replace the trial's own."""
-    monkeypatch.delenv("RANK", raising=False)
 
     def run(name, **options):
         with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("RANK", raising=False)
             patch.setitem(strategy_runs.TRIALS, name, TRIALS[name]._replace(**options))
-            return strategy_runs.fit(name, ROWS["one"], 4, tmp_path / str(len(list(tmp_path.iterdir()))))
+            return strategy_runs.fit(name, ROWS["one"], 4, tmp_path_factory.mktemp("trial"))
 
     return run
+
+
+@pytest.fixture(scope="module")
+def right(train):
+    """The run of one process that the others are compared with."""
+    return train("sgd")
 
 
 def misses_of(found, one, row):
@@ -135,35 +141,32 @@ def misses_of(found, one, row):
     return strategies.misses(row)
 
 
-def test_a_clip_that_is_wrong_by_a_percent_shows_and_the_right_one_does_not(train, row_of):
-    right = train("sgd")
+def test_a_clip_that_is_wrong_by_a_percent_shows_and_the_right_one_does_not(train, right, row_of):
     assert misses_of(train("sgd"), right, row_of("fsdp2")) == []
     (missed, *_) = misses_of(train("sgd", clip=0.99 * TRIALS["sgd"].clip), right, row_of("fsdp2"))
     assert missed.startswith("sgd: loss ")
 
 
-def test_gradients_that_are_wrong_in_scale_show_in_the_norm(train, row_of):
+def test_gradients_that_are_wrong_in_scale_show_in_the_norm(train, right, row_of):
     class Halved(TRIALS["sgd"].module):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) / 2
 
-    found = misses_of(train("sgd", module=Halved), train("sgd"), row_of("fsdp2"))
+    found = misses_of(train("sgd", module=Halved), right, row_of("fsdp2"))
     assert "sgd: norm 5.0e-01" in found
 
 
-def test_another_learning_rate_or_a_clip_that_does_not_bite_shows(train, row_of):
-    right = train("sgd")
+def test_another_learning_rate_or_a_clip_that_does_not_bite_shows(train, right, row_of):
     faster = train("sgd", optimizer=lambda groups: torch.optim.SGD(groups, lr=0.31))
     assert any(missed.startswith("sgd: lr ") for missed in misses_of(faster, right, row_of("fsdp2")))
     loose = train("sgd", clip=100.0)
     assert "sgd: not always_clipped" in misses_of(loose, right, row_of("fsdp2"))
 
 
-def test_a_run_counts_the_tokens_and_flops_of_each_step(train):
-    found = train("sgd")
-    assert found["tokens"] == [BATCH * LENGTH] * 3  # the first step has no rate
-    assert found["flops"] == [BATCH * LENGTH * training_flops_per_token(CONFIG, LENGTH, "causal")] * 3
-    assert found["lr"] == pytest.approx([0.15, 0.3, 0.3, 0.165])  # two steps of warmup, half a cosine to a tenth
+def test_a_run_counts_the_tokens_and_flops_of_each_step(right):
+    assert right["tokens"] == [BATCH * LENGTH] * 3  # the first step has no rate
+    assert right["flops"] == [BATCH * LENGTH * training_flops_per_token(CONFIG, LENGTH, "causal")] * 3
+    assert right["lr"] == pytest.approx([0.15, 0.3, 0.3, 0.165])  # two steps of warmup, half a cosine to a tenth
 
 
 def test_the_ranks_share_a_batch_and_a_resume_goes_on_with_the_next():
