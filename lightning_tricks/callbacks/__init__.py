@@ -1,4 +1,4 @@
-"""Lightning callbacks: each watches one thing."""
+"""The public names of every callback: those of `monitors` watch, those of `guards` act."""
 
 from lightning_tricks.guards.lean_loop import LeanLoop
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
