@@ -35,5 +35,11 @@ def pl_import(submodule: str) -> Any:
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+    rank_zero_only: Any  # Lightning sets an attribute `rank` on this function, which its type does not have
 else:
     pl = importlib.import_module(_PACKAGES[BACKEND])
+    _rank_zero = pl_import("utilities.rank_zero")
+    rank_zero_info, rank_zero_warn = _rank_zero.rank_zero_info, _rank_zero.rank_zero_warn
+    rank_zero_only = _rank_zero.rank_zero_only

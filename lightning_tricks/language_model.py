@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_tricks._activation_checkpointing import Mode, check_mode
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks.accounting import Attention, recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.callbacks import GradNormMonitor, LRMonitor, MetricBuffer, MFUMonitor, PrecisionMonitor
@@ -24,7 +24,6 @@ from lightning_tricks.monitors.precision.precision_monitor import has_figures
 from lightning_tricks.optim import ParamRule, decay_groups
 from lightning_tricks.schedules import Schedule
 
-rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 Batch = dict[str, Tensor]
 IGNORED = -100
 

@@ -4,6 +4,7 @@ import argparse
 import inspect
 import os
 import pathlib
+import sys
 import typing
 from collections.abc import Iterator
 
@@ -32,6 +33,8 @@ LEFT_BEHIND = (
 def _nothing_distributed_left() -> Iterator[None]:
     for name in LEFT_BEHIND:  # of what a whole file shares, too
         os.environ.pop(name, None)
+    if "lightning.fabric" in sys.modules:
+        sys.modules["lightning.fabric.utilities.rank_zero"].rank_zero_only.rank = 0  # a strategy sets it for good
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

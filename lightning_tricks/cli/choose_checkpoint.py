@@ -8,11 +8,9 @@ from typing import Any
 import fsspec
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl_import
+from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks._trainer import chosen_version, is_a
 from lightning_tricks.checkpoints import FolderCheckpointIO, check_checkpoint
-
-rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 
 
 def choose_checkpoint(command: str, given: Any, trainer: Any) -> str | None:

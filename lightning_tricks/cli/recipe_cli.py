@@ -19,7 +19,7 @@ from jsonargparse import Namespace
 
 from lightning_tricks._errors import UsageError, one_line_and_exit
 from lightning_tricks._exit import end_within
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl, pl_import, rank_zero_info
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.callbacks import PredictionWriter, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import FolderCheckpointIO
@@ -40,7 +40,6 @@ else:
     LightningCLI = pl_import("cli").LightningCLI
     Strategy = pl_import("strategies").Strategy
 
-rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 # Advertisements, and statements that are of no use or not true here: a resume follows the recipe's settings and not the
 # checkpoint's, so not all states are restored.
 _UNWANTED = ("💡 Tip: ", "TPU available: False", "Restored all states from the checkpoint")

@@ -15,12 +15,9 @@ from types import TracebackType
 from typing import Any
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_only
 from lightning_tricks._trainer import choose_version, chosen_version, has_versions, logging_step, next_version
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, short
-
-rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
-rank_zero_only = pl_import("utilities.rank_zero").rank_zero_only
 
 
 def check_folders(trainer: Any) -> None:

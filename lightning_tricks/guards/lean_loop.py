@@ -9,11 +9,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import HOOK_CALLERS, SIGNATURE_CHECK, lightning_file, set_running_hook
-
-rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 
 
 def lean_callers(trainer: Any, call: Any, base: type) -> dict[str, Callable[..., Any]]:

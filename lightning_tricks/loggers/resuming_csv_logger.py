@@ -4,7 +4,7 @@ import csv
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._lightning import pl_import
+from lightning_tricks._lightning import pl_import, rank_zero_only
 from lightning_tricks.loggers.resume_point import ResumePoint
 
 if TYPE_CHECKING:
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 else:
     CSVLogger = pl_import("loggers.csv_logs").CSVLogger
     ExperimentWriter = pl_import("loggers.csv_logs").ExperimentWriter
-
-rank_zero_only = pl_import("utilities.rank_zero").rank_zero_only
 
 
 def is_before(row: dict[str, str], step: int) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from lightning_tricks._lightning import pl_import
+from lightning_tricks._lightning import pl_import, rank_zero_info, rank_zero_only
 from lightning_tricks.loggers._fast_records import use_fast_checksums
 from lightning_tricks.loggers.resume_point import ResumePoint
 
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import TensorBoardLogger
 else:
     TensorBoardLogger = pl_import("loggers").TensorBoardLogger
-
-rank_zero_only = pl_import("utilities.rank_zero").rank_zero_only
-rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 
 
 def as_number(value: Any) -> float | None:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl, rank_zero_warn
 from lightning_tricks._trainer import batch_progress, is_accumulating, logging_step, steps_between_saves
 from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_numbers, to_host
 
-rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 OverRanks = Literal["sum", "max"]
 SAVE_SECONDS = 1.0  # between two `logger.save()`, which waits for the disk; Lightning calls it at the end in any case
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl_import
+from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.mixins._plain_settings import from_plain, to_plain
@@ -16,7 +16,6 @@ from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.schedules import Schedule, ScheduleLR
 
 _NAME = "optimizer_function"  # in a checkpoint
-rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 
 
 class OptimizerMixin(Mixin):

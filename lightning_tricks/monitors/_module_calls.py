@@ -8,12 +8,10 @@ import torch
 from torch import nn
 
 from lightning_tricks._find_modules import clean_name
-from lightning_tricks._lightning import pl_import
+from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import compiled_steps, is_accumulating
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
-
-rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 
 
 class ModuleWatch:

@@ -7,9 +7,7 @@ from typing import Any, TextIO
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, pl_import
-
-rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
+from lightning_tricks._lightning import pl, rank_zero_info
 
 
 def rows_of(prediction: Any) -> list[Any]:

@@ -11,11 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import find_blocks
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl, rank_zero_warn
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
 from lightning_tricks.optim import param_roles
 
-rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 _PARTS = ("update_square", "weight_square", "count")
 
 

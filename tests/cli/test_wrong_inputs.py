@@ -87,10 +87,19 @@ def one_parser() -> Any:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def silent_lightning() -> Any:
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)  # not the bare attribute: loggers below remember what is enabled
+
+
 def stderr_of(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The lines of a command that must fail with exit code 2, without what Lightning tells of itself."""
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "level", logging.CRITICAL)
-    monkeypatch.setattr(logging.getLogger("lightning.fabric"), "level", logging.CRITICAL)
     monkeypatch.setattr(sys, "argv", ["lightning-tricks", *args])
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:

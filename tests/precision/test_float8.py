@@ -317,7 +317,10 @@ def log():
     handler = Log()
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
     yield handler
+    logger.setLevel(level)
     logger.removeHandler(handler)
 
 

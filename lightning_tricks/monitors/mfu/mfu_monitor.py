@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import data_rank, is_accumulating, logging_step
 from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, counting_real_step
@@ -19,8 +19,6 @@ from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
 from lightning_tricks.monitors.mfu.batch_flops import BatchFlops, contents_of, find_batch_flops, flops_of_batch
 from lightning_tricks.monitors.mfu.stopwatch import Stopwatch, compilations_timed
 
-rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
-rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 _COUNTS = ("_samples", "_positions", "_flops", "_recompute")
 
 

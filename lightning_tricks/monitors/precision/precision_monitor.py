@@ -5,13 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl, rank_zero_warn
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.monitors.precision.fp8_watch import Fp8Watch
 from lightning_tricks.optim.grad_scaler import loss_scale
-
-rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 
 
 def scales_loss(plugin: Any) -> bool:

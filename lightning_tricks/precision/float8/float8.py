@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl_import
+from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks.precision._autocast import Precision, refuse_strategy
 from lightning_tricks.precision.bf16_mixed import BF16Mixed
@@ -27,7 +27,6 @@ from lightning_tricks.precision.float8.linear import (
     revert,
 )
 
-rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
 Base = Literal["bf16-mixed", "bf16-true"]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from lightning_tricks._activation_checkpointing import Mode, check_mode, checkpoint_block
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import match_modules, repeated_blocks
-from lightning_tricks._lightning import pl_import
+from lightning_tricks._lightning import pl_import, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer import is_a, set_device_mesh
 from lightning_tricks.checkpoints.folder_checkpoint_io import FolderCheckpointIO, read_file
 from lightning_tricks.strategies.fsdp2 import shard, sharded_checkpoint
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 else:
     ModelParallelStrategy = pl_import("strategies").ModelParallelStrategy
 
-rank_zero_info = pl_import("utilities.rank_zero").rank_zero_info
-rank_zero_warn = pl_import("utilities.rank_zero").rank_zero_warn
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
