@@ -20,6 +20,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama, MFUMonitor
 from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl_import
 from lightning_tricks.accounting import count_flops
 from lightning_tricks.models import Decoder
 from lightning_tricks.precision.float8 import linear as linear_module
@@ -315,12 +316,10 @@ class Log(logging.Handler):
 @pytest.fixture
 def log():
     handler = Log()
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    # both Lightning packages log through the one that was imported last
+    logger = pl_import("utilities.rank_zero").rank_zero_module.log
     logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
     yield handler
-    logger.setLevel(level)
     logger.removeHandler(handler)
 
 
