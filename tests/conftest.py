@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import logging
 import os
 import pathlib
 import sys
@@ -33,8 +34,9 @@ LEFT_BEHIND = (
 def _nothing_distributed_left() -> Iterator[None]:
     for name in LEFT_BEHIND:  # of what a whole file shares, too
         os.environ.pop(name, None)
-    if "lightning.fabric" in sys.modules:
-        sys.modules["lightning.fabric.utilities.rank_zero"].rank_zero_only.rank = 0  # a strategy sets it for good
+    if lightning := sys.modules.get("lightning.pytorch.utilities.rank_zero"):
+        lightning.rank_zero_only.rank = 0  # a strategy sets it for good
+        lightning.rank_zero_module.log = logging.getLogger(lightning.__name__)  # pytorch_lightning puts its own there
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
