@@ -1,6 +1,6 @@
 """Measure modules of any model while they run, without entering the graphs that torch.compile has made of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -32,10 +32,19 @@ class ModuleWatch:
         self.found = {}
         self.is_open = not is_accumulating(trainer) and buffer.is_log_step()
 
-    def end_batch(self) -> dict[str, Any] | None:
-        """The measurements of this micro-batch, where it was one to measure in."""
+    def end_batch(self, expected: Collection[str], unseen: str) -> dict[str, Any] | None:
+        """The measurements of this micro-batch; None where it was not one to measure in, or nothing is expected.
+
+        Args:
+            expected: names of the modules to measure.
+            unseen: the reason for the warning if none of them ran where it can be seen.
+        """
         was_open, self.is_open = self.is_open, False
-        return self.found if was_open else None
+        if not was_open or not expected:
+            return None
+        if not self.found:
+            self.warn(unseen)
+        return self.found
 
     def measuring(
         self,

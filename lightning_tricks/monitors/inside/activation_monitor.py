@@ -104,11 +104,10 @@ class ActivationMonitor(pl.Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record."""
-        found = self._watch.end_batch()
-        if found is None or not self._names:
+        example = ", ".join(self._names[:1])
+        found = self._watch.end_batch(self._names, f"no block ({example}, ...) ran where it can be seen")
+        if found is None:
             return
-        if not found:
-            self._watch.warn(f"no block ({self._names[0]}, ...) ran where it can be seen")
         for name, stats in found.items():
             self._buffer.record_all(tuple(f"activations/{name}/{stat}" for stat in STATS[:3]), stats[:3])
         nonfinite = {f"activations/{name}/{STATS[3]}": stats[3] for name, stats in found.items()}

@@ -70,11 +70,10 @@ class AttentionMonitor(pl.Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record."""
-        found = self._watch.end_batch()
-        if found is None or not self._names:
+        unseen = "no block ran where it can be seen; if you use torch.compile, compile each block"
+        found = self._watch.end_batch(self._names, unseen)
+        if found is None:
             return
-        if not found:
-            self._watch.warn("no block ran where it can be seen; if you use torch.compile, compile each block")
         logits = {f"attention/{name}/max_logit": logit for name, logit in found.items()}
         self._buffer.record_largest([f"attention/{name}/max_logit" for name in self._names], logits)
 

@@ -63,11 +63,9 @@ class Fp8Watch:
     def end_batch(self, device: torch.device) -> None:
         """Record: every rank gives equally many numbers, whichever layers ran on it, or a collective would not end."""
         self._batch.close()
-        found: dict[str, dict[str, Tensor]] | None = self._watch.end_batch()
-        if found is None or not self.layers:
+        found = self._watch.end_batch(self.layers, "none ran where it can be seen")
+        if found is None:
             return
-        if not found:
-            self._watch.warn("none ran where it can be seen")
         amax = {f"fp8/{layer}/{name}": stats[name] for layer, stats in found.items() for name in AMAX}
         self._buffer.record_largest([f"fp8/{layer}/{name}" for layer in self.layers for name in AMAX], amax)
         zero, one = torch.zeros((), device=device), torch.ones((), device=device)
