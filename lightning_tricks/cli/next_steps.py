@@ -1,4 +1,4 @@
-"""What to type after a fit: commands that evaluate the run, go on with it, write text, or try another learning rate."""
+"""Commands to type after a fit: evaluate the run, go on with it, write text, or try another learning rate."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""What TextData and TokenData share: Lightning's loaders over a training and a validation stream of tokens.
+"""The base class of TextData and TokenData: Lightning's loaders over a training and a validation stream of tokens.
 
 Batches are addressed by position; `resume.py` says where a run stands, `batches.py` what a batch is.
 """

@@ -1,4 +1,4 @@
-"""What a batch is: rows of tokens, the tokens that follow them, and the bytes that those stand for.
+"""Batches: rows of tokens, the token after each one as its label, and the number of bytes behind the labels.
 
 Two map-style datasets: training rows addressed by sample position, validation windows in their order.
 """
@@ -41,7 +41,7 @@ class TrainBatches(Dataset[Batch]):
         self.stream, self.order, self.micro_batch_size, self.eot_id = stream, order, micro_batch_size, eot_id
 
     def starts(self, position: int) -> NDArray[np.int64]:
-        """Where in the stream the rows of the micro-batch at `position` start, (B,)."""
+        """Positions in the stream at which the rows of the micro-batch at `position` start, (B,)."""
         return self.order.starts(np.arange(position, position + self.micro_batch_size))
 
     def __getitem__(self, position: int) -> Batch:
@@ -94,7 +94,7 @@ class ValidationBatches(Dataset[Batch]):
         return -(-windows // (self.world * self.micro_batch_size))
 
     def starts(self, index: int) -> NDArray[np.int64]:
-        """Where in the stream the rows of batch `index` start, (B,); past its end for rows that are filling."""
+        """Positions in the stream at which the rows of batch `index` start, (B,); past its end for rows of padding."""
         rows = np.arange(index * self.micro_batch_size, (index + 1) * self.micro_batch_size)
         return (rows * self.world + self.rank) * self.seq_len
 

@@ -1,4 +1,4 @@
-"""Where text comes from: the standard library, files, or a Hugging Face dataset, as a stream of documents.
+"""Sources of text: the standard library, files, or a Hugging Face dataset, each as a stream of documents.
 
 A corpus says what it is (for the record), what identifies it (for the cache) and yields its documents.
 """

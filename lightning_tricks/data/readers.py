@@ -51,7 +51,7 @@ def expand(patterns: list[str]) -> list[Path]:
 
 
 def _matches(path: Path) -> Iterator[Path]:
-    """What is behind one pattern. A folder that cannot be read is an error, and no folder without text."""
+    """The files of one pattern. A folder that cannot be read is an error, not a folder without text."""
     if path.is_dir():
         for folder, folders, names in os.walk(path, onerror=_raise):
             folders[:] = [name for name in folders if _is_visible(name)]

@@ -1,4 +1,4 @@
-"""Where a run stands in its data: counted in rows at the last optimizer step, so that any split resumes any other.
+"""The position of a run in its data: rows consumed at the last optimizer step, so that any split resumes any other.
 
 Lightning's own batch counters cannot say it: they depend on the number of processes and on how far a window of
 accumulated micro-batches had come when the checkpoint was written.
@@ -82,7 +82,7 @@ class DataPosition:
         return self._rows + (steps_done(trainer) - self._steps) * self.rows_per_step(trainer)
 
     def state_dict(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """What a later run, split in another way, needs to go on with the next row."""
+        """The state from which a later run, split in another way or not, goes on with the next row."""
         return {"samples": self.rows(trainer), "micro_batches": trainer.accumulate_grad_batches, **self.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

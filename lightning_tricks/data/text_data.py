@@ -91,7 +91,7 @@ class TextData(ShardData):
 
     @cached_property
     def folder(self) -> Path:
-        """Where the shards of exactly this text, tokenizer and split are or will be."""
+        """The folder for the shards of exactly this text, tokenizer and split; `prepare_data` makes it."""
         tokenizer = self._asked if self._given is None else tokenizer_sha256(self._given)
         key = repr((FORMAT_VERSION, self._corpus.fingerprint, tokenizer, self.val_fraction))
         return self.cache_dir / f"text-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

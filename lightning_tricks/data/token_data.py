@@ -80,7 +80,7 @@ class TokenData(ShardData):
         return TokenStream(paths, self.shard_format)
 
     def _check_tokenizer(self, folder: Path) -> None:
-        """Where TextData wrote the shards, its record says by which tokenizer."""
+        """Compare the tokenizer with the one in the record that TextData writes beside its shards."""
         if self._given is None or not (folder / "meta.json").is_file():
             return
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))

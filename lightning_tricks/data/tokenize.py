@@ -31,7 +31,7 @@ _CHUNK_BYTES = 1 << 20  # text encoded at once
 
 @dataclass
 class SplitRecord:
-    """What one side holds. `sha256` is that of its documents' UTF-8 bytes, one after the other."""
+    """Size of the training or validation part; `sha256` is that of its documents' UTF-8 bytes, one after the other."""
 
     documents: int = 0
     bytes: int = 0

@@ -1,4 +1,4 @@
-"""Where every monitor writes: values stay on their device and go to the loggers together, once per logging interval.
+"""The buffer of every monitor: values stay on their device and go to the loggers together, once a logging interval.
 
 A value costs a dict entry when it is recorded, and its share of one transfer when the interval ends.
 """
@@ -81,8 +81,8 @@ class MetricBuffer(pl.Callback):
         Args:
             name: of the metric, such as `train/grad_norm`.
             value: a scalar tensor, of which no copy is made, or a number.
-            over_ranks: how the ranks' values become one, at the end of the interval; None where they agree already,
-                or where rank 0's is meant. Every rank must record what is joined, in the same order.
+            over_ranks: how the ranks' values become one at the end of the interval; None if the ranks agree already, or
+                if the value of rank 0 is wanted. Every rank must record the same `over_ranks` names, in the same order.
 
         Raises:
             UsageError: the tensor holds more than one number.
@@ -149,10 +149,9 @@ class MetricBuffer(pl.Callback):
         self.record_all(tuple(names), torch.stack(values), "max")  # equally many on each rank, for the collective
 
     def at_flush(self, derive: Callable[[list[Row]], Mapping[str, float]]) -> None:
-        """Have `derive` called with each interval's rows, on every rank; what it returns joins the last of them.
+        """Call `derive` with each interval's rows, on every rank, and add the values that it returns to the last row.
 
-        Until the end of the running fit: ask in a hook that each fit calls, such as `setup`. Asking again with the same
-        function changes nothing.
+        This ends with the running fit, so ask in a hook that each fit calls, such as `setup`. Idempotent.
         """
         if derive not in self._derived:
             self._derived.append(derive)

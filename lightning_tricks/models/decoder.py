@@ -142,7 +142,7 @@ class Decoder(nn.Module):
             block.compile()
 
     def features(self, input_ids: Tensor, document_ids: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """What `head` turns into logits, (batch, length, d_model), for a loss that applies the head in chunks."""
+        """The input of `head`, (batch, length, d_model), for a loss that applies the head in slices."""
         length, begin = input_ids.shape[1], 0 if cache is None else cache.length
         if begin + length > self.config.max_seq_len:
             raise UsageError(

@@ -15,7 +15,7 @@ from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
 
 class ModuleWatch:
-    """What a monitor has measured of modules in the last micro-batch of a log step, by name.
+    """The measurements that a monitor makes of modules in the last micro-batch of a log step, by name.
 
     Args:
         warning: the line on what cannot be measured, with `{}` for the reason.

@@ -24,7 +24,7 @@ Measured = dict[tuple[str, ...], Tensor]  # by the names of the metrics, a value
 
 
 def interval_figures(norms: list[float], clip_val: float | None) -> dict[str, float]:
-    """What an interval's norms say together.
+    """Figures over the gradient norms of one logging interval.
 
     Args:
         norms: of each step, before the clip.

@@ -1,4 +1,4 @@
-"""What a schedule is: the learning rate as a pure function of the step, so that a resume needs the step and no more.
+"""The base class of schedules: the learning rate is a pure function of the step, so a resume needs the step alone.
 
 Subclass `Schedule` to add a curve; `ScheduleLR` (schedule_lr.py) drives an optimizer with one.
 """

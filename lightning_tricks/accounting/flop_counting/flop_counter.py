@@ -41,7 +41,7 @@ _IN_WORDS = {
 
 
 def in_words(error: Exception) -> str:
-    """What a copy without data cannot do, or else the error's first line."""
+    """The reason why a copy without data cannot run, in words; for other errors their first line."""
     text = f"{type(error).__name__}: {error}".strip().removesuffix(":")
     return next((words for name, words in _IN_WORDS.items() if name in text), text.partition("\n")[0])
 

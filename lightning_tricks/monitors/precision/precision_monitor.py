@@ -125,7 +125,7 @@ class PrecisionMonitor(pl.Callback):
             self._watch.end_batch(pl_module.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """How many steps were skipped, where it is counted here."""
+        """The number of skipped steps, if this monitor counts them and not the plugin."""
         counted = self._counted if self._skipped is None else int(self._skipped)
         return {"skipped_steps": counted} if counted else {}
 

@@ -69,7 +69,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 listens: names it may be reached by, and a word that only this run's ranks know."""
+    """The address of rank 0: names of its host, its port, and a token that only the ranks of this run know."""
 
     hosts: tuple[str, ...]
     port: int

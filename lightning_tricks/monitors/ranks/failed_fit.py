@@ -63,7 +63,7 @@ class RunningFit:
         return self._method is None or self._method() is None
 
     def stack(self) -> list[str] | None:
-        """Where the call is now, as text; None when it has ended."""
+        """The stack of the call at this moment, as text; None when the call has ended."""
         innermost = sys._current_frames().get(self._thread)
         if not self._among(_outwards(innermost)):
             return None

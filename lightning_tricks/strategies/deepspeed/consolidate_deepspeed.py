@@ -40,7 +40,7 @@ _LIGHTNING_KEYS = ["loops", "callbacks", "lr_schedulers", "optimizer_states"]
 
 
 class Layout(NamedTuple):
-    """How a checkpoint is divided.
+    """The division of a checkpoint among ranks.
 
     Attributes:
         path: its folder.
