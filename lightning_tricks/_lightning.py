@@ -28,11 +28,6 @@ def _choose() -> str:
 BACKEND = _choose()
 
 
-def pl_import(submodule: str) -> Any:
-    """The module `submodule` (such as `"callbacks"`) of the chosen package."""
-    return importlib.import_module(f"{_PACKAGES[BACKEND]}.{submodule}")
-
-
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -40,6 +35,5 @@ if TYPE_CHECKING:
     rank_zero_only: Any  # Lightning sets an attribute `rank` on this function, which its type does not have
 else:
     pl = importlib.import_module(_PACKAGES[BACKEND])
-    _rank_zero = pl_import("utilities.rank_zero")
-    rank_zero_info, rank_zero_warn = _rank_zero.rank_zero_info, _rank_zero.rank_zero_warn
-    rank_zero_only = _rank_zero.rank_zero_only
+    rank_zero_info, rank_zero_warn = pl.utilities.rank_zero_info, pl.utilities.rank_zero_warn
+    rank_zero_only = pl.utilities.rank_zero_only

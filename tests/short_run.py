@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.data import DataLoader
 
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl
 
 
 class Model(pl.LightningModule):
@@ -82,7 +82,7 @@ def _wait_for_a_later_second(loggers: list[Any]) -> None:
 
 def save_every(steps: int, folder: Path) -> Any:
     """A ModelCheckpoint that keeps `folder/step=N.ckpt` of each multiple."""
-    return pl_import("callbacks").ModelCheckpoint(folder, filename="{step}", every_n_train_steps=steps, save_top_k=-1)
+    return pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=steps, save_top_k=-1)
 
 
 def events(folder: Path) -> EventAccumulator:

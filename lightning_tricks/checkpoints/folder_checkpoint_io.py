@@ -10,7 +10,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +20,9 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl_import
+from lightning_tricks._lightning import pl
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_checkpoint, read_metadata
 from lightning_tricks.checkpoints.swap_in import swap_in
-
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins.io import TorchCheckpointIO
-else:
-    TorchCheckpointIO = pl_import("plugins.io").TorchCheckpointIO
 
 KeyPath = tuple[str | int, ...]
 # Makes the tensor to read into, given its path in the checkpoint, its size and its type.
@@ -156,7 +151,7 @@ def size_of_folder(folder: Path) -> int:
     return sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
 
 
-class FolderCheckpointIO(TorchCheckpointIO):
+class FolderCheckpointIO(pl.plugins.TorchCheckpointIO):
     """Lightning's reading and writing of files, which opens a folder of shards as if it were one.
 
     Weights and optimizer state come whole, the state numbered, so torch and `follow_recipe` check and restore them as

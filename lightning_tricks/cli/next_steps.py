@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_tricks._lightning import pl_import
+from lightning_tricks._lightning import pl
 from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, short
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.monitors.dashboard.tensorboard_dashboard import PAGE
@@ -73,7 +73,7 @@ def next_steps(trainer: Any, options: Sequence[str], has_lr: bool) -> list[str]:
         return f"{program()} {shlex.join([command, *same, *added])}"
 
     for logger in trainer.loggers:
-        if isinstance(logger, pl_import("loggers").TensorBoardLogger):
+        if isinstance(logger, pl.loggers.TensorBoardLogger):
             page = os.path.join(logger.log_dir, PAGE)
             address = shlex.quote(short(page)) if os.path.isfile(page) else "http://localhost:6006"
             found.append(

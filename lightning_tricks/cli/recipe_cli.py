@@ -12,14 +12,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
 
 from lightning_tricks._errors import UsageError, one_line_and_exit
 from lightning_tricks._exit import end_within
-from lightning_tricks._lightning import pl, pl_import, rank_zero_info
+from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.callbacks import PredictionWriter, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import FolderCheckpointIO
@@ -27,18 +27,11 @@ from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
 from lightning_tricks.cli.class_change import change_lines, watch_class_changes
 from lightning_tricks.cli.next_steps import next_steps, program
 from lightning_tricks.cli.parse_errors import parse_message
-from lightning_tricks.cli.recipe_parser import RecipeParser, check_options, join_negative_numbers
+from lightning_tricks.cli.recipe_parser import RecipeParser, check_options, join_negative_numbers, lightning_cli
 from lightning_tricks.cli.recipe_text import check_values
 from lightning_tricks.cli.run_errors import trainer_line, usage_errors
 from lightning_tricks.cli.run_folder import RunFolder, check_folders
 from lightning_tricks.mixins import OptimizerMixin
-
-if TYPE_CHECKING:
-    from lightning.pytorch.cli import LightningCLI
-    from lightning.pytorch.strategies import Strategy
-else:
-    LightningCLI = pl_import("cli").LightningCLI
-    Strategy = pl_import("strategies").Strategy
 
 # Advertisements, and statements that are of no use or not true here: a resume follows the recipe's settings and not the
 # checkpoint's, so not all states are restored.
@@ -52,7 +45,7 @@ def _without_advertisements() -> Iterator[None]:
     def wanted(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(_UNWANTED)
 
-    log = pl_import("utilities.rank_zero").rank_zero_module.log
+    log = pl.utilities.rank_zero.rank_zero_module.log
     log.addFilter(wanted)
     try:
         yield
@@ -64,14 +57,14 @@ class RecipeTrainer(pl.Trainer):
     """Lightning's Trainer, and the signature of our own `prepare`, which `RecipeCLI` carries out without a Trainer."""
 
     # The class stands before `str`, so that jsonargparse takes `FSDP2Strategy` for a class and `ddp` for a name.
-    def __init__(self, *args: Any, strategy: Strategy | str = "auto", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, strategy: pl.strategies.Strategy | str = "auto", **kwargs: Any) -> None:
         super().__init__(*args, strategy=strategy, **kwargs)
 
     def prepare(self, model: "pl.LightningModule", datamodule: "pl.LightningDataModule | None" = None) -> None:
         """Turn the recipe's text into token shards, and stop."""
 
 
-class RecipeCLI(LightningCLI):
+class RecipeCLI(lightning_cli.LightningCLI):
     """Run one recipe. Use it in place of LightningCLI to get the same command line around your own classes.
 
     Without `args` it is the whole program: it reads `sys.argv`, and a user's mistake is one line and exit code 2. With
@@ -111,7 +104,7 @@ class RecipeCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Lightning's commands, and `prepare`."""
-        return {**LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
+        return {**lightning_cli.LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -162,13 +155,12 @@ class RecipeCLI(LightningCLI):
             trainer.callbacks.insert(0, self._run_folder)
         if trainer.world_size > 1 and not any(isinstance(callback, RankMonitor) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, RankMonitor())  # the first to hear of an exception
-        if type(trainer.strategy.checkpoint_io) is pl_import("plugins.io").TorchCheckpointIO:
+        if type(trainer.strategy.checkpoint_io) is pl.plugins.TorchCheckpointIO:
             trainer.strategy.checkpoint_io = FolderCheckpointIO()  # so that a sharded checkpoint opens here as well
         return trainer
 
     def _add_callbacks(self, config: Any) -> None:
         """Add progress bar and prediction writer to the Trainer's settings, unless the recipe has its own or none."""
-        lightning = pl_import("callbacks")
         callbacks = config.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
 
@@ -177,13 +169,13 @@ class RecipeCLI(LightningCLI):
 
         first: list[Any] = []
         last: list[Any] = []
-        if config.get("enable_progress_bar") is not False and not has(lightning.ProgressBar):
+        if config.get("enable_progress_bar") is not False and not has(pl.callbacks.ProgressBar):
             first = [TrainingProgressBar()]
-        if self.subcommand == "predict" and not has(PredictionWriter, lightning.BasePredictionWriter):
+        if self.subcommand == "predict" and not has(PredictionWriter, pl.callbacks.BasePredictionWriter):
             last = [PredictionWriter(self.config["predict"]["output"])]
         if first or last:
             config["callbacks"] = [*first, *callbacks, *last]
-        if isinstance(self.model, OptimizerMixin) and not has(lightning.ModelSummary):
+        if isinstance(self.model, OptimizerMixin) and not has(pl.callbacks.ModelSummary):
             # the table of the parameter groups says as much; `enable_model_summary: true` brings it back
             config["enable_model_summary"] = bool(config.get("enable_model_summary"))
 

@@ -1,5 +1,6 @@
 """The parser of the command line: recipes as YAML, negative numbers as values, each error as one line."""
 
+import importlib
 import inspect
 import math
 import re
@@ -16,24 +17,22 @@ import lightning_tricks.loggers
 import lightning_tricks.precision
 import lightning_tricks.strategies  # noqa: F401
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl
 from lightning_tricks.cli.parse_errors import one_line, parse_message
 from lightning_tricks.cli.recipe_text import PARSER_MODE
 from lightning_tricks.models import DecoderConfig
 from lightning_tricks.schedules import Schedule
 
 if TYPE_CHECKING:
-    from lightning.pytorch.cli import LightningArgumentParser
+    from lightning.pytorch import cli as lightning_cli
 else:
-    LightningArgumentParser = pl_import("cli").LightningArgumentParser
-    # So that recipes may name Lightning's own classes shortly, too.
-    pl_import("callbacks"), pl_import("loggers"), pl_import("strategies")
+    lightning_cli = importlib.import_module(f"{pl.__name__}.cli")
 
 _LARGEST_SEED = 2**32 - 1  # numpy's
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|-\.?(inf|nan)", re.IGNORECASE)
 
 
-class RecipeParser(LightningArgumentParser):
+class RecipeParser(lightning_cli.LightningArgumentParser):
     """A parser whose errors are one line, with the nearest known name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -105,9 +104,9 @@ def nameable_classes() -> dict[str, list[str]]:
         pl.Callback,
         pl.LightningModule,
         pl.LightningDataModule,
-        pl_import("loggers").Logger,
-        pl_import("strategies").Strategy,
-        pl_import("plugins").Precision,
+        pl.loggers.Logger,
+        pl.strategies.Strategy,
+        pl.plugins.Precision,
         torch.optim.Optimizer,
         Schedule,
         DecoderConfig,

@@ -9,19 +9,14 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl_import
+from lightning_tricks._lightning import pl
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.cli.recipe_parser import subclasses
-
-if TYPE_CHECKING:
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-else:
-    MisconfigurationException = pl_import("utilities.exceptions").MisconfigurationException
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -51,7 +46,7 @@ def usage_errors(ckpt_path: Callable[[], str | None]) -> Iterator[None]:
 
 def _line(error: Exception) -> str | None:
     said = _flat(error)
-    if isinstance(error, MisconfigurationException):
+    if isinstance(error, pl.utilities.exceptions.MisconfigurationException):
         return said
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
         return f"{error.filename or 'a file of the run'}: {error.strerror}; free some space, or write to another disk"
@@ -124,7 +119,7 @@ def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
             f"for a job of SLURM, and refuses it ({said.partition(' HINT')[0].rstrip('.')}): start it with srun and "
             "--ntasks-per-node, or `unset SLURM_NTASKS` where there is no such job"
         )
-    if not isinstance(error, MisconfigurationException | ValueError | TypeError):
+    if not isinstance(error, pl.utilities.exceptions.MisconfigurationException | ValueError | TypeError):
         return None
     if "FSDPPrecision" in said:  # Lightning names the class that FSDP1 wants, and not what to write
         said += ": set trainer.precision in place of the plugin, or shard with FSDP2 (FSDP2Strategy)"
@@ -147,6 +142,5 @@ def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
 
 
 def _near_strategy(name: str) -> str:
-    strategies = pl_import("strategies")
-    classes = [cls.__name__ for cls in subclasses(strategies.Strategy)]
-    return did_you_mean(name, [*strategies.StrategyRegistry.available_strategies(), *classes])
+    classes = [cls.__name__ for cls in subclasses(pl.strategies.Strategy)]
+    return did_you_mean(name, [*pl.strategies.StrategyRegistry.available_strategies(), *classes])

@@ -2,16 +2,10 @@
 
 import csv
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_tricks._lightning import pl_import, rank_zero_only
+from lightning_tricks._lightning import pl, rank_zero_only
 from lightning_tricks.loggers.resume_point import ResumePoint
-
-if TYPE_CHECKING:
-    from lightning.pytorch.loggers.csv_logs import CSVLogger, ExperimentWriter
-else:
-    CSVLogger = pl_import("loggers.csv_logs").CSVLogger
-    ExperimentWriter = pl_import("loggers.csv_logs").ExperimentWriter
 
 
 def is_before(row: dict[str, str], step: int) -> bool:
@@ -22,7 +16,7 @@ def is_before(row: dict[str, str], step: int) -> bool:
         return True
 
 
-class AppendingWriter(ExperimentWriter):
+class AppendingWriter(pl.loggers.csv_logs.ExperimentWriter):
     """Lightning's writer of `metrics.csv`, which keeps the rows that are there."""
 
     def __init__(self, log_dir: str) -> None:
@@ -61,7 +55,7 @@ class AppendingWriter(ExperimentWriter):
         self.used_before = True
 
 
-class ResumingCSVLogger(CSVLogger):
+class ResumingCSVLogger(pl.loggers.csv_logs.CSVLogger):
     """Lightning's CSVLogger, which after a resume appends, each step once. Never changes training.
 
     A run that was killed at step 140 and resumed from a checkpoint of step 100 trains steps 100 to 139 again: the rows

@@ -3,19 +3,14 @@
 import os
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from lightning_tricks._lightning import pl_import, rank_zero_info, rank_zero_only
+from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_only
 from lightning_tricks.loggers._fast_records import use_fast_checksums
 from lightning_tricks.loggers.resume_point import ResumePoint
-
-if TYPE_CHECKING:
-    from lightning.pytorch.loggers import TensorBoardLogger
-else:
-    TensorBoardLogger = pl_import("loggers").TensorBoardLogger
 
 
 def as_number(value: Any) -> float | None:
@@ -26,7 +21,7 @@ def as_number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-class ResumingTensorBoardLogger(TensorBoardLogger):
+class ResumingTensorBoardLogger(pl.loggers.TensorBoardLogger):
     """Lightning's TensorBoardLogger, with which no step stands twice after a resume. Never changes training.
 
     A run that was killed at step 140 and resumed from a checkpoint of step 100 trains steps 100 to 139 again. Here the

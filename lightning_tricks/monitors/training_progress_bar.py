@@ -5,15 +5,10 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import is_accumulating, logging_step
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import ProgressBar
-else:
-    ProgressBar = pl_import("callbacks").ProgressBar
 
 
 def human(value: float) -> str:
@@ -96,7 +91,7 @@ def shown(metrics: Mapping[str, Any], parts: Parts) -> list[str]:
     return [part[name](float(metrics[name])) for name, part in found if name is not None]
 
 
-class TrainingProgressBar(ProgressBar):
+class TrainingProgressBar(pl.callbacks.ProgressBar):
     """Print one line every `log_every_n_steps`, redrawn on a terminal, kept in a log file. Never changes training.
 
     Shows what the monitors and the module logged by then: loss, gradient norm, lr, tokens/s (or samples/s), MFU and

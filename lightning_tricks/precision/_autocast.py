@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,13 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl_import
 from lightning_tricks._trainer import is_a, trainer_of
-
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins.precision import Precision
-else:
-    Precision = pl_import("plugins.precision").Precision
 
 _OWN_PRECISION = {"DeepSpeedStrategy": "DeepSpeed", "FSDPStrategy": "FSDP1", "XLAStrategy": "XLA"}
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_tricks._lightning import pl
 from lightning_tricks.optim.masters import take_masters
-from lightning_tricks.precision._autocast import Autocast, Precision, refuse_strategy
+from lightning_tricks.precision._autocast import Autocast, refuse_strategy
 
 
 def has_fast_bf16(device_type: str) -> bool:
@@ -26,7 +27,7 @@ def has_fast_bf16(device_type: str) -> bool:
     return False
 
 
-class AutoPrecision(Precision):
+class AutoPrecision(pl.plugins.Precision):
     """Autocast to bf16 where that is faster, fp32 otherwise; weights, gradients and optimizer state are always fp32.
 
     For recipes that run on any machine. A recipe for known hardware should name its precision instead

@@ -6,11 +6,12 @@ from typing import Any
 from torch import bfloat16, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_tricks._lightning import pl
 from lightning_tricks.optim.masters import take_masters
-from lightning_tricks.precision._autocast import Autocast, Precision, refuse_strategy
+from lightning_tricks.precision._autocast import Autocast, refuse_strategy
 
 
-class BF16Mixed(Precision):
+class BF16Mixed(pl.plugins.Precision):
     """Autocast to bf16; weights, gradients and optimizer state stay in fp32.
 
     It does the same as Lightning's `precision: bf16-mixed`, and more: gradients of fused optimizers can be clipped;

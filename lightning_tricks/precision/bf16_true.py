@@ -9,9 +9,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks.optim.bf16_step import BF16Step, StateType, Update
-from lightning_tricks.precision._autocast import Autocast, Precision, refuse_strategy
+from lightning_tricks.precision._autocast import Autocast, refuse_strategy
 
 
 def to_bf16(module: nn.Module) -> None:
@@ -37,7 +38,7 @@ def to_bf16(module: nn.Module) -> None:
     module._apply(lambda tensor: tensor.to(bfloat16) if id(tensor) in chosen else tensor)
 
 
-class BF16True(Precision):
+class BF16True(pl.plugins.Precision):
     """Store parameters and gradients in bf16; compute products in bf16, and each optimizer step in fp32.
 
     Lightning's `precision: bf16-true` rounds every update to the nearest bf16 value, so that a weight never moves if

@@ -14,10 +14,10 @@ from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import trainer_of, unwrapped
 from lightning_tricks.optim.grad_scaler import has_overflowed, unscale
 from lightning_tricks.optim.masters import take_masters
-from lightning_tricks.precision._autocast import Autocast, Precision, refuse_strategy
+from lightning_tricks.precision._autocast import Autocast, refuse_strategy
 
 
-class FP16Mixed(Precision):
+class FP16Mixed(pl.plugins.Precision):
     """Autocast to fp16 with a scaled loss; weights, gradients and optimizer state stay in fp32, on CUDA and on CPU.
 
     fp16 has no numbers between 0 and 6e-8, where many gradients lie; so the loss is multiplied by a scale and the

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import GradNormMonitor, PrecisionMonitor
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama
@@ -70,7 +70,7 @@ def test_a_compiled_model_learns(name):
 @pytest.mark.usefixtures("_same_order_of_sums")
 @every_plugin
 def test_a_resume_is_bitwise(name, tmp_path):
-    saver = pl_import("callbacks").ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     plugin, again = PLUGINS[name](), PLUGINS[name]()
     _, straight = fit(plugin, saver, epochs=2, enable_checkpointing=True)
     _, resumed = fit(again, epochs=2, ckpt_path=tmp_path / "step=3.ckpt")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_tricks._lightning import pl, pl_import
+from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama
@@ -121,7 +121,7 @@ def test_a_resume_is_bitwise_and_opens_without_the_strategy(as_folder, tmp_path)
     from lightning_tricks.checkpoints import FolderCheckpointIO
 
     def saver():
-        return pl_import("callbacks").ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+        return pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
 
     def strategy():
         return FSDP2Strategy(save_distributed_checkpoint=as_folder)

@@ -20,7 +20,6 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama, MFUMonitor
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl_import
 from lightning_tricks.accounting import count_flops
 from lightning_tricks.models import Decoder
 from lightning_tricks.precision.float8 import linear as linear_module
@@ -317,7 +316,7 @@ class Log(logging.Handler):
 def log():
     handler = Log()
     # both Lightning packages log through the one that was imported last
-    logger = pl_import("utilities.rank_zero").rank_zero_module.log
+    logger = pl.utilities.rank_zero.rank_zero_module.log
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)

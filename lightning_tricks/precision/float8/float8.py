@@ -13,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import rank_zero_info
+from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._trainer import trainer_of
-from lightning_tricks.precision._autocast import Precision, refuse_strategy
+from lightning_tricks.precision._autocast import refuse_strategy
 from lightning_tricks.precision.bf16_mixed import BF16Mixed
 from lightning_tricks.precision.float8 import layers as choosing
 from lightning_tricks.precision.float8.linear import (
@@ -30,7 +30,7 @@ from lightning_tricks.precision.float8.linear import (
 Base = Literal["bf16-mixed", "bf16-true"]
 
 
-class Float8(Precision):
+class Float8(pl.plugins.Precision):
     """Multiply the large linear layers in fp8; everything else as `base` does.
 
     The layers are converted in place. If the module's `configure_model` calls `convert_before_sharding`, as

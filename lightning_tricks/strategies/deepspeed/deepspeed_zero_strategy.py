@@ -5,13 +5,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl_import
+from lightning_tricks._lightning import pl
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import configured_optimizers, is_accumulating
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import Layout, read_layout, read_weights
@@ -25,15 +25,8 @@ from lightning_tricks.strategies.deepspeed.settings import (
     zero_config,
 )
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DeepSpeedStrategy
-else:
-    DeepSpeedStrategy = pl_import("strategies").DeepSpeedStrategy
 
-_parent = pl_import("strategies.deepspeed")
-
-
-class DeepSpeedZeROStrategy(DeepSpeedStrategy):
+class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
     """Shard optimizer state, gradients and weights of any LightningModule over all devices, by DeepSpeed's engine.
 
     The module needs no change. Losses, clip and norm are those of one process with the whole batch. Accumulation and
@@ -72,7 +65,7 @@ class DeepSpeedZeROStrategy(DeepSpeedStrategy):
         timeout_seconds: float = 1800.0,
     ) -> None:
         # Lightning's own constructor imports deepspeed, and a recipe is read without it, for a plan say
-        super(DeepSpeedStrategy, self).__init__()
+        super(pl.strategies.DeepSpeedStrategy, self).__init__()
         self.config = zero_config(stage, offload_optimizer, offload_parameters)
         self._config_initialized = False
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -94,14 +87,14 @@ class DeepSpeedZeROStrategy(DeepSpeedStrategy):
         assert self.lightning_module is not None
         refuse_settings(self, self.lightning_module.trainer)
         load_deepspeed().utils.logging.logger.setLevel(logging.WARNING)
-        super(DeepSpeedStrategy, self).setup_environment()  # Lightning's own refuses a CPU here
+        super(pl.strategies.DeepSpeedStrategy, self).setup_environment()  # Lightning's own refuses a CPU here
 
     def setup_distributed(self) -> None:
         """Join the process group."""
         if self.root_device.type == "cuda":
             super().setup_distributed()
             return
-        _parent.reset_seed()
+        pl.strategies.deepspeed.reset_seed()
         self.set_world_ranks()
         # On a CPU, DeepSpeed would compile a faster way between processes. That takes half a minute and a compiler, and
         # a build that was killed leaves a lock on which the next run waits.
@@ -116,7 +109,7 @@ class DeepSpeedZeROStrategy(DeepSpeedStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Around `configure_model`: on the device."""
-        with super(DeepSpeedStrategy, self).tensor_init_context(empty_init=empty_init):
+        with super(pl.strategies.DeepSpeedStrategy, self).tensor_init_context(empty_init=empty_init):
             yield
 
     def setup(self, trainer: Any) -> None:
@@ -137,11 +130,9 @@ class DeepSpeedZeROStrategy(DeepSpeedStrategy):
     def init_deepspeed(self) -> None:
         """Wrap the module in the engine."""
         module: Any = self.lightning_module
-        overridden = (
-            type(module).configure_gradient_clipping is not _parent.pl.LightningModule.configure_gradient_clipping
-        )
+        overridden = type(module).configure_gradient_clipping is not pl.LightningModule.configure_gradient_clipping
         if overridden and not getattr(module, "keeps_grad_norm", False):
-            _parent.rank_zero_warn(
+            pl.strategies.deepspeed.rank_zero_warn(
                 f"{type(module).__name__}.configure_gradient_clipping has no effect under DeepSpeed: its engine clips, "
                 "by trainer.gradient_clip_val"
             )
@@ -165,7 +156,7 @@ class DeepSpeedZeROStrategy(DeepSpeedStrategy):
         needed = ("bf16", "fp16", "zero_optimization") if self.stage == 3 else ("bf16", "fp16")
         config = {key: self.config[key] for key in needed if key in self.config}
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-            _parent.remove_module_hooks(model)  # those of the engine that trained it
+            pl.strategies.deepspeed.remove_module_hooks(model)  # those of the engine that trained it
         self.model = self._engine(model, {"train_micro_batch_size_per_gpu": 1, **config})[0]
 
     def _engine(self, model: nn.Module, config: Any, optimizer: Any = None, lr_scheduler: Any = None) -> Any:

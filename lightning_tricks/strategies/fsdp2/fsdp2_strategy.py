@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,21 +20,16 @@ from torch.distributed.fsdp import (
 from lightning_tricks._activation_checkpointing import Mode, check_mode, checkpoint_block
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import match_modules, repeated_blocks
-from lightning_tricks._lightning import pl_import, rank_zero_info, rank_zero_warn
+from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer import is_a, set_device_mesh
 from lightning_tricks.checkpoints.folder_checkpoint_io import FolderCheckpointIO, read_file
 from lightning_tricks.strategies.fsdp2 import shard, sharded_checkpoint
 from lightning_tricks.strategies.fsdp2.manual_optimization import GatherOnCall
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ModelParallelStrategy
-else:
-    ModelParallelStrategy = pl_import("strategies").ModelParallelStrategy
-
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class FSDP2Strategy(ModelParallelStrategy):
+class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     """Shard weights, gradients and optimizer state of any LightningModule over all devices.
 
     The module needs no change. After its own `configure_model`, the strategy finds the repeated blocks, has the
@@ -112,7 +107,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             )
         if self._offloads and self._process_group_backend is None:
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms of gradients on the host are added up there
-        super(ModelParallelStrategy, self).setup_environment()
+        super(pl.strategies.ModelParallelStrategy, self).setup_environment()
         self._setup_distributed()
         shape = (self.replicate_size, world // self.replicate_size)
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
