@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -28,7 +29,7 @@ PROXY = """#!{python} -IS
 import os, signal, socket, sys
 
 args = sys.argv[2:] if sys.argv[1] == "-u" else sys.argv[1:]
-if args[0] != "-m" and not os.path.isfile(args[0]):
+if args[0] not in ("-m", "-c") and not os.path.isfile(args[0]):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])  # not a command line of ours
 import json
 server = socket.socket(socket.AF_UNIX)
@@ -49,16 +50,25 @@ os._exit(os.waitstatus_to_exitcode(status))
 """
 
 
+COLLECTION = ("torch.distributed.run", "torch.distributed.tensor", "lightning_tricks.cli")
+
+
 @functools.cache
-def python() -> str:
-    """Path of the program. Its server starts with the first call, and ends with this process."""
+def python(*imported: str) -> str:
+    """Path of the program. Its server starts with the first call, and ends with this process.
+
+    Args:
+        *imported: modules that the server imports in place of `COLLECTION`. With "pytorch_lightning" alone, a program
+            decides for itself whether it imports the collection before or after it.
+    """
     folder = Path(tempfile.mkdtemp(prefix="preloaded-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     program = folder / "python"
     program.write_text(PROXY.format(python=sys.executable, address=str(folder / "socket")))
     program.chmod(0o700)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PRELOADED_PYTHON": str(program)}
-    subprocess.Popen([sys.executable, __file__, str(folder / "socket")], stdin=subprocess.PIPE, env=environment)
+    command = [sys.executable, __file__, str(folder / "socket"), *(imported or COLLECTION)]
+    subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     while not (folder / "socket").exists():
         select.select([], [], [], 0.02)
     return str(program)
@@ -104,8 +114,6 @@ def become(request: Any, fds: list[int]) -> list[str]:
     """Take over the standard streams, the network, the environment and the folder of a proxy."""
     import ctypes
 
-    from lightning.fabric.utilities import rank_zero
-
     args, environment, folder = request
     for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
@@ -116,20 +124,24 @@ def become(request: Any, fds: list[int]) -> list[str]:
     os.environ.update(environment)
     os.chdir(folder)
     sys.executable = PYTHON
-    first = folder if args[0] == "-m" else str(Path(args[0]).resolve().parent)
+    first = folder if args[0] in ("-m", "-c") else str(Path(args[0]).resolve().parent)
     sys.path[:1] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=True)
-    rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0  # Lightning reads it when it is imported
+    for name in ("lightning.fabric.utilities.rank_zero", "lightning_fabric.utilities.rank_zero"):
+        if rank_zero := sys.modules.get(name):
+            rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0  # read when Lightning is imported
     return args
 
 
 def run(args: list[str]) -> int:
     """Carry out a command line as Python does, and give its exit code."""
-    sys.argv = args[1:] if args[0] == "-m" else args
+    sys.argv = {"-m": args[1:], "-c": ["-c", *args[2:]]}.get(args[0], args)
     try:
         if args[0] == "-m":
             runpy.run_module(args[1], run_name="__main__", alter_sys=True)
+        elif args[0] == "-c":
+            exec(compile(args[1], "<string>", "exec"), {"__name__": "__main__"})
         else:
             runpy.run_path(args[0], run_name="__main__")
     except SystemExit as stop:
@@ -144,11 +156,8 @@ def run(args: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import torch.distributed.run
-    import torch.distributed.tensor  # noqa: F401
-
-    import lightning_tricks.cli  # noqa: F401
-
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     PYTHON = os.environ["PRELOADED_PYTHON"]
     gc.freeze()
     code = run(serve(sys.argv[1]))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from monitored import Memory, same_training
 from monitored import fit as fit_quietly
+from preloaded import python
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -220,9 +221,11 @@ print("RESULT", json.dumps({{
 
 def project(tmp_path, imports: str, bar: str = "lt.TrainingProgressBar(), ", bar_option: str = "", **env: str):
     script = PROJECT.format(imports=imports, bar=bar, bar_option=bar_option)
+    # from a server that has imported neither the collection nor, for the other package, Lightning
+    program = sys.executable if "lightning.pytorch" in imports else python("pytorch_lightning")
     run = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True,
-        timeout=300, check=False,
+        [program, "-c", script], cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True,
+        check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     line = next(line for line in run.stdout.splitlines() if line.startswith("RESULT"))

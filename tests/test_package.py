@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import preloaded
 import pytest
 
 import lightning_tricks
@@ -145,5 +146,5 @@ trainer = pl.Trainer(accelerator="cpu", max_steps=3, plugins=AutoPrecision(), lo
 trainer.fit(model, data)
 assert trainer.global_step == 3
 """
-    done = python("-c", code)
+    done = subprocess.run([preloaded.python("pytorch_lightning"), "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from preloaded import python
 from short_run import Model, Raise, events, fit, points, save_every
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -245,6 +246,7 @@ def test_the_summary_writers_own_methods_still_work(tmp_path):
 
 def test_under_pytorch_lightning_each_step_stands_once_too(tmp_path):
     code = f"""
+import pytorch_lightning
 from pathlib import Path
 from short_run import Model, fit, points, save_every
 from lightning_tricks.loggers import ResumingCSVLogger, ResumingTensorBoardLogger
@@ -255,8 +257,8 @@ fit(both(), 12, callbacks=(save_every(5, folder),), enable_checkpointing=True)
 trainer = fit(both(), 8, model=Model(run=2), ckpt_path=folder / "step=5.ckpt")
 assert type(trainer).__module__.startswith("pytorch_lightning"), type(trainer)
 """
-    env = {**os.environ, "LIGHTNING_TRICKS_BACKEND": "pytorch_lightning", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([python("pytorch_lightning"), "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     assert points(tmp_path / "t", "train/loss") == of_runs((1, range(5)), (2, range(5, 8)))
     lines = (tmp_path / "c" / "metrics.csv").read_text().splitlines()

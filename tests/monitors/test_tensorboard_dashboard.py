@@ -21,6 +21,7 @@ import two_processes
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from preloaded import python
 from short_run import Model, Raise, events, fit, points, save_every, tensors
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
@@ -600,7 +601,7 @@ def test_a_trainer_of_pytorch_lightning_gets_its_dashboard(tmp_path, monkeypatch
     if alone:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         code = ALONE.format(folder=str(tmp_path))
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        done = subprocess.run([python("pytorch_lightning"), "-c", code], capture_output=True, text=True, env=env)
         assert done.returncode == 0, done.stderr[-3000:]
     else:
         other = importlib.import_module("pytorch_lightning")
