@@ -69,18 +69,19 @@ CHANGES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def one_parser() -> Any:
-    """Build the parser once: it is the same in each run, and takes longer than all that a row does with it."""
+    """Build each command's parser once: that takes longer than all that a row does with it."""
     from lightning_tricks.cli import RecipeCLI
 
-    built: list[Any] = []
+    built: dict[frozenset[str], Any] = {}
     names = ("parser", "_subcommand_parsers", "_subcommand_method_arguments")
     real = RecipeCLI.setup_parser
 
     def once(self: Any, *args: Any) -> None:
-        if not built:
+        commands = frozenset(self.subcommands().keys() & self._given)
+        if commands not in built:
             real(self, *args)
-            built.append({name: getattr(self, name) for name in names})
-        vars(self).update(built[0])
+            built[commands] = {name: getattr(self, name) for name in names}
+        vars(self).update(built[commands])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RecipeCLI, "setup_parser", once)
