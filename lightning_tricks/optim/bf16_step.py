@@ -13,15 +13,15 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local
-from lightning_tricks.optim.masters import MASTER
-from lightning_tricks.optim.state_storage import StateStorage
+from lightning_tricks.optim.state_storage import MASTER, StateStorage
 from lightning_tricks.optim.stochastic_rounding import copy_rounded_, rounding_seed
 
 Update = Literal["stochastic_rounding", "fp32_masters"]
 StateType = Literal["fp32", "bf16"]
+Groups = list[list[Tensor]]  # the parameters of each of the optimizer's groups
 
 
-class _Fp32Copy(NamedTuple):
+class _Copy(NamedTuple):
     """A bf16 parameter, the fp32 copy that is stepped in its place, and its state from before the step."""
 
     param: Tensor
@@ -36,8 +36,7 @@ class BF16Step:
     With `stochastic_rounding` the copies are thrown away, and the parameter is rounded up or down at random; with
     `fp32_masters` they are kept in `optimizer.state[param]["master"]`, and the parameter is the nearest bf16 value. If
     other code writes to a parameter (loads, clamps), the master follows it, element by element. Parameters of another
-    dtype are stepped as they are. The closure runs first; hooks on the step fire once, while the optimizer holds its
-    own parameters.
+    dtype are stepped as they are. The closure runs first; hooks fire once, while the optimizer has its own parameters.
 
     Optimizers of `torch.optim` get their parameters in buckets, so that temporary copies take `bucket_bytes` at most
     (or the size of the largest parameter's); other optimizers may mix parameters, and get all at once.
@@ -56,8 +55,7 @@ class BF16Step:
         steps: number of steps made; with the seed and the optimizer's state, all that a bitwise resume needs.
 
     Raises:
-        UsageError: the optimizer calls its closure again or not at the start of a step: LBFGS at once, others when
-            they do.
+        UsageError: for LBFGS at once, for others when they call their closure again, or not at the start of a step.
 
     Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192 (nearest rounding cancels small updates); Micikevicius
         et al. 2017, https://arxiv.org/abs/1710.03740 (masters).
@@ -114,7 +112,7 @@ class BF16Step:
         groups = [group["params"] for group in self.optimizer.param_groups]
         params = [list(group) for group in groups]
         positions = {param: i for i, param in enumerate(p for group in params for p in group)}
-        copies: list[_Fp32Copy] = []
+        copies: list[_Copy] = []
         with _without_hooks(self.optimizer):
             try:
                 for bucket in self._buckets(params):
@@ -133,9 +131,9 @@ class BF16Step:
         self.steps += 1
         return loss
 
-    def _buckets(self, params: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
+    def _buckets(self, params: Groups) -> Iterator[Groups]:
         """The groups' parameters, a part at a time; fp32 weights and gradients of a part fit in `bucket_bytes`."""
-        bucket: list[list[Tensor]] = [[] for _ in params]
+        bucket: Groups = [[] for _ in params]
         free = self.bucket_bytes
         for i, group in enumerate(params):
             for param in group:
@@ -147,13 +145,7 @@ class BF16Step:
                 free -= size
         yield bucket
 
-    def _put_copies(
-        self,
-        bucket: list[list[Tensor]],
-        positions: dict[Tensor, int],
-        groups: list[list[Tensor]],
-        copies: list[_Fp32Copy],
-    ) -> None:
+    def _put_copies(self, bucket: Groups, positions: dict[Tensor, int], groups: Groups, copies: list[_Copy]) -> None:
         """Put fp32 copies in the place of a bucket's bf16 parameters, in the groups and in the state."""
         for group, part in zip(groups, bucket, strict=True):
             group.clear()
@@ -166,7 +158,7 @@ class BF16Step:
                 copy.__dict__.update(param.__dict__)  # attributes that others have set on it, such as a role
                 copy.grad = param.grad.float()  # type: ignore[union-attr]
                 self._move_state(param, copy, None if state is None else self._storage.to_fp32(state))
-                copies.append(_Fp32Copy(param, copy, state, positions[param]))
+                copies.append(_Copy(param, copy, state, positions[param]))
                 group.append(copy)
 
     def _fp32_weights(self, param: Tensor, state: dict[str, Any] | None) -> Tensor:
@@ -177,7 +169,7 @@ class BF16Step:
             local(weights).copy_(torch.where(written_to, local(weights), master))
         return weights
 
-    def _round_back(self, item: _Fp32Copy) -> None:
+    def _round_back(self, item: _Copy) -> None:
         """Round a copy into its parameter, and its state into the storage dtype."""
         generator = self._generator(item)
         weights = item.copy.detach()
@@ -191,7 +183,7 @@ class BF16Step:
             stored = {**(stored or {}), MASTER: weights}
         self._move_state(item.copy, item.param, stored)
 
-    def _generator(self, item: _Fp32Copy) -> torch.Generator:
+    def _generator(self, item: _Copy) -> torch.Generator:
         device = local(item.param).device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
@@ -202,7 +194,7 @@ class BF16Step:
         if state is not None:
             self.optimizer.state[new] = state
 
-    def _known_result(self, loss: Any, copies: list[_Fp32Copy], versions: list[int]) -> Callable[[], Any]:
+    def _known_result(self, loss: Any, copies: list[_Copy], versions: list[int]) -> Callable[[], Any]:
         """A closure for the optimizer: it returns the loss of the one that ran, once, before any weight changes."""
         calls = iter([loss])
 

@@ -17,8 +17,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
 
     The same arithmetic as `torch.nn.utils.clip_grad_norm_`. torch's function refuses to mix plain tensors, DTensors of
     several meshes and sparse gradients (`nn.Embedding(sparse=True)`); this one does not. Shards are summed across
-    ranks, so every rank must call. If the norm is infinite or NaN, every clipped gradient becomes 0 or NaN, as in
-    torch.
+    ranks, so every rank must call. If the norm is infinite or NaN, clipped gradients become 0 or NaN, as in torch.
 
     Args:
         parameters: of any shapes; parameters without a gradient are ignored.
@@ -39,7 +38,10 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     if not with_grad:
         return torch.zeros((), device=parameters[0].device if parameters else None)
     meshes = _by_mesh(with_grad)
-    norm = _joint([_full(torch.nn.utils.get_total_norm([_summed(p) for p in group])) for group in meshes])
+    norms = [_full(torch.nn.utils.get_total_norm([_summed(p) for p in group])) for group in meshes]
+    norm = norms[0]
+    if len(norms) > 1:
+        norm = torch.linalg.vector_norm(torch.stack([other.to(norm.device) for other in norms]))
     if max_norm is not None:
         for group in meshes:
             torch.nn.utils.clip_grads_with_norm_([_dense(parameter) for parameter in group], max_norm, norm)
@@ -136,12 +138,6 @@ def _summed(parameter: Any) -> Tensor:
 def _dense(parameter: Any) -> Any:
     """An object with a dense `grad` in the memory of the parameter's gradient: torch's functions read nothing else."""
     return SimpleNamespace(grad=parameter.grad._values()) if parameter.grad.is_sparse else parameter
-
-
-def _joint(norms: list[Tensor]) -> Tensor:
-    if len(norms) == 1:
-        return norms[0]
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
 def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:

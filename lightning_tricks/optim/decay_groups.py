@@ -1,7 +1,4 @@
-"""Parameter groups for an optimizer, by the role of each parameter: matrices decay, biases and norms do not.
-
-Rules make exceptions by name; a table shows the groups before training.
-"""
+"""Parameter groups for an optimizer, by the role of each parameter: matrices decay, biases and norms do not."""
 
 import difflib
 import math
@@ -15,7 +12,7 @@ from torch import nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
-from lightning_tricks.optim.param_roles import RoledParam, param_roles
+from lightning_tricks.optim.param_roles import param_roles
 
 
 @dataclass(frozen=True)
@@ -26,8 +23,7 @@ class ParamRule:
         pattern: regular expression, searched in the name without wrappers' prefixes (`re.search`): `embed` matches
             every name that contains embed, `^model\.embed\.weight$` one name.
         lr_scale: multiplies the optimizer's learning rate; the schedule applies to the product.
-        weight_decay: replaces the decay that follows from the parameters' roles; None keeps it. A number gives decay
-            also to a parameter that the model exempts.
+        weight_decay: replaces the decay that follows from the role, also where the model exempts it; None keeps it.
 
     Raises:
         UsageError: the pattern is no regular expression; a negative or NaN number.
@@ -108,8 +104,9 @@ def decay_groups(
     params = param_roles(module)
     rule_of = match_rules([param.name for param in params], rules or [])
     groups = {name: _group(name, decay) for name, decay in (("decay", weight_decay), ("no_decay", 0.0))}
+    decaying = {"matrix", "embedding"} if decay_embeddings else {"matrix"}
     for param in params:
-        name = "decay" if _decays(param, decay_embeddings) else "no_decay"
+        name = "decay" if param.role in decaying else "no_decay"
         if rule := rule_of.get(param.name):
             decay = groups[name]["weight_decay"] if rule.weight_decay is None else rule.weight_decay
             name = f"{name}:{rule.pattern}"
@@ -117,10 +114,6 @@ def decay_groups(
         groups[name]["params"].append(param.param)
         groups[name]["param_names"].append(param.name)
     return [group for group in groups.values() if group["params"]]
-
-
-def _decays(param: RoledParam, decay_embeddings: bool) -> bool:
-    return param.role == "matrix" or (param.role == "embedding" and decay_embeddings)
 
 
 def _group(name: str, weight_decay: float, lr_scale: float = 1.0) -> dict[str, Any]:

@@ -36,14 +36,12 @@ def unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
     """Divide the gradients of `optimizer` by the scale, in place, and note whether one was infinite or NaN on any rank.
 
     The same as `scaler.unscale_`, for DTensors too: torch's method asks only the ranks of the first gradient's mesh,
-    and fails on plain gradients beside sharded ones. Here each rank looks at its own shards and, where a parameter is
-    sharded, all ranks of the world agree, so every rank must call. A second call before the scaler's update does
-    nothing. No wait for the device.
+    and fails on plain gradients beside sharded ones. Here each rank looks at its own shards and, if any parameter is
+    sharded, all ranks agree, so every rank must call. Idempotent until the scaler's update. No wait for the device.
 
     Args:
         scaler: has scaled a loss, and is enabled.
-        optimizer: its gradients may have any shapes and lie on several devices. The scaler keeps the answer, as one
-            value on the scale's device.
+        optimizer: of gradients on any devices. The scaler keeps the answer, as one value on the scale's device.
 
     Source: `_unscale_grads_` in torch/amp/grad_scaler.py and `found_inf_reduce_handler` in
         torch/distributed/tensor/_dispatch.py of https://github.com/pytorch/pytorch.

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import nn
 from torch.nn import Parameter
@@ -14,7 +14,7 @@ from lightning_tricks._find_modules import clean_name
 
 Role = Literal["exempt", "state", "norm", "bias", "vector", "embedding", "matrix"]
 
-_ORDER: tuple[Role, ...] = ("exempt", "state", "norm", "bias", "vector", "embedding", "matrix")
+_ORDER: tuple[Role, ...] = get_args(Role)
 _BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
 _NORM = re.compile(r"(^|_)norms?(_|$)")
 # Mamba's (`A_log`, `dt_bias`; Vision Mamba's `A_b_log` runs backwards) and RWKV's (`time_decay`, `time_mix_key`)

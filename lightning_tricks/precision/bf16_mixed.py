@@ -7,7 +7,7 @@ from torch import bfloat16, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_tricks._lightning import pl
-from lightning_tricks.optim.masters import take_masters
+from lightning_tricks.optim.state_storage import take_masters
 from lightning_tricks.precision._autocast import Autocast, refuse_strategy
 
 

@@ -13,7 +13,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import trainer_of, unwrapped
 from lightning_tricks.optim.grad_scaler import has_overflowed, unscale
-from lightning_tricks.optim.masters import take_masters
+from lightning_tricks.optim.state_storage import take_masters
 from lightning_tricks.precision._autocast import Autocast, refuse_strategy
 
 
