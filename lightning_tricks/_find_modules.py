@@ -39,9 +39,8 @@ def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
     modules of this class are alike (the parameters that both have are of the same shapes). Single layers count only
     if no such list has members of several layers.
 
-    So both halves of an encoder-decoder have blocks, also of two classes. A list inside a block, such as the experts of
-    a layer, is no list of blocks. The stages of a U-Net or a Swin, each of another width, are not repeated: their
-    blocks are the members of the lists inside.
+    So both halves of an encoder-decoder have blocks, also of two classes. A list inside a block, such as its experts,
+    is no list of blocks. The stages of a U-Net or a Swin differ in width: their blocks are members of the lists inside.
     """
     modules = named_submodules(module)
     lists = _lists_by_class(modules)

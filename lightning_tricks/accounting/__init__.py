@@ -4,8 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_tricks.accounting.flops import (
     Attention,
-    Checkpointing,
-    DecoderShape,
     attention_flops_per_token,
     matmul_parameters,
     recompute_flops_per_token,
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Attention",
     "CannotCount",
-    "Checkpointing",
-    "DecoderShape",
     "attention_flops_per_token",
     "count_flops",
     "matmul_parameters",

@@ -65,17 +65,12 @@ def matmul_parameters(shape: DecoderShape) -> int:
         if active is None or not 1 <= active <= n_experts:
             raise UsageError(f"experts_per_token={active!r}: give a number from 1 to n_experts={n_experts}")
         mlp = active * mlp + shape.d_model * n_experts
-    return shape.n_layers * (2 * _query_matrix(shape) + 2 * _key_matrix(shape) + mlp) + shape.vocab_size * shape.d_model
+    return shape.n_layers * (_projections(shape) + mlp) + shape.vocab_size * shape.d_model
 
 
-def _query_matrix(shape: DecoderShape) -> int:
-    """Weights of the queries' projection in one block; the output's has as many."""
-    return shape.d_model * shape.n_heads * shape.head_dim
-
-
-def _key_matrix(shape: DecoderShape) -> int:
-    """Weights of the keys' projection in one block; the values' has as many."""
-    return shape.d_model * shape.kv_heads * shape.head_dim
+def _projections(shape: DecoderShape) -> int:
+    """Weights of one block's projections: of queries and output, which have as many, and of keys and values."""
+    return 2 * shape.d_model * shape.head_dim * (shape.n_heads + shape.kv_heads)
 
 
 def _mlp_matrices(shape: DecoderShape) -> int:
@@ -87,11 +82,7 @@ def attention_flops_per_token(shape: DecoderShape, seq_len: int, attention: Atte
 
     A product with n keys takes 2 n head_dim a head; two products, and twice as much again backward, make
     12 n_layers n_heads head_dim n. With `full`, n is `seq_len`; with `causal`, its half: what the mean token may see.
-
-    Args:
-        shape: the decoder.
-        seq_len: T, tokens in a row.
-        attention: `causal` or `full`.
+    Arguments as in `training_flops_per_token`.
 
     Raises:
         UsageError: another definition, or a length below 1.
@@ -147,8 +138,7 @@ def recompute_flops_per_token(
 
     Args:
         shape: a dense decoder.
-        seq_len: T, tokens in a row.
-        attention: `causal` or `full`.
+        seq_len: as in `training_flops_per_token`, and `attention` too.
         activation_checkpointing: `none`, `selective` or `full`, as in `LanguageModel`.
 
     Raises:
@@ -168,9 +158,9 @@ def recompute_flops_per_token(
             f"activation_checkpointing={activation_checkpointing!r}: what it recomputes of experts is not known; "
             "count it with count_flops"
         )
-    hidden = (_mlp_matrices(shape) - 1) * shape.d_model * shape.ffn_width
-    if activation_checkpointing == "full":
-        products = 2 * _query_matrix(shape) + 2 * _key_matrix(shape) + hidden
+    projections, mlp_matrix = _projections(shape), shape.d_model * shape.ffn_width
+    if activation_checkpointing == "full":  # all but down
+        products = projections + (_mlp_matrices(shape) - 1) * mlp_matrix
         return 2 * shape.n_layers * products + forward_attention
-    kept = shape.d_model * shape.ffn_width  # gate, or up where there is no gate
-    return 2 * shape.n_layers * (_query_matrix(shape) + _key_matrix(shape) + hidden - kept)
+    # k and o are half of the projections' weights; up runs again only beside a gate, which is kept in its place
+    return 2 * shape.n_layers * (projections // 2 + (_mlp_matrices(shape) - 2) * mlp_matrix)

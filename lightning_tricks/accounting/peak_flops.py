@@ -173,8 +173,7 @@ def measure_peak_flops(device: Any, dtype: str, seconds: float = 0.2) -> float |
     """FLOP/s of the fastest of many matrix products on a CPU, None for a dtype that torch cannot multiply there.
 
     No datasheet says what a CPU reaches with the threads that torch was given. The figure holds on a busy machine too:
-    each product counts with the time that it had the processor, and only the fastest one matters. Draws no random
-    numbers.
+    each product counts with its processor time, and only the fastest one matters. Draws no random numbers.
 
     Args:
         device: a CPU; another device would have to be waited for.
@@ -193,17 +192,14 @@ def measure_peak_flops(device: Any, dtype: str, seconds: float = 0.2) -> float |
             size = sizes.pop()
             a = torch.full((size, size), 0.5, dtype=types[dtype], device=device)
             a @ a  # the first product of each size packs, allocates and wakes the threads
-            taken = [_seconds_of(a, cores) for _ in range(3)]
-            best = max(best, 2 * size**3 / min(busy for _, busy in taken))
-            if min(busy for _, busy in taken) > _SHORT:
+            fastest = min(_seconds_of(a, cores)[1] for _ in range(3))
+            best = max(best, 2 * size**3 / fastest)
+            if fastest > 0.01:  # a larger product would take too long
                 break
         while wall < seconds:
             last, busy = _seconds_of(a, cores)
             best, wall = max(best, 2 * size**3 / busy), wall + last
     return best
-
-
-_SHORT = 0.01  # seconds; a larger product than that is not tried
 
 
 def _available_cores() -> int:

@@ -17,9 +17,7 @@ from lightning_tricks.accounting.flop_counting.flop_counter import CannotCount
 _MOST_OBJECTS = 100_000  # on the host; more are data, whose copy would take seconds
 
 
-def copy_without_data(
-    module: Any, batch: Any, trainer: Any, fake: FakeTensorMode, without_metrics: bool
-) -> tuple[Any, Any]:
+def copy_without_data(module: Any, batch: Any, trainer: Any, fake: FakeTensorMode, no_metrics: bool) -> tuple[Any, Any]:
     """The module's copy and the batch's, with tensors of `fake`.
 
     Arrays on the host are shared and cannot be written to by the copy. Of the Trainer its plain values can be read.
@@ -29,7 +27,7 @@ def copy_without_data(
         batch: of any type that can be copied.
         trainer: the module's, or None.
         fake: the mode that the copy's tensors belong to.
-        without_metrics: torchmetrics do nothing in the copy.
+        no_metrics: torchmetrics do nothing in the copy.
 
     Raises:
         CannotCount: the module holds more objects on the host than can be copied in no time.
@@ -40,7 +38,7 @@ def copy_without_data(
         replica, batch = _copy(module, memo), copy.deepcopy(batch, memo)
     for part in replica.modules():
         _uncompile(part, memo)
-        if without_metrics and is_a(part, "Metric", "MetricCollection"):
+        if no_metrics and is_a(part, "Metric", "MetricCollection"):
             vars(part).update(forward=_do_nothing, update=_do_nothing, compute=_do_nothing)
         if part is replica or is_a(part, "LightningModule"):
             _detach(part, trainer)

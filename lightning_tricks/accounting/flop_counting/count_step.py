@@ -28,16 +28,15 @@ def count_flops(module: Any, batch: Any, trainer: Any = None, context: Context =
     """FLOPs of forward and backward pass of `module.training_step(batch, 0)`, as (the model's, the recomputed).
 
     The step is run on a copy whose tensors have shapes and no data, so it takes no memory and no device time. Module,
-    batch and random states are left as they were, and `self.log` does nothing. Arrays on the host are shared with the
-    copy, which cannot write to them.
+    batch and random states are left as they were, and `self.log` does nothing. The copy shares arrays on the host, and
+    cannot write to them.
 
     Counted are linear layers, convolutions, grouped products (of experts) and attention, masked or not, the latter in
     full. Kernels of other packages count nothing. The second figure is the work that activation checkpointing does a
     second time; the work that a fused attention kernel does again inside itself is in neither.
 
     Args:
-        module: with a `training_step`, such as a LightningModule; sharded, compiled and wrapped parts are counted as
-            one device would run them all.
+        module: with a `training_step`; sharded, compiled and wrapped parts are counted as one device would run them.
         batch: a micro-batch, of any type that can be copied.
         trainer: the module's, or None; the step may read plain values of it only.
         context: makes a context manager in which the step runs, such as autocast.
@@ -53,13 +52,12 @@ def count_flops(module: Any, batch: Any, trainer: Any = None, context: Context =
 
 def count_on_copy(module: Any, batch: Any, trainer: Any = None, context: Context = nullcontext) -> FlopCounter:
     """As `count_flops`, but returns the counter, which knows also the operators that it could not count."""
-    has_metrics = any(is_a(part, "Metric", "MetricCollection") for part in module.modules())
-    for without_metrics in (False, True) if has_metrics else (False,):
-        try:
-            return _count(module, batch, trainer, context, without_metrics)
-        except CannotCount as error:
-            failure = error
-    raise failure
+    try:
+        return _count(module, batch, trainer, context, no_metrics=False)
+    except CannotCount:
+        if not any(is_a(part, "Metric", "MetricCollection") for part in module.modules()):
+            raise
+    return _count(module, batch, trainer, context, no_metrics=True)
 
 
 @contextmanager
@@ -71,10 +69,6 @@ def counting_real_step(trainer: Any, module: nn.Module) -> Iterator[FlopCounter]
 
     A copy is the better way where it can be run: torch takes some gradients (`prod`) in another order while operators
     are watched, and compiled code hides its operators. The counter has no figure after either.
-
-    Args:
-        trainer: the Trainer of the running fit.
-        module: its LightningModule.
     """
     counter, strategy = FlopCounter(module), trainer.strategy
     step = strategy.optimizer_step
@@ -110,14 +104,14 @@ def _compiled_code_seen(counter: FlopCounter) -> Iterator[None]:
         yield
 
 
-def _count(module: Any, batch: Any, trainer: Any, context: Context, without_metrics: bool) -> FlopCounter:
+def _count(module: Any, batch: Any, trainer: Any, context: Context, no_metrics: bool) -> FlopCounter:
     counter = None
     with _without_a_trace(), torch.compiler.set_stance("force_eager"):
         # With a ShapeEnv a value may be read, to be logged; asking which branch it takes is an error. Without fallback
         # kernels nothing is ever run on a device, no collective either.
         fake = FakeTensorMode(allow_fallback_kernels=False, shape_env=ShapeEnv(), static_shapes=True)
         try:
-            replica, batch = copy_without_data(module, batch, trainer, fake, without_metrics)
+            replica, batch = copy_without_data(module, batch, trainer, fake, no_metrics)
             counter = FlopCounter(replica)
             with fake, counter, torch.enable_grad():
                 _run(replica, batch, context)
@@ -145,10 +139,7 @@ def _run(replica: Any, batch: Any, context: Context) -> None:
 
 @contextmanager
 def _without_a_trace() -> Iterator[None]:
-    """Put Python's, numpy's and torch's random states back, as a step may draw; let nothing warn or log.
-
-    The real step will say it again, and torch logs what fails on a copy without data.
-    """
+    """Put all random states back, as a step may draw; let nothing warn or log, which the real step will do again."""
     states, level = (random.getstate(), np.random.get_state()), logging.root.manager.disable
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     logging.disable(logging.CRITICAL)

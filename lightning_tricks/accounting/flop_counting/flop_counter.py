@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+from lightning_tricks._find_modules import clean_name
+
 _NO_PRODUCTS = ("aten", "prim", "prims", "profiler", "fsdp", "c10d", "_c10d_functional", "_c10d_functional_autograd")
 _RNN = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")  # products of aten that torch has no formula for
 # Torch computes the gradient of these in another order while any mode sees operators: the last bits may differ.
@@ -68,8 +69,7 @@ class FlopCounter(TorchDispatchMode):
         self.failure: CannotCount | None = None
         self._model = self._recompute = 0
         self._formulas = FlopCounterMode(display=False, custom_mapping=_more_formulas()).flop_registry
-        names = {id(part): name.split(".") for name, part in root.named_modules()}
-        self._names = {part: ".".join(word for word in name if word not in _WRAPPERS) for part, name in names.items()}
+        self._names = {id(part): clean_name(f"{name}.").rstrip(".") for name, part in root.named_modules()}
         self._names[id(root)] = type(root).__name__
         self._counting = False
 
@@ -169,10 +169,8 @@ def _is_composite(func: Any) -> bool:
     """Whether torch runs other operators in place of this one, on CPUs and on CUDA devices."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False
-    kernels = [
-        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-        for key in ("CompositeImplicitAutograd", "CPU", "CUDA")
-    ]
+    keys = ("CompositeImplicitAutograd", "CPU", "CUDA")
+    kernels = [torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys]
     return kernels == [True, False, False]
 
 
@@ -229,8 +227,8 @@ def _attention(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None,
     return int(2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
 
 
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return 2 * _attention(query, key, value)
+def _attention_backward(grad: Any, *shapes: Any, **options: Any) -> int:
+    return 2 * _attention(*shapes, **options)
 
 
 def _grouped(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
