@@ -1,10 +1,12 @@
 """Entry point of the command line: help, `ls` and `cp` answer at once, the other commands load torch."""
 
+import importlib
 import os
 import sys
 
 import lightning_tricks
 from lightning_tricks._errors import one_line_and_exit
+from lightning_tricks.commands import COMMANDS
 
 HELP = """\
 usage: python -m lightning_tricks COMMAND --config RECIPE.yaml [--config MORE.yaml] [--key.subkey VALUE ...]
@@ -35,18 +37,9 @@ def run(args: list[str]) -> None:
         print(HELP, end="")
     elif args[0] == "--version":
         print(f"lightning-tricks {lightning_tricks.__version__}")
-    elif args[0] in ("ls", "cp"):
-        from lightning_tricks.commands import recipes
-
-        getattr(recipes, args[0])(args[1:])
-    elif args[0] == "consolidate":
-        from lightning_tricks.commands.consolidate import consolidate
-
-        consolidate(args[1:])
-    elif args[0] == "generate":
-        from lightning_tricks.commands.generate import generate
-
-        generate(args[1:])
+    elif args[0] in COMMANDS:
+        file = importlib.import_module(f"lightning_tricks.commands.{COMMANDS[args[0]]}")
+        getattr(file, args[0])(args[1:])
     else:
         # Before torch loads its thread pool. Threads that spin while they wait for each other made tiny.yaml eight
         # times slower on two cores when another program wanted one; with a hundredth of the spins it was 2.6 times.

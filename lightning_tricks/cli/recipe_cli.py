@@ -1,8 +1,7 @@
-"""`fit`, `validate`, `test`, `predict` and `prepare` on a YAML recipe: LightningCLI, made kinder.
+"""`fit`, `validate`, `test`, `predict` and `prepare` on a YAML recipe: LightningCLI, with one line for a mistake.
 
-It adds short class names for the whole collection, one line instead of a page for a mistake and our progress bar. The
-module owns its optimizer, and a checkpoint never overrides the recipe. The methods of `RecipeCLI` stand in the order in
-which a command line meets them.
+The module owns its optimizer, and a checkpoint never overrides the recipe. `RecipeCLI` has its methods in the order in
+which they run.
 """
 
 import faulthandler
@@ -31,6 +30,7 @@ from lightning_tricks.cli.recipe_parser import RecipeParser, check_options, join
 from lightning_tricks.cli.recipe_text import check_values
 from lightning_tricks.cli.run_errors import trainer_line, usage_errors
 from lightning_tricks.cli.run_folder import RunFolder, check_folders
+from lightning_tricks.commands import COMMANDS
 from lightning_tricks.mixins import OptimizerMixin
 
 # Advertisements, and statements that are of no use or not true here: a resume follows the recipe's settings and not the
@@ -54,14 +54,21 @@ def _without_advertisements() -> Iterator[None]:
 
 
 class RecipeTrainer(pl.Trainer):
-    """Lightning's Trainer, and the signature of our own `prepare`, which `RecipeCLI` carries out without a Trainer."""
+    """Lightning's Trainer, and our own `prepare`, which needs no object of this class."""
 
     # The class stands before `str`, so that jsonargparse takes `FSDP2Strategy` for a class and `ddp` for a name.
     def __init__(self, *args: Any, strategy: pl.strategies.Strategy | str = "auto", **kwargs: Any) -> None:
         super().__init__(*args, strategy=strategy, **kwargs)
 
-    def prepare(self, model: "pl.LightningModule", datamodule: "pl.LightningDataModule | None" = None) -> None:
+    @staticmethod
+    def prepare(model: "pl.LightningModule", datamodule: "pl.LightningDataModule | None" = None) -> None:
         """Turn the recipe's text into token shards, and stop."""
+        if datamodule is None:
+            raise UsageError("prepare: the recipe has no data")
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        if hasattr(datamodule, "data_summary"):
+            print(datamodule.data_summary())
 
 
 class RecipeCLI(lightning_cli.LightningCLI):
@@ -83,10 +90,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
         **kwargs: Any,
     ) -> None:
         usage = "%(prog)s --config RECIPE.yaml [--config MORE.yaml] [--key.subkey VALUE ...]"
-        common = {"allow_abbrev": False, "prog": program()}
-        kwargs.setdefault(
-            "parser_kwargs", common | {name: {"usage": usage, "allow_abbrev": False} for name in self.subcommands()}
-        )
+        commands = {name: {"usage": usage, "allow_abbrev": False} for name in self.subcommands()}
+        kwargs.setdefault("parser_kwargs", {"allow_abbrev": False, "prog": program(), **commands})
         kwargs.setdefault("parser_class", RecipeParser)
         kwargs.setdefault("trainer_class", RecipeTrainer)
         kwargs.setdefault("save_config_kwargs", {"overwrite": True})
@@ -170,14 +175,11 @@ class RecipeCLI(lightning_cli.LightningCLI):
         def has(*classes: type) -> bool:
             return any(isinstance(callback, classes) for callback in callbacks)
 
-        first: list[Any] = []
-        last: list[Any] = []
         if config.get("enable_progress_bar") is not False and not has(pl.callbacks.ProgressBar):
-            first = [TrainingProgressBar()]
+            callbacks = [TrainingProgressBar(), *callbacks]
         if self.subcommand == "predict" and not has(PredictionWriter, pl.callbacks.BasePredictionWriter):
-            last = [PredictionWriter(self.config["predict"]["output"])]
-        if first or last:
-            config["callbacks"] = [*first, *callbacks, *last]
+            callbacks = [*callbacks, PredictionWriter(self.config["predict"]["output"])]
+        config["callbacks"] = callbacks
         if isinstance(self.model, OptimizerMixin) and not has(pl.callbacks.ModelSummary):
             # the table of the parameter groups says as much; `enable_model_summary: true` brings it back
             config["enable_model_summary"] = bool(config.get("enable_model_summary"))
@@ -201,15 +203,6 @@ class RecipeCLI(lightning_cli.LightningCLI):
             if subcommand == "predict" and given.get("return_predictions") is None:
                 given["return_predictions"] = False  # they are in the file; all of them would fill the memory
         return super()._prepare_subcommand_kwargs(subcommand)
-
-    def prepare(self, model: "pl.LightningModule", datamodule: "pl.LightningDataModule | None" = None) -> None:
-        """Turn the recipe's text into token shards, and stop."""
-        if datamodule is None:
-            raise UsageError("prepare: the recipe has no data")
-        datamodule.prepare_data()
-        datamodule.setup("fit")
-        if hasattr(datamodule, "data_summary"):
-            print(datamodule.data_summary())
 
     def after_fit(self) -> None:
         """Say where the results are and what to do with them."""
@@ -235,8 +228,7 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
         *args: As on the command line, without the command: `"--config", "recipes/tiny.yaml"`, and overrides.
 
     Returns:
-        The module (its decoder not built yet), the data module, and the Trainer's arguments with strategy, plugins,
-        callbacks and logger as objects.
+        The module (its decoder not built yet), the data module, and the Trainer's arguments, with classes as objects.
     """
     cli = _Untrained(run=False, args=list(args))
     return cli.model, cli.datamodule, dict(cli.config_init["trainer"])
@@ -245,8 +237,8 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
 def main(args: list[str]) -> None:
     """Run `args` (a subcommand and its options); a user's mistake becomes a UsageError."""
     if args and args[0] not in RecipeCLI.subcommands() and not args[0].startswith("-"):
-        names = [*RecipeCLI.subcommands(), "ls", "cp", "consolidate", "generate"]
-        raise UsageError(f"unknown command {args[0]!r}{did_you_mean(args[0], names)}: --help lists them")
+        near = did_you_mean(args[0], [*RecipeCLI.subcommands(), *COMMANDS])
+        raise UsageError(f"unknown command {args[0]!r}{near}: --help lists them")
     sys.argv[1:] = args
     for noise in (".*isinstance.treespec, LeafSpec.*", "Precision .* is not supported by the model summary"):
         warnings.filterwarnings("ignore", message=noise)  # Lightning's own, and nothing that a user could mend

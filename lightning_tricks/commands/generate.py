@@ -1,11 +1,11 @@
 """`generate`: continue a text with a trained model. Needs its checkpoint and nothing else: no recipe and no data."""
 
 import argparse
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import check_checkpoint
@@ -32,7 +32,8 @@ def generate(args: list[str]) -> None:
     """
     options = _parse(args)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    checkpoint = _read(options.ckpt_path)
+    path = check_checkpoint(options.ckpt_path)
+    checkpoint = read_by_name(path, True, optimizers=False) if path.is_dir() else load_file(path, weights_only=True)
     tokenizer, decoder = tokenizer_from_checkpoint(checkpoint), decoder_from_checkpoint(checkpoint)
     prompt = tokenizer.encode(options.prompt)
     if not prompt and tokenizer.eot_id is None:
@@ -44,7 +45,11 @@ def generate(args: list[str]) -> None:
             f"generate: prompt: its {len(prompt)} tokens leave no room in the model's max_seq_len={longest}: shorten it"
         )
     count = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, longest - len(prompt))
-    continuations = _continuations(decoder, tokenizer, prompt, count, sampling, options.seed, options.samples)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    generator = torch.Generator(device).manual_seed(options.seed)
+    rows = torch.tensor([prompt] * options.samples, device=device)
+    tokens = generate_tokens(decoder.to(device), rows, count, sampling, generator)
+    continuations = _texts(tokens, prompt, options.samples, tokenizer)
     if options.samples == 1:
         shown = ""
         for (text,) in continuations:
@@ -106,28 +111,10 @@ def decoder_from_checkpoint(checkpoint: dict[str, Any]) -> Decoder:
     return decoder.eval()
 
 
-def _read(ckpt_path: str) -> dict[str, Any]:
-    path = check_checkpoint(ckpt_path)
-    if Path(path).is_dir():
-        return read_by_name(path, True, optimizers=False)
-    return load_file(path, weights_only=True)
-
-
-def _continuations(
-    decoder: Decoder,
-    tokenizer: SavedTokenizer,
-    prompt: list[int],
-    count: int,
-    sampling: Sampling,
-    seed: int,
-    samples: int,
-) -> Iterator[list[str]]:
+def _texts(tokens: Iterable[Tensor], prompt: list[int], samples: int, tokenizer: SavedTokenizer) -> Iterator[list[str]]:
     """The text of each sample, prompt included, after each further token; ends where all documents have ended."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    generator = torch.Generator(device).manual_seed(seed)
-    rows = torch.tensor([prompt] * samples, device=device)
     ids, going = [[*prompt] for _ in range(samples)], set(range(samples))
-    for chosen in generate_tokens(decoder.to(device), rows, count, sampling, generator):
+    for chosen in tokens:
         for index, token in enumerate(chosen.tolist()):
             if token == tokenizer.eot_id:
                 going.discard(index)

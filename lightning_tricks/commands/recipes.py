@@ -16,12 +16,6 @@ def recipes_folder() -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
 
 
-def title(recipe: Path) -> str:
-    """The recipe's first line, without the comment sign."""
-    with recipe.open(encoding="utf-8") as file:
-        return file.readline().lstrip("#").strip()
-
-
 def ls(args: list[str]) -> None:
     """Print one line for each recipe: its name and its title."""
     argparse.ArgumentParser(
@@ -30,7 +24,8 @@ def ls(args: list[str]) -> None:
     recipes = sorted(recipes_folder().glob("*.yaml"))
     width = max(len(recipe.stem) for recipe in recipes)
     for recipe in recipes:
-        print(f"{recipe.stem:{width}s}  {title(recipe)}")
+        with recipe.open(encoding="utf-8") as file:
+            print(f"{recipe.stem:{width}s}  {file.readline().lstrip('#').strip()}")
 
 
 def cp(args: list[str]) -> None:
