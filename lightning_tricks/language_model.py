@@ -54,8 +54,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         **kwargs: The arguments of `OptimizerMixin`.
 
     Raises:
-        UsageError: the data has longer sequences or a larger vocabulary than the decoder, or a checkpoint holds
-            another architecture.
+        UsageError: the data's sequences or vocabulary exceed the decoder's; a checkpoint is of another architecture.
     """
 
     config: DecoderConfig
@@ -207,20 +206,15 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         if "n_bytes" in batch:
             self.bits_per_byte.update(nats, batch["n_bytes"])
 
-    on_test_epoch_start, test_step = on_validation_epoch_start, validation_step
-
     def on_validation_epoch_end(self) -> None:
-        """Log `val/loss` and `val/bits_per_byte`."""
-        self._log_sums("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log `test/loss` and `test/bits_per_byte`."""
-        self._log_sums("test")
-
-    def _log_sums(self, stage: str) -> None:
+        """Log `val/loss` and `val/bits_per_byte`, or after a test `test/loss` and `test/bits_per_byte`."""
+        stage = "test" if self.trainer.testing else "val"
         for name, metric in (("loss", self.token_loss), ("bits_per_byte", self.bits_per_byte)):
             if metric.update_called:
                 self.log(f"{stage}/{name}", metric)
+
+    on_test_epoch_start, test_step = on_validation_epoch_start, validation_step
+    on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log-probability of each label given the tokens before it: (B, T) fp32, in nats, 0 where it does not count."""
@@ -239,14 +233,10 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """The model of a checkpoint, with the decoder that the checkpoint describes. Arguments as in Lightning.
+        """The model of a checkpoint, with the decoder that the checkpoint describes; other arguments as in Lightning.
 
         Args:
             checkpoint_path: a file, or a folder of shards that `FSDP2Strategy` saved.
-            map_location: see Lightning.
-            hparams_file: see Lightning.
-            strict: see Lightning.
-            weights_only: see Lightning.
             **kwargs: constructor arguments, such as `optimizer` and `schedule` to train the model.
 
         Raises:

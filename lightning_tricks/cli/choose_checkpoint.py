@@ -88,7 +88,7 @@ def _last_checkpoint(command: str, trainer: Any) -> str:
 
 def _folder_of_runs(trainer: Any) -> str:
     """The folder in which each run of the recipe has its own."""
-    logger = trainer.loggers[0] if trainer.loggers else None
+    logger = trainer.logger
     if logger is None:
         return str(trainer.default_root_dir)
     return os.path.join(str(logger.save_dir or trainer.default_root_dir), str(logger.name))
@@ -96,11 +96,11 @@ def _folder_of_runs(trainer: Any) -> str:
 
 def _run_folders(trainer: Any) -> list[Path]:
     """The folders of the recipe's runs, the newest first: one, where the logger has a fixed version or is missing."""
-    root = Path(_folder_of_runs(trainer))
-    logger = trainer.loggers[0] if trainer.loggers else None
-    fixed = chosen_version(logger)
-    if logger is None or fixed is not None:
-        return [root if logger is None else root / folder_name(fixed)]
+    root, logger = Path(_folder_of_runs(trainer)), trainer.logger
+    if logger is None:
+        return [root]
+    if (fixed := chosen_version(logger)) is not None:
+        return [root / folder_name(fixed)]
     folders = [path.parent for path in root.glob("*/checkpoints")]
     return sorted(folders, key=lambda path: (number(path), path.stat().st_mtime_ns), reverse=True)
 

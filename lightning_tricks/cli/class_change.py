@@ -4,7 +4,7 @@ jsonargparse keeps each setting of the old class whose name the new class has to
 list the settings that it takes over (`taken_over`), and each change of a class is one line.
 """
 
-import importlib
+import pkgutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,19 +19,12 @@ from lightning_tricks._replaced import replaced
 
 @dataclass
 class ClassChange:
-    """One class in place of another, and the settings of the one before.
+    """One class in place of another one."""
 
-    Args:
-        old: class path before.
-        new: class path after.
-        before: settings that the recipe gave to the old class.
-        after: the settings that the new class has taken over.
-    """
-
-    old: str
+    old: str  # a class path, as `new`
     new: str
-    before: dict[str, Any]
-    after: dict[str, Any]
+    before: dict[str, Any]  # settings that the recipe gave to the old class
+    after: dict[str, Any]  # settings that the new class has taken over
 
 
 def _settings(spec: Any) -> dict[str, Any]:
@@ -42,9 +35,8 @@ def _settings(spec: Any) -> dict[str, Any]:
 
 def _taken_over(class_path: str) -> tuple[str, ...] | None:
     """Names of the settings that the class takes over from another one; None for jsonargparse's rule."""
-    module, _, name = class_path.rpartition(".")
     try:
-        cls = getattr(importlib.import_module(module), name)
+        cls = pkgutil.resolve_name(class_path)
     except (ImportError, AttributeError, ValueError):
         return None
     if isinstance(cls, type) and issubclass(cls, pl.Callback):
@@ -77,12 +69,7 @@ def watch_class_changes() -> Iterator[list[ClassChange]]:
 
 
 def change_lines(changes: list[ClassChange], config: Mapping[str, Any]) -> list[str]:
-    """One line for each change that the final configuration shows: which settings stay, which are dropped.
-
-    Args:
-        changes: in order.
-        config: the final configuration of the command, as nested dicts.
-    """
+    """One line for each change, in order, that the final `config` shows: which settings stay, which are dropped."""
     found: dict[str, str] = {}
     for change in changes:
         for place, final in _places(config, change.new):

@@ -28,12 +28,10 @@ def program() -> str:
 def _without(options: Sequence[str], *names: str) -> list[str]:
     """The options of a command line except the named ones, written `--name value` or `--name=value`."""
     kept: list[str] = []
-    skip = False
-    for option in options:
-        if skip:
-            skip = False
-        elif option in names:
-            skip = True
+    rest = iter(options)
+    for option in rest:
+        if option in names:
+            next(rest, None)  # its value
         elif option.partition("=")[0] not in names:
             kept.append(option)
     return kept
@@ -52,18 +50,18 @@ def _options_of_run(trainer: Any, options: Sequence[str]) -> list[str]:
     """The options that describe the run: those that were typed, or its saved `config.yaml` where they are many."""
     if not _without(options, "--config", "-c", "--ckpt_path", _LENGTH):
         return _without(options, "--ckpt_path", _LENGTH)
-    logger = trainer.loggers[0] if trainer.loggers else None  # trainer.log_dir would wait for the other ranks
+    logger = trainer.logger  # trainer.log_dir would wait for the other ranks
     folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or trainer.default_root_dir
     saved = os.path.join(folder, "config.yaml")
     return ["--config", short(saved)] if os.path.isfile(saved) else _without(options, "--ckpt_path", _LENGTH)
 
 
 def next_steps(trainer: Any, options: Sequence[str], has_lr: bool) -> list[str]:
-    """The lines to print.
+    """The lines to print after a `fit` with these options.
 
     Args:
-        trainer: after its fit.
-        options: of the `fit` that has run, without the command.
+        trainer: of that fit.
+        options: as typed, without the command.
         has_lr: whether the recipe has an optimizer whose learning rate can be set.
     """
     same = _options_of_run(trainer, options)
@@ -76,9 +74,8 @@ def next_steps(trainer: Any, options: Sequence[str], has_lr: bool) -> list[str]:
         if isinstance(logger, pl.loggers.TensorBoardLogger):
             page = os.path.join(logger.log_dir, PAGE)
             address = shlex.quote(short(page)) if os.path.isfile(page) else "http://localhost:6006"
-            found.append(
-                f"TensorBoard: tensorboard --logdir {shlex.quote(short(logger.root_dir))}   then open {address}"
-            )
+            folder = shlex.quote(short(logger.root_dir))
+            found.append(f"TensorBoard: tensorboard --logdir {folder}   then open {address}")
     checkpoint = _saved_checkpoint(trainer)
     if checkpoint:
         more = line("fit", "--ckpt_path", checkpoint, _LENGTH, str(2 * trainer.global_step))

@@ -51,19 +51,12 @@ _LINES = [
 
 @dataclass
 class ParseError:
-    """One user's mistake, as jsonargparse reports it.
+    """One user's mistake, as jsonargparse reports it."""
 
-    Args:
-        complaints: The innermost sentences, one for each alternative of a union; the first one counts.
-        headings: The headings above them, outermost first.
-        indent: Of the sentences in the message.
-        value: The value that was refused; None where the message does not tell it.
-    """
-
-    complaints: list[str]
-    headings: list[str]
-    indent: int = -1
-    value: str | None = None
+    complaints: list[str]  # the innermost sentences, one for each alternative of a union; the first one counts
+    headings: list[str]  # above them, outermost first
+    indent: int = -1  # of the sentences in the message
+    value: str | None = None  # the value that was refused; None where the message does not tell it
 
     @property
     def key(self) -> str:
@@ -108,9 +101,9 @@ def one_line(error: ParseError, options: Iterable[str], classes: Mapping[str, It
     """The line to print.
 
     Args:
-        error: From `parse_message`.
-        options: Names of the command line's own options, without dashes.
-        classes: Every class that a recipe may name, with the names of its parameters.
+        error: from `parse_message`.
+        options: names of the command line's own options, without dashes.
+        classes: every class that a recipe may name, with the names of its parameters.
     """
     unknown = next(iter(_found(r"Expected a dot import path string: (\S+)", error)), None)
     if wrong := _wrong_value(error, class_expected=unknown is not None):

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks.cli.parse_errors import one_line, parse_message
 from lightning_tricks.cli.recipe_text import PARSER_MODE
+from lightning_tricks.mixins._plain_settings import subclasses
 from lightning_tricks.models import DecoderConfig
 from lightning_tricks.schedules import Schedule
 
@@ -76,10 +77,7 @@ def join_negative_numbers(args: Sequence[str]) -> list[str]:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse values of the Trainer's options that Lightning accepts and fails on later.
-
-    Args:
-        options: of one command, as parsed.
+    """Refuse values among a command's parsed options that Lightning accepts and fails on later.
 
     Raises:
         UsageError: a seed that no generator takes; an interval of 0.
@@ -112,14 +110,6 @@ def nameable_classes() -> dict[str, list[str]]:
         DecoderConfig,
     ]
     return {cls.__name__: _parameters(cls) for base in bases for cls in subclasses(base)}
-
-
-def subclasses(base: type) -> Iterator[type]:
-    """All subclasses of a class that are imported, at any depth."""
-    children: list[type] = base.__subclasses__()
-    for child in children:
-        yield child
-        yield from subclasses(child)
 
 
 def _parameters(cls: type) -> list[str]:

@@ -4,7 +4,6 @@ A key that stands twice: YAML keeps the last and silently drops the first. Setti
 of under its `init_args`: jsonargparse then takes the mapping for something else.
 """
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +13,7 @@ import yaml
 from lightning_tricks._errors import UsageError
 
 PARSER_MODE = "recipe"  # jsonargparse's word for the language that a parser reads
-_BESIDE_CLASS_PATH = {"class_path", "init_args", "dict_kwargs"}
+_BESIDE_CLASS_PATH = {"class_path", "init_args", "dict_kwargs", "<<"}
 
 
 class RecipeTextError(yaml.YAMLError):
@@ -22,15 +21,10 @@ class RecipeTextError(yaml.YAMLError):
 
 
 def load_text(text: str, path: str = "") -> Any:
-    """The value of YAML text, as jsonargparse reads it.
-
-    Args:
-        text: of a file, or of one value on the command line.
-        path: the file, for the message.
+    """The value of YAML text, as jsonargparse reads it; `path` is that of a file, empty for a value of an option.
 
     Raises:
-        RecipeTextError: the text is no YAML; the file holds no settings; a key stands twice in one mapping; a setting
-            stands beside `class_path`.
+        RecipeTextError: no YAML; no settings in the file; a key twice in one mapping; a setting beside `class_path`.
     """
     where = f"{path}, " if path else ""
     try:
@@ -40,8 +34,8 @@ def load_text(text: str, path: str = "") -> Any:
     except RecipeTextError:
         raise
     except yaml.YAMLError as error:
-        said = re.sub(r'\s+|in "<unicode string>",', " ", str(error))
-        raise RecipeTextError(f"{where}no valid YAML: {' '.join(said.split())}") from error
+        said = " ".join(str(error).replace('in "<unicode string>",', " ").split())
+        raise RecipeTextError(f"{where}no valid YAML: {said}") from error
     if path and not isinstance(value, dict):
         raise RecipeTextError(f"{where}no recipe: it holds no settings, such as `trainer: {{max_steps: 100}}`")
     return value
@@ -84,19 +78,15 @@ def _check(node: yaml.Node | None, where: str, place: str) -> None:
                 "join the two"
             )
         lines[key.value] = line
-    _check_beside_class_path(node, where, place, lines)
+    stray = next((name for name in lines if name not in _BESIDE_CLASS_PATH), None)
+    if "class_path" in lines and stray is not None:
+        name = next(value.value for key, value in pairs if key.value == "class_path")
+        raise RecipeTextError(
+            f"{where}line {lines[stray]}: {_joined(place, stray)!r} stands beside class_path: write the settings of "
+            f"{name} under init_args"
+        )
     for key, value in pairs:
         _check(value, where, place if key.value == "init_args" else _joined(place, key.value))
-
-
-def _check_beside_class_path(node: yaml.MappingNode, where: str, place: str, lines: dict[str, int]) -> None:
-    stray = [name for name in lines if name not in _BESIDE_CLASS_PATH and name != "<<"]
-    if "class_path" in lines and stray:
-        name = next(value.value for key, value in node.value if key.value == "class_path")
-        raise RecipeTextError(
-            f"{where}line {lines[stray[0]]}: {_joined(place, stray[0])!r} stands beside class_path: write the settings "
-            f"of {name} under init_args"
-        )
 
 
 def _joined(place: str, key: Any) -> str:

@@ -1,8 +1,4 @@
-"""One line for each error of a run that the user can mend.
-
-Our own code raises `UsageError` where the cause is. Lightning and torch raise other exceptions: this file translates
-the known ones, and any other error keeps its traceback.
-"""
+"""One line for each exception of Lightning or torch that the user can mend; any other one keeps its traceback."""
 
 import errno
 import os
@@ -16,18 +12,14 @@ import torch
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._suggest import did_you_mean
-from lightning_tricks.cli.recipe_parser import subclasses
+from lightning_tricks.mixins._plain_settings import subclasses
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @contextmanager
 def usage_errors(ckpt_path: Callable[[], str | None]) -> Iterator[None]:
-    """Raise a UsageError in place of each exception whose cause the user can mend.
-
-    Args:
-        ckpt_path: gives the value of this option, once it is known, for lines about a checkpoint.
-    """
+    """Raise a UsageError for each exception that the user can mend; `ckpt_path` gives that option's value, if known."""
     try:
         yield
     except Exception as error:
@@ -106,12 +98,7 @@ def _other_weights(said: str) -> str:
 
 
 def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
-    """The line for arguments that Lightning's Trainer refused; None for any other error.
-
-    Args:
-        error: raised by the constructor.
-        config: its arguments.
-    """
+    """The line for an error by which Lightning's Trainer refused its arguments `config`; None for any other error."""
     said = _flat(error)
     if "SLURM" in said or "--ntasks" in said:
         return (
@@ -124,7 +111,9 @@ def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
     if "FSDPPrecision" in said:  # Lightning names the class that FSDP1 wants, and not what to write
         said += ": set trainer.precision in place of the plugin, or shard with FSDP2 (FSDP2Strategy)"
     elif "invalid strategy name" in said:
-        return f"trainer.strategy={config['strategy']}: no such strategy{_near_strategy(config['strategy'])}"
+        names = [cls.__name__ for cls in subclasses(pl.strategies.Strategy)]
+        near = did_you_mean(config["strategy"], [*pl.strategies.StrategyRegistry.available_strategies(), *names])
+        return f"trainer.strategy={config['strategy']}: no such strategy{near}"
     elif match := re.search(r"invalid accelerator name: `accelerator='(.*?)'`\. Available names are: (.*?)\.", said):
         names = [*match[2].split(", "), "gpu"]
         near = did_you_mean(match[1], names)
@@ -139,8 +128,3 @@ def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
             f"trainer.precision out, or take {match[2]} out of trainer.plugins"
         )
     return f"trainer: {said}"
-
-
-def _near_strategy(name: str) -> str:
-    classes = [cls.__name__ for cls in subclasses(pl.strategies.Strategy)]
-    return did_you_mean(name, [*pl.strategies.StrategyRegistry.available_strategies(), *classes])

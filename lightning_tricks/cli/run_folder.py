@@ -1,8 +1,4 @@
-"""The folder of a run, `save_dir/name/version_N`, with its checkpoints in it.
-
-Each `fit` makes a folder of its own, so that no run finds another one's checkpoints. A run that resumes from a
-checkpoint in such a folder goes on in that folder. A start that is refused leaves no folder.
-"""
+"""The folder of a run, `save_dir/name/version_N`, with its checkpoints in it; a start that is refused leaves none."""
 
 import contextlib
 import os
@@ -44,10 +40,8 @@ def _check_folder(option: str, folder: Path) -> None:
             file.write(bytes(4096))
             file.flush()
     except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(
-            f"{option}={folder}: cannot be written ({reason}): make room, or name another folder"
-        ) from error
+        line = f"{option}={folder}: cannot be written ({error.strerror or error}): make room, or name another folder"
+        raise UsageError(line) from error
 
 
 class RunFolder(pl.Callback):
@@ -82,10 +76,10 @@ class RunFolder(pl.Callback):
     def choose(self, command: str, checkpoint: str | None, trainer: Any) -> None:
         """Give each local logger of the Trainer its folder, and make it on rank 0.
 
-        A fit that starts afresh gets the next number, the same for all loggers. One that resumes goes on in the
-        run's folder that holds the checkpoint, or in the newest if checkpoints lie elsewhere (`dirpath`); a checkpoint
-        of another recipe starts a new folder. An evaluation writes into a folder of its command's name. Loggers that
-        cannot resume get a new number each time, as with Lightning.
+        A fit that starts afresh gets the next number, the same for all loggers: it finds no checkpoint of another run.
+        One that resumes goes on in the run's folder that holds the checkpoint, or in the newest if checkpoints lie
+        elsewhere (`dirpath`); a checkpoint of another recipe starts a new folder. An evaluation writes into a folder of
+        its command's name. Loggers that cannot resume get a new number each time, as with Lightning.
         """
         loggers = [one for one in trainer.loggers if has_versions(one) and not is_remote(one.root_dir)]
         free = [logger for logger in loggers if chosen_version(logger) is None]
@@ -141,13 +135,11 @@ class RunFolder(pl.Callback):
         """An evaluation has begun, unless this is the sanity check before training."""
         self._started |= not trainer.sanity_checking
 
-    def on_test_batch_start(self, *_: Any) -> None:
-        """A test has begun."""
+    def on_test_batch_start(self, *_: Any, **__: Any) -> None:
+        """A test or a prediction has begun."""
         self._started = True
 
-    def on_predict_batch_start(self, *_: Any) -> None:
-        """A prediction has begun."""
-        self._started = True
+    on_predict_batch_start = on_test_batch_start
 
 
 def _files(folder: Path) -> dict[Path, bytes | None]:

@@ -1,7 +1,4 @@
-"""The base class of the mixins, which checks that they come before the LightningModule in the bases.
-
-After it, LightningModule's own method would be called in place of a mixin's, silently.
-"""
+"""The base class of the mixins, which checks that they come before the LightningModule in the bases."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +12,7 @@ else:
 
 
 class Mixin(_Base):
-    """Base of the mixins. Refuses, when a class is defined, bases in which a LightningModule comes first."""
+    """Refuses, when a class is defined, bases in which a LightningModule comes first and so hides a mixin's method."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -1,8 +1,7 @@
 """Constructor settings in plain types: a checkpoint that holds them opens with `weights_only=True` in any program.
 
 `save_hyperparameters()` keeps the objects that the constructor was given. In the checkpoint, schedules, parameter rules
-and decoder shapes become plain dicts as in a recipe: `class_path` with a short name, and `init_args`. The mixins'
-constructors accept that form.
+and decoder shapes become plain dicts as in a recipe: `class_path` with a short name, and `init_args`.
 """
 
 import dataclasses
@@ -44,7 +43,7 @@ def build(name: str, settings: dict[str, Any], base: type, option: str) -> Any:
     Raises:
         UsageError: there is no such class, or it does not take the settings.
     """
-    found = [cls for cls in _family(base) if cls.__name__ == name]
+    found = [cls for cls in (base, *subclasses(base)) if cls.__name__ == name]
     if len(found) != 1:
         raise UsageError(
             f"{option}: the checkpoint names {name}, and {len(found)} subclasses of {base.__name__} with that name are "
@@ -53,13 +52,13 @@ def build(name: str, settings: dict[str, Any], base: type, option: str) -> Any:
     try:
         return found[0](**settings)
     except TypeError as error:
-        raise UsageError(
-            f"{option}: this version's {name} does not take the checkpoint's settings ({error})"
-        ) from error
+        line = f"{option}: this version's {name} does not take the checkpoint's settings ({error})"
+        raise UsageError(line) from error
 
 
-def _family(base: type) -> Iterator[type]:
-    yield base
+def subclasses(base: type) -> Iterator[type]:
+    """All subclasses of a class that are imported, at any depth."""
     children: list[type] = base.__subclasses__()
     for child in children:
-        yield from _family(child)
+        yield child
+        yield from subclasses(child)

@@ -16,9 +16,9 @@ class GradientClippingMixin(Mixin):
     """Own `configure_gradient_clipping`: clip by the Trainer's settings, and keep the norm in `grad_norm`.
 
     Put it before the LightningModule in the bases. `trainer.gradient_clip_val` and `gradient_clip_algorithm` keep their
-    meaning (a value of 0 or none does not clip); the norm is kept in each case. It clips FSDP2's gradients, and those
-    that Lightning or torch refuses to clip: of fused optimizers under bf16, FSDP1's by norm, and sparse ones.
-    `GradNormMonitor` logs the norm.
+    meaning (a value of 0 or none does not clip); in each case the norm is kept, for `GradNormMonitor`. It clips FSDP2's
+    gradients, and those that Lightning or torch refuses to clip: of fused optimizers under bf16, FSDP1's by norm, and
+    sparse ones.
 
     Attributes:
         grad_norm: L2 norm of all gradients of the last optimizer step before its clip, a 0-dim tensor on their device;
@@ -56,11 +56,10 @@ class GradientClippingMixin(Mixin):
             clip_grad_value(parameters, gradient_clip_val or 0.0)
 
     def _refuse_unreadable_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return
+        scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
         # Lightning lets such an optimizer unscale in its own step: until then its gradients carry the scale
-        if scaler.is_enabled() and is_scaled(scaler, optimizer):
+        unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+        if unscales and scaler.is_enabled() and is_scaled(scaler, optimizer):
             raise UsageError(
                 f"fused {type(optimizer).__name__} under fp16 (trainer.precision={self.trainer.precision}) cannot be "
                 "clipped: set plugins to FP16Mixed instead of the precision, set fused to false, or train in bf16"

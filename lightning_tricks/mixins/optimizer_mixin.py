@@ -29,8 +29,7 @@ class OptimizerMixin(Mixin):
     `weights_only=True`, and `load_from_checkpoint` builds them again. The optimizer is a function, of which the
     checkpoint holds only the name: give the function to `load_from_checkpoint` to train that module.
 
-    Under `fast_dev_run`, which replaces `max_steps` by a few steps, the learning rate stays constant: the schedule's
-    length is not known then.
+    Under `fast_dev_run`, which replaces `max_steps`, the learning rate is constant: no length of the schedule is known.
 
     Args:
         optimizer: makes the optimizer from parameter groups; None for AdamW with lr 3e-4, betas (0.9, 0.95), eps 1e-8.
@@ -86,13 +85,10 @@ class OptimizerMixin(Mixin):
                 "hold: to train, pass optimizer=... to load_from_checkpoint, or build the module anew and give fit the "
                 "ckpt_path"
             )
-        optimizer = build_optimizer(
-            self, self.optimizer, self.weight_decay, self.decay_embeddings, rules=self.param_rules
-        )
+        optimizer = build_optimizer(self, self.optimizer, self.weight_decay, self.decay_embeddings, self.param_rules)
         self._optimizer_class = type(optimizer).__name__
         self._check_optimizer_class()
-        table = groups_table(optimizer.param_groups, lr=0.0)
-        rank_zero_info(f"{type(optimizer).__name__}\n{table}")
+        rank_zero_info(f"{self._optimizer_class}\n{groups_table(optimizer.param_groups, lr=0.0)}")
         # fast_dev_run has replaced max_steps by its own
         if self.schedule is None or getattr(self.trainer, "fast_dev_run", False):
             return {"optimizer": optimizer}
@@ -111,10 +107,7 @@ class OptimizerMixin(Mixin):
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = to_plain(kept)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse to go on training from weights alone, or with an optimizer of another class.
-
-        Without a Trainer, remember which optimizer is missing.
-        """
+        """Refuse to go on training from weights alone, or with an optimizer of another class."""
         super().on_load_checkpoint(checkpoint)
         if self._trainer is None and self.optimizer is None:
             self._missing_optimizer = checkpoint.get(_NAME)

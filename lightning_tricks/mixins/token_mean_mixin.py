@@ -22,9 +22,8 @@ class TokenMeanMixin(Mixin):
     Lightning averages over micro-batches and the strategy over ranks, so that a token of a short micro-batch counts
     more than one of a long micro-batch. Here the loss of each micro-batch is its sum divided by one fixed constant, and
     after the last backward pass of the step the gradients are multiplied by constant / tokens. One micro-batch on one
-    device needs no scaling and gets the plain mean. The sums are cleared with the gradients that they belong to, so a
-    step that an exception or the end of training cuts short leaves nothing to the next one. For automatic optimization;
-    put it before LightningModule in the bases.
+    device needs no scaling and gets the plain mean. The sums are cleared with their gradients, so a step that is cut
+    short leaves nothing to the next one. For automatic optimization; put it before LightningModule in the bases.
     """
 
     _capacity: int | None = None
