@@ -76,7 +76,8 @@ def change_lines(changes: list[ClassChange], config: Mapping[str, Any]) -> list[
             stay = _listed({k: v for k, v in change.after.items() if k in final and final[k] == v})
             gone = {k: v for k, v in change.before.items() if k not in change.after}
             dropped = _listed({k: v for k, v in gone.items() if k not in final or final[k] != v})
-            line = f"{place}: {_name(change.new)} in place of {_name(change.old)}"
+            new, old = (class_path.rpartition(".")[2] for class_path in (change.new, change.old))
+            line = f"{place}: {new} in place of {old}"
             line += f"; {stay} stay" if stay else ""
             if dropped:
                 again = next((k for k in gone if k in final), None)
@@ -94,10 +95,6 @@ def _places(config: Mapping[str, Any], class_path: str, before: str = "") -> Ite
             if value.get("class_path") == class_path:
                 yield place, value.get("init_args") or {}
             yield from _places(value, class_path, place)
-
-
-def _name(class_path: str) -> str:
-    return class_path.rpartition(".")[2]
 
 
 def _listed(settings: Mapping[str, Any]) -> str:

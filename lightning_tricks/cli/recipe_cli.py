@@ -1,7 +1,6 @@
 """`fit`, `validate`, `test`, `predict` and `prepare` on a YAML recipe: LightningCLI, with one line for a mistake.
 
-The module owns its optimizer, and a checkpoint never overrides the recipe. `RecipeCLI` has its methods in the order in
-which they run.
+The module owns its optimizer, and a checkpoint never overrides the recipe. Methods stand in the order of their calls.
 """
 
 import faulthandler

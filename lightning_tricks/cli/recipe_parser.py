@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 # Imported for their class names, which a recipe then writes without the module's path.
-import lightning_tricks.callbacks
-import lightning_tricks.data
-import lightning_tricks.language_model
-import lightning_tricks.loggers
-import lightning_tricks.precision
-import lightning_tricks.strategies  # noqa: F401
+from lightning_tricks import callbacks, data, language_model, loggers, precision, strategies  # noqa: F401
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks.cli.parse_errors import one_line, parse_message

@@ -82,11 +82,8 @@ def _other_weights(said: str) -> str:
     """The line for a `load_state_dict` that found other names or shapes."""
     module = re.match(r"Error\(s\) in loading state_dict for (\w+)", said)
     found = []
-    for what, pattern in (
-        ("lacks", r"Missing key\(s\) in state_dict: (.*?)\. "),
-        ("has besides", r"Unexpected key\(s\) in state_dict: (.*?)\. "),
-    ):
-        if names := re.search(pattern, f"{said} "):
+    for what, kind in (("lacks", "Missing"), ("has besides", "Unexpected")):
+        if names := re.search(rf"{kind} key\(s\) in state_dict: (.*?)\. ", f"{said} "):
             first, *more = names[1].split(", ")
             found.append(f"{what} {first}" + (f" and {len(more)} more" if more else ""))
     if shapes := re.search(r"size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)", said):

@@ -117,8 +117,7 @@ class BF16Step:
             try:
                 for bucket in self._buckets(params):
                     self._put_copies(bucket, positions, groups, copies)
-                    versions = [item.copy._version for item in copies]
-                    known = [] if closure is None else [self._known_result(loss, copies, versions)]
+                    known = [] if closure is None else [self._known_result(loss, copies)]
                     self._step(*known, **kwargs)
                     while copies:
                         self._round_back(copies[-1])
@@ -194,9 +193,9 @@ class BF16Step:
         if state is not None:
             self.optimizer.state[new] = state
 
-    def _known_result(self, loss: Any, copies: list[_Copy], versions: list[int]) -> Callable[[], Any]:
+    def _known_result(self, loss: Any, copies: list[_Copy]) -> Callable[[], Any]:
         """A closure for the optimizer: it returns the loss of the one that ran, once, before any weight changes."""
-        calls = iter([loss])
+        calls, versions = iter([loss]), [item.copy._version for item in copies]
 
         def closure() -> Any:
             if [item.copy._version for item in copies] != versions:

@@ -28,8 +28,7 @@ def count_flops(module: Any, batch: Any, trainer: Any = None, context: Context =
     """FLOPs of forward and backward pass of `module.training_step(batch, 0)`, as (the model's, the recomputed).
 
     The step is run on a copy whose tensors have shapes and no data, so it takes no memory and no device time. Module,
-    batch and random states are left as they were, and `self.log` does nothing. The copy shares arrays on the host, and
-    cannot write to them.
+    batch and random states are left as they were, and `self.log` does nothing. Arrays on the host are shared read-only.
 
     Counted are linear layers, convolutions, grouped products (of experts) and attention, masked or not, the latter in
     full. Kernels of other packages count nothing. The second figure is the work that activation checkpointing does a
