@@ -37,3 +37,6 @@ else:
     pl = importlib.import_module(_PACKAGES[BACKEND])
     rank_zero_info, rank_zero_warn = pl.utilities.rank_zero_info, pl.utilities.rank_zero_warn
     rank_zero_only = pl.utilities.rank_zero_only
+
+Trainer = pl.Trainer
+Module = pl.LightningModule  # as short as this, the signature of most hooks fits on a line

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from lightning_tricks._lightning import pl, rank_zero_info
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import HOOK_CALLERS, SIGNATURE_CHECK, lightning_file, set_running_hook
 
@@ -88,7 +88,7 @@ class LeanLoop(pl.Callback):
     def __init__(self) -> None:
         self._replacements = ExitStack()
 
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Take the calls over."""
         names = ("trainer.call", "loops.training_epoch_loop", "callbacks", "profilers")
         call, loop, callbacks, profilers = (lightning_file(trainer, name) for name in names)
@@ -101,10 +101,10 @@ class LeanLoop(pl.Callback):
         check = with_memory(getattr(loop, SIGNATURE_CHECK))
         self._replacements.enter_context(replaced(loop, SIGNATURE_CHECK, check))
 
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Give the calls back."""
         self._replacements.close()
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Give the calls back."""
         self._replacements.close()

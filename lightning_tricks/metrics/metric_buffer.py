@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, rank_zero_warn
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer import batch_progress, is_accumulating, logging_step, steps_between_saves
 from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_numbers, to_host
 
@@ -58,7 +58,7 @@ class MetricBuffer(pl.Callback):
         self._failed = False
 
     @classmethod
-    def of(cls, trainer: "pl.Trainer") -> "MetricBuffer":
+    def of(cls, trainer: Trainer) -> "MetricBuffer":
         """The Trainer's buffer, added to its callbacks if it has none. Call it in `setup`, and keep what it returns."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         buffer = next((callback for callback in callbacks if isinstance(callback, cls)), None) or cls()
@@ -176,9 +176,7 @@ class MetricBuffer(pl.Callback):
         # the same for each micro-batch of a step, and the last step may have fewer
         return left < ((trainer.num_training_batches - 1) % accumulated + 1)
 
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Close the step's row, and the interval if this step ends it."""
         if is_accumulating(trainer):
             return
@@ -187,27 +185,25 @@ class MetricBuffer(pl.Callback):
         if save or self.is_log_step() or trainer.should_stop:
             self.flush()
 
-    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Flush, at the run's end too: EarlyStopping and ModelCheckpoint, which come next, may look at the values."""
         self.flush()
 
-    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Flush."""
         if not trainer.sanity_checking:
             self.flush()
 
-    def on_save_checkpoint(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Flush, to the disk: a run that resumes from this checkpoint will not repeat these steps."""
         self.flush()
         self._save()
 
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Forget micro-batches that no optimizer step followed: they are no part of a later run's first step."""
         self._current = Row()
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Write what the device still gives, with what the failed step had recorded; the error goes its way."""
         self._failed = True
         try:
@@ -217,7 +213,7 @@ class MetricBuffer(pl.Callback):
             rank_zero_warn(f"the metrics since the last logged step are lost: {type(error).__name__}: {error}")
         self._forget()  # Lightning calls no `teardown` after an exception
 
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Forget the fit: the next one starts with what is recorded and asked for in it."""
         self._forget()
 

@@ -6,7 +6,7 @@ import zlib
 from typing import Any
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import Module, Trainer, pl
 
 
 def zlib_bits_per_byte(text: bytes) -> float:
@@ -40,22 +40,22 @@ class CompressionBaseline(pl.Callback):
         self.history: list[tuple[int, float, float]] = []
         self._start = time.perf_counter()
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Fail before training if the data module cannot give its text."""
         if not hasattr(trainer.datamodule, "validation_text"):  # type: ignore[attr-defined]
             raise UsageError("CompressionBaseline needs a data module with validation_text(), such as TextData")
 
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Start the clock."""
         self._start = time.perf_counter()
 
-    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Remember (step, seconds, bits/byte) of each validation."""
         value = trainer.callback_metrics.get("val/bits_per_byte")
         if value is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.history.append((trainer.global_step, time.perf_counter() - self._start, float(value)))
 
-    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Print the table."""
         if not trainer.is_global_zero or not self.history:
             return

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name, find_blocks
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import is_a, is_accumulating, optimizer_index, unwrapped
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
@@ -111,13 +111,13 @@ class GradNormMonitor(pl.Callback):
         self._batch = ExitStack()  # closed when a batch ends
         self._before_clip: dict[Any, Measured] = {}  # in manual optimization, by optimizer, until its step
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the buffer."""
         self._clip_val = None
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._of_interval)
 
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse `per` where no rank holds a parameter whole."""
         if self.per and is_a(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy"):
             raise UsageError(
@@ -125,9 +125,7 @@ class GradNormMonitor(pl.Callback):
                 "whole: leave it out, or use FSDP2Strategy"
             )
 
-    def on_train_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """In manual optimization, measure before each clip of the batch."""
         if pl_module.automatic_optimization or is_a(trainer.strategy, "DeepSpeedStrategy"):
             return
@@ -155,9 +153,7 @@ class GradNormMonitor(pl.Callback):
         self._batch.enter_context(replaced(plugin, "clip_grad_by_norm", clip_grad_by_norm))
         self._batch.enter_context(replaced(plugin, "clip_grad_by_value", clip_grad_by_value))
 
-    def on_before_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Measure, or let the clip measure."""
         if is_a(trainer.strategy, "DeepSpeedStrategy"):
             return
@@ -225,9 +221,7 @@ class GradNormMonitor(pl.Callback):
         if pl_module.grad_norm is not earlier:
             self._buffer.record("train/grad_norm", pl_module.grad_norm)
 
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Put back the plugin's methods; under DeepSpeed, ask its engine for the norm."""
         self._batch.close()
         strategy: Any = trainer.strategy
@@ -237,11 +231,11 @@ class GradNormMonitor(pl.Callback):
             if norm is not None:
                 self._buffer.record("train/grad_norm", norm)
 
-    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Put back the plugin's methods where a module has ended the epoch in its `on_train_batch_start`."""
         self._batch.close()
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Put back the plugin's methods."""
         self._batch.close()
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._trainer import optimizer_index
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
@@ -16,13 +16,11 @@ class LRMonitor(pl.Callback):
     one; with several optimizers `train/lr/0`, `train/lr/1` and so on, in the order of `configure_optimizers`.
     """
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the buffer."""
         self._buffer = MetricBuffer.of(trainer)
 
-    def on_before_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Record: after the step, the schedule has moved on."""
         group: dict[str, Any] = optimizer.param_groups[0]
         lr = group["lr"]

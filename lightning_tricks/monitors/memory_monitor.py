@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
@@ -60,13 +60,11 @@ class MemoryMonitor(pl.Callback):
     workers; on macOS the peak only.
     """
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the buffer."""
         self._buffer = MetricBuffer.of(trainer)
 
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Read the counters, on the last micro-batch of a log step."""
         if is_accumulating(trainer) or not self._buffer.is_log_step():
             return

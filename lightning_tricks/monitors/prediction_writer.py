@@ -7,7 +7,7 @@ from typing import Any, TextIO
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, rank_zero_info
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
 
 
 def rows_of(prediction: Any) -> list[Any]:
@@ -49,7 +49,7 @@ class PredictionWriter(pl.Callback):
         self._file: TextIO | None = None
         self._rows = 0
 
-    def on_predict_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Open the file, before anything is computed."""
         rank = trainer.global_rank
         self._path = self.output.with_stem(f"{self.output.stem}-rank{rank}") if rank else self.output
@@ -64,8 +64,8 @@ class PredictionWriter(pl.Callback):
 
     def on_predict_batch_end(
         self,
-        trainer: "pl.Trainer",
-        pl_module: "pl.LightningModule",
+        trainer: Trainer,
+        pl_module: Module,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -78,12 +78,12 @@ class PredictionWriter(pl.Callback):
             self._file.write(json.dumps(line, default=str) + "\n")
             self._rows += 1
 
-    def on_predict_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Close the file, and say what it holds."""
         self._close()
         rank_zero_info(f"predict: {self._rows:,} rows in {self._path}")
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Keep what was written."""
         self._close()
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._trainer import is_a
 from lightning_tricks.data.bpe import end_of_text
 from lightning_tricks.models import Sampling
@@ -92,11 +92,11 @@ class SampleText(pl.Callback):
         self.sampling = Sampling(temperature, top_k, top_p)
         self._texts: list[str] = []
 
-    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse settings with which the first validation would fail."""
         self._tokens(trainer, pl_module)
 
-    def on_validation_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Write the samples, within the time that belongs to validation."""
         if trainer.sanity_checking:
             return
@@ -118,7 +118,7 @@ class SampleText(pl.Callback):
         if torch.stack(broken).any():
             self._texts = [" (the model's logits are NaN)"] * len(prompts)
 
-    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Print them, and give them to TensorBoard."""
         texts, self._texts = self._texts, []
         if not trainer.is_global_zero:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._trainer import is_accumulating, logging_step
 
 
@@ -33,7 +33,7 @@ def decimals(value: float, digits: int) -> str:
     return f"{value:.2e}" if 0 < abs(value) < 10 ** (1 - digits) else f"{value:.{digits}f}"
 
 
-def total_steps(trainer: "pl.Trainer") -> int:
+def total_steps(trainer: Trainer) -> int:
     """The optimizer step at which training ends by `max_steps` or `max_epochs`; 0 where that is not known."""
     ends = [trainer.max_steps]
     batches, epochs = trainer.num_training_batches, trainer.max_epochs or 0
@@ -126,20 +126,16 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
             print(("\r\x1b[2K" if self._redraw else "") + line, end=end, flush=True)
             self._open = not end
 
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Start the clock, and forget an earlier run."""
         self._due = False
         self._seconds, self._started, self._last_step = 0.0, time.perf_counter(), trainer.global_step
 
-    def on_train_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Print the finished interval: only now has the module logged its own metrics."""
         self._show(trainer)
 
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """See whether a logging interval ends."""
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and not is_accumulating(trainer):
@@ -147,13 +143,13 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
             step = logging_step(trainer) + 1
             self._due = step % every == 0 or trainer.global_step == total_steps(trainer)
 
-    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Stop the clock."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._show(trainer)
             self._seconds += time.perf_counter() - self._started
 
-    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Print the validation's figures on a line of their own, and go on."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             line = "  ".join(shown(trainer.callback_metrics, VALIDATION))
@@ -161,7 +157,7 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
                 self.print(f"step {trainer.global_step}  validation  {line}")
             self._started = time.perf_counter()
 
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Print the last interval, and why training ends before the step that it was to reach."""
         self._show(trainer)
         self._end_line()
@@ -170,7 +166,7 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
             reason = "a callback or a signal stopped it" if trainer.should_stop else "the data ended"
             self.print(f"training ended at step {step} of {total}: {reason}")
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """End the redrawn line, so that the error starts on its own."""
         self._end_line()
 
@@ -179,7 +175,7 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
             print(flush=True)
             self._open = False
 
-    def _show(self, trainer: "pl.Trainer") -> None:
+    def _show(self, trainer: Trainer) -> None:
         due, self._due = self._due, False
         if not due or not self._enabled:
             return
@@ -190,11 +186,11 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
             line = line[: shutil.get_terminal_size().columns - 1]  # what wraps cannot be redrawn
         self._write(line, "" if self._redraw and not last else "\n")
 
-    def _position(self, trainer: "pl.Trainer") -> list[str]:
+    def _position(self, trainer: Trainer) -> list[str]:
         step, total = trainer.global_step, total_steps(trainer)
         return [f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"]
 
-    def _time_left(self, trainer: "pl.Trainer") -> list[str]:
+    def _time_left(self, trainer: Trainer) -> list[str]:
         """The steps left at the pace since the line before; the clock starts anew."""
         now, step, total = time.perf_counter(), trainer.global_step, total_steps(trainer)
         seconds, steps = self._seconds + now - self._started, step - self._last_step

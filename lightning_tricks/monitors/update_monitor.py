@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import find_blocks
-from lightning_tricks._lightning import pl, rank_zero_warn
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
 from lightning_tricks.optim import param_roles
 
@@ -103,17 +103,17 @@ class UpdateMonitor(pl.Callback):
         self._watched: list[_Watched] = []
         self._before: list[Tensor] = []
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the buffer."""
         self._buffer = MetricBuffer.of(trainer)
 
-    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the weights: a strategy has placed them by now."""
         self._trained, self._before = [], []
         self._buffer.at_flush(self._ratios)
         self._find_weights(trainer, pl_module)
 
-    def _find_weights(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def _find_weights(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the trained weights and this rank's share of each, unless they are the same as before."""
         trained = trained_parameters(trainer, pl_module)
         if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
@@ -153,18 +153,14 @@ class UpdateMonitor(pl.Callback):
         return _Watched(block, param, stride, local.numel() / max(sampled, 1) / copies, elements / copies)
 
     @torch.no_grad()
-    def on_before_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Copy the samples before the first optimizer step of a log step."""
         if not self._before and self._buffer.is_log_step():
             self._find_weights(trainer, pl_module)
             self._before = [watched.sample().clone() for watched in self._watched]
 
     @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Compare."""
         if not self._before:
             return

@@ -8,7 +8,7 @@ from typing import Any
 import fsspec
 from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._trainer import is_a, logging_step, shows_hp_metric
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
 from lightning_tricks.monitors.dashboard.lr_curve import draw_curve, planned_lrs
@@ -57,7 +57,7 @@ class TensorBoardDashboard(pl.Callback):
         self._started = self._laid_out = False
         self._first = 0
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the loggers, of the one Lightning or the other."""
         if stage != "fit":
             return
@@ -68,7 +68,7 @@ class TensorBoardDashboard(pl.Callback):
         self._result, self._started, self._laid_out = None, False, False
         MetricBuffer.of(trainer).at_flush(self._clip_line)
 
-    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Say how to open it."""
         if trainer.is_global_zero and not self._loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             print("TensorBoardDashboard: the Trainer has no TensorBoardLogger, so there is no dashboard")
@@ -76,9 +76,7 @@ class TensorBoardDashboard(pl.Callback):
             page = shlex.quote(os.path.join(logger.log_dir, PAGE))
             print(f"TensorBoard: tensorboard --logdir {shlex.quote(str(logger.root_dir))}   then open {page}")
 
-    def on_train_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Write the cards before the first batch, when the run's first step is known, and the layout an interval later.
 
         By then it is known which metrics there are.
@@ -121,20 +119,20 @@ class TensorBoardDashboard(pl.Callback):
     def _clip_line(self, rows: list[Row]) -> dict[str, float]:
         return {CLIP_NORM: float(self._clip)} if self._clip else {}
 
-    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Remember the loss."""
         value = trainer.callback_metrics.get(self.val_loss)
         if value is not None and not trainer.sanity_checking:
             self._result = float(value)
 
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Write the result."""
         self._finish(trainer)
         for logger in self._loggers:
             logger.experiment._get_file_writer().add_summary(hparams_summaries({}, {})[2])  # the status: success
             logger.save()
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Write the result so far; what fails here must not keep others from saving theirs."""
         with contextlib.suppress(Exception):
             self._finish(trainer)

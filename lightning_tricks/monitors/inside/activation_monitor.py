@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import find_blocks, match_modules
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.monitors._module_calls import ModuleWatch, after_calls, outside_compiled
 
@@ -77,11 +77,11 @@ class ActivationMonitor(pl.Callback):
         self._names: list[str] = []
         self._watch = ModuleWatch("ActivationMonitor records nothing: {}; if you use torch.compile, compile each block")
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the buffer."""
         self._buffer = MetricBuffer.of(trainer)
 
-    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the blocks and watch them."""
         if self.blocks is None:
             blocks = find_blocks(pl_module)
@@ -94,15 +94,11 @@ class ActivationMonitor(pl.Callback):
         for name, block in blocks.items():
             self._watch.hooks.enter_context(self._watch.measuring(name, block, after_calls, _stats_of))
 
-    def on_train_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Measure in the last micro-batch of a log step."""
         self._watch.start_batch(trainer, self._buffer)
 
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record."""
         example = ", ".join(self._names[:1])
         found = self._watch.end_batch(self._names, f"no block ({example}, ...) ran where it can be seen")
@@ -113,11 +109,11 @@ class ActivationMonitor(pl.Callback):
         nonfinite = {f"activations/{name}/{STATS[3]}": stats[3] for name, stats in found.items()}
         self._buffer.record_largest([f"activations/{name}/{STATS[3]}" for name in self._names], nonfinite)
 
-    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Leave the model as it was."""
         self._watch.stop()
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Leave the model as it was."""
         self._watch.stop()
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_tricks._find_modules import named_submodules
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.monitors._module_calls import ModuleWatch, before_calls, outside_compiled
 
@@ -43,11 +43,11 @@ class AttentionMonitor(pl.Callback):
         self._names: list[str] = []
         self._watch = ModuleWatch("AttentionMonitor records nothing: {}")
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the buffer."""
         self._buffer = MetricBuffer.of(trainer)
 
-    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the modules with the method and watch them."""
         with_method = modules_with_max_logit(pl_module)
         modules = outside_compiled(pl_module, with_method)
@@ -60,15 +60,11 @@ class AttentionMonitor(pl.Callback):
             measuring = self._watch.measuring(name, module, before_calls, partial(_max_logit, module))
             self._watch.hooks.enter_context(measuring)
 
-    def on_train_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Measure in the last micro-batch of a log step."""
         self._watch.start_batch(trainer, self._buffer)
 
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record."""
         unseen = "no block ran where it can be seen; if you use torch.compile, compile each block"
         found = self._watch.end_batch(self._names, unseen)
@@ -77,11 +73,11 @@ class AttentionMonitor(pl.Callback):
         logits = {f"attention/{name}/max_logit": logit for name, logit in found.items()}
         self._buffer.record_largest([f"attention/{name}/max_logit" for name in self._names], logits)
 
-    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Leave the model as it was."""
         self._watch.stop()
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Leave the model as it was."""
         self._watch.stop()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import data_rank, is_accumulating, logging_step
 from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, counting_real_step
@@ -109,7 +109,7 @@ class MFUMonitor(pl.Callback):
         self._counter: FlopCounter | None = None  # of the first micro-batch, where that is counted as it runs
         self._counting_scope, self._fit_scope = ExitStack(), ExitStack()  # replacements, for as long
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the buffer, and time checkpoints from now on."""
         if stage != "fit":
             return
@@ -123,9 +123,7 @@ class MFUMonitor(pl.Callback):
         save = self._timed_separately("checkpoint")(trainer.save_checkpoint)
         self._fit_scope.enter_context(replaced(trainer, "save_checkpoint", save))
 
-    def on_train_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Count the batch now: `training_step` may take it apart."""
         if not trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
@@ -135,9 +133,7 @@ class MFUMonitor(pl.Callback):
             self._buffer.flush()  # an interval of its own, once it is done
         self._contents = contents_of(pl_module, batch)
 
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Add the micro-batch, and record the step when it is done."""
         if self._watch is None:
             return
@@ -154,18 +150,18 @@ class MFUMonitor(pl.Callback):
         if not is_accumulating(trainer):
             self._record()
 
-    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Begin the time of validation, in which training does not go on."""
         if self._watch is not None:
             self._buffer.flush()  # so that the device has done the steps before
             self._watch.enter("validation")
 
-    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Go on with the training time."""
         if self._watch is not None:
             self._watch.leave()
 
-    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Report a validation or a checkpoint after the last step."""
         if self._watch is not None:
             late = {f"throughput/{kind}_seconds": seconds for kind, seconds in self._watch.take()[1].items()}
@@ -175,15 +171,15 @@ class MFUMonitor(pl.Callback):
                 if hasattr(logger, "log_metrics"):
                     logger.log_metrics(late, step)
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Give the Trainer its own method back; the broken interval has no rate."""
         self._release()
 
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Give the Trainer its own method back."""
         self._release()
 
-    def _begin(self, pl_module: "pl.LightningModule", batch: Any) -> None:
+    def _begin(self, pl_module: Module, batch: Any) -> None:
         """Find FLOPs and peak, log them in a line, and start the clock: the first batch has come."""
         trainer = self._trainer
         options = (self.flops_per_token, self.flops_per_sample, self.attention)

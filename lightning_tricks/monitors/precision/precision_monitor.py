@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._lightning import pl, rank_zero_warn
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.monitors.precision.fp8_watch import Fp8Watch
@@ -66,12 +66,12 @@ class PrecisionMonitor(pl.Callback):
         self._counted = 0
         self._skipped: Tensor | None = None
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the buffer, and start counting; a checkpoint is loaded later."""
         self._buffer = MetricBuffer.of(trainer)
         self._counted, self._skipped, self._used = 0, None, None
 
-    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the fp8 layers: the plugin has converted them by now."""
         plugin: Any = trainer.precision_plugin
         in_fp8 = multiplies_in_fp8(plugin)
@@ -82,16 +82,12 @@ class PrecisionMonitor(pl.Callback):
         if in_fp8 and self.per_layer:
             self._watch = Fp8Watch(plugin, pl_module, self._buffer)
 
-    def on_train_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Measure in the last micro-batch of a log step."""
         if self._watch is not None:
             self._watch.start_batch(trainer)
 
-    def on_before_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Keep the scale, before the scaler writes the next one into its place."""
         plugin: Any = trainer.precision_plugin
         scale = loss_scale(plugin.scaler) if scales_loss(plugin) else None
@@ -114,9 +110,7 @@ class PrecisionMonitor(pl.Callback):
             skipped = self._skipped = self._skipped + (scale < used)
         self._buffer.record("precision/skipped_steps", skipped)
 
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record."""
         self._settle(trainer.precision_plugin)
         if self._share is not None and not is_accumulating(trainer) and self._buffer.is_log_step():
@@ -133,12 +127,12 @@ class PrecisionMonitor(pl.Callback):
         """Go on counting."""
         self._counted = state_dict["skipped_steps"]
 
-    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Leave the model as it was."""
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Leave the model as it was."""
         self.on_fit_end(trainer, pl_module)

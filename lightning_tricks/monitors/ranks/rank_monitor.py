@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._trainer import is_a, launched_processes
 from lightning_tricks.monitors.ranks.connection import Connection, Member, say
 from lightning_tricks.monitors.ranks.failed_fit import ExceptHook, RunningFit, is_consequence
@@ -46,7 +46,7 @@ class RankMonitor(pl.Callback):
         self.grace_seconds = grace_seconds
         self._watch: _Watch | None = None
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Connect the ranks; all of them must call."""
         self._leave()
         if trainer.world_size == 1:
@@ -58,11 +58,11 @@ class RankMonitor(pl.Callback):
         self._watch = _Watch(Connection(me, address, rank_0), hub, self.grace_seconds)
         self._watch.start()
 
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """The end of this rank, in order."""
         self._leave()
 
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Tell the others, or find out whose failure this is the consequence of."""
         watch = self._watch
         if watch is None:
