@@ -12,11 +12,9 @@ import two_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-import lightning_tricks.metrics.bits_per_byte
-import lightning_tricks.metrics.token_loss
 from lightning_tricks import LanguageModel, Llama
-from lightning_tricks.metrics import BitsPerByte, TokenLoss, TokenPerplexity, _ratio
-from lightning_tricks.metrics._ratio import add, widest
+from lightning_tricks.metrics import BitsPerByte, TokenLoss, TokenPerplexity, token_metrics
+from lightning_tricks.metrics.token_metrics import add, widest
 
 # nats, tokens and bytes of six ragged batches
 BATCHES = [(6.5, 3, 4), (0.25, 1, 1), (40.0, 12, 31), (0.0, 0, 0), (7.125, 5, 9), (2.5, 2, 0)]
@@ -127,7 +125,7 @@ class NoFloat64(TorchDispatchMode):
 
 def test_nothing_is_float64_on_a_device_that_has_none(monkeypatch):
     assert (widest(torch.device("mps")), widest(torch.device("cuda"))) == (torch.float32, torch.float64)
-    monkeypatch.setattr(_ratio, "widest", lambda device: torch.float32)
+    monkeypatch.setattr(token_metrics, "widest", lambda device: torch.float32)
     model = LanguageModel(Llama(vocab_size=8, d_model=8, n_layers=1, n_heads=2, max_seq_len=8))
     model.configure_model()
     ids = torch.randint(0, 8, (2, 8))
@@ -206,6 +204,5 @@ def test_two_ragged_ranks_have_the_figures_of_one_process(tmp_path):
         assert fine == 16777217 / 2  # 2**24 + 1 is no fp32 number
 
 
-@pytest.mark.parametrize("module", [lightning_tricks.metrics.bits_per_byte, lightning_tricks.metrics.token_loss])
-def test_the_examples_in_the_docstrings_run(module):
-    assert doctest.testmod(module).failed == 0
+def test_the_examples_in_the_docstrings_run():
+    assert doctest.testmod(token_metrics).failed == 0
