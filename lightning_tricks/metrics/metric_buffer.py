@@ -3,6 +3,8 @@
 A value costs a dict entry when it is recorded, and its share of one transfer when the interval ends.
 """
 
+import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +16,57 @@ from torch import Tensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer import batch_progress, is_accumulating, logging_step, steps_between_saves
-from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_numbers, to_host
 
+Names = tuple[str, ...]
 OverRanks = Literal["sum", "max"]
+TOTAL, COUNT = "_total of ", "_count of "  # in front of a mean's name, for its two parts
 SAVE_SECONDS = 1.0  # between two `logger.save()`, which waits for the disk; Lightning calls it at the end in any case
+
+
+@dataclasses.dataclass
+class Row:
+    """Values of one optimizer step: numbers, and tensors that wait on their device until they are read."""
+
+    step: int = 0  # as Lightning counts for its loggers: 0 for the first optimizer step
+    wall_time: float = 0.0  # seconds since 1970, when the step had been queued
+    values: dict[str, float] = dataclasses.field(default_factory=dict)
+    tensors: dict[Names, Tensor] = dataclasses.field(default_factory=dict)  # by the names of the numbers inside
+    means: dict[str, list[tuple[Tensor, Tensor]]] = dataclasses.field(default_factory=dict)  # totals and counts
+
+    def __bool__(self) -> bool:
+        return bool(self.values or self.tensors or self.means)
+
+    def unread(self) -> dict[Names, Tensor]:
+        """The tensors that wait, by the names of their numbers; of a mean its total and its count."""
+        parts = {
+            (part + name,): join_numbers([share[i] for share in shares]).sum() if shares[1:] else shares[0][i]
+            for name, shares in self.means.items()
+            for i, part in enumerate((TOTAL, COUNT))
+        }
+        return self.tensors | parts
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """The numbers in each of `tensors` (any shapes and dtypes), with one transfer a device."""
+    kinds: dict[torch.device, dict[tuple[torch.dtype, bool], list[int]]] = {}
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault(tensor.device, {}).setdefault((tensor.dtype, tensor.dim() == 0), []).append(index)
+    numbers: list[list[float]] = [[] for _ in tensors]
+    for by_kind in kinds.values():
+        joined = [join_numbers([tensors[index] for index in indices]) for indices in by_kind.values()]
+        flat, start = (torch.cat(joined) if joined[1:] else joined[0]).tolist(), 0
+        for index in itertools.chain.from_iterable(by_kind.values()):
+            end = start + tensors[index].numel()
+            numbers[index], start = flat[start:end], end
+    return numbers
+
+
+def join_numbers(tensors: Sequence[Tensor]) -> Tensor:
+    """All numbers of `tensors`, which are of one dtype, as one vector; counts and losses keep each digit in float64."""
+    dtype = torch.float32 if tensors[0].device.type == "mps" else torch.float64  # mps has no float64
+    if all(tensor.dim() == 0 for tensor in tensors):
+        return torch.stack(list(tensors)).to(dtype)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
 
 
 def _check_single(name: str, value: Tensor) -> None:
@@ -68,12 +117,10 @@ class MetricBuffer(pl.Callback):
         place = next((i for i, callback in enumerate(others) if callback in checkpoints), len(others))
         # a new list: Lightning may be iterating over the old one
         trainer.callbacks = [*others[:place], buffer, *others[place:]]  # type: ignore[attr-defined]
-        buffer._serve(trainer)
+        buffer._trainer, buffer._every = trainer, trainer.log_every_n_steps
+        # ModelCheckpoints come later, and may look at a step's values
+        buffer._saves_every = steps_between_saves(trainer)
         return buffer
-
-    def _serve(self, trainer: Any) -> None:
-        self._trainer, self._every = trainer, trainer.log_every_n_steps
-        self._saves_every = steps_between_saves(trainer)  # ModelCheckpoints come later, and may look at a step's values
 
     def record(self, name: str, value: Tensor | float, over_ranks: OverRanks | None = None) -> None:
         """Keep `value` for the running optimizer step; a later one for the same step replaces it.
@@ -230,10 +277,8 @@ class MetricBuffer(pl.Callback):
             return
         rows, self._finished = self._finished, []
         self._read(rows)
-        derived: dict[str, float] = {}
-        for derive in self._derived:
-            derived.update(derive(rows))
-        rows[-1].values.update(derived)
+        for values in [derive(rows) for derive in self._derived]:
+            rows[-1].values.update(values)
         latest: dict[str, float] = {}
         for row in rows:
             no_rank_has = {name for name in self._some_ranks if row.values.get(name) == -math.inf}
@@ -247,7 +292,7 @@ class MetricBuffer(pl.Callback):
     def _log(self, rows: list[Row]) -> None:
         for logger in self._trainer.loggers:
             if not hasattr(logger, "log_metrics"):
-                if not any(known is logger for known in self._without_log_metrics):
+                if logger not in self._without_log_metrics:
                     rank_zero_warn(f"{type(logger).__name__} has no log_metrics: it gets none of the monitors' values")
                     self._without_log_metrics.append(logger)
                 continue
@@ -270,11 +315,15 @@ class MetricBuffer(pl.Callback):
         unread = [(row, names, tensor) for row in rows for names, tensor in row.unread().items()]
         tensors = self._join_ranks([names for _, names, _ in unread], [tensor for _, _, tensor in unread])
         for (row, names, _), numbers in zip(unread, to_host(tensors), strict=True):
-            row.fill(names, numbers)
+            row.values.update(zip(names, numbers, strict=True))
+        for row in rows:
+            for name in row.means:
+                total, count = row.values[TOTAL + name], row.values[COUNT + name]
+                row.values[name] = total / count if count else math.nan
 
     def _join_ranks(self, names: list[Names], tensors: list[Tensor]) -> list[Tensor]:
         """The tensors with sums and maxima over ranks, by one collective for all sums and one for all maxima."""
-        joins = ["sum" if name in (TOTAL, COUNT) else self._over_ranks.get(name) for name, *_ in names]
+        joins = ["sum" if name.startswith((TOTAL, COUNT)) else self._over_ranks.get(name) for name, *_ in names]
         if self._trainer.world_size == 1 or not any(joins):
             return tensors
         if self._failed:  # the other ranks may be gone, so nobody can be asked
