@@ -15,18 +15,16 @@ from lightning_tricks._trainer import HOOK_CALLERS, SIGNATURE_CHECK, lightning_f
 
 
 def lean_callers(trainer: Any, call: Any, base: type) -> dict[str, Callable[..., Any]]:
-    """Replacements for Lightning's `HOOK_CALLERS`, by name.
+    """Replacements for Lightning's `HOOK_CALLERS`, by name; for another Trainer they do what the originals do.
 
     Args:
-        trainer: the only one that they serve; for any other they do what the originals do.
+        trainer: the one that they serve.
         call: Lightning's module that holds the originals.
         base: Lightning's Callback class, whose hooks do nothing.
     """
     callback_hooks, module_hook, strategy_hook = (getattr(call, name) for name in HOOK_CALLERS)
 
-    def call_callback_hooks(
-        of: Any, hook_name: str, *args: Any, monitoring_callbacks: Any = None, **kwargs: Any
-    ) -> None:
+    def call_callbacks(of: Any, hook_name: str, *args: Any, monitoring_callbacks: Any = None, **kwargs: Any) -> None:
         module = of.lightning_module
         if of is not trainer or module is None or monitoring_callbacks is not None:
             return callback_hooks(of, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
@@ -38,18 +36,18 @@ def lean_callers(trainer: Any, call: Any, base: type) -> dict[str, Callable[...,
         set_running_hook(module, before)
         return None
 
-    def call_module_hook(of: Any, hook_name: str, *args: Any, pl_module: Any = None, **kwargs: Any) -> Any:
+    def call_module(of: Any, hook_name: str, *args: Any, pl_module: Any = None, **kwargs: Any) -> Any:
         module = of.lightning_module
         if of is not trainer or module is None or pl_module is not None:
             return module_hook(of, hook_name, *args, pl_module=pl_module, **kwargs)
         return _call_as(module, hook_name, getattr(module, hook_name), args, kwargs)
 
-    def call_strategy_hook(of: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+    def call_strategy(of: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
         if of is not trainer:
             return strategy_hook(of, hook_name, *args, **kwargs)
         return _call_as(of.lightning_module, hook_name, getattr(of.strategy, hook_name), args, kwargs)
 
-    return dict(zip(HOOK_CALLERS, (call_callback_hooks, call_module_hook, call_strategy_hook), strict=True))
+    return dict(zip(HOOK_CALLERS, (call_callbacks, call_module, call_strategy), strict=True))
 
 
 def _call_as(module: Any, name: str, hook: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

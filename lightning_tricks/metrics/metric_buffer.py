@@ -1,7 +1,4 @@
-"""The buffer of every monitor: values stay on their device and go to the loggers together, once a logging interval.
-
-A value costs a dict entry when it is recorded, and its share of one transfer when the interval ends.
-"""
+"""The buffer of every monitor: values stay on their device and go to the loggers together, once a logging interval."""
 
 import dataclasses
 import itertools
@@ -96,7 +93,7 @@ class MetricBuffer(pl.Callback):
         self._forget()
 
     def _forget(self) -> None:
-        """Drop all that belongs to one fit."""
+        """Begin anew: all this belongs to one fit."""
         self._current = Row()
         self._finished: list[Row] = []
         self._over_ranks: dict[str, OverRanks] = {}
@@ -108,7 +105,7 @@ class MetricBuffer(pl.Callback):
 
     @classmethod
     def of(cls, trainer: Trainer) -> "MetricBuffer":
-        """The Trainer's buffer, added to its callbacks if it has none. Call it in `setup`, and keep what it returns."""
+        """The Trainer's buffer, added to its callbacks if it has none. Call it once a fit, such as in `setup`."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         buffer = next((callback for callback in callbacks if isinstance(callback, cls)), None) or cls()
         others = [callback for callback in callbacks if callback is not buffer]
@@ -117,7 +114,7 @@ class MetricBuffer(pl.Callback):
         place = next((i for i, callback in enumerate(others) if callback in checkpoints), len(others))
         # a new list: Lightning may be iterating over the old one
         trainer.callbacks = [*others[:place], buffer, *others[place:]]  # type: ignore[attr-defined]
-        buffer._trainer, buffer._every = trainer, trainer.log_every_n_steps
+        buffer._trainer, buffer._every = trainer, trainer.log_every_n_steps  # type: ignore[attr-defined]
         # ModelCheckpoints come later, and may look at a step's values
         buffer._saves_every = steps_between_saves(trainer)
         return buffer

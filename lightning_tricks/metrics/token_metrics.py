@@ -10,16 +10,10 @@ from torchmetrics import Metric
 
 
 def add(total: Tensor, value: Tensor) -> Tensor:
-    """Add a number to a sum that is held as two: its value rounded, and what the rounding has left out.
+    """Add a scalar of any floating type to a sum that is held as two: its value rounded, and what that has left out.
 
-    Nothing is read on the host. Two fp32 numbers hold 48 bits, so a billion additions keep the first ten digits.
-
-    Args:
-        total: (2,), rounded sum and remainder.
-        value: a scalar of any floating type.
-
-    Returns:
-        The new sum, (2,), of the type and on the device of `total`.
+    Nothing is read on the host. Two fp32 numbers hold 48 bits, so a billion additions keep the first ten digits. The
+    new sum is of the type and on the device of `total`, (2,).
 
     Source: `TwoSum` and `FastTwoSum` in Shewchuk 1997, https://doi.org/10.1007/PL00009321.
     """

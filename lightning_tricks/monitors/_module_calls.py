@@ -13,12 +13,13 @@ from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import compiled_steps, is_accumulating
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
+Calls = Callable[[nn.Module, Callable[..., None]], AbstractContextManager]  # before_calls or after_calls
+
 
 class ModuleWatch:
     """The measurements that a monitor makes of modules in the last micro-batch of a log step, by name.
 
-    Args:
-        warning: the line on what cannot be measured, with `{}` for the reason.
+    Its `warning` is the line on what cannot be measured, with `{}` for the reason.
     """
 
     def __init__(self, warning: str) -> None:
@@ -33,11 +34,9 @@ class ModuleWatch:
         self.is_open = not is_accumulating(trainer) and buffer.is_log_step()
 
     def end_batch(self, expected: Collection[str], unseen: str) -> dict[str, Any] | None:
-        """The measurements of this micro-batch; None where it was not one to measure in, or nothing is expected.
+        """The measurements of this micro-batch; None where it was not one to measure in, or nothing is `expected`.
 
-        Args:
-            expected: names of the modules to measure.
-            unseen: the reason for the warning if none of them ran where it can be seen.
+        Warns with the reason `unseen` if none of the expected modules ran where it can be seen.
         """
         was_open, self.is_open = self.is_open, False
         if not was_open or not expected:
@@ -47,22 +46,12 @@ class ModuleWatch:
         return self.found
 
     def measuring(
-        self,
-        name: str,
-        module: nn.Module,
-        calls: Callable[[nn.Module, Callable[..., None]], AbstractContextManager],
-        measure: Callable[..., Any],
+        self, name: str, module: nn.Module, calls: Calls, measure: Callable[..., Any]
     ) -> AbstractContextManager:
-        """A `with`, in which the module's first call while open is measured and kept under `name`.
+        """A `with`, in which `measure` gets the first of the `calls` while open; its result, if any, is kept by `name`.
 
         A hook that comes and goes would make torch.compile compile again what is around it: so enter it in `hooks`, for
         the whole fit, where something around may be compiled.
-
-        Args:
-            name: what the measurement is called.
-            module: the one to measure.
-            calls: `before_calls` or `after_calls`.
-            measure: gets what that gives; None is no measurement.
         """
 
         def see(*call: Any) -> None:
@@ -91,9 +80,9 @@ def outside_compiled(root: nn.Module, found: dict[str, nn.Module]) -> dict[str, 
 
     There a hook would not be called, and could change what is compiled.
     """
-    compiled = [clean_name(name + ".") for name, module in root.named_modules() if _is_compiled(module)]
-    compiled = [outer.lstrip(".") for outer in compiled]  # of the root itself: what every name starts with
-    return {name: module for name, module in found.items() if not any(name.startswith(outer) for outer in compiled)}
+    # of the root itself the empty text, with which every name starts
+    compiled = tuple(clean_name(f"{name}.").lstrip(".") for name, part in root.named_modules() if _is_compiled(part))
+    return {name: module for name, module in found.items() if not name.startswith(compiled)}
 
 
 def outermost_compiled(root: nn.Module) -> list[nn.Module]:
@@ -104,9 +93,7 @@ def outermost_compiled(root: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def before_calls(
-    module: nn.Module, see: Callable[[tuple[Any, ...], dict[str, Any]], None]
-) -> AbstractContextManager[Any]:
+def before_calls(module: nn.Module, see: Callable[[Any, dict[str, Any]], None]) -> AbstractContextManager[Any]:
     """A `with`, in which `see(args, kwargs)` is called before each call of `module` outside of compiled regions."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

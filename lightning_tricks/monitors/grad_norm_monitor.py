@@ -3,6 +3,7 @@
 Lightning clips and throws the norm away. Here the clip itself is replaced by one that records it.
 """
 
+import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, Literal, get_args
@@ -24,17 +25,12 @@ Measured = dict[tuple[str, ...], Tensor]  # by the names of the metrics, a value
 
 
 def interval_figures(norms: list[float], clip_val: float | None) -> dict[str, float]:
-    """Figures over the gradient norms of one logging interval.
+    """Figures over one logging interval: the `norms` of its steps before the clip to `clip_val`, None without a clip.
 
-    Args:
-        norms: of each step, before the clip.
-        clip_val: the limit, None without a clip by norm.
-
-    Returns:
-        `train/nonfinite_grad_norms`, the number of steps whose norm was infinite or NaN, and, with a clip,
-        `train/clipped_fraction` of the steps with a finite norm that were above the limit.
+    `train/nonfinite_grad_norms` is the number of steps whose norm was infinite or NaN; `train/clipped_fraction`, only
+    with a clip, the share of the other steps whose norm was above the limit.
     """
-    finite = [norm for norm in norms if abs(norm) < float("inf")]  # also False for NaN
+    finite = [norm for norm in norms if math.isfinite(norm)]
     figures = {"train/nonfinite_grad_norms": float(len(norms) - len(finite))}
     if clip_val and finite:
         figures["train/clipped_fraction"] = sum(norm > clip_val for norm in finite) / len(finite)
@@ -42,10 +38,10 @@ def interval_figures(norms: list[float], clip_val: float | None) -> dict[str, fl
 
 
 def clip_by_norm(trainer: Any, optimizer: Any, max_norm: float | None) -> Tensor:
-    """Clip an optimizer's gradients so that their norm is at most `max_norm`; None measures only.
+    """Clip an optimizer's gradients to `max_norm`, or only measure them. Every rank must call.
 
     Returns:
-        The norm from before, without the scale of a scaled loss, a 0-dim tensor. Every rank must call.
+        The norm from before, without the scale of a scaled loss, a 0-dim tensor.
     """
     if is_a(trainer.strategy, "FSDPStrategy"):
         norm = clip_grad_norm_fsdp1(trainer.strategy.model, max_norm)
@@ -56,7 +52,10 @@ def clip_by_norm(trainer: Any, optimizer: Any, max_norm: float | None) -> Tensor
 
 def norms_by_part(trainer: Any, module: nn.Module, optimizer: Any, per: str) -> tuple[list[str], Tensor]:
     """Names and norms of the gradients of each block (`per="block"`) or else of each parameter group."""
-    parts = parameters_by_block(module, _parameters(optimizer)) if per == "block" else _groups(optimizer)
+    if per == "block":
+        parts = parameters_by_block(module, _parameters(optimizer))
+    else:
+        parts = {group.get("name", str(index)): group["params"] for index, group in enumerate(optimizer.param_groups)}
     return list(parts), _unscaled(grad_norms_of(list(parts.values())), trainer, optimizer)
 
 
@@ -82,16 +81,14 @@ class GradNormMonitor(pl.Callback):
     also gets `train/clipped_fraction` and `train/nonfinite_grad_norms`. With several optimizers the names are
     `train/grad_norm/0`, `train/grad_norm/1` and so on, without those two.
 
-    In automatic optimization it is the norm of the gradients as this callback's `on_before_optimizer_step` finds them.
-    Whatever changes them later in the step (a hook of the module, a callback behind this one, the Trainer's clip) does
-    not change the logged norm. Where only the clip comes later, the clip measures for both. Where other code comes
-    first that neither Lightning nor this package wrote, the gradients are measured twice, for that code may change
-    them. In manual optimization it is the norm before the last `self.clip_gradients(...)` of the batch, or, without
-    one, the norm that the step finds.
+    In automatic optimization it is the norm of the gradients as this callback's `on_before_optimizer_step` finds them,
+    whatever changes them later in the step (a hook of the module, a callback behind this one, the Trainer's clip). The
+    clip measures for both, unless code comes before it that neither Lightning nor this package wrote: that may change
+    the gradients, so they are measured twice. In manual optimization it is the norm before the last
+    `self.clip_gradients(...)` of the batch, or, without one, the norm that the step finds.
 
     The precision plugin's methods `clip_grad_by_norm` and, in manual optimization, `clip_grad_by_value` are replaced
-    for a part of each batch, and put back at its end. Under FSDP1 and for sparse gradients this clips by norm where
-    Lightning and torch refuse to.
+    for a part of each batch. Under FSDP1 and for sparse gradients this clips by norm where Lightning and torch refuse.
 
     Args:
         per: also record, on log steps, `grad_norms/<name>` of each block of the model (`block`) or of each parameter
@@ -111,19 +108,16 @@ class GradNormMonitor(pl.Callback):
         self._batch = ExitStack()  # closed when a batch ends
         self._before_clip: dict[Any, Measured] = {}  # in manual optimization, by optimizer, until its step
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Find the buffer."""
-        self._clip_val = None
-        self._buffer = MetricBuffer.of(trainer)
-        self._buffer.at_flush(self._of_interval)
-
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Refuse `per` where no rank holds a parameter whole."""
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Refuse `per` where no rank holds a parameter whole; find the buffer."""
         if self.per and is_a(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy"):
             raise UsageError(
                 f"GradNormMonitor: per={self.per!r} under {type(trainer.strategy).__name__}, which holds no parameter "
                 "whole: leave it out, or use FSDP2Strategy"
             )
+        self._clip_val = None
+        self._buffer = MetricBuffer.of(trainer)
+        self._buffer.at_flush(self._of_interval)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """In manual optimization, measure before each clip of the batch."""
@@ -217,8 +211,7 @@ class GradNormMonitor(pl.Callback):
             self._buffer.record_all(names, norms)
 
     def _record_kept(self, pl_module: Any, earlier: Tensor | None) -> None:
-        """Record the norm that the module's own clip keeps, unless the step failed before it."""
-        if pl_module.grad_norm is not earlier:
+        if pl_module.grad_norm is not earlier:  # else the step failed before the clip
             self._buffer.record("train/grad_norm", pl_module.grad_norm)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -255,15 +248,8 @@ def _parameters(optimizer: Any) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _groups(optimizer: Any) -> dict[str, list[Tensor]]:
-    return {group.get("name", str(index)): group["params"] for index, group in enumerate(optimizer.param_groups)}
-
-
 def _unscaled(norms: Tensor, trainer: Any, optimizer: Any) -> Tensor:
-    """The norms of gradients without fp16's scale, which they still have in manual optimization before the step.
-
-    So they have under a fused optimizer, which unscales in its step.
-    """
+    """The norms without fp16's scale: gradients have it in manual optimization, and where a fused step unscales."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():
         return norms

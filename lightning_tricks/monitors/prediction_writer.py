@@ -11,11 +11,9 @@ from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
 
 
 def rows_of(prediction: Any) -> list[Any]:
-    """One entry for each row of a batch, in plain types; anything but tensors and their collections is one row.
+    """One entry in plain types for each row of a batch: of a tensor, its first dimension, or a collection of tensors.
 
-    Args:
-        prediction: what `predict_step` returned: a tensor whose first dimension is the batch, or a dict, list or tuple
-            of such tensors.
+    Anything else that `predict_step` may return is one row.
     """
     if isinstance(prediction, Tensor):
         values = prediction.detach().cpu()
@@ -63,13 +61,7 @@ class PredictionWriter(pl.Callback):
         self._rows = 0
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: Module,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Append the batch's rows."""
         assert self._file is not None

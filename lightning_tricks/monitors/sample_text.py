@@ -24,7 +24,7 @@ def continue_rows(
     generator: torch.Generator,
     max_seq_len: int | None = None,
 ) -> list[list[int]]:
-    """Continue prompts of different lengths with a causal model that need not have a cache.
+    """New token ids for prompts of different lengths, by a causal model that need not have a cache.
 
     Every step computes all rows, at one width: sharded and compiled modules see one shape, and the same number of calls
     on every rank. Tokens to the right of a position do not change its logits.
@@ -32,13 +32,10 @@ def continue_rows(
     Args:
         logits_of: maps token ids (batch, width) to logits (batch, width, vocabulary).
         prompts: token ids, at least one each.
-        max_new_tokens: how many to add to each.
+        max_new_tokens: number of new tokens for each.
         sampling: how a token is chosen.
         generator: source of randomness; its device is where the rows are.
         max_seq_len: longest row that the model takes; None: not known.
-
-    Returns:
-        The new token ids of each prompt.
     """
     lengths = [len(prompt) for prompt in prompts]
     width = -(-(max(lengths) + max_new_tokens) // _MULTIPLE) * _MULTIPLE

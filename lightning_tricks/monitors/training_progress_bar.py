@@ -55,33 +55,23 @@ def _loss(value: float) -> str:
     return f"loss {decimals(value, 4)}"
 
 
-def _norm(value: float) -> str:
-    return f"norm {decimals(value, 3)}"
-
-
-def _accuracy(value: float) -> str:
-    return f"accuracy {value:.4f}"
-
-
 # each part of the line by the names that it may have, of which the first that was logged counts
 Parts = tuple[dict[str, Callable[[float], str]], ...]
 TRAIN: Parts = (
-    {"train/loss": _loss, "train_loss": _loss, "loss": _loss},
-    {"train/grad_norm": _norm, "train/grad_norm/0": _norm},
+    dict.fromkeys(("train/loss", "train_loss", "loss"), _loss),
+    dict.fromkeys(("train/grad_norm", "train/grad_norm/0"), lambda value: f"norm {decimals(value, 3)}"),
     dict.fromkeys(("train/lr", "train/lr/0"), lambda value: f"lr {value:.1e}"),
     {
         "throughput/tokens_per_second": lambda value: f"{human(value)} tokens/s",
         "throughput/samples_per_second": lambda value: f"{human(value)} samples/s",
     },
     {"throughput/mfu": lambda value: f"MFU {value:.1%}"},
-    dict.fromkeys(
-        ("memory/peak_allocated_gib", "memory/rss_gib", "memory/peak_rss_gib"), lambda value: f"{value:.1f} GiB"
-    ),
+    {f"memory/{kind}_gib": lambda value: f"{value:.1f} GiB" for kind in ("peak_allocated", "rss", "peak_rss")},
 )
 VALIDATION: Parts = (
-    {"val/loss": _loss, "val_loss": _loss},
+    dict.fromkeys(("val/loss", "val_loss"), _loss),
     {"val/bits_per_byte": lambda value: f"bits/byte {value:.4f}"},
-    dict.fromkeys(("val/accuracy", "val_accuracy", "val/acc", "val_acc"), _accuracy),
+    dict.fromkeys(("val/accuracy", "val_accuracy", "val/acc", "val_acc"), lambda value: f"accuracy {value:.4f}"),
 )
 
 
@@ -106,8 +96,6 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         self._enabled = True
         self._redraw = sys.stdout.isatty()
         self._open = False  # the cursor stands at the end of a line that is to be redrawn
-        self._due = False
-        self._seconds, self._started, self._last_step = 0.0, math.nan, 0
 
     def enable(self) -> None:
         """Print."""
@@ -179,20 +167,17 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         due, self._due = self._due, False
         if not due or not self._enabled:
             return
-        parts = [*self._position(trainer), *shown(trainer.callback_metrics, TRAIN), *self._time_left(trainer)]
-        line = "  ".join(parts)
-        last = trainer.global_step == total_steps(trainer)
+        step, total = trainer.global_step, total_steps(trainer)
+        position = f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"
+        line = "  ".join([position, *shown(trainer.callback_metrics, TRAIN), *self._time_left(step, total)])
+        last = step == total
         if self._redraw and not last:
             line = line[: shutil.get_terminal_size().columns - 1]  # what wraps cannot be redrawn
         self._write(line, "" if self._redraw and not last else "\n")
 
-    def _position(self, trainer: Trainer) -> list[str]:
-        step, total = trainer.global_step, total_steps(trainer)
-        return [f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"]
-
-    def _time_left(self, trainer: Trainer) -> list[str]:
+    def _time_left(self, step: int, total: int) -> list[str]:
         """The steps left at the pace since the line before; the clock starts anew."""
-        now, step, total = time.perf_counter(), trainer.global_step, total_steps(trainer)
+        now = time.perf_counter()
         seconds, steps = self._seconds + now - self._started, step - self._last_step
         self._seconds, self._started, self._last_step = 0.0, now, step
         return [f"ETA {clock(seconds / steps * (total - step))}"] if total and steps else []

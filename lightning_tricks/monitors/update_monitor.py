@@ -103,13 +103,10 @@ class UpdateMonitor(pl.Callback):
         self._watched: list[_Watched] = []
         self._before: list[Tensor] = []
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Find the buffer."""
-        self._buffer = MetricBuffer.of(trainer)
-
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the weights: a strategy has placed them by now."""
         self._trained, self._before = [], []
+        self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._ratios)
         self._find_weights(trainer, pl_module)
 
@@ -141,11 +138,8 @@ class UpdateMonitor(pl.Callback):
         self._count = torch.tensor([watched.elements for watched in self._watched], device=device)
 
     def _watch(self, block: int, param: Tensor, world_size: int) -> _Watched:
-        shards = 1
-        if isinstance(param, DTensor):
-            for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
-                shards *= 1 if placement.is_replicate() else size
-        copies = world_size / shards
+        mesh = zip(param.device_mesh.shape, param.placements, strict=True) if isinstance(param, DTensor) else ()
+        copies = world_size / math.prod(size for size, placement in mesh if not placement.is_replicate())
         local = _local(param)
         stride = sample_stride(local.numel(), local.numel() // max(len(local), 1), self.max_elements)
         sampled = -(-local.numel() // stride)

@@ -329,8 +329,6 @@ def test_deepspeeds_norm_is_its_engines():
     recorded = {}
     monitor._buffer = SimpleNamespace(record=lambda name, value: recorded.update({name: value}))
     model = Net()
-    monitor.on_train_start(trainer, model)
-    assert "configure_gradient_clipping" not in vars(model)
     monitor.on_train_batch_end(trainer, model, None, None, 0)
     assert recorded == {"train/grad_norm": 2.5}
     assert monitor._clip_val == 1.0
@@ -340,7 +338,7 @@ def test_deepspeeds_norm_is_its_engines():
 def test_parts_are_refused_where_no_parameter_is_whole(name):
     trainer = SimpleNamespace(strategy=type(name, (), {})())
     with pytest.raises(UsageError, match=rf"^GradNormMonitor: per='block' under {name}[^\n]*$"):
-        GradNormMonitor(per="block").on_train_start(trainer, Net())
+        GradNormMonitor(per="block").on_fit_start(trainer, Net())
 
 
 def test_an_unknown_kind_of_part_is_refused():

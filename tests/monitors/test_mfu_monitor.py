@@ -281,7 +281,7 @@ def test_the_trainer_gets_its_method_back(clock, tmp_path):
         trainer.fit(Failing(clock), DataLoader(IDS, batch_size=2))
     assert "save_checkpoint" not in vars(trainer)
     own = trainer.save_checkpoint = lambda *_: None
-    monitor.setup(trainer, None, "fit")
+    monitor.on_fit_start(trainer, None)
     assert trainer.save_checkpoint is not own
     monitor.teardown(trainer, None, "fit")
     assert trainer.save_checkpoint is own
@@ -290,14 +290,15 @@ def test_the_trainer_gets_its_method_back(clock, tmp_path):
 def test_other_stages_than_fit_are_left_alone():
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     callbacks = trainer.callbacks
-    MFUMonitor().setup(trainer, None, "validate")
+    trainer.callbacks.append(MFUMonitor())
+    trainer.validate(Net(), DataLoader(IDS, batch_size=2), verbose=False)
     assert "save_checkpoint" not in vars(trainer)
     assert trainer.callbacks is callbacks
 
 
 def test_a_method_wrapped_by_another_is_left_to_it(clock):
     monitor, trainer = MFUMonitor(), pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    monitor.setup(trainer, None, "fit")
+    monitor.on_fit_start(trainer, None)
     other = trainer.save_checkpoint = lambda *_: None
     monitor.teardown(trainer, None, "fit")
     assert trainer.save_checkpoint is other

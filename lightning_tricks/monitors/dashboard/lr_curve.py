@@ -25,7 +25,6 @@ def planned_lrs(scheduler: Any, steps: int, points: int = 600) -> list[tuple[int
         scheduler: `ScheduleLR`, which is asked, or one of torch's, of which a copy walks on from where it stands. One
             that waits for a metric cannot be known; a class of yours is left alone, as it might hold the model.
         steps: how often the scheduler is stepped in the whole run.
-        points: how many at most.
     """
     if steps < 2:
         return []
@@ -70,16 +69,11 @@ def _walk(scheduler: Any, steps: int) -> dict[int, float]:
 
 
 def draw_curve(points: Sequence[tuple[int, float]], title: str, width: int = 720, height: int = 320) -> np.ndarray:
-    """A line through `points`, with the lowest and highest value and the first and last step written at the axes.
-
-    Returns:
-        (height, width, 3) bytes, RGB.
-    """
+    """A line through `points` above numbered axes, as RGB bytes of shape (height, width, 3)."""
     image = Image.new("RGB", (width, height), PAPER)
     draw = ImageDraw.Draw(image)
     left, top, right, bottom = 80, 30, width - 20, height - 30
-    first, last = points[0][0], points[-1][0]
-    highest = max(value for _, value in points) or 1.0
+    first, last, highest = points[0][0], points[-1][0], max(value for _, value in points) or 1.0
 
     def place(step: float, value: float) -> tuple[float, float]:
         across = (step - first) / max(last - first, 1)

@@ -21,10 +21,9 @@ OF_FP8 = {
 
 
 def layout(train_loss: str, val_loss: str, names: Iterable[str]) -> dict[str, dict[str, list]]:
-    """The custom-scalars tab: charts for every run, and those of precision and of the model's inside that `names` need.
+    """Charts for every run, and those of precision and of the model's inside that `names` need, for the custom scalars.
 
-    Returns:
-        category -> chart -> `["Multiline", [regular expression of the series, ...]]`, for torch's `add_custom_scalars`.
+    That is category -> chart -> `["Multiline", [regular expression, ...]]`, as torch's `add_custom_scalars` takes it.
     """
     names = list(names)
     charts = {
@@ -48,9 +47,7 @@ def layout(train_loss: str, val_loss: str, names: Iterable[str]) -> dict[str, di
 
 def _recorded(charts: dict[str, list[str]], names: Iterable[str]) -> dict[str, list[str]]:
     """The members of `charts` that show any of `names`."""
-    return {
-        title: tags for title, tags in charts.items() if any(re.fullmatch(tag, name) for tag in tags for name in names)
-    }
+    return {title: tags for title, tags in charts.items() if any(re.fullmatch("|".join(tags), name) for name in names)}
 
 
 def pinned_link(tags: Iterable[str], port: int = 6006) -> str:

@@ -11,18 +11,8 @@ from torch.utils.tensorboard.summary import hparams as hparams_summaries
 from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._trainer import is_a, logging_step, shows_hp_metric
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
+from lightning_tricks.monitors.dashboard import parts
 from lightning_tricks.monitors.dashboard.lr_curve import draw_curve, planned_lrs
-from lightning_tricks.monitors.dashboard.parts import (
-    CLIP_NORM,
-    RESULT,
-    facts,
-    flat,
-    layout,
-    pinned_link,
-    recipe_of,
-    redirect_page,
-    table,
-)
 
 PAGE = "dashboard.html"
 
@@ -57,19 +47,14 @@ class TensorBoardDashboard(pl.Callback):
         self._started = self._laid_out = False
         self._first = 0
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Find the loggers, of the one Lightning or the other."""
-        if stage != "fit":
-            return
-        found = [logger for logger in trainer.loggers if is_a(logger, "TensorBoardLogger")]
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Find the loggers, of the one Lightning or the other, and say how to open the dashboard."""
+        found: list[Any] = [logger for logger in trainer.loggers if is_a(logger, "TensorBoardLogger")]
         self._loggers = found if trainer.is_global_zero else []
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         self._clip = trainer.gradient_clip_val if by_norm and found else None
         self._result, self._started, self._laid_out = None, False, False
         MetricBuffer.of(trainer).at_flush(self._clip_line)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Say how to open it."""
         if trainer.is_global_zero and not self._loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             print("TensorBoardDashboard: the Trainer has no TensorBoardLogger, so there is no dashboard")
         for logger in self._loggers:
@@ -77,10 +62,7 @@ class TensorBoardDashboard(pl.Callback):
             print(f"TensorBoard: tensorboard --logdir {shlex.quote(str(logger.root_dir))}   then open {page}")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        """Write the cards before the first batch, when the run's first step is known, and the layout an interval later.
-
-        By then it is known which metrics there are.
-        """
+        """Write the cards at the run's first step, and the layout an interval later: then the metrics are known."""
         step = logging_step(trainer)
         if not self._started:
             self._started, self._first = True, step
@@ -93,9 +75,9 @@ class TensorBoardDashboard(pl.Callback):
         writer = logger.experiment
         tags = [self.train_loss, self.val_loss, "train/grad_norm", "train/lr", "throughput/tokens_per_second"]
         with fsspec.open(os.path.join(logger.log_dir, PAGE), "w", encoding="utf-8") as file:
-            file.write(redirect_page(pinned_link(tags)))
-        recipe, hparams = recipe_of(trainer), dict(getattr(pl_module, "hparams", {}))
-        text = [table(facts(trainer, pl_module)), *([table(hparams)] if hparams else [])]
+            file.write(parts.redirect_page(parts.pinned_link(tags)))
+        recipe, hparams = parts.recipe_of(trainer), dict(getattr(pl_module, "hparams", {}))
+        text = [parts.table(parts.facts(trainer, pl_module)), *([parts.table(hparams)] if hparams else [])]
         writer.add_text("recipe", "\n\n".join([*text, *([f"```yaml\n{recipe[0]}\n```"] if recipe else [])]), step)
         for index, config in enumerate(trainer.lr_scheduler_configs):
             length = trainer.max_steps if config.interval == "step" else trainer.max_epochs or 0
@@ -105,19 +87,19 @@ class TensorBoardDashboard(pl.Callback):
                 name = "schedule" if len(trainer.lr_scheduler_configs) == 1 else f"schedule/{index}"
                 picture = draw_curve(points, f"learning rate over {config.interval}s")
                 writer.add_image(name, picture, step, dataformats="HWC")
-        known = flat(recipe[1] if recipe else {"module": type(pl_module).__name__, **hparams})
-        for summary in hparams_summaries(known, {RESULT: 0.0})[:2]:  # the third says how it ended
+        known = parts.flat(recipe[1] if recipe else {"module": type(pl_module).__name__, **hparams})
+        for summary in hparams_summaries(known, {parts.RESULT: 0.0})[:2]:  # the third says how it ended
             writer._get_file_writer().add_summary(summary, step)
         if self._clip:
-            logger.log_metrics({CLIP_NORM: float(self._clip)}, step)
+            logger.log_metrics({parts.CLIP_NORM: float(self._clip)}, step)
 
     def _write_layout(self, trainer: Any) -> None:
         self._laid_out = True
         for logger in self._loggers:
-            logger.experiment.add_custom_scalars(layout(self.train_loss, self.val_loss, trainer.callback_metrics))
+            logger.experiment.add_custom_scalars(parts.layout(self.train_loss, self.val_loss, trainer.callback_metrics))
 
     def _clip_line(self, rows: list[Row]) -> dict[str, float]:
-        return {CLIP_NORM: float(self._clip)} if self._clip else {}
+        return {parts.CLIP_NORM: float(self._clip)} if self._clip else {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Remember the loss."""
@@ -147,6 +129,6 @@ class TensorBoardDashboard(pl.Callback):
         for logger in self._loggers:
             if self._result is not None:
                 # where Lightning has written the module's hyper-parameters itself, it is `hp_metric` that is shown
-                names = [RESULT, "hp_metric"] if shows_hp_metric(logger) else [RESULT]
+                names = [parts.RESULT, "hp_metric"] if shows_hp_metric(logger) else [parts.RESULT]
                 logger.log_metrics(dict.fromkeys(names, self._result), step)
             logger.save()

@@ -77,12 +77,9 @@ class ActivationMonitor(pl.Callback):
         self._names: list[str] = []
         self._watch = ModuleWatch("ActivationMonitor records nothing: {}; if you use torch.compile, compile each block")
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Find the buffer."""
-        self._buffer = MetricBuffer.of(trainer)
-
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the blocks and watch them."""
+        self._buffer = MetricBuffer.of(trainer)
         if self.blocks is None:
             blocks = find_blocks(pl_module)
         else:

@@ -43,12 +43,9 @@ class AttentionMonitor(pl.Callback):
         self._names: list[str] = []
         self._watch = ModuleWatch("AttentionMonitor records nothing: {}")
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Find the buffer."""
-        self._buffer = MetricBuffer.of(trainer)
-
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the modules with the method and watch them."""
+        self._buffer = MetricBuffer.of(trainer)
         with_method = modules_with_max_logit(pl_module)
         modules = outside_compiled(pl_module, with_method)
         self._names = list(modules)

@@ -11,28 +11,20 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, count_on_copy
-from lightning_tricks.accounting.flops import Attention
 
-_IDS = ("input_ids", "tokens")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 Flops = tuple[float, float]  # the model's, and the recomputed ones: nan where not known
 
 
 @dataclasses.dataclass
 class Contents:
-    """Tokens and samples of a micro-batch.
+    """Tokens and samples of a micro-batch."""
 
-    Args:
-        tokens: their number, or a scalar on the device where padding is marked.
-        positions: tokens with their padding; equal to `tokens` where that is a number.
-        length: T, tokens in a row; 0 where not known.
-        samples: length of the first dimension of the first tensor that has one.
-    """
-
-    tokens: Tensor | float
-    positions: float
-    length: int
-    samples: int
+    tokens: Tensor | float  # a scalar on the device where padding is marked
+    positions: float  # tokens with their padding; equal to `tokens` where that is a number
+    length: int  # T, tokens in a row; 0 where not known
+    samples: int  # length of the first dimension of the first tensor that has one
 
 
 def contents_of(module: Any, batch: Any) -> Contents:
@@ -45,7 +37,9 @@ def contents_of(module: Any, batch: Any) -> Contents:
     tensors = list(_tensors(batch))
     rows, length = _token_shape(tensors)
     own = getattr(module, "tokens_in", None)
-    tokens = own(batch) if callable(own) else _count_tokens(tensors, rows, length)
+    masks = [tensor for name, tensor in tensors if name == "attention_mask" and not tensor.is_floating_point()]
+    mask = next((mask for mask in masks if rows and mask.shape == (rows, length)), None)
+    tokens = own(batch) if callable(own) else rows * length if mask is None else mask.sum()
     positions = rows * length if isinstance(tokens, Tensor) else tokens
     samples = next((tensor.shape[0] for _, tensor in tensors if tensor.dim()), 0)
     return Contents(tokens, positions, length, samples)
@@ -71,37 +65,20 @@ def _tensors(batch: Any, name: Any = None) -> Iterator[tuple[Any, Tensor]]:
 
 def _token_shape(tensors: list[tuple[Any, Tensor]]) -> tuple[int, int]:
     """(B, T) of the batch's tokens; (0, 0) where it has none, as images with their labels."""
-    found = [tensor for name, tensor in tensors if name in _IDS and tensor.dim() >= 2]
+    found = [tensor for name, tensor in tensors if name in ("input_ids", "tokens") and tensor.dim() >= 2]
     if not found and tensors and tensors[0][1].dim() <= 3:
-        integers = [tensor for _, tensor in tensors if tensor.dim() == 2 and _is_integer(tensor)]
+        integers = [tensor for _, tensor in tensors if tensor.dim() == 2 and tensor.dtype in _INTEGERS]
         found = integers or [tensor for _, tensor in tensors if tensor.dim() == 3 and tensor.is_floating_point()]
     return (found[0].shape[0], found[0].shape[1]) if found else (0, 0)
 
 
-def _is_integer(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
-
-
-def _count_tokens(tensors: list[tuple[Any, Tensor]], rows: int, length: int) -> Tensor | int:
-    for name, tensor in tensors:
-        if rows and name == "attention_mask" and tensor.shape == (rows, length) and not tensor.is_floating_point():
-            return tensor.sum()
-    return rows * length
-
-
 @dataclasses.dataclass
 class BatchFlops:
-    """FLOPs by the token or by the sample, and where the figure comes from.
+    """FLOPs by the token or by the sample, and where the figure comes from."""
 
-    Args:
-        unit: `token` counts positions, padding included.
-        of_one: FLOPs of one unit in a row of that length.
-        origin: one line of text.
-    """
-
-    unit: Literal["token", "sample"]
-    of_one: Callable[[int], Flops]
-    origin: str
+    unit: Literal["token", "sample"]  # tokens with their padding
+    of_one: Callable[[int], Flops]  # FLOPs of one unit in a row of that length
+    origin: str  # one line of text
 
     def __call__(self, contents: Contents) -> Flops:
         """FLOPs of a whole micro-batch."""
@@ -111,7 +88,7 @@ class BatchFlops:
 
 
 def find_batch_flops(
-    module: Any, batch: Any, per_token: float | None, per_sample: float | None, attention: Attention, trainer: Any
+    module: Any, batch: Any, per_token: float | None, per_sample: float | None, attention: str, trainer: Any
 ) -> BatchFlops:
     """The options first, then the module's `flops_per_token(seq_len, attention)`, then a count on a copy.
 
@@ -148,15 +125,13 @@ def flops_of_batch(counter: FlopCounter, contents: Contents, copies: int = 1) ->
         CannotCount: not everything could be counted, or the batch holds neither tokens nor samples.
     """
     model, recompute = counter.flops
-    if not (contents.positions or contents.samples):
-        raise CannotCount("the batch holds no tensors before the step")
     count = contents.positions or contents.samples
-    how = "counted on the first batch, attention in full"
-    for name, part in counter.uncounted.items():
-        how += f", without {name} in {part}"
-    return _constant(
-        "token" if contents.positions else "sample", (copies * model / count, copies * recompute / count), how
-    )
+    if not count:
+        raise CannotCount("the batch holds no tensors before the step")
+    flops = copies * model / count, copies * recompute / count
+    missing = "".join(f", without {name} in {part}" for name, part in counter.uncounted.items())
+    how = f"counted on the first batch, attention in full{missing}"
+    return _constant("token" if contents.positions else "sample", flops, how)
 
 
 def _constant(unit: Literal["token", "sample"], flops: Flops, how: str) -> BatchFlops:

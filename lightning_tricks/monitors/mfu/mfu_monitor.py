@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, ran
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import data_rank, is_accumulating, logging_step
 from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, counting_real_step
-from lightning_tricks.accounting.flops import Attention
 from lightning_tricks.accounting.peak_flops import device_peak
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
 from lightning_tricks.monitors.mfu.batch_flops import BatchFlops, contents_of, find_batch_flops, flops_of_batch
@@ -91,7 +90,7 @@ class MFUMonitor(pl.Callback):
         flops_per_token: float | None = None,
         flops_per_sample: float | None = None,
         peak_flops: float | None = None,
-        attention: Attention = "causal",
+        attention: Literal["causal", "full"] = "causal",
     ) -> None:
         given = {"flops_per_token": flops_per_token, "flops_per_sample": flops_per_sample, "peak_flops": peak_flops}
         for name, value in given.items():
@@ -99,8 +98,8 @@ class MFUMonitor(pl.Callback):
                 raise UsageError(f"{name}={value}: give a positive number")
         if flops_per_token and flops_per_sample:
             raise UsageError(f"flops_per_sample={flops_per_sample}: leave it out where flops_per_token is given")
-        if attention not in get_args(Attention):
-            raise UsageError(f"attention={attention!r}: give one of {', '.join(get_args(Attention))}")
+        if attention not in ("causal", "full"):
+            raise UsageError(f"attention={attention!r}: give one of causal, full")
         self.flops_per_token, self.flops_per_sample = flops_per_token, flops_per_sample
         self.peak_flops, self.attention = peak_flops, attention
         self._tokens: Tensor | float = 0  # in the current step
@@ -109,10 +108,8 @@ class MFUMonitor(pl.Callback):
         self._counter: FlopCounter | None = None  # of the first micro-batch, where that is counted as it runs
         self._counting_scope, self._fit_scope = ExitStack(), ExitStack()  # replacements, for as long
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the buffer, and time checkpoints from now on."""
-        if stage != "fit":
-            return
         self._release()
         self._trainer: Any = trainer
         self._buffer = MetricBuffer.of(trainer)
@@ -120,7 +117,7 @@ class MFUMonitor(pl.Callback):
         self._batch_flops: BatchFlops | None = None
         self._above_peak = False
         self._clear()
-        save = self._timed_separately("checkpoint")(trainer.save_checkpoint)
+        save = self._checkpoint_timed()(trainer.save_checkpoint)
         self._fit_scope.enter_context(replaced(trainer, "save_checkpoint", save))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
@@ -255,14 +252,14 @@ class MFUMonitor(pl.Callback):
             )
 
     @contextmanager
-    def _timed_separately(self, kind: str) -> Iterator[None]:
+    def _checkpoint_timed(self) -> Iterator[None]:
         """Leave the seconds that are spent inside out of the training time."""
         watch = self._watch
         if watch is None:
             yield
             return
         self._buffer.flush()
-        watch.enter(kind)
+        watch.enter("checkpoint")
         try:
             yield
         finally:

@@ -12,10 +12,8 @@ clock = time.perf_counter
 class Stopwatch:
     """Give every second to the kind of work that was entered last and not left yet, or else to `ground`.
 
-    A checkpoint written inside a validation is a checkpoint's time and not validation's.
-
-    Args:
-        ground: the kind of work outside all others; may be changed after a `take`.
+    A checkpoint written inside a validation is a checkpoint's time and not validation's. `ground` may be changed after
+    a `take`.
     """
 
     def __init__(self, ground: str) -> None:

@@ -18,14 +18,9 @@ def scales_loss(plugin: Any) -> bool:
     return scaler is not None and bool(scaler.is_enabled())
 
 
-def multiplies_in_fp8(plugin: Any) -> bool:
-    """Whether a precision plugin has layers in fp8, or will have them once it has converted the model."""
-    return hasattr(plugin, "fp8_layers")
-
-
 def has_figures(plugin: Any) -> bool:
     """Whether a precision plugin gives `PrecisionMonitor` anything to record."""
-    return scales_loss(plugin) or multiplies_in_fp8(plugin)
+    return scales_loss(plugin) or hasattr(plugin, "fp8_layers")
 
 
 class PrecisionMonitor(pl.Callback):
@@ -74,12 +69,11 @@ class PrecisionMonitor(pl.Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the fp8 layers: the plugin has converted them by now."""
         plugin: Any = trainer.precision_plugin
-        in_fp8 = multiplies_in_fp8(plugin)
         if not has_figures(plugin):
             name = type(plugin).__name__
             rank_zero_warn(f"PrecisionMonitor records nothing: {name} neither scales the loss nor multiplies in fp8")
-        self._share = float(plugin.converted_share) if in_fp8 else None
-        if in_fp8 and self.per_layer:
+        self._share = float(plugin.converted_share) if hasattr(plugin, "fp8_layers") else None
+        if self._share is not None and self.per_layer:
             self._watch = Fp8Watch(plugin, pl_module, self._buffer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:

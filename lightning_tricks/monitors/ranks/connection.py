@@ -5,11 +5,11 @@ of, and keeps those of a process that is slow, stopped or stuck. So an end witho
 and no rank is asked for a sign of life. A connection that breaks because of the network or a silent host says nothing
 about the process behind it.
 
-The process group's own TCPStore cannot do this (measured with torch 2.13). It tells nobody that a client has died:
-heartbeats would be needed, and a killed process could not be told from a stopped one. When the process that serves the
-store is killed, torch prints 19 lines of C++ stack in every rank that waits for a key, before Python hears of it.
+torch's TCPStore does not tell that a client has died: it would need heartbeats, by which a killed process could not be
+told from a stopped one.
 """
 
+import itertools
 import json
 import os
 import socket
@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +33,7 @@ def _close_in_child() -> None:
             os.close(number)
 
 
-if hasattr(os, "register_at_fork"):
-    # A data worker would hold the connection open after the death of the process that it was forked from.
+if hasattr(os, "register_at_fork"):  # a data worker would hold the connection open after its parent's death
     os.register_at_fork(after_in_child=_close_in_child)
 
 
@@ -61,10 +59,9 @@ class Member:
 
     def failed(self, error: BaseException) -> str:
         """The line on its exception."""
-        message = str(error).strip()
-        first = message.splitlines()[0][:300] if message else ""
-        kind = type(error).__name__
-        return f"rank {self.rank} of {self.world} on {self.host} failed first: {kind}{': ' if first else ''}{first}"
+        first = (str(error).strip().splitlines() or [""])[0][:300]
+        message = f"{type(error).__name__}: {first}" if first else type(error).__name__
+        return f"rank {self.rank} of {self.world} on {self.host} failed first: {message}"
 
 
 @dataclass(frozen=True)
@@ -77,15 +74,10 @@ class Address:
 
 
 class Connection:
-    """A rank's connection to the hub.
+    """The connection of `member`, this process, to the hub at `address`, which runs in the process `rank_0`.
 
     One thread connects and listens; `fail` and `close` may be called from another at any time, also before the hub has
     answered: the message then follows the greeting.
-
-    Args:
-        member: this process.
-        address: the hub's, as rank 0 has sent it round.
-        rank_0: the process of the hub.
     """
 
     def __init__(self, member: Member, address: Address, rank_0: Member) -> None:
@@ -136,7 +128,7 @@ class Connection:
     def listen(self) -> str | None:
         """Wait for the first failure of the run; None where all ended in order, or this end was closed."""
         try:
-            for message in self._messages():
+            for message in itertools.chain([self._first], map(parse, self._stream)):
                 if "failed" in message:
                     return str(message["failed"])
                 if "bye" in message:
@@ -163,16 +155,24 @@ class Connection:
                 with suppress(OSError):
                     self._sock.shutdown(socket.SHUT_RDWR)
 
-    def _messages(self) -> Iterator[dict[str, Any]]:
-        yield self._first
-        for line in self._stream:
-            yield parse(line)
-
 
 def say(line: str) -> None:
     """Print a line where errors go, at once and in one piece, as all ranks may do so at the same moment."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
+
+
+def listen(one_host: bool) -> socket.socket:
+    """A server on a free port: on the loopback interface for one host, else on all, as torch's own store does."""
+    server = None
+    with suppress(OSError):
+        if one_host:
+            server = socket.create_server((LOOPBACK, 0), backlog=4096)
+        elif socket.has_dualstack_ipv6():
+            server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    server = server or socket.create_server(("", 0), backlog=4096)
+    SOCKETS.add(server)
+    return server
 
 
 def keep_alive(sock: socket.socket) -> None:

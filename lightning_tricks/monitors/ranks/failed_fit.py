@@ -23,10 +23,9 @@ _CONSEQUENCE = re.compile(
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an exception says that this process could not reach another: most likely that one has failed.
+    """Whether an exception, or one that it came from, says that this process could not reach another.
 
-    True for torch.distributed's network errors, and for what gloo or NCCL say in a RuntimeError or torch.distributed in
-    another error of its own; also where an exception was raised from one of these.
+    These are torch.distributed's network errors, and what gloo, NCCL or torch.distributed say in other errors.
     """
     for each in _chain(error):
         theirs = type(each) is RuntimeError or type(each).__module__.startswith("torch.distributed")
@@ -65,9 +64,7 @@ class RunningFit:
     def stack(self) -> list[str] | None:
         """The stack of the call at this moment, as text; None when the call has ended."""
         innermost = sys._current_frames().get(self._thread)
-        if not self._among(_outwards(innermost)):
-            return None
-        return traceback.format_stack(innermost)
+        return traceback.format_stack(innermost) if self._among(_outwards(innermost)) else None
 
     def raised(self, error: BaseException) -> bool:
         """Whether an exception came out of the call."""
@@ -87,12 +84,12 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 class ExceptHook:
     """Python's hook for an exception that nobody caught: hide a consequence, and do not hang at the end of the process.
 
-    It acts for the exceptions of one fit. When the program has dropped them, `sys.excepthook` is what it was before.
+    It acts for the exceptions of `fit`. When the program has dropped them, `sys.excepthook` is what it was before.
 
     Args:
-        fit: the one whose exceptions it is for.
-        hide: whether it leaves their tracebacks out.
-        seconds: how long it waits for the children.
+        fit: the call whose exceptions it acts for.
+        hide: leave their tracebacks out.
+        seconds: how long to wait for `children`.
         children: processes of Lightning's launcher, whose end none but their parent would notice.
     """
 

@@ -5,20 +5,9 @@ import selectors
 import socket
 import threading
 import time
-from contextlib import suppress
 from typing import Any
 
-from lightning_tricks.monitors.ranks.connection import (
-    LONGEST,
-    LOOPBACK,
-    SOCKETS,
-    Address,
-    Member,
-    keep_alive,
-    parse,
-    say,
-    send,
-)
+from lightning_tricks.monitors.ranks.connection import LONGEST, Address, Member, keep_alive, listen, parse, say, send
 
 
 class Hub(threading.Thread):
@@ -31,7 +20,7 @@ class Hub(threading.Thread):
 
     def __init__(self, hosts: tuple[str, ...], one_host: bool = False) -> None:
         super().__init__(daemon=True, name="rank-monitor-hub")
-        self._server = _listen(one_host)
+        self._server = listen(one_host)
         self.address = Address(hosts, self._server.getsockname()[1], secrets.token_hex(16))
         self._members: dict[socket.socket, Member | None] = {}
         self._received: dict[socket.socket, bytes] = {}
@@ -42,7 +31,7 @@ class Hub(threading.Thread):
             self._selector.register(sock, selectors.EVENT_READ)
 
     def close(self) -> None:
-        """Say goodbye to all."""
+        """Say goodbye to all, and end."""
         send(self._wake, {})
 
     def run(self) -> None:
@@ -118,16 +107,3 @@ class Hub(threading.Thread):
         self._selector.unregister(sock)
         sock.close()
         return self._members.pop(sock)
-
-
-def _listen(one_host: bool) -> socket.socket:
-    """A server on a free port: on the loopback interface for one host, else on all, as torch's own store does."""
-    server = None
-    with suppress(OSError):
-        if one_host:
-            server = socket.create_server((LOOPBACK, 0), backlog=4096)
-        elif socket.has_dualstack_ipv6():
-            server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
-    server = server or socket.create_server(("", 0), backlog=4096)
-    SOCKETS.add(server)
-    return server

@@ -90,10 +90,7 @@ class RankMonitor(pl.Callback):
 class _Watch(threading.Thread):
     """Waits for the first failure of a fit, says it, and ends this process if it is still in that fit after the grace.
 
-    Args:
-        connection: this rank's.
-        hub: rank 0's, not started yet.
-        grace_seconds: as RankMonitor's.
+    Rank 0 gives its hub, which starts and ends with this.
     """
 
     def __init__(self, connection: Connection, hub: Hub | None, grace_seconds: float) -> None:
@@ -118,11 +115,9 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         if not self.connection.connect():
             if not self._closed.is_set():
-                where = self.connection.address
-                say(
-                    f"RankMonitor: rank {self.connection.member.rank} cannot reach rank 0 at "
-                    f"{' or '.join(where.hosts)}, port {where.port}: it is not watched"
-                )
+                rank, where = self.connection.member.rank, self.connection.address
+                at = f"{' or '.join(where.hosts)}, port {where.port}"
+                say(f"RankMonitor: rank {rank} cannot reach rank 0 at {at}: it is not watched")
             return
         failure = self.connection.listen()
         if failure is None or self._closed.is_set():
