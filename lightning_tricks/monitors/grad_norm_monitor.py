@@ -50,15 +50,6 @@ def clip_by_norm(trainer: Any, optimizer: Any, max_norm: float | None) -> Tensor
     return _unscaled(norm, trainer, optimizer)
 
 
-def norms_by_part(trainer: Any, module: nn.Module, optimizer: Any, per: str) -> tuple[list[str], Tensor]:
-    """Names and norms of the gradients of each block (`per="block"`) or else of each parameter group."""
-    if per == "block":
-        parts = parameters_by_block(module, _parameters(optimizer))
-    else:
-        parts = {group.get("name", str(index)): group["params"] for index, group in enumerate(optimizer.param_groups)}
-    return list(parts), _unscaled(grad_norms_of(list(parts.values())), trainer, optimizer)
-
-
 def parameters_by_block(module: nn.Module, parameters: Iterable[Tensor]) -> dict[str, list[Tensor]]:
     """Which of `parameters` are in which repeated block; those outside go by the largest module without a block."""
     wanted, blocks = {id(parameter) for parameter in parameters}, list(find_blocks(module))
@@ -200,8 +191,12 @@ class GradNormMonitor(pl.Callback):
     def _measure_parts(self, trainer: Any, pl_module: Any, optimizer: Any) -> Measured:
         if self.per is None or not self._buffer.is_log_step():
             return {}
-        names, norms = norms_by_part(trainer, pl_module, optimizer, self.per)
-        return {tuple(f"grad_norms{self._suffix(trainer, optimizer)}/{name}" for name in names): norms}
+        if self.per == "block":
+            parts = parameters_by_block(pl_module, _parameters(optimizer))
+        else:
+            parts = {group.get("name", str(i)): group["params"] for i, group in enumerate(optimizer.param_groups)}
+        norms = _unscaled(grad_norms_of(list(parts.values())), trainer, optimizer)
+        return {tuple(f"grad_norms{self._suffix(trainer, optimizer)}/{name}" for name in parts): norms}
 
     def _suffix(self, trainer: Any, optimizer: Any) -> str:
         return f"/{optimizer_index(trainer, optimizer)}" if len(trainer.optimizers) > 1 else ""

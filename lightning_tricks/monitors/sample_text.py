@@ -32,8 +32,6 @@ def continue_rows(
     Args:
         logits_of: maps token ids (batch, width) to logits (batch, width, vocabulary).
         prompts: token ids, at least one each.
-        max_new_tokens: number of new tokens for each.
-        sampling: how a token is chosen.
         generator: source of randomness; its device is where the rows are.
         max_seq_len: longest row that the model takes; None: not known.
     """

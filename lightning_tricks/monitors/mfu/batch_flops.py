@@ -117,8 +117,6 @@ def flops_of_batch(counter: FlopCounter, contents: Contents, copies: int = 1) ->
     """The FLOPs that were counted on one batch, for all others: by the token, or by the sample where it has no tokens.
 
     Args:
-        counter: the one that counted the batch.
-        contents: of that batch.
         copies: ranks that share the work on it, each of which counted its own share.
 
     Raises:

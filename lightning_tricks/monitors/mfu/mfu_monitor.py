@@ -29,8 +29,6 @@ def rates(
     Args:
         steps: `_samples`, `_positions`, `_tokens`, `_flops` and `_recompute` of each optimizer step, as sums over all
             ranks, also over those that hold a copy of another's data.
-        seconds: duration of the steps.
-        world_size: ranks.
         data_world_size: ranks that see different data.
         peak: FLOP/s of one rank's device, None where not known.
     """

@@ -142,8 +142,7 @@ class _Watch(threading.Thread):
 
 
 def _names_of_this_host() -> tuple[str, ...]:
-    name = socket.gethostname()
-    names = [os.environ.get("MASTER_ADDR", ""), name]
+    names = [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
     with suppress(OSError):
-        names.append(socket.gethostbyname(name))
-    return tuple(dict.fromkeys(each for each in names if each))
+        names.append(socket.gethostbyname(names[1]))
+    return tuple(dict.fromkeys(filter(None, names)))
