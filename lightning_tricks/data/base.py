@@ -1,22 +1,21 @@
 """The base class of TextData and TokenData: Lightning's loaders over a training and a validation stream of tokens.
 
-Batches are addressed by position; `resume.py` says where a run stands, `batches.py` what a batch is.
+Batches are addressed by position: `positions.py` says which positions come next, `batches.py` what a batch holds.
 """
 
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import data_rank
 from lightning_tricks.data.batches import TrainBatches, ValidationBatches
-from lightning_tricks.data.bpe import token_bytes, token_texts, vocabulary_size
-from lightning_tricks.data.id_guard import IdGuard
-from lightning_tricks.data.loader import TrainLoader, ValidationLoader
+from lightning_tricks.data.bpe import token_texts, vocabulary_size
+from lightning_tricks.data.loader import IdGuard, Loader, SizedLoader
 from lightning_tricks.data.order import WindowOrder
-from lightning_tricks.data.positions import ENDLESS, micro_batch_positions
-from lightning_tricks.data.resume import DataPosition
+from lightning_tricks.data.positions import ENDLESS, DataPosition, micro_batch_positions
 from lightning_tricks.data.saved_tokenizer import check_same, find_record, tokenizer_record
 from lightning_tricks.data.stream import TokenStream
 
@@ -24,25 +23,16 @@ from lightning_tricks.data.stream import TokenStream
 class ShardData(pl.LightningDataModule):
     """Training and validation loaders over token streams; a subclass calls `use` in its `setup`.
 
-    Args:
-        seq_len: T, tokens in a row.
-        micro_batch_size: B, rows in a batch of one process.
-        num_workers: processes that fetch batches.
-        seed: of the order of the training rows.
-        document_ids: add `document_ids` to the batches.
+    The arguments are those of the subclasses.
     """
 
     def __init__(self, seq_len: int, micro_batch_size: int, num_workers: int, seed: int, document_ids: bool) -> None:
         super().__init__()
-        for name, value, least in (
-            ("seq_len", seq_len, 1),
-            ("micro_batch_size", micro_batch_size, 1),
-            ("num_workers", num_workers, 0),
-        ):
-            if value < least:
-                raise UsageError(f"{name}={value}: it must be at least {least}")
         self.seq_len, self.micro_batch_size, self.num_workers = seq_len, micro_batch_size, num_workers
         self.seed, self.document_ids = seed, document_ids
+        for option, least in (("seq_len", 1), ("micro_batch_size", 1), ("num_workers", 0)):
+            if (value := getattr(self, option)) < least:
+                raise UsageError(f"{option}={value}: it must be at least {least}")
         self.tokenizer: Tokenizer | None = None
         self.eot_id: int | None = None
         self.streams: dict[str, TokenStream] = {}
@@ -52,7 +42,7 @@ class ShardData(pl.LightningDataModule):
         self._position = DataPosition(micro_batch_size, {"seed": seed, "seq_len": seq_len})
 
     def use(
-        self, streams: dict[str, TokenStream], tokenizer: Tokenizer | None, fingerprint: str, tokenizer_name: str = ""
+        self, streams: dict[str, TokenStream], tokenizer: Tokenizer | None, fingerprint: str, tokenizer_name: str
     ) -> None:
         """Serve these streams from now on.
 
@@ -77,19 +67,19 @@ class ShardData(pl.LightningDataModule):
     def check_ids(self, vocab_size: int, whose: str = "the model") -> None:
         """Refuse token ids that a vocabulary lacks: in the shards now, and in every batch from now on.
 
-        The first 2**30 training tokens and all validation tokens are looked at once; the result is remembered.
+        The first 2**30 training tokens and all validation tokens are read once; the result is remembered.
 
         Args:
-            vocab_size: the bound; ids 0..vocab_size-1 are good.
-            whose: vocabulary it is, for the message.
+            vocab_size: ids 0..vocab_size-1 are accepted.
+            whose: owner of the vocabulary, for the message.
 
         Raises:
             UsageError: names the shard, the position and the id of the first one that is too large.
         """
         self._guard.scan(self.streams, vocab_size, whose)
 
-    def train_dataloader(self) -> TrainLoader:
-        """Micro-batches from where the run stands; they end where the run does."""
+    def train_dataloader(self) -> Loader:
+        """Micro-batches from the run's position to its last step."""
         train = self.streams["train"]
         order = WindowOrder(len(train), self.seq_len, self.seed)
         batches = TrainBatches(train, order, self.micro_batch_size, self.eot_id if self.document_ids else None)
@@ -101,30 +91,30 @@ class ShardData(pl.LightningDataModule):
                 return micro_batch_positions(0, ENDLESS, 1, self.micro_batch_size)
             return self._position.positions(self.trainer, order.windows)
 
-        return TrainLoader(batches, positions, self.num_workers, self._guard.check)
+        return Loader(batches, positions, self.num_workers, self._guard)
 
-    def val_dataloader(self) -> ValidationLoader | list[Any]:
+    def val_dataloader(self) -> Loader | list[Any]:
         """Every validation token but the first as a label once; an empty list when there is no validation stream."""
         if "val" not in self.streams:
             return []
-        lengths = None if self.token_texts is None else token_bytes(self.token_texts)
+        texts = self.token_texts
         rank, world = data_rank(self.trainer)
         batches = ValidationBatches(
             self.streams["val"],
             self.seq_len,
             self.micro_batch_size,
-            token_bytes=lengths,
+            token_bytes=None if texts is None else np.array([len(text) for text in texts], dtype=np.int64),
             eot_id=self.eot_id,
             with_document_ids=self.document_ids,
             rank=rank,
             world=world,
         )
-        return ValidationLoader(batches, self.num_workers, self._guard.check)
+        return SizedLoader(batches, lambda: range(len(batches)), self.num_workers, self._guard)
 
     test_dataloader = predict_dataloader = val_dataloader
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows consumed at the last completed optimizer step, what that number refers to, and the tokenizer."""
+        """Rows consumed at the last completed optimizer step, the settings that number depends on, the tokenizer."""
         if self.trainer is None:
             return {}
         return {**self._position.state_dict(self.trainer), "tokenizer": self._tokenizer_record}
@@ -139,7 +129,7 @@ class ShardData(pl.LightningDataModule):
         self._position.load_state_dict(state_dict)
 
     def check_tokenizer(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint that was trained with another tokenizer; one that names none is taken as it is.
+        """Refuse a checkpoint that was trained with another tokenizer; one without a tokenizer is accepted.
 
         Args:
             checkpoint: with the state of its data module, of this class or another.
@@ -152,7 +142,7 @@ class ShardData(pl.LightningDataModule):
             check_same(saved, self._tokenizer_record)
 
     def data_summary(self) -> str:
-        """One line on what is trained on; after `setup`."""
+        """One line on the training data; after `setup`."""
         parts = [f"{len(s):,} {name} tokens in {len(s.paths)} shard(s)" for name, s in self.streams.items()]
         return f"{' and '.join(parts)}; {self.streams['train'].paths[0].parent}"
 
@@ -160,11 +150,11 @@ class ShardData(pl.LightningDataModule):
         return self.data_summary() if self.streams else type(self).__name__
 
     def training_text(self) -> bytes:
-        """The UTF-8 text of the training documents, one after the other, special tokens left out."""
+        """The UTF-8 text of the training documents, one after the other, without special tokens."""
         return self._text("train")
 
     def validation_text(self) -> bytes:
-        """The UTF-8 text of the validation documents, one after the other, special tokens left out."""
+        """The UTF-8 text of the validation documents, one after the other, without special tokens."""
         return self._text("val")
 
     def _text(self, split: str) -> bytes:

@@ -21,7 +21,7 @@ def document_ids(input_ids: NDArray[np.int64], eot_id: int) -> NDArray[np.int32]
 
     Args:
         input_ids: (B, T).
-        eot_id: the end-of-text token; it still belongs to the document that it ends.
+        eot_id: the end-of-text token, which belongs to the document that it ends.
 
     Returns:
         (B, T) int32, 0 at the first position of each row.
@@ -56,9 +56,9 @@ class TrainBatches(Dataset[Batch]):
 class ValidationBatches(Dataset[Batch]):
     """Batches of the validation stream's windows, side by side: every token but the first is a label once.
 
-    Rank r of W gets windows r, r + W, ... All ranks have equally many batches of equal shape: what lacks is filled
-    with rows of which every label is -100. Labels of special tokens are -100 too. `n_bytes` (B,) int64 is the number
-    of UTF-8 bytes behind the row's other labels; it is there when `token_bytes` is given.
+    Rank r of W gets windows r, r + W, ... All ranks have the same number of batches, of the same shape: missing rows
+    are filled with labels of -100. Labels of special tokens are -100 too. `n_bytes` (B,) int64 is the number of UTF-8
+    bytes behind the row's other labels; it needs `token_bytes`.
 
     Args:
         stream: the validation tokens.
@@ -68,7 +68,7 @@ class ValidationBatches(Dataset[Batch]):
         eot_id: the end-of-text token, None when not known.
         with_document_ids: add `document_ids` (B, T) int32; needs `eot_id`.
         rank: this process among those that share the windows.
-        world: how many share them.
+        world: number of processes that share them.
 
     Source: bits per byte without special tokens as nanochat counts it,
     https://github.com/karpathy/nanochat/blob/master/nanochat/loss_eval.py.

@@ -1,6 +1,6 @@
-"""Train or load a tokenizer, and know how many bytes each of its tokens stands for.
+"""Train or load a tokenizer, and find the bytes behind each of its tokens.
 
-Byte-level BPE: every text can be encoded and comes back byte for byte.
+Byte-level BPE: every text can be encoded, and is decoded to the same bytes.
 """
 
 import json
@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lightning_tricks._errors import UsageError
@@ -24,9 +22,6 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     Args:
         documents: the training part of the text.
         vocab_size: tokens to learn, at least 257 (the bytes and end-of-text); a small text may yield fewer.
-
-    Returns:
-        A tokenizer that decodes to exactly what was encoded.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,14 +47,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except OSError as error:
         raise UsageError(f"tokenizer={str(path)!r}: cannot be read ({error.strerror}); check the path") from error
     except Exception as error:  # tokenizers raises bare Exception
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UsageError(f"tokenizer={str(path)!r}: not a tokenizers JSON file ({reason})") from error
 
 
 def as_text_only(tokenizer: Tokenizer) -> Tokenizer:
-    """Encode the names of special tokens as the plain text that they are, and cut or pad nothing.
+    """Let the tokenizer encode the names of special tokens as plain text, without truncation or padding.
 
-    A document that talks about `<|endoftext|>` must not end there.
+    A document that mentions `<|endoftext|>` must not end there.
     """
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -68,7 +63,7 @@ def as_text_only(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """Largest id plus one, which is what an embedding must hold."""
+    """Largest id plus one: the rows that an embedding needs."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
@@ -85,9 +80,9 @@ def end_of_text(tokenizer: Tokenizer) -> int:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The character that byte-level BPE writes for each byte, as GPT-2 chose them.
+    """The byte behind each character of a byte-level BPE vocabulary, as GPT-2 chose them.
 
-    Printable Latin-1 stands for itself; the others take the characters from 256 on, in order.
+    A printable Latin-1 character stands for its own byte; the other bytes have the characters from 256 on, in order.
 
     Source: `bytes_to_unicode` in https://github.com/openai/gpt-2/blob/master/src/encoder.py.
     """
@@ -111,8 +106,3 @@ def token_texts(tokenizer: Tokenizer) -> list[bytes] | None:
     for number, added in tokenizer.get_added_tokens_decoder().items():
         texts[number] = b"" if added.special else added.content.encode()
     return texts
-
-
-def token_bytes(texts: list[bytes]) -> NDArray[np.int64]:
-    """Length of each token in bytes, (vocab_size,) int64."""
-    return np.array([len(text) for text in texts], dtype=np.int64)

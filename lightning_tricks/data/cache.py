@@ -1,6 +1,6 @@
-"""Make a folder once, or not at all: built aside, then renamed into place.
+"""Build a folder once: in a temporary folder beside it, which is then renamed.
 
-A reader sees the whole folder or none, whoever builds it, how many build it at once, and wherever they are killed.
+A reader sees the whole folder or none, even if several processes build it at once or one is killed.
 """
 
 import os
@@ -21,43 +21,32 @@ def default_cache_dir() -> Path:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> None:
-    """Fill `folder` by calling `build` with a temporary folder beside it, unless `folder` is there.
-
-    Args:
-        folder: where the result goes; its parent is made if need be.
-        build: writes everything into the folder that it is given.
+    """Fill `folder` by calling `build` with a temporary folder beside it, unless `folder` exists.
 
     Raises:
-        UsageError: the parent cannot be written, or the disk is full. Nothing half-written is left.
+        UsageError: the parent cannot be written, or the disk is full. No incomplete folder is left.
     """
     if folder.exists():
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        _remove_abandoned(folder)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            build(aside)
-            aside.chmod(0o755)  # mkdtemp's 0o700 would lock others out of a shared cache
-            _publish(aside, folder)
+            build(temporary)
+            temporary.chmod(0o755)  # mkdtemp's 0o700 would lock others out of a shared cache
+            temporary.rename(folder)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
+        if folder.is_dir():
+            return  # another process was faster, and its folder is as good
         reason = error.strerror or error
         raise UsageError(f"cache_dir: cannot write to {folder.parent} ({reason}); set cache_dir") from error
 
 
-def _publish(aside: Path, folder: Path) -> None:
-    try:
-        aside.rename(folder)
-    except OSError:
-        # somebody else was faster: theirs is as good as ours
-        if not folder.is_dir():
-            raise
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what a killed build of the same folder has left, once it is old enough to be nobody's."""
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the temporary folders of killed builds of `folder`, once they are too old to be still in use."""
     for left in folder.parent.glob(f".{folder.name}.*"):
         newest = max((path.stat().st_mtime for path in (left, *left.glob("*"))), default=0.0)
         if time.time() - newest > _ABANDONED_SECONDS:

@@ -1,7 +1,4 @@
-"""Sources of text: the standard library, files, or a Hugging Face dataset, each as a stream of documents.
-
-A corpus says what it is (for the record), what identifies it (for the cache) and yields its documents.
-"""
+"""Sources of text: the standard library, files, or a Hugging Face dataset, each as a stream of documents."""
 
 import hashlib
 import importlib.util
@@ -19,12 +16,12 @@ _MANY_FILES = 100
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents and what is known of them before they are read.
+    """Documents, and their description before they are read.
 
     Args:
-        description: one line for the record.
-        fingerprint: changes when the documents may have changed.
-        n_bytes: about how much text there is, for the progress bar; None when unknown.
+        description: one line for the record in meta.json.
+        fingerprint: changes when the documents may have changed; part of the cache's key.
+        n_bytes: approximate size of the text, for the progress bar; None when unknown.
         documents: called for each pass, yields the non-empty documents in a fixed order.
     """
 
@@ -34,16 +31,20 @@ class Corpus:
     documents: Callable[[], Iterator[str]]
 
 
-def _fingerprint(paths: list[Path], *more: str) -> str:
+def _corpus_of_files(
+    description: str, paths: list[Path], setting: str, documents: Callable[[], Iterator[str]]
+) -> Corpus:
+    """A corpus whose fingerprint changes with `setting` and with any file's path, size or time of change."""
     stats = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
-    return hashlib.sha256(repr((stats, more)).encode()).hexdigest()
+    fingerprint = hashlib.sha256(repr((stats, (setting,))).encode()).hexdigest()
+    return Corpus(description, fingerprint, sum(size for _, size, _ in stats), documents)
 
 
 def standard_library() -> Corpus:
-    """The Python sources of the standard library, without its tests and what is installed beside it.
+    """The Python sources of the standard library, without its tests and the packages installed beside it.
 
-    On every machine that has Python, 11 to 12 MB, a document a file. It varies with the Python version, so compare
-    figures only between runs whose recorded hash is the same.
+    Every machine with Python has these 11 to 12 MB; each file is a document. They vary with the Python version, so
+    compare figures only between runs whose recorded hash is the same.
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -63,20 +64,15 @@ def standard_library() -> Corpus:
                 yield text
 
     version = platform.python_version()
-    return Corpus(
-        description=f"the standard library of Python {version}",
-        fingerprint=_fingerprint(paths, version),
-        n_bytes=sum(path.stat().st_size for path in paths),
-        documents=documents,
-    )
+    return _corpus_of_files(f"the standard library of Python {version}", paths, version, documents)
 
 
 def text_files(patterns: list[str], text_field: str) -> Corpus:
     """Files, folders and globs.
 
-    A row of a .jsonl or .parquet file is a document. Any other file is plain UTF-8 text: a document each where there
-    are 100 or more of them. Where there are fewer, each is cut after blank lines into documents of about a two
-    hundredth of the whole (2 to 64 KiB), so that one big file has a validation part too.
+    Each row of a .jsonl or .parquet file is a document. Any other file is plain UTF-8 text: if there are 100 or more,
+    each is a document. If there are fewer, each is cut after blank lines into documents of about a two hundredth of
+    the whole (2 to 64 KiB), so that one big file has a validation part too.
 
     Args:
         patterns: as the user gave them.
@@ -99,12 +95,7 @@ def text_files(patterns: list[str], text_field: str) -> Corpus:
                 texts = read_pieces(path, piece)
             yield from (text for text in texts if text.strip())
 
-    return Corpus(
-        description=f"{len(paths)} file(s): {', '.join(patterns)}",
-        fingerprint=_fingerprint(paths, text_field),
-        n_bytes=sum(path.stat().st_size for path in paths),
-        documents=documents,
-    )
+    return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, text_field, documents)
 
 
 def hugging_face(name: str, text_field: str) -> Corpus:
@@ -115,7 +106,7 @@ def hugging_face(name: str, text_field: str) -> Corpus:
         text_field: the column that holds the text.
 
     Raises:
-        UsageError: `datasets` is not installed, the dataset cannot be had or has no such column.
+        UsageError: `datasets` is not installed, the dataset cannot be read or has no such column.
     """
     path, _, config = name.partition(":")
 
@@ -125,8 +116,7 @@ def hugging_face(name: str, text_field: str) -> Corpus:
         import datasets
 
         try:
-            rows = datasets.load_dataset(path, config or None, split="train", streaming=True)
-            for row in rows:
+            for row in datasets.load_dataset(path, config or None, split="train", streaming=True):
                 if not isinstance(row.get(text_field), str):
                     raise UsageError(f"text_field={text_field!r}: {name} has the columns {', '.join(row)}")
                 if row[text_field].strip():

@@ -1,72 +1,99 @@
-"""The loaders that Lightning is given: plain iterables around torch's DataLoader.
+"""The loaders that Lightning is given. They refuse a token id that the vocabulary lacks, before it reaches a model.
 
-Not DataLoaders themselves, so that Lightning adds no sampler of its own: ours already know rank and position.
+They are plain iterables around torch's DataLoader and no DataLoaders, so that Lightning adds no sampler of its own: our
+positions already depend on the rank. On a GPU a wrong id ends in a device-side assert without a reason; here the error
+names the shard, the position and the id.
 """
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_tricks._errors import UsageError
 from lightning_tricks.data.batches import Batch, TrainBatches, ValidationBatches
+from lightning_tricks.data.stream import TokenStream
+
+SCANNED_TOKENS = 1 << 30  # training tokens read before the start, in a second or two; later ones are checked in batches
 
 
-def load(
-    batches: TrainBatches | ValidationBatches, positions: range, num_workers: int, check: Callable[..., None]
-) -> Iterator[Batch]:
-    """Yield `batches[p]` for each position in order, fetched ahead by workers and pinned where there is CUDA.
+class IdGuard:
+    """Compares token ids with the smallest vocabulary that it was given."""
+
+    def __init__(self) -> None:
+        self.bound: int | None = None
+        self.whose = ""
+
+    def scan(self, streams: dict[str, TokenStream], vocab_size: int, whose: str) -> None:
+        """Check the streams now and every batch from now on; see `ShardData.check_ids`."""
+        for split, stream in streams.items():
+            limit = SCANNED_TOKENS if split == "train" else len(stream)
+            if (position := stream.first_at_least(vocab_size, limit)) is not None:
+                raise _wrong_id(stream, position, vocab_size, whose)
+        if self.bound is None or vocab_size < self.bound:
+            self.bound, self.whose = vocab_size, whose
+
+    def check(self, batches: TrainBatches | ValidationBatches, position: int, batch: Batch) -> None:
+        """Refuse a batch with an id that is too large: two maxima on the CPU, which take microseconds."""
+        if self.bound is None:
+            return
+        # the labels hold every token of a row but its first
+        if max(int(batch["labels"].max()), int(batch["input_ids"][:, 0].max())) < self.bound:
+            return
+        length = batch["input_ids"].shape[1] + 1
+        for start in batches.starts(position).tolist():
+            (wrong,) = np.nonzero(batches.stream.read(start, length) >= self.bound)
+            if len(wrong):
+                raise _wrong_id(batches.stream, start + int(wrong[0]), self.bound, self.whose)
+
+
+def _wrong_id(stream: TokenStream, position: int, vocab_size: int, whose: str) -> UsageError:
+    return UsageError(
+        f"{stream.describe(position)}: id {stream.read(position, 1)[0]} does not fit {whose}, which has {vocab_size} "
+        "tokens; raise vocab_size or use the tokenizer that wrote the shard"
+    )
+
+
+class Loader:
+    """Yields `batches[p]` for each position p in order, fetched ahead by workers and pinned if there is CUDA.
 
     Args:
         batches: the dataset.
-        positions: where the batches are, in the order to serve them.
-        num_workers: processes that fetch; 0 fetches here. The batches and their order are the same.
-        check: called with the dataset, the position and the batch before it is yielded; raises to refuse it.
-    """
-    loader = DataLoader(
-        batches,
-        batch_size=None,
-        sampler=positions,
-        num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
-        # its own generator: drawing the workers' seed must not move the run's random numbers
-        generator=torch.Generator().manual_seed(0),
-    )
-    for position, batch in zip(positions, loader, strict=True):
-        check(batches, position, batch)
-        yield batch
-
-
-class TrainLoader:
-    """Endless or not, it has no length; each `iter` asks anew where the run stands.
-
-    Args:
-        batches: rows by sample position.
-        positions: gives the positions to serve from now on.
-        num_workers: see `load`.
-        check: see `load`.
+        positions: called at each `iter`, returns the positions to serve from now on.
+        num_workers: processes that fetch; 0 fetches in this one. The batches and their order are the same.
+        guard: refuses a batch before it is yielded.
     """
 
     def __init__(
         self,
-        batches: TrainBatches,
+        batches: TrainBatches | ValidationBatches,
         positions: Callable[[], range],
         num_workers: int,
-        check: Callable[..., None],
+        guard: IdGuard,
     ) -> None:
-        self.batches, self.positions, self.num_workers, self.check = batches, positions, num_workers, check
+        self.batches, self.positions, self.num_workers, self.guard = batches, positions, num_workers, guard
 
     def __iter__(self) -> Iterator[Batch]:
-        return load(self.batches, self.positions(), self.num_workers, self.check)
+        return self._load(self.positions())
+
+    def _load(self, positions: range) -> Iterator[Batch]:
+        loader = DataLoader(
+            self.batches,
+            batch_size=None,
+            sampler=positions,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            # its own generator: drawing the workers' seed must not move the run's random numbers
+            generator=torch.Generator().manual_seed(0),
+        )
+        for position, batch in zip(positions, loader, strict=True):
+            self.guard.check(self.batches, position, batch)
+            yield batch
 
 
-class ValidationLoader:
-    """All validation batches of this process, in order; its length is the number of batches."""
-
-    def __init__(self, batches: ValidationBatches, num_workers: int, check: Callable[..., None]) -> None:
-        self.batches, self.num_workers, self.check = batches, num_workers, check
+class SizedLoader(Loader):
+    """A loader whose length is the number of its batches; the training loader has none."""
 
     def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return load(self.batches, range(len(self)), self.num_workers, self.check)
+        return len(self.positions())

@@ -1,7 +1,7 @@
-"""A shuffle without memory: which window of the text a sample position stands for.
+"""A shuffle without memory: the window of the text that belongs to a sample position.
 
 Position p, an integer counted over the whole run, names the same window whatever the number of workers, of processes
-or of restarts. Nothing is stored: the order is a keyed permutation that is evaluated where it is needed.
+or of restarts. Nothing is stored: the order is a keyed permutation, evaluated for the positions that are asked for.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ def derive_key(*parts: int) -> int:
 
 
 def permute(index: NDArray[np.integer], n: int, key: int) -> NDArray[np.int64]:
-    """Where a keyed shuffle of 0..n-1 sends each index: a bijection for every n and key.
+    """The image of each index under a keyed shuffle of 0..n-1: a bijection for every n and key.
 
     A four-round Feistel network over the smallest power of two that holds n; values that fall outside are sent through
     it again until they are inside ("cycle walking"), less than once on average.
@@ -57,7 +57,7 @@ def _feistel(x: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> NDArray
 
 
 class WindowOrder:
-    """From sample position to the place in the stream where its window starts.
+    """The start in the stream of the window that belongs to a sample position.
 
     The stream is cut into windows of `seq_len` tokens, whose targets reach one token further. Each pass over them
     (epoch) has its own shuffle and its own offset of the cuts in [0, seq_len), so that a second pass does not see the

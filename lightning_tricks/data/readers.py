@@ -1,7 +1,4 @@
-"""Read documents from files: whole, in pieces, or row by row.
-
-Every mistake in a file is named with the file in one line.
-"""
+"""Read documents from files: whole, in pieces, or row by row. Every error names its file."""
 
 import glob
 import gzip
@@ -14,7 +11,7 @@ from typing import NoReturn, TextIO, cast
 
 from lightning_tricks._errors import UsageError
 
-# what a folder is searched for; a glob takes any name
+# the files of a folder that are read; a glob takes any name
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
 
 
@@ -28,7 +25,7 @@ def is_rows(path: Path) -> bool:
 
 
 def expand(patterns: list[str]) -> list[Path]:
-    """The files behind paths, folders and globs: sorted, each once.
+    """The files of paths, folders and globs: sorted, each once.
 
     Raises:
         UsageError: a pattern matches nothing, or a file that was named itself is empty.
@@ -39,10 +36,8 @@ def expand(patterns: list[str]) -> list[Path]:
         try:
             files = {p.resolve() for p in _matches(path) if p.is_file() and p.stat().st_size}
         except OSError as error:
-            reason = error.strerror or error
-            raise UsageError(
-                f"files={pattern!r}: {error.filename or path} cannot be read ({reason}); leave it out or change rights"
-            ) from error
+            why = f"{error.filename or path} cannot be read ({error.strerror or error})"
+            raise UsageError(f"files={pattern!r}: {why}; leave it out or change rights") from error
         if not files:
             kinds = f" ending in {' '.join(TEXT_SUFFIXES)}" if path.is_dir() else ""
             raise UsageError(f"files: {pattern!r} matches no file with text in it{kinds}; check the path")
@@ -51,13 +46,12 @@ def expand(patterns: list[str]) -> list[Path]:
 
 
 def _matches(path: Path) -> Iterator[Path]:
-    """The files of one pattern. A folder that cannot be read is an error, not a folder without text."""
+    """The files of one pattern; raises OSError for a folder that cannot be read."""
     if path.is_dir():
         for folder, folders, names in os.walk(path, onerror=_raise):
             folders[:] = [name for name in folders if _is_visible(name)]
-            yield from (
-                Path(folder, name) for name in names if _is_visible(name) and _suffix(Path(name)) in TEXT_SUFFIXES
-            )
+            paths = (Path(folder, name) for name in names if _is_visible(name))
+            yield from (path for path in paths if _suffix(path) in TEXT_SUFFIXES)
     elif path.exists():
         if path.stat().st_size == 0:
             raise UsageError(f"files: {path} is empty; remove it from the list or fill it")
@@ -101,11 +95,11 @@ def read_file(path: Path) -> Iterator[str]:
 def read_pieces(path: Path, size: int) -> Iterator[str]:
     """The file in pieces of about `size` characters; joined, they are the file.
 
-    A piece ends after a blank line; where none comes within twice the size, at a line's end or within a long line.
+    A piece ends after a blank line, or if none comes within twice the size, at a line's end or within a long line.
     """
     piece: list[str] = []
     length, starts_line = 0, True
-    for part in _lines(path, limit=size):  # a line, or a part of one that is longer than the size
+    for part in _lines(path, limit=size):  # a line, or a part of a line that is longer than the size
         piece.append(part)
         length += len(part)
         blank = starts_line and not part.strip()
@@ -133,7 +127,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
         if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
             keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise UsageError(f"text_field={text_field!r}: {path}, line {number} has {keys}; name the key of its text")
-        # JSON can spell half a surrogate pair, which is no character
+        # JSON can contain half a surrogate pair, which is no character
         yield row[text_field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -145,9 +139,10 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if text_field not in file.schema_arrow.names:
-                raise UsageError(f"text_field={text_field!r}: {path} has {', '.join(file.schema_arrow.names)}")
-            kind = file.schema_arrow.field(text_field).type
+            schema = file.schema_arrow
+            if text_field not in schema.names:
+                raise UsageError(f"text_field={text_field!r}: {path} has {', '.join(schema.names)}")
+            kind = schema.field(text_field).type
             if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
                 raise UsageError(f"text_field={text_field!r}: {path} holds {kind} there; name the column of its text")
             for rows in file.iter_batches(columns=[text_field]):

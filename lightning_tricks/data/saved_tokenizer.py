@@ -1,6 +1,6 @@
-"""The tokenizer inside a checkpoint: written with the data's state, compared at every load, read back to make text.
+"""The tokenizer in a checkpoint: saved with the data's state, compared at every load, read back to generate text.
 
-A model's weights mean nothing under another tokenizer: the same ids stand for other text.
+A model's weights are useless with another tokenizer, in which the same ids stand for other text.
 """
 
 import hashlib
@@ -17,8 +17,6 @@ from tokenizers import Tokenizer
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data.bpe import as_text_only, load_tokenizer
 
-_KEY = "tokenizer"  # in the state of a data module
-
 
 @dataclass(frozen=True)
 class SavedTokenizer:
@@ -26,8 +24,8 @@ class SavedTokenizer:
 
     Args:
         tokenizer: of the `tokenizers` library.
-        name: its file, or from what it was learned.
-        eot_id: id of the token that ends a document; None where the data did not know it.
+        name: its file, or the text that it was learned from.
+        eot_id: id of the token that ends a document; None if the data did not know it.
     """
 
     tokenizer: Tokenizer
@@ -35,21 +33,21 @@ class SavedTokenizer:
     eot_id: int | None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without an end-of-text token; names of special tokens are plain text."""
+        """Token ids of a text, without an end-of-text token; names of special tokens are encoded as plain text."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """The text of token ids, without special tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:
-    """Identity of a tokenizer, whatever file it was read from."""
+    """Identity of a tokenizer, whichever file it was read from."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def tokenizer_record(tokenizer: Tokenizer, name: str, eot_id: int | None) -> dict[str, Any]:
-    """A tokenizer in plain types, as a checkpoint holds it: `json`, `sha256`, `name` and `eot_id`."""
+    """A tokenizer in plain types for a checkpoint: `json`, `sha256`, `name` and `eot_id`."""
     return {"name": name, "sha256": tokenizer_sha256(tokenizer), "eot_id": eot_id, "json": tokenizer.to_str()}
 
 
@@ -58,9 +56,6 @@ def tokenizer_from_checkpoint(checkpoint: dict[str, Any]) -> SavedTokenizer:
 
     Args:
         checkpoint: as `torch.load` or `read_folder` returns it.
-
-    Returns:
-        An object with `encode(text)`, `decode(ids)` and `eot_id`.
 
     Raises:
         UsageError: the checkpoint holds no tokenizer.
@@ -72,8 +67,7 @@ def tokenizer_from_checkpoint(checkpoint: dict[str, Any]) -> SavedTokenizer:
         >>> tokenizer.decode(tokenizer.encode("a story")), tokenizer.eot_id
         ('a story', 0)
     """
-    record = find_record(checkpoint)
-    if record is None:
+    if (record := find_record(checkpoint)) is None:
         raise UsageError(
             "the checkpoint holds no tokenizer: it was trained on data that knew none, or by an older version; "
             "give the tokenizer's own file"
@@ -84,31 +78,26 @@ def tokenizer_from_checkpoint(checkpoint: dict[str, Any]) -> SavedTokenizer:
 def find_record(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
     """The `tokenizer_record` in the state of a checkpoint's data module, whatever the module's class; else None."""
     for state in checkpoint.values():
-        record = state.get(_KEY) if isinstance(state, dict) else None
+        record = state.get("tokenizer") if isinstance(state, dict) else None
         if isinstance(record, dict) and "json" in record:
             return record
     return None
 
 
 def check_same(saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Refuse a checkpoint's tokenizer that is not the data's.
-
-    Raises:
-        UsageError: names both.
-    """
-    if saved["sha256"] == own["sha256"]:
+    """Refuse a checkpoint's tokenizer that is not the data's, with an error that names both."""
+    # another version of `tokenizers` may write other JSON for the same tokenizer
+    if own["sha256"] == saved["sha256"] or own["json"] == as_text_only(Tokenizer.from_str(saved["json"])).to_str():
         return
-    # another version of `tokenizers` may write the same tokenizer in other words
-    if as_text_only(Tokenizer.from_str(saved["json"])).to_str() == own["json"]:
-        return
+    theirs, ours = (f"{record['name']!r} (sha256 {record['sha256'][:8]})" for record in (saved, own))
     raise UsageError(
-        f"tokenizer: the checkpoint was trained with {_title(saved)}, the data has {_title(own)}: "
+        f"tokenizer: the checkpoint was trained with {theirs}, the data has {ours}: "
         "set the data's tokenizer to the checkpoint's path, which holds the right one, or start without the checkpoint"
     )
 
 
 def open_tokenizer(option: str | None) -> tuple[Tokenizer | None, str]:
-    """The tokenizer in a `tokenizer.json` or in a checkpoint (file or folder), and its name; None for None.
+    """The tokenizer in a `tokenizer.json` or in a checkpoint (file or folder), and its name; None without an option.
 
     Raises:
         UsageError: the path is missing, or holds no tokenizer.
@@ -120,13 +109,8 @@ def open_tokenizer(option: str | None) -> tuple[Tokenizer | None, str]:
     if not zipfile.is_zipfile(file):
         return load_tokenizer(path), str(path)
     try:
-        checkpoint = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        saved = tokenizer_from_checkpoint(checkpoint)
+        saved = tokenizer_from_checkpoint(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
     except (pickle.UnpicklingError, RuntimeError, UsageError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"tokenizer={str(path)!r}: cannot be read from this checkpoint ({reason})") from error
     return saved.tokenizer, saved.name
-
-
-def _title(record: dict[str, Any]) -> str:
-    return f"{record['name']!r} (sha256 {record['sha256'][:8]})"

@@ -1,6 +1,6 @@
 """Token files: read and write the shards of llm.c, read the headerless ones of nanoGPT.
 
-A shard is a row of token ids on disk. It is memory-mapped, so a terabyte of it costs no memory.
+A shard is an array of token ids on disk. It is memory-mapped, so a terabyte of it costs no memory.
 """
 
 import os
@@ -36,8 +36,8 @@ def open_shard(path: Path, shard_format: str = "auto") -> NDArray[np.unsignedint
 
     Args:
         path: the file.
-        shard_format: `auto` reads llm.c's header and refuses a file without it; `llm.c` means the same; `nanogpt`
-            takes the whole file as uint16, for it has no header that could tell.
+        shard_format: `auto` and `llm.c` read llm.c's header and refuse a file without it; `nanogpt` takes the whole
+            file as uint16, because it has no header by which to recognise it.
 
     Returns:
         (tokens,) uint16 or uint32.
@@ -76,14 +76,14 @@ def open_shard(path: Path, shard_format: str = "auto") -> NDArray[np.unsignedint
 class ShardWriter:
     """Write a stream of token ids as `<name>_000000.bin`, `<name>_000001.bin`, ...
 
-    A header gets its true count only when its shard is complete, so a file that a crash cut off is refused by
-    `open_shard`. Use it as a context manager.
+    Use it as a context manager. A header says 0 tokens until its shard is complete, so `open_shard` refuses a file
+    that a crash cut short.
 
     Args:
-        folder: where the shards go; it exists.
+        folder: existing folder for the shards.
         name: first part of the file names, such as `train`.
         vocab_size: decides between uint16 and uint32.
-        shard_tokens: tokens in a full shard, at most 2**31 - 1, which is all that the header can say.
+        shard_tokens: tokens in a full shard, at most 2**31 - 1, the largest number in the header's int32.
     """
 
     def __init__(self, folder: Path, name: str, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> None:

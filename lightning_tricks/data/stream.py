@@ -1,7 +1,4 @@
-"""Many shards as one long row of tokens, read at any position.
-
-Windows may cross from one shard into the next, so no token is lost at the seams.
-"""
+"""Many shards as one array of tokens, read at any position; windows may cross from one shard into the next."""
 
 from pathlib import Path
 from typing import Any
@@ -11,20 +8,13 @@ from numpy.typing import NDArray
 
 from lightning_tricks.data.shards import open_shard
 
-_CHUNK = 1 << 24  # tokens looked at at once in a scan
+_CHUNK = 1 << 24  # tokens compared at once in a scan
 
 
 class TokenStream:
-    """The tokens of several shards, one after the other.
+    """The tokens of several shards, in the order of `paths`; see `open_shard` for their formats and errors.
 
-    Pickles as paths, so that loader workers map the files themselves instead of receiving a copy.
-
-    Args:
-        paths: the shards, in order.
-        shard_format: see `open_shard`.
-
-    Raises:
-        UsageError: a shard is missing, of a wrong format or cut short.
+    It is pickled as paths, so that loader workers map the files themselves instead of receiving a copy.
     """
 
     def __init__(self, paths: list[Path], shard_format: str = "auto") -> None:
@@ -59,7 +49,7 @@ class TokenStream:
         return out
 
     def describe(self, position: int) -> str:
-        """Name the shard that holds `position` and the place in it, for messages."""
+        """Name the shard that holds `position` and the token's index in it, for messages."""
         shard, offset = self._locate(position)
         return f"shard {self.paths[shard]}, token {offset}"
 
@@ -68,8 +58,7 @@ class TokenStream:
 
         The largest id of each shard is remembered, so a second question is answered without reading.
         """
-        ends = self._ends.tolist()
-        for number, (shard, end) in enumerate(zip(self._shards, ends, strict=True)):
+        for number, (shard, end) in enumerate(zip(self._shards, self._ends.tolist(), strict=True)):
             before = end - len(shard)
             if before >= limit:
                 break

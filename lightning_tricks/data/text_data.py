@@ -1,7 +1,4 @@
-"""Text in, batches out: tokenized once into a cache, then read by position.
-
-With no arguments it is Python's own standard library: real text that is there on every machine.
-"""
+"""Batches from text, which is tokenized once into a cache and then read by position."""
 
 import hashlib
 import json
@@ -20,32 +17,32 @@ from lightning_tricks.data.tokenize import FORMAT_VERSION, tokenize_corpus
 
 
 class TextData(ShardData):
-    """Language-model batches from text.
+    """Language-model batches from text; without arguments, from Python's standard library, which every machine has.
 
     `prepare_data` learns a byte-level BPE from the training documents (or takes yours), encodes each document followed
-    by an end-of-text token, and writes shards into the cache; a second run finds them there. A kill leaves no
-    half-made data set. Documents are held out for validation by their hash.
+    by an end-of-text token, and writes shards into the cache, where a second run finds them. If it is killed, no
+    incomplete data set is left. Documents are held out for validation by their hash.
 
     Training batches are `input_ids` and `labels`, (micro_batch_size, seq_len) int64, `labels[:, t]` being the token
-    after `input_ids[:, t]`. They are addressed by position: the same rows for the same step whatever the number of
-    workers, whether the run was resumed or not, and for every split of the same global batch into processes and
-    accumulated micro-batches. Validation batches cover every validation token but the first once, -100 marks labels
-    that do not count, and `n_bytes` gives the bytes behind those that do.
+    after `input_ids[:, t]`. They are addressed by position: a step has the same rows whatever the number of workers,
+    in a resumed run too, and for every split of the same global batch into processes and accumulated micro-batches.
+    Validation batches cover every validation token but the first once, -100 marks labels that do not count, and
+    `n_bytes` gives the bytes behind those that do.
 
     Args:
-        files: a path, folder or glob, or a list of them: .jsonl and .parquet (a document a row), .txt and any other
-            UTF-8 text; .gz too. None means the Python standard library's sources without its tests.
+        files: a path, folder or glob, or a list of them: .jsonl and .parquet (each row is a document), .txt and any
+            other UTF-8 text; .gz too. None means the Python standard library's sources without its tests.
         hf_dataset: a Hugging Face dataset instead, `owner/name` or `owner/name:config`; its train split is streamed.
         text_field: the key or column that holds the text in .jsonl, .parquet and datasets.
         tokenizer: a `tokenizers` JSON file, or a checkpoint, which holds its own; None learns a byte-level BPE.
-        vocab_size: tokens to learn when no tokenizer is given; afterwards, the attribute is what the tokenizer has.
+        vocab_size: tokens to learn when no tokenizer is given; after `setup`, the attribute is the tokenizer's size.
         seq_len: tokens in a row.
         micro_batch_size: rows in a batch of one process.
         val_fraction: share of the documents held out.
-        num_workers: processes that fetch batches; 0 is enough where the shards are in memory.
+        num_workers: processes that fetch batches; 0 is enough if the shards fit into memory.
         seed: of the order of the training rows.
         document_ids: add `document_ids`, so that attention can stay within documents.
-        cache_dir: where the shards go; None means $XDG_CACHE_HOME/lightning_tricks or ~/.cache/lightning_tricks.
+        cache_dir: folder for the shards; None means $XDG_CACHE_HOME/lightning_tricks or ~/.cache/lightning_tricks.
 
     Raises:
         UsageError: bad options, text that cannot be read, a cache that cannot be written.
@@ -78,9 +75,9 @@ class TextData(ShardData):
             raise UsageError("files=[]: name at least one, or leave it out for the standard library")
         self.hf_dataset, self.text_field, self.val_fraction = hf_dataset, text_field, val_fraction
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
-        self._given, self._name = open_tokenizer(tokenizer)
-        self.vocab_size = vocab_size if self._given is None else vocabulary_size(self._given)
-        self._asked = vocab_size
+        self._given_tokenizer, self._tokenizer_name = open_tokenizer(tokenizer)
+        self._vocab_size_to_learn = vocab_size
+        self.vocab_size = vocab_size if self._given_tokenizer is None else vocabulary_size(self._given_tokenizer)
         self.meta: dict[str, Any] = {}
 
     @cached_property
@@ -92,21 +89,19 @@ class TextData(ShardData):
     @cached_property
     def folder(self) -> Path:
         """The folder for the shards of exactly this text, tokenizer and split; `prepare_data` makes it."""
-        tokenizer = self._asked if self._given is None else tokenizer_sha256(self._given)
+        given = self._given_tokenizer
+        tokenizer = self._vocab_size_to_learn if given is None else tokenizer_sha256(given)
         key = repr((FORMAT_VERSION, self._corpus.fingerprint, tokenizer, self.val_fraction))
         return self.cache_dir / f"text-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
     def prepare_data(self) -> None:
         """Tokenize into the cache, unless that has been done."""
-
-        def build(folder: Path) -> None:
-            tokenize_corpus(self._corpus, folder, self._given, self._asked, self.val_fraction)
-
-        build_once(self.folder, build)
+        settings = self._given_tokenizer, self._vocab_size_to_learn, self.val_fraction
+        build_once(self.folder, lambda folder: tokenize_corpus(self._corpus, folder, *settings))
 
     def setup(self, stage: str | None = None) -> None:
         """Map the shards into memory and check that they fit the tokenizer."""
-        self.prepare_data()  # for use without a Trainer; otherwise it finds the work done
+        self.prepare_data()  # for use without a Trainer; with one, the folder exists
         try:
             self.meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
             tokenizer = load_tokenizer(self.folder / "tokenizer.json")
@@ -118,11 +113,11 @@ class TextData(ShardData):
         except (OSError, ValueError, KeyError) as error:  # UsageError is a ValueError
             raise UsageError(f"cache_dir: {self.folder} is damaged ({error}); delete that folder") from error
         self.vocab_size, self.eot_id = self.meta["vocab_size"], end_of_text(tokenizer)
-        learned = f"BPE of {self.vocab_size} tokens learned from {self.meta['source']}"
-        self.use(streams, tokenizer, fingerprint=self.folder.name, tokenizer_name=self._name or learned)
+        name = self._tokenizer_name or f"BPE of {self.vocab_size} tokens learned from {self.meta['source']}"
+        self.use(streams, tokenizer, self.folder.name, name)
 
     def data_summary(self) -> str:
-        """One line on what is trained on; after `setup`."""
+        """One line on the training data; after `setup`."""
         train, val = self.meta["train"], self.meta["val"]
         return (
             f"{self.meta['source']}: {train['documents'] + val['documents']:,} documents, "

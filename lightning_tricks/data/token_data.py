@@ -1,4 +1,4 @@
-"""Batches from token shards that are there already: llm.c's, nanoGPT's, or those that TextData wrote."""
+"""Batches from existing token shards: llm.c's, nanoGPT's, or those of TextData."""
 
 import glob
 import hashlib
@@ -14,13 +14,13 @@ from lightning_tricks.data.stream import TokenStream
 
 
 class TokenData(ShardData):
-    """Language-model batches from token files; they are what TextData's are.
+    """Language-model batches from token files, in the same form as TextData's.
 
     Args:
         train: training shards: a path or glob, or a list of them, read in sorted order.
         val: validation shards, likewise; None means no validation.
         tokenizer: the `tokenizers` JSON file that wrote them, or a checkpoint trained on them; with it, validation
-            batches carry `n_bytes`, and checkpoints hold the tokenizer.
+            batches have `n_bytes`, and checkpoints hold the tokenizer.
         vocab_size: smallest vocabulary of a model for these shards; None takes the tokenizer's.
         seq_len: tokens in a row.
         micro_batch_size: rows in a batch of one process.
@@ -50,10 +50,12 @@ class TokenData(ShardData):
     ) -> None:
         super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids)
         self.train, self.val, self.shard_format = train, val, shard_format
-        self._given, self._name = open_tokenizer(tokenizer)
-        sizes = [size for size in (vocab_size, self._given and vocabulary_size(self._given)) if size is not None]
-        self.vocab_size = min(sizes, default=None)
-        self.eot_id = end_of_text(self._given) if eot_id is None and self._given is not None else eot_id
+        self._given_tokenizer, self._tokenizer_name = open_tokenizer(tokenizer)
+        self.vocab_size, self.eot_id = vocab_size, eot_id
+        if self._given_tokenizer is not None:
+            known = vocabulary_size(self._given_tokenizer)
+            self.vocab_size = known if vocab_size is None else min(vocab_size, known)
+            self.eot_id = end_of_text(self._given_tokenizer) if eot_id is None else eot_id
         if document_ids and self.eot_id is None:
             raise UsageError("document_ids=True: documents end at the end-of-text token; give eot_id or tokenizer")
 
@@ -64,7 +66,7 @@ class TokenData(ShardData):
             streams["val"] = self._open("val", self.val)
         files = [(path.name, path.stat().st_size) for stream in streams.values() for path in stream.paths]
         fingerprint = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
-        self.use(streams, self._given, fingerprint, tokenizer_name=self._name)
+        self.use(streams, self._given_tokenizer, fingerprint, self._tokenizer_name)
         if self.vocab_size is not None:
             self.check_ids(self.vocab_size, "vocab_size")
 
@@ -81,10 +83,9 @@ class TokenData(ShardData):
 
     def _check_tokenizer(self, folder: Path) -> None:
         """Compare the tokenizer with the one in the record that TextData writes beside its shards."""
-        if self._given is None or not (folder / "meta.json").is_file():
+        if self._given_tokenizer is None or not (folder / "meta.json").is_file():
             return
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        if meta.get("tokenizer_sha256", "") not in ("", tokenizer_sha256(self._given)):
-            raise UsageError(
-                f"tokenizer={self._name!r}: it did not write the shards in {folder}; use {folder / 'tokenizer.json'}"
-            )
+        if meta.get("tokenizer_sha256", "") not in ("", tokenizer_sha256(self._given_tokenizer)):
+            remedy = f"use {folder / 'tokenizer.json'}"
+            raise UsageError(f"tokenizer={self._tokenizer_name!r}: it did not write the shards in {folder}; {remedy}")

@@ -1,6 +1,7 @@
 """Turn a corpus into a folder of shards: tokenizer.json, train_*.bin, val_*.bin and meta.json.
 
-Two passes over the documents: one to learn the tokenizer where none is given, one to encode.
+A document is held out for validation if its hash is small. That depends on its own text alone, so no document changes
+sides when others are added or reordered, and a duplicate is never on both sides.
 """
 
 import hashlib
@@ -8,9 +9,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +18,61 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from lightning_tricks._errors import UsageError
 from lightning_tricks.data.bpe import end_of_text, train_bpe, vocabulary_size
 from lightning_tricks.data.corpus import Corpus
 from lightning_tricks.data.saved_tokenizer import tokenizer_sha256
 from lightning_tricks.data.shards import ShardWriter, token_dtype
-from lightning_tricks.data.split import document_hash, validation_threshold
 
 FORMAT_VERSION = 1  # part of the cache key: raise it when the same input gives other files
 BPE_BYTES = 200_000_000  # a tokenizer learns from at most this much training text
 _CHUNK_BYTES = 1 << 20  # text encoded at once
 
 
-@dataclass
-class SplitRecord:
-    """Size of the training or validation part; `sha256` is that of its documents' UTF-8 bytes, one after the other."""
+def document_hash(document: str) -> int:
+    """64 bits of the document's SHA-256."""
+    return int.from_bytes(hashlib.sha256(document.encode()).digest()[:8], "big")
 
-    documents: int = 0
-    bytes: int = 0
-    tokens: int = 0
-    sha256: str = ""
+
+def validation_threshold(documents: Iterable[str], val_fraction: float) -> int:
+    """The bound below which a document's hash puts it into validation.
+
+    Normally `val_fraction * 2**64`. If that selects none of a few documents, or all of them, the document nearest to
+    the bound changes sides. Reading stops as soon as both sides are known to have a document.
+
+    Args:
+        documents: all of them, read lazily.
+        val_fraction: share of the documents to hold out, in (0, 1).
+
+    Raises:
+        UsageError: the two sides cannot both get a document.
+    """
+    threshold = round(val_fraction * 2**64)
+    low, high = 2**64, -1
+    for document in documents:
+        number = document_hash(document)
+        low, high = min(low, number), max(high, number)
+        if low < threshold <= high:
+            return threshold
+    if low >= high:
+        found = "no text" if high < 0 else "one document"
+        raise UsageError(f"files: {found} where training and validation need a document each; add text")
+    return low + 1 if low >= threshold else high
 
 
 def tokenize_corpus(
     corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, vocab_size: int, val_fraction: float
-) -> dict[str, Any]:
+) -> None:
     """Write the shards of `corpus` into `folder`, which exists and is empty.
 
     Each document is followed by the end-of-text token.
 
     Args:
         corpus: the documents.
-        folder: where the files go.
+        folder: receives the files.
         tokenizer: encode with this one; None learns a byte-level BPE from the training documents.
         vocab_size: tokens to learn when `tokenizer` is None.
-        val_fraction: share of the documents held out, by their hash.
-
-    Returns:
-        The record written to meta.json.
+        val_fraction: share of the documents held out.
     """
     threshold = validation_threshold(corpus.documents(), val_fraction)
     if tokenizer is None:
@@ -62,7 +80,7 @@ def tokenize_corpus(
         tokenizer = train_bpe(_sample(corpus, threshold), vocab_size)
     # not tokenizer.save, whose errors do not say that they are the disk's
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    records = _write_splits(corpus, folder, tokenizer, threshold)
+    splits = _write_splits(corpus, folder, tokenizer, threshold)
     size = vocabulary_size(tokenizer)
     meta = {
         "format_version": FORMAT_VERSION,
@@ -72,13 +90,12 @@ def tokenize_corpus(
         "vocab_size": size,
         "dtype": np.dtype(token_dtype(size)).name,
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        **{split: asdict(record) for split, record in records.items()},
+        **splits,
     }
     with (folder / "meta.json").open("w", encoding="utf-8") as file:
         json.dump(meta, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
-    return meta
 
 
 def _sample(corpus: Corpus, threshold: int) -> Iterator[str]:
@@ -92,48 +109,38 @@ def _sample(corpus: Corpus, threshold: int) -> Iterator[str]:
             yield document
 
 
-def _write_splits(corpus: Corpus, folder: Path, tokenizer: Tokenizer, threshold: int) -> dict[str, SplitRecord]:
+def _write_splits(corpus: Corpus, folder: Path, tokenizer: Tokenizer, threshold: int) -> dict[str, dict[str, Any]]:
+    """Write both parts; of each, return its size, and the SHA-256 of its documents, one after the other in UTF-8."""
     end, size = end_of_text(tokenizer), vocabulary_size(tokenizer)
-    records = {split: SplitRecord() for split in ("train", "val")}
-    hashes = {split: hashlib.sha256() for split in records}
+    counts = {split: {"documents": 0, "bytes": 0} for split in ("train", "val")}
+    hashes = {split: hashlib.sha256() for split in counts}
+    quiet = not sys.stderr.isatty()
+    if quiet:
+        _say(f"Tokenizing {corpus.description}")
     with ExitStack() as stack:
-        writers = {split: stack.enter_context(ShardWriter(folder, split, size)) for split in records}
-        bar = stack.enter_context(_progress(corpus))
+        writers = {split: stack.enter_context(ShardWriter(folder, split, size)) for split in counts}
+        bar = tqdm(desc="Tokenizing", total=corpus.n_bytes, unit="B", unit_scale=True, disable=quiet, leave=False)
+        stack.enter_context(bar)
         for document, ids in _encoded(tokenizer, corpus.documents()):
             raw = document.encode()
             split = "val" if document_hash(document) < threshold else "train"
             writers[split].append(np.array([*ids, end]))
             hashes[split].update(raw)
-            records[split].documents += 1
-            records[split].bytes += len(raw)
+            counts[split]["documents"] += 1
+            counts[split]["bytes"] += len(raw)
             bar.update(len(raw))
-    for split, record in records.items():
-        record.tokens, record.sha256 = writers[split].tokens, hashes[split].hexdigest()
-    return records
+    return {s: {**counts[s], "tokens": writers[s].tokens, "sha256": hashes[s].hexdigest()} for s in counts}
 
 
 def _encoded(tokenizer: Tokenizer, documents: Iterator[str]) -> Iterator[tuple[str, list[int]]]:
     """Each document with its token ids, encoded in parallel a megabyte at a time."""
-    for chunk in _chunks(documents):
-        for document, encoding in zip(chunk, tokenizer.encode_batch_fast(chunk, add_special_tokens=False), strict=True):
-            yield document, encoding.ids
-
-
-def _chunks(documents: Iterator[str]) -> Iterator[list[str]]:
     for first in documents:
         chunk, length = [first], len(first)
         while length < _CHUNK_BYTES and (more := next(documents, None)) is not None:
             chunk.append(more)
             length += len(more)
-        yield chunk
-
-
-def _progress(corpus: Corpus) -> tqdm:
-    if not sys.stderr.isatty():
-        _say(f"Tokenizing {corpus.description}")
-    return tqdm(
-        desc="Tokenizing", total=corpus.n_bytes, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False
-    )
+        for document, encoding in zip(chunk, tokenizer.encode_batch_fast(chunk, add_special_tokens=False), strict=True):
+            yield document, encoding.ids
 
 
 def _say(line: str) -> None:

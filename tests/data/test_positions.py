@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks.data.positions import micro_batch_positions
-from lightning_tricks.data.resume import DataPosition, steps_to_come
+from lightning_tricks.data.positions import DataPosition, micro_batch_positions, steps_to_come
 
 
 def rows_of_steps(start, steps, micro_batches, size, world):

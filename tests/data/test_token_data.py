@@ -94,7 +94,7 @@ def test_an_id_beyond_the_declared_vocabulary_is_named_before_training(write_sha
 
 
 def test_an_id_that_the_scan_did_not_reach_is_named_at_its_batch(write_shard, monkeypatch):
-    monkeypatch.setattr("lightning_tricks.data.id_guard.SCANNED_TOKENS", 0)
+    monkeypatch.setattr("lightning_tricks.data.loader.SCANNED_TOKENS", 0)
     ids = np.zeros(400, dtype=int)
     ids[333] = 200
     path = write_shard(ids)
@@ -107,7 +107,7 @@ def test_an_id_that_the_scan_did_not_reach_is_named_at_its_batch(write_shard, mo
 
 
 def test_a_batch_s_first_column_and_last_label_are_looked_at(write_shard, monkeypatch):
-    monkeypatch.setattr("lightning_tricks.data.id_guard.SCANNED_TOKENS", 0)
+    monkeypatch.setattr("lightning_tricks.data.loader.SCANNED_TOKENS", 0)
     for position in (0, 4):  # of the only row
         ids = np.zeros(5, dtype=int)
         ids[position] = 200

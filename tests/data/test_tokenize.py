@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.data.split import document_hash, validation_threshold
+from lightning_tricks.data.tokenize import document_hash, validation_threshold
 
 
 def held_out(documents, val_fraction):
