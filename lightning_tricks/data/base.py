@@ -44,13 +44,7 @@ class ShardData(pl.LightningDataModule):
     def use(
         self, streams: dict[str, TokenStream], tokenizer: Tokenizer | None, fingerprint: str, tokenizer_name: str
     ) -> None:
-        """Serve these streams from now on.
-
-        Args:
-            streams: `train`, and `val` if there is one.
-            tokenizer: the one that wrote them, None when not known.
-            fingerprint: identifies the data in checkpoints.
-            tokenizer_name: names the tokenizer in checkpoints.
+        """Serve the streams `train` and, if there is one, `val`; checkpoints record the fingerprint and the name.
 
         Raises:
             UsageError: too little text for one row, or ids that the tokenizer does not have.

@@ -3,6 +3,8 @@
 Two map-style datasets: training rows addressed by sample position, validation windows in their order.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -53,6 +55,7 @@ class TrainBatches(Dataset[Batch]):
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
+@dataclass(eq=False)
 class ValidationBatches(Dataset[Batch]):
     """Batches of the validation stream's windows, side by side: every token but the first is a label once.
 
@@ -74,20 +77,14 @@ class ValidationBatches(Dataset[Batch]):
     https://github.com/karpathy/nanochat/blob/master/nanochat/loss_eval.py.
     """
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        seq_len: int,
-        micro_batch_size: int,
-        token_bytes: NDArray[np.int64] | None = None,
-        eot_id: int | None = None,
-        with_document_ids: bool = False,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        self.stream, self.seq_len, self.micro_batch_size = stream, seq_len, micro_batch_size
-        self.token_bytes, self.eot_id, self.with_document_ids = token_bytes, eot_id, with_document_ids
-        self.rank, self.world = rank, world
+    stream: TokenStream
+    seq_len: int
+    micro_batch_size: int
+    token_bytes: NDArray[np.int64] | None = None
+    eot_id: int | None = None
+    with_document_ids: bool = False
+    rank: int = 0
+    world: int = 1
 
     def __len__(self) -> int:
         windows = -(-max(len(self.stream) - 1, 0) // self.seq_len)

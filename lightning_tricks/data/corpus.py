@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data.readers import expand, is_rows, read_file, read_pieces, read_rows
 
+Documents = Callable[[], Iterator[str]]
 _MANY_FILES = 100
 
 
@@ -28,12 +29,10 @@ class Corpus:
     description: str
     fingerprint: str
     n_bytes: int | None
-    documents: Callable[[], Iterator[str]]
+    documents: Documents
 
 
-def _corpus_of_files(
-    description: str, paths: list[Path], setting: str, documents: Callable[[], Iterator[str]]
-) -> Corpus:
+def _corpus_of_files(description: str, paths: list[Path], setting: str, documents: Documents) -> Corpus:
     """A corpus whose fingerprint changes with `setting` and with any file's path, size or time of change."""
     stats = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
     fingerprint = hashlib.sha256(repr((stats, (setting,))).encode()).hexdigest()
@@ -74,10 +73,6 @@ def text_files(patterns: list[str], text_field: str) -> Corpus:
     each is a document. If there are fewer, each is cut after blank lines into documents of about a two hundredth of
     the whole (2 to 64 KiB), so that one big file has a validation part too.
 
-    Args:
-        patterns: as the user gave them.
-        text_field: the key or column that holds the text of a row.
-
     Raises:
         UsageError: a pattern matches nothing, a file is empty, unreadable or not UTF-8, a row lacks the field.
     """
@@ -99,11 +94,7 @@ def text_files(patterns: list[str], text_field: str) -> Corpus:
 
 
 def hugging_face(name: str, text_field: str) -> Corpus:
-    """The `train` split of a dataset on the Hub, or of a local dataset folder, streamed.
-
-    Args:
-        name: `owner/dataset` or `owner/dataset:config`.
-        text_field: the column that holds the text.
+    """The `train` split of a dataset, streamed: `owner/dataset[:config]` on the Hub, or a local dataset folder.
 
     Raises:
         UsageError: `datasets` is not installed, the dataset cannot be read or has no such column.

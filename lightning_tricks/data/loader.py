@@ -15,6 +15,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.data.batches import Batch, TrainBatches, ValidationBatches
 from lightning_tricks.data.stream import TokenStream
 
+Batches = TrainBatches | ValidationBatches
 SCANNED_TOKENS = 1 << 30  # training tokens read before the start, in a second or two; later ones are checked in batches
 
 
@@ -34,7 +35,7 @@ class IdGuard:
         if self.bound is None or vocab_size < self.bound:
             self.bound, self.whose = vocab_size, whose
 
-    def check(self, batches: TrainBatches | ValidationBatches, position: int, batch: Batch) -> None:
+    def check(self, batches: Batches, position: int, batch: Batch) -> None:
         """Refuse a batch with an id that is too large: two maxima on the CPU, which take microseconds."""
         if self.bound is None:
             return
@@ -65,13 +66,7 @@ class Loader:
         guard: refuses a batch before it is yielded.
     """
 
-    def __init__(
-        self,
-        batches: TrainBatches | ValidationBatches,
-        positions: Callable[[], range],
-        num_workers: int,
-        guard: IdGuard,
-    ) -> None:
+    def __init__(self, batches: Batches, positions: Callable[[], range], num_workers: int, guard: IdGuard) -> None:
         self.batches, self.positions, self.num_workers, self.guard = batches, positions, num_workers, guard
 
     def __iter__(self) -> Iterator[Batch]:

@@ -79,14 +79,7 @@ class WindowOrder:
             raise ValueError(f"{tokens} tokens hold no window of {seq_len} tokens and the token after it")
 
     def starts(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
-        """First token of each position's window.
-
-        Args:
-            positions: (n,) sample positions, counted from the start of the run.
-
-        Returns:
-            (n,) int64 positions in the stream; `seq_len + 1` tokens can be read from each.
-        """
+        """First token of each sample position's window: (n,) int64, from which `seq_len + 1` tokens can be read."""
         epochs, inside = np.divmod(np.asarray(positions, dtype=np.int64), self.windows)
         out = np.empty_like(inside)
         for epoch in np.unique(epochs):

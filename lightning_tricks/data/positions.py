@@ -19,16 +19,8 @@ def micro_batch_positions(
 ) -> range:
     """Position of the first row of each of this process's micro-batches.
 
-    A step takes `world * micro_batches * micro_batch_size` consecutive positions, of which micro-batch m of rank r
-    takes `micro_batch_size` from `(m * world + r) * micro_batch_size` on.
-
-    Args:
-        start: first position of the first step.
-        steps: number of steps.
-        micro_batches: number accumulated for one step in each process.
-        micro_batch_size: rows in one.
-        rank: this process.
-        world: number of processes.
+    From `start` on, each step takes `world * micro_batches * micro_batch_size` consecutive positions, of which
+    micro-batch m of rank r takes `micro_batch_size` from `(m * world + r) * micro_batch_size` on.
 
     Returns:
         `steps * micro_batches` positions, `world * micro_batch_size` apart.
@@ -62,11 +54,8 @@ def align_accumulation(trainer: pl.Trainer, saved_micro_batches: int) -> None:
 
     A checkpoint holds the number of micro-batches of an incomplete step, but not their gradients. Lightning would
     accumulate only the rest of that step, and all later steps would be out of phase. Such checkpoints exist: a resumed
-    ModelCheckpoint saves again at its first micro-batch.
-
-    Args:
-        trainer: its fit loop has loaded its state and has not yet run.
-        saved_micro_batches: micro-batches per step in the run that wrote the checkpoint.
+    ModelCheckpoint saves again at its first micro-batch. Call it when the fit loop has loaded its state and has not yet
+    run, with the number of micro-batches per step in the run that wrote the checkpoint.
     """
     progress = batch_progress(trainer)
     if trainer.max_steps > trainer.global_step and trainer.limit_train_batches == 1.0:

@@ -5,9 +5,9 @@ import gzip
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn, TextIO, cast
+from typing import NoReturn, TextIO
 
 from lightning_tricks._errors import UsageError
 
@@ -68,16 +68,11 @@ def _is_visible(name: str) -> bool:
     return not name.startswith(".") and name != "__pycache__"
 
 
-def _open(path: Path) -> TextIO:
-    # newline="": line ends stay what they are, the text comes back byte for byte
-    if path.suffix == ".gz":
-        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8", newline=""))
-    return path.open(encoding="utf-8", newline="")
-
-
 def _lines(path: Path, limit: int = -1) -> Iterator[str]:
+    """The lines of a text file, gzipped or not; with `limit`, in parts of at most so many characters."""
+    open_text: Callable[..., TextIO] = gzip.open if path.suffix == ".gz" else open
     try:
-        with _open(path) as file:
+        with open_text(path, "rt", encoding="utf-8", newline="") as file:  # newline="" keeps the line ends
             while line := file.readline(limit):
                 yield line
     except UnicodeDecodeError as error:

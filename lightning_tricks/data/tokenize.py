@@ -40,10 +40,6 @@ def validation_threshold(documents: Iterable[str], val_fraction: float) -> int:
     Normally `val_fraction * 2**64`. If that selects none of a few documents, or all of them, the document nearest to
     the bound changes sides. Reading stops as soon as both sides are known to have a document.
 
-    Args:
-        documents: all of them, read lazily.
-        val_fraction: share of the documents to hold out, in (0, 1).
-
     Raises:
         UsageError: the two sides cannot both get a document.
     """
@@ -63,16 +59,9 @@ def validation_threshold(documents: Iterable[str], val_fraction: float) -> int:
 def tokenize_corpus(
     corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, vocab_size: int, val_fraction: float
 ) -> None:
-    """Write the shards of `corpus` into `folder`, which exists and is empty.
+    """Write the shards of `corpus` into an empty folder, each document followed by the end-of-text token.
 
-    Each document is followed by the end-of-text token.
-
-    Args:
-        corpus: the documents.
-        folder: receives the files.
-        tokenizer: encode with this one; None learns a byte-level BPE from the training documents.
-        vocab_size: tokens to learn when `tokenizer` is None.
-        val_fraction: share of the documents held out.
+    Without a tokenizer, learn a byte-level BPE of `vocab_size` tokens from the training documents.
     """
     threshold = validation_threshold(corpus.documents(), val_fraction)
     if tokenizer is None:
