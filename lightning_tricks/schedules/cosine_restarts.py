@@ -1,20 +1,19 @@
-"""Cosine falls, one after the other, each starting again at the peak (SGDR): a usable checkpoint at every trough."""
+"""Cosine decays, one after the other, each from the peak (SGDR): a usable checkpoint at the end of each."""
 
 import math
 from dataclasses import dataclass
 
-from lightning_tricks.schedules._settings import check_share, check_whole
-from lightning_tricks.schedules.schedule import Schedule, floor_lr, warmup_lr
+from lightning_tricks.schedules.schedule import Schedule, check_share, check_whole, floor_lr, warmup_lr
 
 
 @dataclass(frozen=True, kw_only=True)
 class CosineRestarts(Schedule):
-    """Linear warmup, then cosine falls to `min_ratio` of the peak; the first takes `cycle_steps`, the n-th
+    """Linear warmup, then cosine decays to `min_ratio` of the peak; the first takes `cycle_steps`, the n-th
     `cycle_steps * cycle_mult ** (n - 1)`. Needs no `max_steps`.
 
-    First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. Each cycle starts at the peak and
-    its last step is a hair above the floor. Last step of the run: wherever in its cycle it falls; past it: the cycles
-    go on. To end in a trough, choose `max_steps` as the warmup and whole cycles.
+    First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. Each cycle starts at the peak, and
+    its last step is slightly above the floor. Last step of the run: anywhere in a cycle; past it, the cycles go on. To
+    end near the floor, let `max_steps` be the warmup and whole cycles.
 
     Args:
         cycle_steps: length of the first cycle in optimizer steps (T_0 in the source).

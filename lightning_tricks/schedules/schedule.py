@@ -1,6 +1,7 @@
-"""The base class of schedules: the learning rate is a pure function of the step, so a resume needs the step alone.
+"""The base class of schedules, and the functions that all curves share.
 
-Subclass `Schedule` to add a curve; `ScheduleLR` (schedule_lr.py) drives an optimizer with one.
+The learning rate is a pure function of the step, so a resume needs the step alone. Subclass `Schedule` to add a curve;
+`ScheduleLR` (schedule_lr.py) drives an optimizer with one.
 """
 
 from abc import ABC, abstractmethod
@@ -13,8 +14,8 @@ from lightning_tricks._errors import UsageError
 class Schedule(ABC):
     """A learning-rate curve without memory. Subclasses are frozen dataclasses that define `lr`.
 
-    Steps count optimizer updates from 0: a run of `total_steps` uses steps 0 to total_steps - 1. Nothing is remembered
-    between calls, so steps may be asked for in any order.
+    Steps count optimizer updates from 0: a run of `total_steps` uses steps 0 to total_steps - 1. They may be asked for
+    in any order.
     """
 
     needs_total: ClassVar[bool] = False
@@ -24,12 +25,11 @@ class Schedule(ABC):
     def lr(self, peak: float, step: int, total_steps: int | None) -> float:
         """The learning rate at `step`, for a group whose own learning rate is `peak`.
 
-        This is `peak * factor(step, total_steps)` up to rounding. The curve is drawn between `peak` and its floor, in
-        the order in which the field's formulas are written, because a rounded factor times the peak is not always the
-        same float as the formula.
+        This is `peak * factor(step, total_steps)` up to rounding. The curve is computed between `peak` and its floor,
+        as the field's formulas are written, because a rounded factor times the peak can be another float.
 
         Args:
-            peak: the group's own learning rate, that of the recipe.
+            peak: the group's own learning rate, from the recipe.
             step: optimizer updates done before this one, 0 or more.
             total_steps: optimizer updates in the whole run (`trainer.max_steps`); None or -1 for unknown.
         """
@@ -59,6 +59,20 @@ class Schedule(ABC):
     def _checked(self, total_steps: int | None) -> int:
         self.check(total_steps)
         return cast(int, total_steps)  # for curves with needs_total: check has refused None
+
+
+def check_whole(schedule: Schedule, option: str, least: int = 0) -> None:
+    """Refuse an option that is not a whole number of at least `least`: a float, a bool, NaN."""
+    value = getattr(schedule, option)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{type(schedule).__name__}.{option}={value!r}: give a whole number, {least} or more")
+
+
+def check_share(schedule: Schedule, option: str) -> None:
+    """Refuse an option that is not a number from 0 to 1."""
+    value = getattr(schedule, option)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise UsageError(f"{type(schedule).__name__}.{option}={value!r}: give a number between 0 and 1")
 
 
 def warmup_lr(peak: float, step: int, warmup_steps: int) -> float:

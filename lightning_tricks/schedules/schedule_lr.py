@@ -13,9 +13,9 @@ class ScheduleLR(LRScheduler):
     """Set the learning rate of each group to the schedule's value for that group's own learning rate.
 
     The state dict holds `last_epoch` (torch's word for the step) and nothing else, so a resume with another learning
-    rate, length or shape follows the recipe and not the checkpoint. That holds whether the optimizer's state is loaded
-    before or after the scheduler's: loading it puts the old `lr` and `initial_lr` into the groups, and both are set
-    again. A checkpoint of any torch scheduler serves as well, as they all keep `last_epoch`.
+    rate, length or shape follows the recipe and not the checkpoint, whether the optimizer's state is loaded before or
+    after the scheduler's: it holds the old `lr` and `initial_lr` of each group, and both are set again. The state of
+    any other torch scheduler can be loaded too, because all of them keep `last_epoch`.
 
     Call `step()` once after each optimizer step. A learning rate held in a Tensor is filled in place.
 
@@ -54,15 +54,15 @@ class ScheduleLR(LRScheduler):
         optimizer.register_load_state_dict_post_hook(lambda _: self._apply())
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rate of each group at the present step."""
+        """The learning rate of each group at the current step."""
         return [self.schedule.lr(peak, self.last_epoch, self.total_steps) for peak in self._peaks]
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, and nothing that the recipe says."""
+        """The step, without any setting of the recipe."""
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the step from `state_dict` and set the learning rates that the recipe has for it."""
+        """Take the step from `state_dict` and set the recipe's learning rates for it."""
         self.last_epoch = state_dict["last_epoch"]
         self._apply()
 

@@ -1,19 +1,17 @@
-"""Warmup, then the peak for ever: for runs without an end, and the stable part of a warmup-stable-decay run."""
+"""Warmup, then the peak: for runs without an end, and for the stable part of a warmup-stable-decay run."""
 
 from dataclasses import dataclass
 
-from lightning_tricks.schedules._settings import check_whole
-from lightning_tricks.schedules.schedule import Schedule, warmup_lr
+from lightning_tricks.schedules.schedule import Schedule, check_whole, warmup_lr
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupConstant(Schedule):
     """Linear warmup to the peak, then the peak. Needs no `max_steps`.
 
-    First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. Peak: from step warmup_steps - 1
-    on. Last step and past it: the peak.
-
-    To end such a run well, resume its checkpoint with `WarmupStableDecay` and its `decay_start`.
+    First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. From step warmup_steps - 1 to the
+    last one and past it: the peak. To end such a run with a decay, resume its checkpoint with `WarmupStableDecay` and
+    its `decay_start`.
 
     Args:
         warmup_steps: length of the warmup in optimizer steps; 0 for none.

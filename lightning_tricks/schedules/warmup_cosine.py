@@ -1,11 +1,10 @@
-"""Warmup, then half a cosine down to a share of the peak: the usual curve for a run whose length is known."""
+"""Warmup, then half a cosine down to a share of the peak: the usual curve for a run of known length."""
 
 import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_tricks.schedules._settings import check_share, check_whole
-from lightning_tricks.schedules.schedule import Schedule, floor_lr, warmup_lr
+from lightning_tricks.schedules.schedule import Schedule, check_share, check_whole, floor_lr, warmup_lr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,8 +12,8 @@ class WarmupCosine(Schedule):
     """Linear warmup to the peak, then half a cosine down to `min_ratio` of it at the end of the run.
 
     First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. Peak: steps warmup_steps - 1 and
-    warmup_steps. Last step (total - 1): a hair above the floor, by (1 - min_ratio) * (1 - cos(pi / (total - warmup)))
-    / 2 of the peak. From step `total` on: the floor.
+    warmup_steps. Last step (total - 1): above the floor by (1 - min_ratio) * (1 - cos(pi / (total - warmup))) / 2 of
+    the peak. From step `total` on: the floor.
 
     `lr` is bit for bit `floor + 0.5 * (1 + cos(pi * (step - warmup) / (total - warmup))) * (peak - floor)`, with the
     floor as a decimal product (0.1 of 6e-4 is 6e-05).

@@ -1,24 +1,22 @@
-"""Warmup, then a fall with one over the square root of the step: the original Transformer's curve, without an end."""
+"""Warmup, then a decay with one over the square root of the step: the original Transformer's curve, without an end."""
 
 import math
 from dataclasses import dataclass
 
-from lightning_tricks.schedules._settings import check_share, check_whole
-from lightning_tricks.schedules.schedule import Schedule, floor_lr, warmup_lr
+from lightning_tricks.schedules.schedule import Schedule, check_share, check_whole, floor_lr, warmup_lr
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupInverseSqrt(Schedule):
     """Linear warmup to the peak, then `peak * sqrt(warmup_steps / t)` with t = step + 1; never below `min_ratio`.
 
-    The curve has no end: it needs no `max_steps`, and a run may go on for as long as it pays. Without warmup it is
-    `peak / sqrt(t)`.
+    It needs no `max_steps`. Without warmup it is `peak / sqrt(t)`.
 
     First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. Peak: step warmup_steps - 1. Last
-    step (total - 1): sqrt(warmup_steps / total) of the peak, or the floor. Past it: on down to the floor.
+    step (total - 1): sqrt(warmup_steps / total) of the peak, or the floor. Past it: further down to the floor.
 
     Args:
-        warmup_steps: length of the warmup in optimizer steps, and the time scale of the fall; 0 for none.
+        warmup_steps: length of the warmup in optimizer steps, and the time scale of the decay; 0 for none.
         min_ratio: the floor as a share of the peak.
 
     Raises:
@@ -39,5 +37,5 @@ class WarmupInverseSqrt(Schedule):
         self.check(total_steps)
         if step < self.warmup_steps:
             return warmup_lr(peak, step, self.warmup_steps)
-        fallen = peak * math.sqrt(max(1, self.warmup_steps) / (step + 1))
-        return max(floor_lr(peak, self.min_ratio), fallen)
+        decayed = peak * math.sqrt(max(1, self.warmup_steps) / (step + 1))
+        return max(floor_lr(peak, self.min_ratio), decayed)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_tricks.schedules._settings import check_share, check_whole
-from lightning_tricks.schedules.schedule import Schedule, floor_lr, warmup_lr
+from lightning_tricks.schedules.schedule import Schedule, check_share, check_whole, floor_lr, warmup_lr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,8 +11,8 @@ class WarmupLinear(Schedule):
     """Linear warmup to the peak, then a straight line down to `min_ratio` of it at the end of the run.
 
     First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. Peak: steps warmup_steps - 1 and
-    warmup_steps. Last step (total - 1): one part in total - warmup_steps of the way above the floor, so even with
-    min_ratio 0 no step of the run is wasted on a learning rate of 0. From step `total` on: the floor.
+    warmup_steps. Last step (total - 1): above the floor by (1 - min_ratio) / (total - warmup_steps) of the peak, so
+    even with min_ratio 0 no step of the run is wasted on a learning rate of 0. From step `total` on: the floor.
 
     Args:
         warmup_steps: length of the warmup in optimizer steps; 0 for none. Usual: 0.1 to 2 % of the run.

@@ -1,4 +1,4 @@
-"""Warmup, the peak for most of the run, then a sharp fall (WSD): decide late how long to train, branch the end off."""
+"""Warmup, the peak for most of the run, then a sharp decay (WSD), which can start from any checkpoint at the peak."""
 
 import math
 from collections.abc import Callable
@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.schedules._settings import check_share, check_whole
-from lightning_tricks.schedules.schedule import Schedule, floor_lr, warmup_lr
+from lightning_tricks.schedules.schedule import Schedule, check_share, check_whole, floor_lr, warmup_lr
 
 _SHAPES: dict[str, Callable[[float], float]] = {  # share of the way left above the floor, at progress 0 to 1
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "1-sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-_DEFAULT_DECAY_FRACTION = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +21,11 @@ class WarmupStableDecay(Schedule):
 
     Give the decay by its length (`decay_steps`), by its share of the run (`decay_fraction`) or by the step at which it
     starts (`decay_start`); it always ends with the run. To branch a decay off a checkpoint of the stable part, resume
-    it with `decay_start` at the checkpoint's step and `max_steps` where the decay shall end: the curve before
+    it with `decay_start` at the checkpoint's step and `max_steps` at the end of the decay: the curve before
     `decay_start` does not depend on `max_steps`.
 
     First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. Peak: steps warmup_steps - 1 to the
-    decay's first. Last step (total - 1): above the floor by what `decay_shape` leaves one step before its end. From
+    decay's first. Last step (total - 1): above the floor by the value of `decay_shape` one step before its end. From
     step `total` on: the floor.
 
     Args:
@@ -35,14 +33,13 @@ class WarmupStableDecay(Schedule):
         decay_shape: `linear`, `cosine` (half a period) or `1-sqrt`. Default: `1-sqrt`, better than linear in the
             second source.
         decay_steps: length of the decay in optimizer steps.
-        decay_fraction: length of the decay as a share of the whole run, rounded to a whole step. 0.1 where none of the
-            three is given: 10 % of the tokens were enough in the first source.
+        decay_fraction: length of the decay as a share of the whole run, rounded to a whole step; 0.1 if none of the
+            three is given, because 10 % of the tokens were enough in the first source.
         decay_start: the step at which the decay starts, counted from the start of the run that is branched off.
         min_ratio: the floor as a share of the peak.
 
     Raises:
-        UsageError: a setting out of range; two of the three given; no `max_steps`; warmup and decay longer than the
-            run.
+        UsageError: a setting out of range; two of the three given; no `max_steps`; a run too short for both parts.
 
     Source: Hu et al. 2024, https://arxiv.org/abs/2404.06395 (WSD); Haegele et al. 2024,
         https://arxiv.org/abs/2405.18392 (the 1-sqrt shape).
@@ -92,7 +89,7 @@ class WarmupStableDecay(Schedule):
             return self.decay_start
         if self.decay_steps is not None:
             return total - self.decay_steps
-        fraction = _DEFAULT_DECAY_FRACTION if self.decay_fraction is None else self.decay_fraction
+        fraction = 0.1 if self.decay_fraction is None else self.decay_fraction
         return total - round(fraction * total)
 
     def lr(self, peak: float, step: int, total_steps: int | None) -> float:
