@@ -1,4 +1,4 @@
-"""Causal self-attention, within documents where asked: queries, keys and values in, what they gather out."""
+"""Causal self-attention, optionally within documents, and the largest logit of its softmax."""
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +14,14 @@ Rope = tuple[Tensor, Tensor]
 # Longest row for `_attention_by_products`. torch's fused CPU kernel takes 2.8 times as long at 256 tokens, 1.4 times at
 # 512, and no longer at 1024 (bf16, forward and backward, torch 2.13, one core of an AMD EPYC with avx512_bf16).
 PRODUCTS_MAX_LENGTH = 512
-# Products that `max_logit` holds at once: 64 MiB in fp32.
+# Products that `max_logit` computes at once: 64 MiB in fp32.
 LOGITS_IN_A_SLICE = 2**24
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
-    """Which earlier tokens each token may see: those of its own document, itself included.
+    """The tokens that each token may see: itself and the earlier ones of its own document.
 
-    Dense, so a row of T tokens costs T^2 bytes, and on CUDA attention leaves the flash kernel for the
-    memory-efficient one.
+    The mask is dense: a row of T tokens costs T^2 bytes, and on CUDA the memory-efficient kernel replaces flash.
 
     Args:
         document_ids: (batch, length) integers, equal for tokens of the same document.
@@ -34,13 +33,13 @@ def document_mask(document_ids: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Softmax-weighted mean of the values at earlier positions, the own one included.
+    """Softmax-weighted mean of the values at the own and all earlier positions.
 
     Args:
         q: (batch, heads, length, head_dim).
         k: (batch, kv_heads, length, head_dim); each serves heads / kv_heads neighbouring query heads.
         v: as `k`.
-        mask: as `document_mask` gives it, already causal. None: every earlier position.
+        mask: from `document_mask`, already causal. None: every earlier position.
 
     Returns:
         (batch, heads, length, head_dim).
@@ -57,10 +56,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """The textbook form, faster than torch's fused kernel where rows are short.
+    """The textbook form, faster than torch's fused kernel for short rows.
 
-    Scores are rounded to bf16 before the softmax, as in any bf16 model without a fused kernel, and the weights are kept
-    for the backward pass: heads * length^2 numbers a row.
+    Scores are rounded to bf16 before the softmax, as in any bf16 model without a fused kernel. The backward pass needs
+    the attention weights: heads * length^2 numbers a row.
     """
     batch, heads, length, head_dim = q.shape
     if mask is None:
@@ -73,7 +72,7 @@ def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None)
 
 
 def continued_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`causal_attention` for the last tokens of a row, whose earlier keys and values are known.
+    """`causal_attention` for the last tokens of a row, of which all keys and values are given.
 
     Args:
         q: (batch, heads, new, head_dim), of the last `new` of `length` tokens.
@@ -92,12 +91,7 @@ def continued_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def max_logit(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     """The largest number that enters the softmax of `causal_attention`: query times key, over sqrt(head_dim).
 
-    The products are made for a slice of the queries at a time, and masked as there.
-
-    Args:
-        q: (batch, heads, length, head_dim).
-        k: (batch, kv_heads, length, head_dim).
-        mask: as `document_mask` gives it, or None.
+    The products are computed for a slice of the queries at a time. Arguments as there.
 
     Returns:
         Scalar tensor in the dtype of `q`; NaN if a product is.
@@ -120,13 +114,10 @@ def max_logit(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped keys and values, rotary positions and normalised queries where asked.
+    """Multi-head attention, optionally with grouped keys and values, rotary positions and normalised queries.
 
     Queries, keys and values have a matrix each: Muon treats them as three, tensor parallelism splits each by heads,
-    and one joined product was no faster (3 % slower on a CPU at d_model 256 and 2048 tokens).
-
-    Args:
-        config: shape and options of the decoder.
+    and one matrix for all three was no faster (3 % slower on a CPU at d_model 256 and 2048 tokens).
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -145,9 +136,9 @@ class Attention(nn.Module):
 
         Args:
             x: normalised residual stream.
-            rope: tables of `RotaryPositions` for these positions; None: positions came with the embedding.
-            mask: as `document_mask` gives it, or None.
-            cache: keys and values of the tokens before these, to which theirs are added; takes no mask.
+            rope: tables of `RotaryPositions` for these positions; None: the embedding has added the positions.
+            mask: from `document_mask`, or None.
+            cache: keys and values of the tokens before these, to which theirs are added; without a mask.
         """
         q, k = self._queries_and_keys(x, rope)
         v = self._split_heads(self.v(x))
@@ -155,7 +146,7 @@ class Attention(nn.Module):
         return self.o(heads.transpose(1, 2).flatten(2))
 
     def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
-        """`max_logit` of what `forward` would attend with, a scalar; arguments as there."""
+        """`max_logit` of the queries and keys of `forward`, a scalar; arguments as there."""
         return max_logit(*self._queries_and_keys(x, rope), mask)
 
     def _queries_and_keys(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:

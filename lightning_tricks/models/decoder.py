@@ -6,13 +6,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_tricks._activation_checkpointing import Mode, check_mode, checkpointed
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import matmul_dtype
 from lightning_tricks.models.attention import Attention, Rope, document_mask
 from lightning_tricks.models.decoder_config import DecoderConfig
-from lightning_tricks.models.draw_normal import draw_normal
 from lightning_tricks.models.kv_cache import KVCache, LayerCache
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
 from lightning_tricks.models.norm import block_norm
@@ -20,11 +20,7 @@ from lightning_tricks.models.rope import RotaryPositions
 
 
 class MLP(nn.Module):
-    """The feed-forward half of a block, position by position.
-
-    Args:
-        config: shape and options of the decoder.
-    """
+    """The feed-forward half of a block, which treats each position alone."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -44,11 +40,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each reading a normalised residual stream and adding to it.
-
-    Args:
-        config: shape and options of the decoder.
-    """
+    """Attention and MLP, each of which reads the normalised residual stream and adds to it."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -60,14 +52,14 @@ class Block(nn.Module):
         self.n_linears = sum(isinstance(module, nn.Linear) for module in self.modules())
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
-        """Map the residual stream (batch, length, d_model) to the next one; the rest as in `Attention`."""
+        """Map the residual stream (batch, length, d_model) to the next one; arguments as in `Attention.forward`."""
         if cache is not None:
             return self._layer(x, rope, mask, cache)
-        # Inside forward, so that what shards or compiles the block sees the checkpoint as a part of it.
+        # Inside forward: FSDP2 and torch.compile then treat the checkpoint as a part of the block.
         return checkpointed(self.checkpointing, self._layer, x, rope, mask, linears=self.n_linears)
 
     def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
-        """The largest attention logit for what `forward` would be given, a scalar: queries and keys are made anew."""
+        """The largest attention logit for the arguments of `forward`, a scalar: queries and keys are computed again."""
         return self.attn.max_attention_logit(self.attn_norm(x).to(matmul_dtype(x)), rope, mask)
 
     def _layer(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
@@ -79,8 +71,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A causal transformer: `forward(input_ids)` gives the logits of every next token.
 
-    Weights are drawn as it is built, from torch's random state. Under `torch.device("meta")` nothing is allocated:
-    call `to_empty(device=...)` and `init_weights()` later, which give the values that building it there would have.
+    The constructor draws the weights from torch's random state. Under `torch.device("meta")` nothing is allocated:
+    call `to_empty(device=...)` and `init_weights()` later, which give the same values as construction on that device.
 
     Args:
         config: `Llama(...)` or `GPT2(...)`.
@@ -96,7 +88,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         device = torch.empty(0).device
-        # Built on meta first: torch would draw weights of its own choice, only for them to be drawn again.
+        # Built on meta first, because torch would draw its own initial weights, which `init_weights` draws again.
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.d_model)
             self.positions: nn.Module
@@ -124,9 +116,9 @@ class Decoder(nn.Module):
         Args:
             input_ids: (batch, length) int64 in [0, vocab_size).
             document_ids: (batch, length) integers; a token sees tokens of its own document only. None: all before it.
-            labels: (batch, length) int64, the token after each position; -100 does not count. The loss is made here,
-                and the head applied in slices, so that the logits never exist and shards of the head stay gathered.
-            cache: what the tokens before these left in each block; these are added to it. Not with `document_ids`.
+            labels: (batch, length) int64, the token after each position; -100 does not count. The loss is computed
+                in this call, a slice at a time: the full logits never exist, and shards of the head stay gathered.
+            cache: keys and values of the tokens before these, to which theirs are added. Not with `document_ids`.
 
         Returns:
             (batch, length, vocab_size), or a scalar in nats.
@@ -145,17 +137,15 @@ class Decoder(nn.Module):
         """The input of `head`, (batch, length, d_model), for a loss that applies the head in slices."""
         length, begin = input_ids.shape[1], 0 if cache is None else cache.length
         if begin + length > self.config.max_seq_len:
-            raise UsageError(
-                f"a row of {begin + length} tokens, but max_seq_len={self.config.max_seq_len}: "
-                "shorten the rows or raise it"
-            )
+            longest = f"max_seq_len={self.config.max_seq_len}"
+            raise UsageError(f"a row of {begin + length} tokens, but {longest}: shorten the rows or raise it")
         x = self.embed(input_ids)
         mask = None if document_ids is None else document_mask(document_ids)
         rope = None
         if isinstance(self.positions, RotaryPositions):
             rope = self.positions(length, matmul_dtype(x), begin)
         else:
-            x = x + self.positions(_places(input_ids, document_ids, begin))
+            x = x + self.positions(_positions_in_documents(input_ids, document_ids, begin))
         if cache is None:
             for block in self.blocks:
                 x = block(x, rope, mask)
@@ -165,11 +155,10 @@ class Decoder(nn.Module):
         return self.norm(x).to(matmul_dtype(x))
 
     def set_activation_checkpointing(self, mode: Mode | None) -> None:
-        """Choose what the blocks keep for the backward pass; see `checkpointed`. Gradients are the same.
+        """Choose the activations that the blocks keep for the backward pass. Gradients are the same.
 
         Args:
-            mode: `none`, `selective` (about half of the activations) or `full` (only what enters each block). None is
-                `none`.
+            mode: `none` (all of them), `selective` (about half) or `full` (each block's input only). None is `none`.
 
         Raises:
             UsageError: another mode.
@@ -179,7 +168,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Draw every weight anew, and fill the tables of positions; shards get what one device would have drawn.
+        """Draw every weight again, and fill the tables of positions; shards get the values of a run on one device.
 
         Matrices and embeddings are normal with `init_std`; those that write to the residual stream (`attn.o`,
         `mlp.down`), of which there are 2 n_layers, with `init_std / sqrt(2 n_layers)`, or zero with
@@ -196,7 +185,7 @@ class Decoder(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 std = scaled if name.endswith(("attn.o", "mlp.down")) else self.config.init_std
-                draw_normal(module.weight, std, generator)
+                _draw_normal(module.weight, std, generator)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, (nn.LayerNorm, nn.RMSNorm, RotaryPositions)):
@@ -207,16 +196,29 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Decoder":
-        # Leaving the meta device makes a new parameter for each name, which would part the tied pair.
+        # `to_empty` replaces the parameters of the meta device name by name, which would untie the two.
         super()._apply(fn, recurse)
         self._tie()
         return self
 
 
-def _places(input_ids: Tensor, document_ids: Tensor | None, begin: int = 0) -> Tensor:
+def _positions_in_documents(input_ids: Tensor, document_ids: Tensor | None, begin: int) -> Tensor:
     """Position of each token in its document, counted from 0: (length,), or (batch, length) with documents."""
-    places = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
+    positions = torch.arange(begin, begin + input_ids.shape[1], device=input_ids.device)
     if document_ids is None:
-        return places
+        return positions
     starts = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
-    return places - torch.where(starts, places, 0).cummax(dim=1).values
+    return positions - torch.where(starts, positions, 0).cummax(dim=1).values
+
+
+def _draw_normal(weight: Tensor, std: float, generator: torch.Generator | None) -> None:
+    """Fill `weight`, which may be a DTensor, in place from a normal distribution of mean 0.
+
+    For a shard every rank draws the whole weight and keeps its part, so the values do not depend on the number of
+    devices. torch's own `normal_` gives each rank of a CPU mesh the same numbers for its shard.
+    """
+    if not isinstance(weight, DTensor):
+        weight.normal_(0.0, std, generator=generator)
+        return
+    whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device).normal_(0.0, std, generator=generator)
+    weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))

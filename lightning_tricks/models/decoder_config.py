@@ -1,6 +1,6 @@
-"""The shape of a decoder: `Llama` and `GPT2`, two families of one model, told apart by their fields alone.
+"""The shape of a decoder: `Llama` and `GPT2`, two families of one model that differ in their fields alone.
 
-Write the family and what differs from its defaults; everything not written is the published model's.
+Name the family and the settings that differ from its defaults, which are those of the published model.
 """
 
 import abc
@@ -14,7 +14,7 @@ Activation = Literal["swiglu", "gelu", "relu2"]
 
 
 class DecoderConfig(abc.ABC):
-    """What `Decoder` reads to build itself. The families below say what each setting means.
+    """The settings that `Decoder` is built from; the families below describe them.
 
     A recipe names a family: `decoder: {class_path: Llama, init_args: {d_model: 256, n_layers: 4, n_heads: 4}}`.
     This base is no dataclass: jsonargparse lets `class_path` choose among the subclasses of plain classes only.
@@ -23,7 +23,7 @@ class DecoderConfig(abc.ABC):
     norm: ClassVar[Literal["rms", "layer"]]
     positions: ClassVar[Literal["rope", "learned"]]
     taken_over: ClassVar = ("vocab_size", "d_model", "n_layers", "n_heads", "max_seq_len")
-    """Settings that stay when an override names another family: sizes, which are no part of an architecture."""
+    """Settings that stay when an override names another family: the sizes, which both families have."""
 
     vocab_size: int
     d_model: int

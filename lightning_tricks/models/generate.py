@@ -1,4 +1,4 @@
-"""Continue rows of tokens with a decoder: greedily, or drawn with temperature, top-k and top-p."""
+"""Continue rows of tokens with a decoder, greedily or by sampling with temperature, top-k and top-p."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,14 +41,11 @@ class Sampling:
             raise UsageError(f"top_p={self.top_p}: give a number above 0, at most 1")
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One token for each row.
+        """One token for each row of `logits`, (batch, vocabulary) -> (batch,) int64.
 
         Args:
-            logits: (batch, vocabulary).
+            logits: of the next token.
             generator: source of randomness on the logits' device. Default: torch's.
-
-        Returns:
-            (batch,) int64.
         """
         if self.temperature == 0:
             return logits.argmax(dim=-1)
@@ -80,7 +77,7 @@ def generate(
     """Yield the next token of each row, one position at a time, with a cache of keys and values.
 
     Args:
-        decoder: in the mode (train or eval) and precision that it is to run in.
+        decoder: in the mode (train or eval) and precision in which to run it.
         input_ids: (batch, length) int64, at least one token; rows of one length.
         max_new_tokens: number of tokens to yield; stop earlier by leaving the loop.
         sampling: how a token is chosen; None: the most likely one.
@@ -104,7 +101,7 @@ def generate(
     cache = KVCache(decoder.config.n_layers, length + max_new_tokens)
     new = input_ids
     for _ in range(max_new_tokens):
-        # Compiled blocks would be compiled anew for rows of other lengths.
+        # Compiled blocks would be compiled again for each other length of the rows.
         with torch.compiler.set_stance("force_eager"):
             logits = decoder.head(decoder.features(new, cache=cache)[:, -1])
         chosen = sampling.choose(logits, generator)

@@ -1,4 +1,4 @@
-"""Weights from Hugging Face checkpoints: their names and layouts turned into the decoder's."""
+"""Weights from Hugging Face checkpoints, with the decoder's names and layouts."""
 
 import re
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ def llama_state_from_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> d
         config: a `Llama` of the same shape.
 
     Raises:
-        UsageError: a tensor that the decoder has no place for.
+        UsageError: a tensor without a counterpart in the decoder.
     """
     return _with_head({_rename(name, _LLAMA): tensor for name, tensor in state.items()}, config)
 
@@ -60,7 +60,7 @@ def gpt2_state_from_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> di
         config: a `GPT2` of the same shape.
 
     Raises:
-        UsageError: a tensor that the decoder has no place for.
+        UsageError: a tensor without a counterpart in the decoder.
     """
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():

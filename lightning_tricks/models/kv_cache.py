@@ -1,15 +1,11 @@
-"""Keys and values of the tokens that a decoder has read: with them a further token costs one position, not a row."""
+"""Keys and values of the tokens that a decoder has read, so that the next token costs one position and not a row."""
 
 import torch
 from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values of one block.
-
-    Args:
-        max_length: tokens that there is memory for; allocated at the first `append`.
-    """
+    """Keys and values of one block; the first `append` allocates the memory for `max_length` tokens."""
 
     def __init__(self, max_length: int) -> None:
         self.max_length, self.length = max_length, 0
@@ -17,11 +13,7 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of the next tokens, each (batch, kv_heads, new, head_dim), and return those of all.
-
-        Returns:
-            Two views of shape (batch, kv_heads, length, head_dim).
-        """
+        """Add keys and values, (batch, kv_heads, new, head_dim); return those of all tokens so far, as views."""
         if self._keys is None or self._values is None:
             shape = (*k.shape[:2], self.max_length, k.shape[3])
             self._keys, self._values = torch.empty(shape, dtype=k.dtype, device=k.device), v.new_empty(shape)

@@ -1,4 +1,4 @@
-"""Output head and cross-entropy in one, a slice of tokens at a time: the full logits never exist.
+"""Output head and cross-entropy together, for a slice of tokens at a time: the full logits never exist.
 
 At vocabulary 50304 and 65536 tokens the logits and their gradient alone would take 26 GB in fp32.
 """
@@ -12,15 +12,9 @@ from lightning_tricks._tensors import matmul_dtype
 
 
 def nats_and_gradient(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Sum of cross-entropies and its gradient with respect to the logits, both in fp32.
+    """Sum of cross-entropies of (N, V) logits with (N,) labels, and its gradient with respect to the logits, in fp32.
 
-    Args:
-        logits: (N, V), any float type; overwritten where they are fp32 already.
-        labels: (N,) int64.
-        ignore_index: Label that counts nothing.
-
-    Returns:
-        Scalar and (N, V).
+    Logits that are fp32 already are overwritten.
     """
     counted = labels != ignore_index
     target = torch.where(counted, labels, 0).unsqueeze(1)
@@ -67,15 +61,15 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum over tokens of -log softmax(x @ weight.T)[label], in nats.
 
-    The gradient is made in the forward pass, slice by slice, so no logits are kept or computed twice. Products run in
-    the type of `x` (under autocast: in its type), the softmax and the sums in fp32.
+    The forward pass computes the gradient too, slice by slice, so no logits are kept or computed twice. Products run
+    in the dtype of `x`, or in autocast's; the softmax and the sums in fp32.
 
     Args:
         x: (N, d) features.
         weight: (V, d) of the output head.
         labels: (N,) int64.
-        ignore_index: Label that counts nothing.
-        rows: Tokens in a slice. Default: 256 on CPU, where a slice then stays in cache; 8192 elsewhere.
+        ignore_index: label that does not count.
+        rows: tokens in a slice. Default: 256 on a CPU, whose cache holds such a slice; 8192 elsewhere.
 
     Returns:
         Scalar fp32 tensor.

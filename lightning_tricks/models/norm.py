@@ -21,12 +21,12 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` of shape (..., width), normalised."""
-        # Under autocast the scale is fp32 and queries are bf16: mixed, torch would leave its fused kernel and warn.
+        # Under autocast the scale is fp32 and queries are bf16, a mixture for which torch has no fused kernel.
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def block_norm(config: DecoderConfig) -> nn.Module:
-    """The norm of the residual stream that the config's family uses."""
+    """The norm of the residual stream in the config's family."""
     if config.norm == "rms":
         return RMSNorm(config.d_model, config.norm_eps)
     return nn.LayerNorm(config.d_model, config.norm_eps, bias=config.bias)

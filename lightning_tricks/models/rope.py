@@ -1,4 +1,4 @@
-"""Rotary positions: turn each query and key by an angle that grows with its position in the row."""
+"""Rotary positions: rotate each query and key by an angle that grows with its position in the row."""
 
 import torch
 from torch import Tensor, nn
@@ -7,14 +7,14 @@ from torch import Tensor, nn
 class RotaryPositions(nn.Module):
     """Tables of cosines and sines, computed in fp32 and never saved.
 
-    Dimension i of a head turns together with dimension i + head_dim / 2, the convention of Hugging Face's checkpoints
-    (Meta's own files pair neighbours instead). The product of a rotated query and key depends on the distance between
+    Dimension i of a head is rotated together with dimension i + head_dim / 2, as in Hugging Face's checkpoints (Meta's
+    own files pair neighbours). The product of a rotated query and key depends on the distance between
     their positions alone, so documents packed into a row need no positions of their own.
 
     Args:
         head_dim: width of a head; even.
         max_seq_len: number of positions.
-        theta: base of the wavelengths: pair i turns by theta ** (-2 i / head_dim) radians a token.
+        theta: base of the wavelengths: pair i rotates by theta ** (-2 i / head_dim) radians a token.
 
     Source: Su et al. 2021, https://arxiv.org/abs/2104.09864.
     """
@@ -31,14 +31,14 @@ class RotaryPositions(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill the tables; to be called again after `to_empty`."""
+        """Fill the tables; call it again after `to_empty`."""
         positions, head_dim = self.cos.shape
         # fp32 whatever the default dtype: bf16 cannot tell position 256 from 257.
         pair = torch.arange(0, head_dim, 2, dtype=torch.float32, device=self.cos.device)
         frequencies = 1.0 / self.theta ** (pair / head_dim)
         angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=self.cos.device), frequencies)
         self.cos.copy_(angles.cos().repeat(1, 2))
-        # The minus sign of the rotation lives in the table, so that `rotate` needs no negated copy.
+        # The table contains the minus sign of the rotation, so that `rotate` needs no negated copy.
         self.sin.copy_(torch.cat((-angles.sin(), angles.sin()), dim=1))
 
     def forward(self, length: int, dtype: torch.dtype, begin: int = 0) -> tuple[Tensor, Tensor]:
