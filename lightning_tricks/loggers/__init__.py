@@ -3,7 +3,4 @@
 from lightning_tricks.loggers.resuming_csv_logger import ResumingCSVLogger
 from lightning_tricks.loggers.resuming_tensorboard_logger import ResumingTensorBoardLogger
 
-__all__ = [
-    "ResumingCSVLogger",
-    "ResumingTensorBoardLogger",
-]
+__all__ = ["ResumingCSVLogger", "ResumingTensorBoardLogger"]

@@ -1,15 +1,15 @@
-"""A CSVLogger that goes on in the same file after a resume, where Lightning's would delete it."""
+"""A CSVLogger that goes on in the same file after a resume; Lightning's would delete the file."""
 
 import csv
-from collections.abc import Callable
+import math
 from typing import Any
 
 from lightning_tricks._lightning import pl, rank_zero_only
 from lightning_tricks.loggers.resume_point import ResumePoint
 
 
-def is_before(row: dict[str, str], step: int) -> bool:
-    """Whether a row of the file belongs to a step before `step`; a row without one does."""
+def is_before(row: dict[str, str], step: float) -> bool:
+    """Whether a row of the file belongs to a step before `step`, or to none."""
     try:
         return float(row["step"]) < step
     except (KeyError, TypeError, ValueError):
@@ -17,7 +17,7 @@ def is_before(row: dict[str, str], step: int) -> bool:
 
 
 class AppendingWriter(pl.loggers.csv_logs.ExperimentWriter):
-    """Lightning's writer of `metrics.csv`, which keeps the rows that are there."""
+    """Lightning's writer of `metrics.csv`, which keeps the existing rows."""
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir)
@@ -29,15 +29,15 @@ class AppendingWriter(pl.loggers.csv_logs.ExperimentWriter):
         """Delete nothing."""
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
-        """Names of the columns, and the rows; not the last row if a kill cut it short."""
+        """Names of the columns, and the rows; without the last row if a kill cut it short."""
         with self._fs.open(self.metrics_file_path, "r", newline="") as file:
             lines = file.read().splitlines(keepends=True)
         reader = csv.DictReader(line for line in lines if line.endswith("\n"))
         return list(reader.fieldnames or []), list(reader)
 
-    def _rewrite(self, fieldnames: list[str], keep: Callable[[dict[str, str]], bool]) -> None:
-        """Replace the file by its kept rows under the given header, in one step: a kill leaves the old or the new."""
-        rows = filter(keep, self._read()[1])
+    def _rewrite_with_new_header(self, fieldnames: list[str], end: float = math.inf) -> None:
+        """Replace the file by its rows before step `end`, in one piece: a kill leaves the old file or the new one."""
+        rows = [row for row in self._read()[1] if is_before(row, end)]
         temporary = self.metrics_file_path + ".tmp"
         with self._fs.open(temporary, "w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=fieldnames)
@@ -45,27 +45,24 @@ class AppendingWriter(pl.loggers.csv_logs.ExperimentWriter):
             writer.writerows(rows)
         self._fs.mv(temporary, self.metrics_file_path)
 
-    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
-        self._rewrite(fieldnames, lambda row: True)
-
     def drop_from(self, step: int) -> None:
-        """Remove the rows of `step` and all later ones, if they are of an earlier fit."""
+        """Remove the rows of `step` and all later ones, if an earlier fit has written them."""
         if self.used_before:
-            self._rewrite(self.metrics_keys, lambda row: is_before(row, step))
+            self._rewrite_with_new_header(self.metrics_keys, end=step)
         self.used_before = True
 
 
 class ResumingCSVLogger(pl.loggers.csv_logs.CSVLogger):
-    """Lightning's CSVLogger, which after a resume appends, each step once. Never changes training.
+    """Lightning's CSVLogger, which appends after a resume and has one row for each step. Never changes training.
 
-    A run that was killed at step 140 and resumed from a checkpoint of step 100 trains steps 100 to 139 again: the rows
-    of these steps are removed when the resumed run starts, and come anew. The file is replaced in one piece, so a
-    kill loses nothing. A fresh start in a folder that was used before removes all rows. New metrics get their columns.
+    A run that was killed at step 140 and resumed from a checkpoint of step 100 trains steps 100 to 139 again: their
+    rows are removed when the resumed run starts, and written again. The file is replaced in one piece, so a kill loses
+    nothing. A fresh start in a folder that was used before removes all rows. New metrics get their columns.
 
-    For that the resumed run must write into the same folder: give a `version`, such as `""` for none of its own.
+    For that the resumed run must write into the same folder: give a `version`; `""` means no folder of its own.
     Without one each start gets a new `version_N`, as with Lightning.
 
-    The Trainer is met through its own call of `log_graph` when a fit starts. With `enable_autolog_hparams=False`, or
+    The logger learns of a fit through the Trainer's call of `log_graph`. With `enable_autolog_hparams=False`, or
     without a Trainer, call `resume_at` yourself before the first metrics.
 
     Its arguments are those of Lightning's CSVLogger.
@@ -84,11 +81,11 @@ class ResumingCSVLogger(pl.loggers.csv_logs.CSVLogger):
         """Remove the rows of `step` and later ones.
 
         Args:
-            step: of the first metrics to come.
+            step: step of the next metrics.
         """
         self.experiment.drop_from(step)
 
     @rank_zero_only
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Nothing to draw. The Trainer calls it when a fit starts, which is how `resume_at` comes to be called."""
+        """Draws nothing. The Trainer calls it when a fit starts, and `resume_at` is then called at the first batch."""
         ResumePoint.watch(model)

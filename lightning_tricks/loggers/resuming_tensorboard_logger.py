@@ -22,23 +22,23 @@ def as_number(value: Any) -> float | None:
 
 
 class ResumingTensorBoardLogger(pl.loggers.TensorBoardLogger):
-    """Lightning's TensorBoardLogger, with which no step stands twice after a resume. Never changes training.
+    """Lightning's TensorBoardLogger, which after a resume shows each step once. Never changes training.
 
-    A run that was killed at step 140 and resumed from a checkpoint of step 100 trains steps 100 to 139 again. Here the
-    resumed run first tells TensorBoard to forget what it has from step 100 on, so that one curve goes on. Nothing is
-    deleted from disk. A fresh start in a folder that was used before hides all that the earlier run drew.
+    A run that was killed at step 140 and resumed from a checkpoint of step 100 trains steps 100 to 139 again. The
+    resumed run first tells TensorBoard to forget all points from step 100 on, so that one curve goes on. Nothing is
+    deleted from disk. A fresh start in a folder that was used before hides all curves of the earlier run.
 
-    For that the resumed run must write into the same folder: give a `version`, such as `""` for none of its own.
+    For that the resumed run must write into the same folder: give a `version`; `""` means no folder of its own.
     Without one each start gets a new `version_N`, as with Lightning; a resume then says so in one line.
 
     All numbers of one `log_metrics` call become one event, which is less work; TensorBoard shows them as any scalar.
 
-    The Trainer is met through its own call of `log_graph` when a fit starts. With `enable_autolog_hparams=False`, or
+    The logger learns of a fit through the Trainer's call of `log_graph`. With `enable_autolog_hparams=False`, or
     without a Trainer, call `resume_at` yourself before the first metrics.
 
     Its arguments are those of Lightning's TensorBoardLogger.
 
-    Source: what makes TensorBoard forget, in `_CheckForRestartAndMaybePurge` of
+    Source: the events that make TensorBoard forget, in `_CheckForRestartAndMaybePurge` of
     https://github.com/tensorflow/tensorboard/blob/master/tensorboard/backend/event_processing/plugin_event_accumulator.py
     """
 
@@ -49,8 +49,8 @@ class ResumingTensorBoardLogger(pl.loggers.TensorBoardLogger):
 
     @property
     def version(self) -> int | str:
-        """The version that was given, else the next one that is free."""
-        self._new_folder_each_start |= self._version is None  # asking settles it
+        """The given version, else the next free one."""
+        self._new_folder_each_start |= self._version is None  # Lightning's getter sets it
         return super().version
 
     @property
@@ -70,7 +70,7 @@ class ResumingTensorBoardLogger(pl.loggers.TensorBoardLogger):
         """Make TensorBoard forget all points from `step` on that are in the folder already.
 
         Args:
-            step: of the first metrics to come.
+            step: step of the next metrics.
         """
         writer = self.experiment._get_file_writer()
         if self._used_before:
@@ -81,7 +81,7 @@ class ResumingTensorBoardLogger(pl.loggers.TensorBoardLogger):
                 f"{type(self).__name__}: step {step} starts the new folder {self.log_dir}; to go on in the folder "
                 'of the run before, give the logger a version, such as ""'
             )
-        self._used_before = True  # where another fit follows
+        self._used_before = True  # for a following fit
         self._write_held_back(step)
 
     @rank_zero_only
@@ -106,16 +106,16 @@ class ResumingTensorBoardLogger(pl.loggers.TensorBoardLogger):
     def log_hyperparams(
         self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | None = None, step: int | None = None
     ) -> None:
-        """As Lightning's, but what has no step waits for `resume_at` in a folder that was used before."""
-        _ = self.experiment  # looks into the folder
+        """As Lightning's, but in a folder that was used before, values without a step wait for `resume_at`."""
+        _ = self.experiment  # sets `_used_before`
         if step is None and self._used_before:
-            self._held_back += ((params, metrics),)  # at step 0 it would stand twice, or be forgotten
+            self._held_back += ((params, metrics),)  # at step 0 they would be shown twice, or forgotten
         else:
             super().log_hyperparams(params, metrics, step)
 
     @rank_zero_only
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """As Lightning's. The Trainer calls it when a fit starts, which is how `resume_at` comes to be called."""
+        """As Lightning's. The Trainer calls it when a fit starts, and `resume_at` is then called at the first batch."""
         ResumePoint.watch(model)
         super().log_graph(model, input_array)
 
