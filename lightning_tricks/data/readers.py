@@ -70,7 +70,7 @@ def _is_visible(name: str) -> bool:
 
 def _lines(path: Path, limit: int = -1) -> Iterator[str]:
     """The lines of a text file, gzipped or not; with `limit`, in parts of at most so many characters."""
-    open_text: Callable[..., TextIO] = gzip.open if path.suffix == ".gz" else open
+    open_text: Callable[..., TextIO] = gzip.open if path.suffix == ".gz" else Path.open
     try:
         with open_text(path, "rt", encoding="utf-8", newline="") as file:  # newline="" keeps the line ends
             while line := file.readline(limit):
