@@ -1,7 +1,6 @@
-"""Autocast for every plugin: on the model's own device, and off where FSDP2 casts already; strategies it refuses."""
+"""The part that four plugins share: autocast on the model's own device, or FSDP2's casts in its place."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,52 +9,60 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import is_a, trainer_of
+from lightning_tricks.optim.masters import take_masters
 
 _OWN_PRECISION = {"DeepSpeedStrategy": "DeepSpeed", "FSDPStrategy": "FSDP1", "XLAStrategy": "XLA"}
 
 
-class Autocast:
-    """Autocast to `dtype` on the model's device, once it is known; off where FSDP2 casts.
+class AutocastPrecision(pl.plugins.Precision):
+    """Autocast to `_dtype` on the model's device, once it is known; off where FSDP2 casts already."""
 
-    Args:
-        dtype: of the products, `torch.bfloat16` or `torch.float16`.
-    """
+    _dtype = torch.bfloat16  # of the products
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        self.enabled = True
+    def __init__(self) -> None:
+        self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        self._autocasts = True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     @property
     def fsdp2_policy(self) -> MixedPrecisionPolicy:
-        """FSDP2's casts in its place: weights gathered in `dtype`, gradients reduced in fp32."""
-        return MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        """FSDP2's casts in the place of autocast: weights gathered in 16 bits, gradients reduced in fp32."""
+        return MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
 
-    def follow(self, module: nn.Module) -> None:
-        """Find out the device of a module that is about to be trained, and whether FSDP2 casts for it."""
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Find out the weights' device, and whether FSDP2 casts; the weights do not change.
+
+        Raises:
+            UsageError: see `refuse_strategy`.
+        """
+        refuse_strategy(self, module)
         trainer = trainer_of(module)
         if trainer is not None:
-            self.device_type = trainer.strategy.root_device.type
-        self.enabled = not casts_by_fsdp2(module, self.dtype)
+            self._device_type = trainer.strategy.root_device.type
+        self._autocasts = not _casts_by_fsdp2(module, self._dtype)
+        return module
 
-    @contextmanager
-    def context(self) -> Iterator[None]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         """Wrap a forward pass. Weight casts are not cached: activation checkpointing must cast them again."""
-        with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False):
-            yield
+        return torch.autocast(self._device_type, dtype=self._dtype, enabled=self._autocasts, cache_enabled=False)
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        """Take the fp32 masters over from a checkpoint of `BF16True`."""
+        for optimizer in optimizers:
+            optimizer.register_load_state_dict_post_hook(take_masters)
+        return model, optimizers, lr_schedulers
 
 
-def casts_by_fsdp2(module: nn.Module, dtype: torch.dtype) -> bool:
+def _casts_by_fsdp2(module: nn.Module, dtype: torch.dtype) -> bool:
     """Whether FSDP2 casts all parameters and inputs of `module` to `dtype`: autocast would only repeat it."""
-    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    policies = [part._get_fsdp_state()._mp_policy for part in sharded]  # torch has no public way to ask
-    whole = all(isinstance(parameter, DTensor) for parameter in module.parameters())
-    return (
-        bool(policies)
-        and whole
-        and all(policy.param_dtype == dtype and policy.cast_forward_inputs for policy in policies)
-    )
+    # torch has no public way to ask
+    policies = [part._get_fsdp_state()._mp_policy for part in module.modules() if isinstance(part, FSDPModule)]
+    casts = bool(policies) and all(policy.param_dtype == dtype and policy.cast_forward_inputs for policy in policies)
+    return casts and all(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def refuse_strategy(plugin: Any, module: nn.Module) -> None:
@@ -65,8 +72,7 @@ def refuse_strategy(plugin: Any, module: nn.Module) -> None:
         UsageError: `module` is about to be trained by DeepSpeed, FSDP1 or XLA. (FSDP1 refuses any plugin but its own
             already when the Trainer is built.)
     """
-    trainer = trainer_of(module)
-    strategy = getattr(trainer, "strategy", None)
+    strategy = getattr(trainer_of(module), "strategy", None)
     found = next((own for name, own in _OWN_PRECISION.items() if is_a(strategy, name)), None)
     if found is not None:
         raise UsageError(

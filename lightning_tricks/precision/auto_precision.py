@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_tricks._lightning import pl
-from lightning_tricks.optim.state_storage import take_masters
-from lightning_tricks.precision._autocast import Autocast, refuse_strategy
+from lightning_tricks.precision._autocast import AutocastPrecision
 
 
 def has_fast_bf16(device_type: str) -> bool:
@@ -27,7 +25,7 @@ def has_fast_bf16(device_type: str) -> bool:
     return False
 
 
-class AutoPrecision(pl.plugins.Precision):
+class AutoPrecision(AutocastPrecision):
     """Autocast to bf16 where that is faster, fp32 otherwise; weights, gradients and optimizer state are always fp32.
 
     For recipes that run on any machine. A recipe for known hardware should name its precision instead
@@ -36,34 +34,23 @@ class AutoPrecision(pl.plugins.Precision):
     """
 
     def __init__(self) -> None:
-        self._autocast = Autocast(torch.bfloat16)
+        super().__init__()
         self._choose()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
     def _choose(self) -> None:
-        fast = has_fast_bf16(self._autocast.device_type)
-        self.precision = "bf16-mixed" if fast else "32-true"
+        self.precision = "bf16-mixed" if has_fast_bf16(self._device_type) else "32-true"
 
     @property
     def fsdp2_policy(self) -> MixedPrecisionPolicy:
         """The same as `BF16Mixed`'s where bf16 is fast; elsewhere the weights' own dtype."""
-        return self._autocast.fsdp2_policy if self.precision == "bf16-mixed" else MixedPrecisionPolicy()
+        return super().fsdp2_policy if self.precision == "bf16-mixed" else MixedPrecisionPolicy()
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Find out the weights' device, and whether FSDP2 casts; the weights do not change."""
-        refuse_strategy(self, module)
-        self._autocast.follow(module)
+        module = super().convert_module(module)
         self._choose()
         return module
 
-    def forward_context(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         """Wrap a forward pass."""
-        return self._autocast.context() if self.precision == "bf16-mixed" else nullcontext()
-
-    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Take the fp32 masters over from a checkpoint of `BF16True`."""
-        for optimizer in optimizers:
-            optimizer.register_load_state_dict_post_hook(take_masters)
-        return model, optimizers, lr_schedulers
+        return super().forward_context() if self.precision == "bf16-mixed" else nullcontext()

@@ -1,17 +1,9 @@
 """bf16 products over fp32 weights: the default for pretraining on everything since Ampere."""
 
-from contextlib import AbstractContextManager
-from typing import Any
-
-from torch import bfloat16, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-
-from lightning_tricks._lightning import pl
-from lightning_tricks.optim.state_storage import take_masters
-from lightning_tricks.precision._autocast import Autocast, refuse_strategy
+from lightning_tricks.precision._autocast import AutocastPrecision
 
 
-class BF16Mixed(pl.plugins.Precision):
+class BF16Mixed(AutocastPrecision):
     """Autocast to bf16; weights, gradients and optimizer state stay in fp32.
 
     It does the same as Lightning's `precision: bf16-mixed`, and more: gradients of fused optimizers can be clipped;
@@ -29,30 +21,3 @@ class BF16Mixed(pl.plugins.Precision):
     """
 
     precision = "bf16-mixed"
-
-    def __init__(self) -> None:
-        self._autocast = Autocast(bfloat16)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
-    @property
-    def fsdp2_policy(self) -> MixedPrecisionPolicy:
-        """Weights gathered in bf16, gradients reduced in fp32."""
-        return self._autocast.fsdp2_policy
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        """Find out the weights' device, and whether FSDP2 casts; the weights do not change."""
-        refuse_strategy(self, module)
-        self._autocast.follow(module)
-        return module
-
-    def forward_context(self) -> AbstractContextManager[None]:
-        """Wrap a forward pass."""
-        return self._autocast.context()
-
-    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Take the fp32 masters over from a checkpoint of `BF16True`."""
-        for optimizer in optimizers:
-            optimizer.register_load_state_dict_post_hook(take_masters)
-        return model, optimizers, lr_schedulers

@@ -1,18 +1,14 @@
 """bf16 weights that keep learning: 8 to 16 bytes a parameter with AdamW, and no update lost to rounding."""
 
-from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import bfloat16, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.optim import Optimizer
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks.optim.bf16_step import BF16Step, StateType, Update
-from lightning_tricks.precision._autocast import Autocast, refuse_strategy
+from lightning_tricks.precision._autocast import AutocastPrecision
 
 
 def to_bf16(module: nn.Module) -> None:
@@ -38,7 +34,7 @@ def to_bf16(module: nn.Module) -> None:
     module._apply(lambda tensor: tensor.to(bfloat16) if id(tensor) in chosen else tensor)
 
 
-class BF16True(pl.plugins.Precision):
+class BF16True(AutocastPrecision):
     """Store parameters and gradients in bf16; compute products in bf16, and each optimizer step in fp32.
 
     Lightning's `precision: bf16-true` rounds every update to the nearest bf16 value, so that a weight never moves if
@@ -73,9 +69,9 @@ class BF16True(pl.plugins.Precision):
         for name, value, known in (("update", update, Update), ("optimizer_state", optimizer_state, StateType)):
             if value not in get_args(known):
                 raise UsageError(f"BF16True: {name}={value!r} is not known: give one of {', '.join(get_args(known))}")
+        super().__init__()
         self.update = update
         self.optimizer_state = optimizer_state
-        self._autocast = Autocast(bfloat16)
         self._strategy: Any = None
         self._seed = 0
         self._steps: list[BF16Step] = []
@@ -83,23 +79,14 @@ class BF16True(pl.plugins.Precision):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(update={self.update!r}, optimizer_state={self.optimizer_state!r})"
 
-    @property
-    def fsdp2_policy(self) -> MixedPrecisionPolicy:
-        """Weights gathered in bf16, gradients reduced in fp32."""
-        return self._autocast.fsdp2_policy
-
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the parameters in place; find out their device, and whether FSDP2 casts."""
-        refuse_strategy(self, module)
+        module = super().convert_module(module)
         to_bf16(module)
-        self._autocast.follow(module)
-        trainer = trainer_of(module)
-        self._strategy = trainer.strategy if trainer is not None else None
+        self._strategy = getattr(trainer_of(module), "strategy", None)
         return module
 
-    def connect(
-        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
-    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Wrap each optimizer's step, until `teardown`."""
         # once and from rank 0: a module may set another seed during training, each rank its own
         seed = torch.initial_seed()
@@ -109,10 +96,6 @@ class BF16True(pl.plugins.Precision):
             for index, optimizer in enumerate(optimizers)
         ]
         return model, optimizers, lr_schedulers
-
-    def forward_context(self) -> AbstractContextManager[None]:
-        """Wrap a forward pass."""
-        return self._autocast.context()
 
     def state_dict(self) -> dict[str, Any]:
         """The seed of the rounding, and the number of steps of each optimizer."""

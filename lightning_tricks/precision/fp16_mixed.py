@@ -2,22 +2,19 @@
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import trainer_of, unwrapped
 from lightning_tricks.optim.grad_scaler import has_overflowed, unscale
-from lightning_tricks.optim.state_storage import take_masters
-from lightning_tricks.precision._autocast import Autocast, refuse_strategy
+from lightning_tricks.precision._autocast import AutocastPrecision
 
 
-class FP16Mixed(pl.plugins.Precision):
+class FP16Mixed(AutocastPrecision):
     """Autocast to fp16 with a scaled loss; weights, gradients and optimizer state stay in fp32, on CUDA and on CPU.
 
     fp16 has no numbers between 0 and 6e-8, where many gradients lie; so the loss is multiplied by a scale and the
@@ -52,15 +49,16 @@ class FP16Mixed(pl.plugins.Precision):
     """
 
     precision = "16-mixed"
+    _dtype = torch.float16
 
     def __init__(self, init_scale: float = 65536.0, growth_interval: int = 2000, loss_scaling: bool = True) -> None:
         if not 0 < init_scale <= torch.finfo(torch.float32).max:
             raise UsageError(f"init_scale={init_scale!r}: give a finite number above 0, such as 65536")
         if not growth_interval >= 1:
             raise UsageError(f"growth_interval={growth_interval!r}: give a number of steps, 1 or more")
+        super().__init__()
         self.init_scale, self.growth_interval, self.loss_scaling = init_scale, growth_interval, loss_scaling
         self.skipped_steps = 0
-        self._autocast = Autocast(torch.float16)
         self.scaler = self._new_scaler()
         self._update_due = False
         self._held: list[tuple[Any, int]] = []  # configs of schedulers that skip a step, and their own frequencies
@@ -72,30 +70,22 @@ class FP16Mixed(pl.plugins.Precision):
     def _new_scaler(self) -> torch.amp.GradScaler | None:
         if not self.loss_scaling:
             return None
-        device = self._autocast.device_type
-        return torch.amp.GradScaler(device, init_scale=float(self.init_scale), growth_interval=self.growth_interval)
-
-    @property
-    def fsdp2_policy(self) -> MixedPrecisionPolicy:
-        """Weights gathered in fp16, gradients reduced in fp32."""
-        return self._autocast.fsdp2_policy
+        scale = float(self.init_scale)
+        return torch.amp.GradScaler(self._device_type, init_scale=scale, growth_interval=self.growth_interval)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Find out the weights' device, and whether FSDP2 casts; the weights do not change."""
-        refuse_strategy(self, module)
-        device_type, trainer = self._autocast.device_type, trainer_of(module)
-        self._autocast.follow(module)
-        if self._autocast.device_type != device_type:
+        device_type, trainer = self._device_type, trainer_of(module)
+        module = super().convert_module(module)
+        if self._device_type != device_type:
             self.scaler = self._new_scaler()
         if self.scaler is not None and trainer is not None:
             # creates the scale, which an optimizer step needs even if the first batch has no loss
             self.scaler.scale(torch.zeros((), device=trainer.strategy.root_device))
         return module
 
-    def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Refuse LBFGS and fp16 weights; take the fp32 masters over from a checkpoint of `BF16True`."""
-        for optimizer in optimizers:
-            optimizer.register_load_state_dict_post_hook(take_masters)
         if self.scaler is not None and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise UsageError(
                 "optimizer: LBFGS computes its loss several times a step, FP16Mixed scales it once: use AdamW"
@@ -108,10 +98,6 @@ class FP16Mixed(pl.plugins.Precision):
                 "build the model in fp32, or call float() on it before training"
             )
         return super().connect(model, optimizers, lr_schedulers)
-
-    def forward_context(self) -> AbstractContextManager[None]:
-        """Wrap a forward pass."""
-        return self._autocast.context()
 
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
         """Scale the loss."""

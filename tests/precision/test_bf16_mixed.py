@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.models import Decoder
-from lightning_tricks.precision import AutoPrecision, BF16Mixed
-from lightning_tricks.precision._autocast import Autocast
+from lightning_tricks.precision import AutoPrecision, BF16Mixed, FP16Mixed
 
 
 class Two(pl.LightningModule):
@@ -92,7 +91,7 @@ def test_a_block_that_is_run_again_casts_again(checkpointing):
 
 def test_the_policy_gathers_in_bf16_and_reduces_in_fp32():
     assert BF16Mixed().fsdp2_policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    assert Autocast(torch.float16).fsdp2_policy == MixedPrecisionPolicy(torch.float16, torch.float32)
+    assert FP16Mixed().fsdp2_policy == MixedPrecisionPolicy(torch.float16, torch.float32)
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -135,7 +134,7 @@ def under_fsdp2(rank: int) -> None:
         model, plugin = Sharded(policy, whole), BF16Mixed()
         strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
         run = fit(model, plugins=plugin, strategy=strategy, devices=2, max_steps=2, limit_val_batches=1)
-        assert plugin._autocast.enabled is autocasts
+        assert plugin._autocasts is autocasts
         assert set(model.seen) == {torch.bfloat16}, "no product may run in fp32"
         assert {weight.dtype for weight in run.weights} == {torch.float32}
 
