@@ -1,6 +1,5 @@
 """fp8 matrix products over bf16: the large layers, converted in place before the model is compiled and sharded."""
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
@@ -18,14 +17,7 @@ from lightning_tricks._trainer import trainer_of
 from lightning_tricks.precision._autocast import refuse_strategy
 from lightning_tricks.precision.bf16_mixed import BF16Mixed
 from lightning_tricks.precision.float8 import layers as choosing
-from lightning_tricks.precision.float8.linear import (
-    CheckedLinear,
-    LayerSettings,
-    convert,
-    layer_stats,
-    load_template,
-    revert,
-)
+from lightning_tricks.precision.float8 import linear
 
 Base = Literal["bf16-mixed", "bf16-true"]
 
@@ -78,13 +70,16 @@ class Float8(pl.plugins.Precision):
                 raise UsageError(f"Float8.{option}={value!r}: give one of {', '.join(get_args(known))}")
         self.exclude = choosing.check_patterns(exclude)
         self.recipe, self.convert_small, self.emulate = recipe, convert_small, emulate
-        self._base = _base_plugin(base)
+        if base == "bf16-mixed":
+            self._base: Any = BF16Mixed()
+        else:  # by name: who reads how Float8 works needs none of bf16 training's files
+            self._base = import_module("lightning_tricks.precision.bf16_true").BF16True()
         self.precision = self._base.precision
         self.peak_dtype = None if emulate else "fp8"
         self.fp8_layers: dict[str, nn.Linear] = {}
         self.converted_share = 0.0
-        self._template = load_template(recipe, emulate)
-        self._settings = LayerSettings(
+        self._template = linear.load_template(recipe, emulate)
+        self._settings = linear.LayerSettings(
             recipe, choosing.MULTIPLE[recipe], evaluate_in_bf16, needs_compile=not (emulate or allow_eager)
         )
         self._gather_in_fp8 = recipe == "tensorwise" and not evaluate_in_bf16
@@ -187,31 +182,30 @@ class Float8(pl.plugins.Precision):
             rank's shard; while it is not gathered, every rank must call.
         """
         shard = None if self._scales is None else self._scales.shards.get(layer)
-        return layer_stats(layer, input, shard, self.recipe)
+        return linear.layer_stats(layer, input, shard, self.recipe)
 
     def _is_mine(self, layer: nn.Module) -> bool:
-        return isinstance(layer, CheckedLinear) and layer.fp8 is self._settings
+        return isinstance(layer, linear.CheckedLinear) and layer.fp8 is self._settings
 
     def _convert(self, module: nn.Module) -> list[nn.Linear]:
         """Convert the chosen layers that are not converted yet, and return them."""
         for name, layer in choosing.named_linears(module).items():
             # another plugin converted it, or its longer name in the whole module is excluded
-            if isinstance(layer, CheckedLinear) and (not self._is_mine(layer) or self._excludes(name)):
-                revert(layer)
-        choices = choosing.choose_layers(module, self.recipe, self.exclude, self.convert_small)
+            stays = self._is_mine(layer) and not choosing.excludes(self.exclude, name)
+            if isinstance(layer, linear.CheckedLinear) and not stays:
+                linear.revert(layer)
+        reasons = choosing.choose_layers(module, self.recipe, self.exclude, self.convert_small)
         converted = []
-        for name, (layer, reason) in choices.items():
+        for name, layer in choosing.named_linears(module).items():
             if self._is_mine(layer):
                 continue
-            reason = self._skipped.setdefault(layer, reason) if reason else self._skipped.get(layer, "")
-            if not reason:
-                convert(layer, name, self._settings, self._template)
+            if reasons[name]:
+                self._skipped.setdefault(layer, reasons[name])
+            elif layer not in self._skipped:
+                linear.convert(layer, name, self._settings, self._template)
                 converted.append(layer)
         choosing.refuse_tensor_parallel(module, converted)
         return converted
-
-    def _excludes(self, name: str) -> bool:
-        return any(re.search(pattern, name) for pattern in self.exclude)
 
     def _refuse_device(self, module: nn.Module) -> None:
         trainer = trainer_of(module)
@@ -241,10 +235,3 @@ class Float8(pl.plugins.Precision):
         }
         share = f"{self.converted_share:.1%} of the linear layers' multiply-adds in fp8"
         return f"Float8: {share} ({'; '.join(facts)})\n{choosing.layers_table(notes)}"
-
-
-def _base_plugin(base: str) -> Any:
-    if base == "bf16-mixed":
-        return BF16Mixed()
-    # by name: who reads how Float8 works needs none of bf16 training's files
-    return import_module("lightning_tricks.precision.bf16_true").BF16True()

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -16,13 +16,6 @@ Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
 # every dimension of a product, tokens included, must be a multiple of this: 16 bytes for cuBLAS, a block of 32 for MX
 MULTIPLE: dict[str, int] = {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16, "mxfp8": 32}
-
-
-class Choice(NamedTuple):
-    """A linear layer, and the reason why it is not converted; an empty reason if it is."""
-
-    layer: nn.Linear
-    reason: str
 
 
 def named_linears(module: nn.Module) -> dict[str, nn.Linear]:
@@ -51,34 +44,41 @@ def too_small(recipe: str, out_features: int, in_features: int) -> bool:
 
 def choose_layers(
     module: nn.Module, recipe: str, exclude: Sequence[str] = (), convert_small: bool = False
-) -> dict[str, Choice]:
-    """Every linear layer of `module` by name, with the first reason that keeps it from being converted."""
-    linears = named_linears(module)
-    heads, owners = find_heads(module), _owners(module)
-    multiple = MULTIPLE[recipe]
+) -> dict[str, str]:
+    """The first reason that keeps a linear layer from being converted, by its name; empty if it is converted."""
+    linears, heads, multiple = named_linears(module), find_heads(module), MULTIPLE[recipe]
+    # reversed, so that of several modules that share a parameter the first one is named
+    others = [part for part in module.modules() if type(part) is not nn.Linear][::-1]
+    shared_with = {id(param): part for part in others for param in part.parameters(recurse=False)}
 
-    def reason(name: str, layer: nn.Linear) -> str:
+    def reason_of(name: str, layer: nn.Linear) -> str:
         if type(layer) is not nn.Linear:
             return f"is a {type(layer).__name__}"  # a subclass, which would lose its own forward
         if "forward" in vars(layer):
             return "its forward was replaced"
         if layer in heads:
             return "output head"
-        if any(re.search(pattern, name) for pattern in exclude):
+        if excludes(exclude, name):
             return "exclude"
         if not layer.weight.requires_grad:
             return "weight is frozen"
-        shared = [owner for owner in owners[id(layer.weight)] if type(owner) is not nn.Linear]
-        if shared:
-            return f"weight shared with a {type(shared[0]).__name__}"
+        if id(layer.weight) in shared_with:
+            return f"weight shared with a {type(shared_with[id(layer.weight)]).__name__}"
         if layer.in_features % multiple or layer.out_features % multiple:
             return f"dimensions no multiples of {multiple}"
         if not convert_small and too_small(recipe, layer.out_features, layer.in_features):
             return "too small to pay"
         return ""
 
-    choices = {name: Choice(layer, reason(name, layer)) for name, layer in linears.items()}
-    return {name: _with_partners(choice, choices, owners) for name, choice in choices.items()}
+    reasons = {name: reason_of(name, layer) for name, layer in linears.items()}
+    kept = {id(linears[name].weight) for name, reason in reasons.items() if reason}
+    partner = "weight shared with a layer that stays"
+    return {name: reason or (partner if id(linears[name].weight) in kept else "") for name, reason in reasons.items()}
+
+
+def excludes(exclude: Sequence[str], name: str) -> bool:
+    """Whether one of the patterns is found in a layer's name."""
+    return any(re.search(pattern, name) for pattern in exclude)
 
 
 def find_heads(module: nn.Module) -> set[nn.Module]:
@@ -102,7 +102,7 @@ def find_heads(module: nn.Module) -> set[nn.Module]:
 def refuse_unmatched(exclude: Sequence[str], names: Sequence[str]) -> None:
     """Refuse a pattern that matches no linear layer."""
     for pattern in exclude:
-        if not any(re.search(pattern, name) for name in names):
+        if not any(excludes([pattern], name) for name in names):
             raise UsageError(
                 f"Float8.exclude: pattern {pattern!r} matches no linear layer: names are such as {names[-1]}"
             )
@@ -161,24 +161,6 @@ def nothing_to_convert(recipe: str, reasons: Sequence[str]) -> UsageError:
     if not reasons:
         return UsageError("plugins: Float8 found no nn.Linear in the module: use BF16Mixed instead")
     counts = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons).most_common())
-    remedy = (
-        "set convert_small: true to convert them all the same" if "too small to pay" in reasons else "use BF16Mixed"
-    )
+    small = "too small to pay" in reasons
+    remedy = "set convert_small: true to convert them all the same" if small else "use BF16Mixed"
     return UsageError(f"plugins: Float8(recipe={recipe!r}) converts none of {len(reasons)} layers ({counts}): {remedy}")
-
-
-def _owners(module: nn.Module) -> dict[int, list[nn.Module]]:
-    owners: dict[int, list[nn.Module]] = {}
-    for part in module.modules():
-        for param in part.parameters(recurse=False):
-            owners.setdefault(id(param), []).append(part)
-    return owners
-
-
-def _with_partners(choice: Choice, choices: dict[str, Choice], owners: dict[int, list[nn.Module]]) -> Choice:
-    """Keep a layer from being converted if another one with the same weight is not converted."""
-    partners = owners[id(choice.layer.weight)]
-    if choice.reason or len(partners) == 1:
-        return choice
-    stays = any(other.reason for other in choices.values() if any(other.layer is partner for partner in partners))
-    return choice._replace(reason="weight shared with a layer that stays") if stays else choice

@@ -2,8 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -78,14 +77,7 @@ class CheckedLinear(nn.Linear):
 
 
 def convert(layer: nn.Linear, name: str, settings: LayerSettings, template: nn.Linear) -> None:
-    """Give an nn.Linear the class and attributes of `template`, in place; the weight stays the same object.
-
-    Args:
-        layer: exactly an nn.Linear, not a subclass.
-        name: of the layer, for messages.
-        settings: of the plugin.
-        template: see `load_template`.
-    """
+    """Give exactly an nn.Linear the class and attributes of `template`, in place; the weight stays the same object."""
     plain = vars(nn.Linear(1, 1, device="meta"))
     added = {key: value for key, value in vars(template).items() if key not in plain}
     layer.__class__ = type(template)
@@ -100,7 +92,11 @@ def revert(layer: nn.Linear) -> None:
 
 
 def load_template(recipe: str, emulate: bool) -> nn.Linear:
-    """A converted layer of any size for `convert`. Imports torchao, if it is installed and new enough."""
+    """A converted layer of any size for `convert`. Imports torchao.
+
+    Raises:
+        UsageError: torchao is missing or too old.
+    """
     needed = "0.18" if recipe == "mxfp8" else "0.17"
     try:
         found = version("torchao")
@@ -111,39 +107,27 @@ def load_template(recipe: str, emulate: bool) -> nn.Linear:
             f"plugins: Float8(recipe={recipe!r}) needs torchao {needed} or later, found {found}: "
             "pip install -U 'lightning_tricks[fp8]'"
         )
-    with _quiet():
-        if recipe == "mxfp8":
-            from lightning_tricks.precision.float8 import torchao_mx
+    # torchao warns about its own kernels that this machine cannot load; its float8 layers use torch's
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("torchao", "torch.utils._pytree"))}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        from lightning_tricks.precision.float8.torchao_linear import template
 
-            return torchao_mx.template(emulate)
-        from lightning_tricks.precision.float8 import torchao_linear
-
-        return torchao_linear.template(recipe, emulate)
+        return template(recipe, emulate)
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide torchao's warnings about its own kernels that this machine cannot load: its float8 layers use torch's."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
 def layer_stats(layer: nn.Linear, input: Tensor, shard: Any, recipe: str) -> dict[str, Tensor]:
-    """Largest magnitudes of a layer's input and weight, and the shares that become zero; see `Float8.layer_stats`."""
-    weight, scale = _weight_and_scale(layer.weight, shard, recipe)
+    """See `Float8.layer_stats`; `shard` is that of a weight which FSDP2 gathers in fp8, or None."""
     of_input = _stats("input", input.to(matmul_dtype(input)), None, recipe)
-    return of_input | _stats("weight", weight, scale, recipe)
+    return of_input | _stats("weight", *_weight_and_scale(layer.weight, shard, recipe), recipe)
 
 
 def _stats(name: str, values: Tensor, scale: Tensor | None, recipe: str) -> dict[str, Tensor]:
@@ -156,21 +140,22 @@ def _stats(name: str, values: Tensor, scale: Tensor | None, recipe: str) -> dict
 def _weight_and_scale(weight: Any, shard: Any, recipe: str) -> tuple[Tensor, Tensor | None]:
     """The elements of a weight on this rank, and their scale if it depends on elements of other ranks too.
 
-    Args:
-        weight: the layer's current weight: plain, a shard, or gathered by FSDP2 in bf16 or in fp8.
-        shard: the shard of a weight that is gathered in fp8.
-        recipe: see `e4m3_scale`. `tensorwise` has one scale for the whole weight: every rank must call.
+    The weight is plain, a shard, or gathered by FSDP2 in bf16 or in fp8. `tensorwise` has one scale for a whole weight:
+    every rank must call.
     """
-    gathered_in_fp8 = hasattr(weight, "_scale")
-    if not isinstance(weight, DTensor) and not gathered_in_fp8:
+    if hasattr(weight, "_scale"):  # gathered in fp8
+        return _elements(shard), weight._scale
+    if not isinstance(weight, DTensor):
         return weight, None
-    sharded: Any = shard if gathered_in_fp8 else weight
-    values = getattr(sharded._local_tensor, "_tensor", sharded._local_tensor)
-    if gathered_in_fp8:
-        return values, weight._scale
+    scale = None
     if recipe == "tensorwise":
-        return values, e4m3_scale(sharded.detach().abs().amax().full_tensor(), recipe)
-    return values, None
+        amax: Any = weight.detach().abs().amax()
+        scale = e4m3_scale(amax.full_tensor(), recipe)
+    return _elements(weight), scale
+
+
+def _elements(shard: Any) -> Tensor:
+    return getattr(shard._local_tensor, "_tensor", shard._local_tensor)
 
 
 def e4m3_scale(values: Tensor, recipe: str) -> Tensor:

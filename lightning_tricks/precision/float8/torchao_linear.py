@@ -1,19 +1,16 @@
-"""torchao's half of Float8: the layer of the float8 recipes, and weights that FSDP2 gathers in fp8. Imports torchao."""
+"""torchao's half of Float8: the converted layers, and weights that FSDP2 gathers in fp8. Imports torchao."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torchao.float8 import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    precompute_float8_dynamic_scale_for_fsdp,
-)
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
 from lightning_tricks.precision.float8.linear import CheckedLinear
 
@@ -25,8 +22,33 @@ class Float8Linear(CheckedLinear, _Base):
     """Our checks, then torchao's scales and product."""
 
 
+class _BlockScaled(nn.Linear):
+    """torchao's product for mxfp8, which needs one dtype: the weight is cast to the input's, as autocast does."""
+
+    multiply: Callable[[Tensor, Tensor], Tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(tokens, in_features) to (tokens, out_features)."""
+        output = self.multiply(input, self.weight.to(input.dtype))
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class MXFP8Linear(CheckedLinear, _BlockScaled):
+    """Our checks, then torchao's block scales and product."""
+
+
 def template(recipe: str, emulate: bool) -> nn.Linear:
-    """A converted layer whose class and attributes `convert` takes."""
+    """A converted layer of any size, whose class and attributes `convert` takes. mxfp8 needs torchao 0.18."""
+    layer: Any
+    if recipe == "mxfp8":  # a prototype of torchao
+        from torchao.prototype.moe_training import mxfp8_linear as mx
+        from torchao.quantization.quantize_.common import KernelPreference
+
+        kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
+        options = {"kernel_preference": kernels, "scale_calculation_mode": mx.ScaleCalculationMode.RCEIL}
+        layer = MXFP8Linear(32, 32, device="meta")
+        layer.multiply = partial(mx._to_mxfp8_then_scaled_mm, **options)
+        return layer
     layer = convert_to_float8_training(nn.Linear(16, 16, device="meta"), config=_config(recipe, emulate))
     layer.__class__ = Float8Linear
     return layer
