@@ -9,7 +9,7 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.swap_in import write_file
-from lightning_tricks.strategies.deepspeed.load_deepspeed import load_deepspeed
+from lightning_tricks.strategies.deepspeed.settings import load_deepspeed
 
 _TAG = "checkpoint"  # the subfolder that Lightning has DeepSpeed write to
 # The entries that DeepSpeed adds, and Lightning's state of a run; the other entries are the module's own.
@@ -40,26 +40,15 @@ _LIGHTNING_KEYS = ["loops", "callbacks", "lr_schedulers", "optimizer_states"]
 
 
 class Layout(NamedTuple):
-    """The division of a checkpoint among ranks.
+    """The division of a checkpoint among ranks."""
 
-    Attributes:
-        path: its folder.
-        world_size: number of processes that wrote it.
-        weights_sharded: whether a run at stage 3 wrote it.
-        bf16: whether a run in bf16 wrote it.
-    """
-
-    path: Path
-    world_size: int
-    weights_sharded: bool
-    bf16: bool
+    path: Path  # its folder
+    world_size: int  # number of processes that wrote it
+    weights_sharded: bool  # whether a run at stage 3 wrote it
+    bf16: bool  # whether a run in bf16 wrote it
 
     def refuse_other(self, stage: int, world_size: int, precision: str) -> None:
-        """Refuse a run that cannot resume from the checkpoint.
-
-        Raises:
-            UsageError: the run has another number of processes, another kind of stage or another precision.
-        """
+        """Refuse to resume a run with another number of processes, another kind of stage or another precision."""
         remedy = "or make one file of its weights with consolidate_deepspeed and start from those"
         if self.world_size != world_size:
             raise UsageError(

@@ -14,16 +14,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import configured_optimizers, is_accumulating
+from lightning_tricks.strategies.deepspeed import settings
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import Layout, read_layout, read_weights
-from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed
-from lightning_tricks.strategies.deepspeed.settings import (
-    Stage,
-    differing_weights,
-    fitting_sizes,
-    refuse_optimizers,
-    refuse_settings,
-    zero_config,
-)
 
 
 class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
@@ -59,14 +51,14 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
 
     def __init__(
         self,
-        stage: Stage = 3,
+        stage: settings.Stage = 3,
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         timeout_seconds: float = 1800.0,
     ) -> None:
         # Lightning's own constructor imports deepspeed, and a recipe is read without it, for a plan say
         super(pl.strategies.DeepSpeedStrategy, self).__init__()
-        self.config = zero_config(stage, offload_optimizer, offload_parameters)
+        self.config = settings.zero_config(stage, offload_optimizer, offload_parameters)
         self._config_initialized = False
         self._timeout = timedelta(seconds=timeout_seconds)
         self.remote_device, self.load_full_weights, self.exclude_frozen_parameters = None, False, False
@@ -85,8 +77,8 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
     def setup_environment(self) -> None:
         """Refuse what cannot work, then join the process group."""
         assert self.lightning_module is not None
-        refuse_settings(self, self.lightning_module.trainer)
-        load_deepspeed().utils.logging.logger.setLevel(logging.WARNING)
+        settings.refuse_settings(self, self.lightning_module.trainer)
+        settings.load_deepspeed().utils.logging.logger.setLevel(logging.WARNING)
         super(pl.strategies.DeepSpeedStrategy, self).setup_environment()  # Lightning's own refuses a CPU here
 
     def setup_distributed(self) -> None:
@@ -98,7 +90,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         self.set_world_ranks()
         # On a CPU, DeepSpeed would compile a faster way between processes. That takes half a minute and a compiler, and
         # a build that was killed leaves a lock on which the next run waits.
-        with replaced(load_deepspeed().ops, "__compatible_ops__", {"deepspeed_shm_comm": False}):
+        with replaced(settings.load_deepspeed().ops, "__compatible_ops__", {"deepspeed_shm_comm": False}):
             self._init_deepspeed_distributed()
 
     @contextmanager
@@ -117,7 +109,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         assert self.lightning_module is not None
         assert isinstance(self.config, dict)
         self._init_config_if_needed()
-        self.config["zero_optimization"] |= fitting_sizes(self.lightning_module)
+        self.config["zero_optimization"] |= settings.fitting_sizes(self.lightning_module)
         if "bf16" in self.config:
             self.config["communication_data_type"] = "fp32"
             if self.stage > 1:  # at stage 1 it brings an optimizer whose checkpoints DeepSpeed cannot convert
@@ -143,9 +135,9 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
 
     def _init_optimizers(self) -> Any:
         module: Any = self.lightning_module
-        with compiling():
+        with settings.compiling():
             optimizers, schedulers = configured_optimizers(module)
-        refuse_optimizers(module, optimizers, schedulers)
+        settings.refuse_optimizers(module, optimizers, schedulers)
         return optimizers[0], schedulers[0] if schedulers else None
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
@@ -161,10 +153,8 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
 
     def _engine(self, model: nn.Module, config: Any, optimizer: Any = None, lr_scheduler: Any = None) -> Any:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad] if optimizer else []
-        arguments = argparse.Namespace(
-            device_rank=self.local_rank
-        )  # Lightning gives the device's index; a CPU has none
-        engine, wrapped, _, _ = load_deepspeed().initialize(
+        arguments = argparse.Namespace(device_rank=self.local_rank)  # not Lightning's device index: a CPU has none
+        engine, wrapped, _, _ = settings.load_deepspeed().initialize(
             arguments, model, optimizer, trained, lr_scheduler=lr_scheduler, dist_init_required=False, config=config
         )
         return engine, wrapped
@@ -227,10 +217,8 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
     def _load_weights(self, module: Any, layout: Layout) -> dict[str, Any]:
         # DeepSpeed's own way fails at stage 3 without an optimizer, and knows one number of processes only
         plain = read_weights(layout) if self.is_global_zero else {"state_dict": {}}
-        wrong = (
-            differing_weights(module, plain["state_dict"]) if module.strict_loading and self.is_global_zero else None
-        )
-        wrong = self.broadcast(wrong)
+        compares = module.strict_loading and self.is_global_zero
+        wrong = self.broadcast(settings.differing_weights(module, plain["state_dict"]) if compares else None)
         if wrong:
             raise UsageError(f"the checkpoint {layout.path} is of another model: {wrong}")
         self._restore_zero_state(plain, strict=module.strict_loading)

@@ -1,19 +1,23 @@
-"""DeepSpeed's settings for a run of the Trainer, and a refusal of each run that DeepSpeed does not support."""
+"""DeepSpeed's settings for a run of the Trainer, a refusal of each run that it does not support, its late import."""
 
-from collections.abc import Sequence
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 from torch import nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._trainer import is_a
-from lightning_tricks.strategies.deepspeed.load_deepspeed import load_deepspeed
 
 Stage = Literal[1, 2, 3]
 _MAX_BUCKET = 200_000_000  # elements of a buffer, Lightning's default
 _MAX_PERSISTENT = 100_000  # elements, DeepSpeed's default for the size below which stage 3 does not shard
 # These optimizers compute with a matrix as a matrix; ZeRO gives an optimizer all parameters as one flat vector.
 _NEED_SHAPES = ("Adafactor", "LBFGS", "Muon", "SOAP", "Shampoo")
+INSTALL = "pip install setuptools wheel && DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed>=0.19.8'"
 
 
 def zero_config(stage: int, offload_optimizer: bool, offload_parameters: bool) -> dict[str, Any]:
@@ -56,11 +60,7 @@ def differing_weights(module: nn.Module, weights: dict[str, Any]) -> str | None:
 
 
 def refuse_settings(strategy: Any, trainer: Any) -> None:
-    """Refuse settings of the Trainer that DeepSpeed does not support.
-
-    Raises:
-        UsageError: naming the option, the device, the precision, the plugin, the clip, or the missing package.
-    """
+    """Refuse options, a device, a precision, a plugin or a clip that DeepSpeed does not support, or its absence."""
     if strategy.stage not in get_args(Stage):
         raise UsageError(f"stage={strategy.stage!r}: give 1, 2 or 3")
     if strategy.offload_parameters and strategy.stage != 3:
@@ -93,11 +93,7 @@ def refuse_settings(strategy: Any, trainer: Any) -> None:
 
 
 def refuse_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
-    """Refuse optimizers that DeepSpeed does not support.
-
-    Raises:
-        UsageError: there are several, or none, or one that needs the parameters' shapes.
-    """
+    """Refuse several optimizers or none, several schedulers, and an optimizer that needs the parameters' shapes."""
     if len(optimizers) != 1 or len(schedulers) > 1:
         raise UsageError(
             f"{type(module).__name__}.configure_optimizers gives {len(optimizers)} optimizers and {len(schedulers)} "
@@ -108,3 +104,55 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers: 
             raise UsageError(
                 f"{name} needs the shapes of the parameters, which DeepSpeed flattens: take AdamW, or FSDP2Strategy"
             )
+
+
+def load_deepspeed() -> Any:
+    """The package `deepspeed`.
+
+    Raises:
+        UsageError: it is missing, or does not import here.
+    """
+    if "deepspeed" not in sys.modules and find_spec("deepspeed") is None:
+        raise UsageError(f"strategy: DeepSpeedZeROStrategy needs deepspeed: {INSTALL}")
+    try:
+        import deepspeed
+    except Exception as error:  # it probes compilers and devices while it is imported
+        raise UsageError(
+            f"strategy: deepspeed is installed but does not import ({_first_line(error)}): {INSTALL} --force-reinstall"
+        ) from error
+    return deepspeed
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Around code that may compile one of DeepSpeed's own optimizers.
+
+    Raises:
+        UsageError: the code failed because the machine has no C++ compiler, or not CUDA's.
+    """
+    try:
+        yield
+    except Exception as error:
+        missing = _missing_compiler(error)
+        if missing is None:
+            raise
+        raise UsageError(
+            f"the optimizer is compiled when it is made, and {missing} is not there ({_first_line(error)}): "
+            "install it, or take torch.optim.AdamW with fused: true, which needs none"
+        ) from error
+
+
+def _missing_compiler(error: Exception) -> str | None:
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    text = " ".join(f"{type(cause).__name__} {cause}" for cause in causes)
+    if "CUDA_HOME" in text or "MissingCUDA" in text:
+        return "CUDA's compiler nvcc"
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")) and ("c++" in text or "ninja" in text):
+        return "a C++ compiler"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
