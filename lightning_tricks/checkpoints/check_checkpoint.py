@@ -115,11 +115,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def read_metadata(folder: Path) -> Any:
-    """Torch's description of a folder of shards.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """Torch's description of a folder of shards; a UsageError if it cannot be read."""
     try:
         return FileSystemReader(folder).read_metadata()
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:

@@ -59,15 +59,19 @@ def by_index(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state, "param_groups": groups}
 
 
+def _allocate_whole(path: KeyPath, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(size, dtype=dtype)
+
+
 def read_by_name(
-    folder: Path, weights_only: bool | None, allocate: AllocateTensor | None = None, optimizers: bool = True
+    folder: Path, weights_only: bool | None, allocate: AllocateTensor = _allocate_whole, optimizers: bool = True
 ) -> dict[str, Any]:
     """`read_folder`, but optimizer state is by name as in the folder, and the caller makes the tensors to read into.
 
     Args:
         folder: see `read_folder`.
         weights_only: see `read_folder`.
-        allocate: makes a DTensor where this process shall read its shards only; None reads each tensor whole.
+        allocate: makes a DTensor where this process shall read its shards only; by default each tensor is whole.
         optimizers: whether to read their state.
     """
     metadata = read_metadata(check_checkpoint(folder))
@@ -78,12 +82,8 @@ def read_by_name(
     for key, path in paths.items():
         if optimizers or key not in numbers:
             entry = metadata.state_dict_metadata[key]
-            if not isinstance(entry, TensorStorageMetadata):
-                flat[key] = None  # an object, which takes this place when it is read
-            elif allocate is None:
-                flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            else:
-                flat[key] = allocate(path, entry.size, entry.properties.dtype)
+            is_tensor = isinstance(entry, TensorStorageMetadata)  # an object replaces None when it is read
+            flat[key] = allocate(path, entry.size, entry.properties.dtype) if is_tensor else None
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)  # `flat` itself is filled
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
@@ -101,10 +101,6 @@ def read_by_name(
 
 def read_without_optimizers(path: Path, weights_only: bool | None) -> tuple[dict[str, Any], Any]:
     """A checkpoint, file or folder, and a form of it that Lightning's `load_from_checkpoint` can open.
-
-    Args:
-        path: see `check_checkpoint`.
-        weights_only: as in `torch.load`.
 
     Returns:
         The checkpoint, without optimizer state if it is a folder; and the path, or for a folder one file in memory.
@@ -180,7 +176,7 @@ class FolderCheckpointIO(pl.plugins.TorchCheckpointIO):
         if check_checkpoint(path).is_dir():
             return read_folder(path, weights_only)
         try:
-            checkpoint = super().load_checkpoint(path, map_location or _stay, weights_only)
+            checkpoint = super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
         except pickle.UnpicklingError as error:
             raise _refused_object(path, error) from None
         _check_content(checkpoint, path)
@@ -206,7 +202,3 @@ def _refused_object(path: Any, error: pickle.UnpicklingError) -> UsageError:
         f"{path} holds {found[1] if found else 'objects'}, which weights_only=True does not let in: if you trust "
         "it, load with weights_only=False, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 where a strategy does not"
     )
-
-
-def _stay(storage: Any, location: str) -> Any:
-    return storage

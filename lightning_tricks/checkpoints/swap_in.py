@@ -78,19 +78,14 @@ def put_in_place(path: Path) -> None:
         try:
             new.rename(path)
         except OSError as error:
-            if older:
-                _take_back(old, path, error)
+            try:
+                if older:
+                    old.rename(path)
+            except OSError:
+                error.add_note(f"the older checkpoint is at {old}: rename it to {path}")
             raise
     fsync_path(path.parent)
     remove(old)
-
-
-def _take_back(old: Path, path: Path, error: OSError) -> None:
-    """Give the older checkpoint its name again; where that fails too, `error`, the cause of both, says where it is."""
-    try:
-        old.rename(path)
-    except OSError:
-        error.add_note(f"the older checkpoint is at {old}: rename it to {path}")
 
 
 def fsync_path(path: Path) -> None:
