@@ -93,7 +93,9 @@ def checkpoint_block(block: nn.Module, mode: Mode) -> None:
     """
     if mode == "none" or "plain_forward" in vars(block):
         return
-    without_cache = functools.partial(_without_cache, type(block).__name__, _layer_index(block))
+    indices = (getattr(part, "layer_idx", None) for part in block.modules())
+    layer = next((index for index in indices if isinstance(index, int)), 0)  # of the block's part of a cache
+    without_cache = functools.partial(_without_cache, type(block).__name__, layer)
     names = dict(enumerate(inspect.signature(block.forward).parameters))
 
     @functools.wraps(getattr(block.forward, "__func__", block.forward))
@@ -126,12 +128,6 @@ def _selective_contexts(linears: int | None) -> Any:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def _layer_index(block: nn.Module) -> int:
-    """The index of this block's part of a cache."""
-    indices = (getattr(part, "layer_idx", None) for part in block.modules())
-    return next((index for index in indices if isinstance(index, int)), 0)
 
 
 def _without_cache(cls: str, layer: int, name: str, value: Any) -> Any:

@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    register_fsdp_forward_method,
-)
 
 from lightning_tricks._activation_checkpointing import Mode, check_mode, checkpoint_block
 from lightning_tricks._errors import UsageError
@@ -130,7 +124,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         from_rank_0 = self.init_on_rank_0 and self.world_size > 1 and not self.broadcast(shard.has_meta(module))
         if not from_rank_0:
             shard.refuse_unfillable(module)
-        sharded = any(isinstance(part, FSDPModule) for part in module.modules())  # by itself, or by an earlier fit
+        sharded = any(isinstance(part, fsdp.FSDPModule) for part in module.modules())  # by itself, or by an earlier fit
         if not sharded:
             self._shard(module, from_rank_0)
         elif from_rank_0 and self.broadcast(shard.has_meta(module), src=1):
@@ -138,9 +132,13 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
                 f"{type(module).__name__} shards itself in configure_model, where rank 0's values cannot reach the "
                 "others: leave fully_shard to the strategy, or set init_on_rank_0 to false"
             )
-        if self.init_on_rank_0:
-            shard.same_random_state(self.root_device)
-        shard.fill_meta(module, self.root_device)
+        if self.init_on_rank_0:  # which alone may have drawn weights
+            state = torch.get_rng_state()
+            shard.broadcast([state], self.root_device)
+            torch.set_rng_state(state)
+        if shard.has_meta(module):
+            module.to_empty(device=self.root_device)
+            module.init_weights()
         if self._offloads and not sharded:
             module.to("cpu")  # values drawn on the device, so that they are those of a run without offloading
         self.model = self.precision_plugin.convert_module(module)
@@ -159,7 +157,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         gathered = shard.largest_group(module, blocks.values())
         state = shard.Rank0State(module) if from_rank_0 else None
         if state is None and not shard.has_meta(module):
-            shard.broadcast_from_rank0(module, self.root_device)
+            shard.broadcast([*module.parameters(), *module.buffers()], self.root_device)
         if hasattr(self.precision_plugin, "convert_before_sharding"):
             self.precision_plugin.convert_before_sharding(module)
         for block in blocks.values():
@@ -167,14 +165,14 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             if self.compile_blocks:
                 block.compile()
         mesh = self.device_mesh if self.replicate_size > 1 else self.device_mesh["shard"]
-        policy = getattr(self.precision_plugin, "fsdp2_policy", None) or MixedPrecisionPolicy()
-        offload = CPUOffloadPolicy() if self._offloads else OffloadPolicy()
+        policy = getattr(self.precision_plugin, "fsdp2_policy", None) or fsdp.MixedPrecisionPolicy()
+        offload = fsdp.CPUOffloadPolicy() if self._offloads else fsdp.OffloadPolicy()
         shard.shard_module(module, blocks.values(), mesh, policy, offload, self.reshard_after_forward)
         # an attribute of the module, as the shards are: a second fit, by another strategy, finds both
         module._gather_on_call = None if module.automatic_optimization else GatherOnCall(module, blocks.values())
         for step in _STEPS:
             if step != "training_step" or module._gather_on_call is None:
-                register_fsdp_forward_method(module, step)
+                fsdp.register_fsdp_forward_method(module, step)
         if state is not None:
             state.scatter(module, self.root_device)
         rank_zero_info(shard.summary(self.device_mesh, blocks, elements, gathered, module))
@@ -201,11 +199,11 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     def model_to_device(self) -> None:
         """Move what is not sharded; shards are where they belong."""
         assert self.model is not None
-        if not self._offloads:
+        if self._offloads:
+            for buffer in self.model.buffers():
+                buffer.data = buffer.to(self.root_device)
+        else:
             self.model.to(self.root_device)
-            return
-        for buffer in self.model.buffers():
-            buffer.data = buffer.to(self.root_device)
 
     @property
     def _gather_on_call(self) -> GatherOnCall | None:
@@ -248,8 +246,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         return sharded_checkpoint.state_by_name(self._module, optimizer)
 
     def _to_save(self, state: dict[str, Any]) -> dict[str, Any]:
-        keep = self.global_rank == 0
-        return state if self._save_distributed_checkpoint else sharded_checkpoint.gather(state, keep)
+        return state if self._save_distributed_checkpoint else sharded_checkpoint.gather(state, self.global_rank == 0)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a folder or a file; an older one of that name is there until the new one is whole."""

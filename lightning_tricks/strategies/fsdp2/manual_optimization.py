@@ -15,30 +15,20 @@ from lightning_tricks._errors import UsageError
 
 @dataclass
 class _Parameter:
-    """A parameter of a sharded model, in both of its forms: gathered (whole) and sharded.
+    """A parameter of a sharded model, in both of its forms: gathered (whole) and sharded."""
 
-    Attributes:
-        name: in the whole model, for messages.
-        owner: the module that has it.
-        local_name: in `owner`.
-        sharded: the form that the optimizer has; None until it was first seen in `owner`.
-        trained: its `requires_grad` when it was last gathered.
-    """
-
-    name: str
+    name: str  # in the whole model, for messages
     owner: nn.Module
-    local_name: str
-    sharded: Any = None
-    trained: bool = True
+    local_name: str  # in `owner`
+    sharded: Any = None  # the form that the optimizer has; None until it was first seen in `owner`
+    trained: bool = True  # its `requires_grad` when it was last gathered
 
     @property
-    def registered(self) -> Any:
-        """The form that `owner` has at the moment."""
+    def registered(self) -> Any:  # the form that `owner` has at the moment
         return self.owner._parameters[self.local_name]
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is gathered."""
         return not isinstance(self.registered, DTensor)
 
     def follow_requires_grad(self) -> None:
@@ -79,7 +69,7 @@ class GatherOnCall:
         state = root._get_fsdp_state()
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
-        root._run_gathered = _run
+        root._run_gathered = lambda function: function()
         register_fsdp_forward_method(root, "_run_gathered")
         for part in called:
             below = set(part.modules())
@@ -113,11 +103,7 @@ class GatherOnCall:
         return self.root._run_gathered(loss.clone)
 
     def refuse_gradients_of_whole_parameters(self) -> None:
-        """Refuse an optimizer step after a backward pass that did not go through FSDP2.
-
-        Raises:
-            UsageError: naming the first parameter whose gradient was not reduced.
-        """
+        """Refuse an optimizer step after a backward pass that did not go through FSDP2, which reduces gradients."""
         for parameter in self.parameters:
             if parameter.is_whole and parameter.registered.grad is not None:
                 raise UsageError(
@@ -145,7 +131,3 @@ class GatherOnCall:
                 parameter.follow_requires_grad()
 
         return hook
-
-
-def _run(function: Any) -> Any:
-    return function()

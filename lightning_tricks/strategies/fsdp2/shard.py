@@ -4,7 +4,7 @@ The values may have been made on each rank, on rank 0 alone, or not yet (paramet
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -73,8 +73,7 @@ def largest_group(root: nn.Module, blocks: Collection[nn.Module]) -> int:
 
 def local_bytes(module: nn.Module) -> int:
     """Bytes of the parameters that this rank holds."""
-    shards = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
-    return sum(shard.numel() * shard.element_size() for shard in shards)
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in module.parameters())
 
 
 def summary(mesh: DeviceMesh, blocks: Mapping[str, nn.Module], elements: int, gathered: int, module: nn.Module) -> str:
@@ -91,30 +90,18 @@ def summary(mesh: DeviceMesh, blocks: Mapping[str, nn.Module], elements: int, ga
     )
 
 
-def broadcast_from_rank0(module: nn.Module, device: torch.device) -> None:
-    """Give the plain parameters and buffers of `module` rank 0's values, in place; every rank must call.
+def broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Give tensors on any device rank 0's values, in place; every rank must call.
 
     Args:
-        module: holds all of its values, on any device.
+        tensors: parameters, buffers or others, of the same shapes on all ranks.
         device: one on which the process group communicates.
     """
     if dist.get_world_size() > 1:
-        for tensor in [*module.parameters(), *module.buffers()]:
-            _broadcast(tensor.detach(), device)
-
-
-def same_random_state(device: torch.device) -> None:
-    """Give all ranks the CPU's random state of rank 0, which alone may have drawn weights; every rank must call."""
-    state = torch.get_rng_state()
-    _broadcast(state, device)
-    torch.set_rng_state(state)
-
-
-def _broadcast(tensor: Tensor, device: torch.device) -> None:
-    """Give `tensor`, on any device, rank 0's values, in place; `device` is one on which the group communicates."""
-    there = tensor.to(device)
-    dist.broadcast(there, src=0)
-    tensor.copy_(there)
+        for tensor in tensors:
+            there = tensor.detach().to(device)
+            dist.broadcast(there, src=0)
+            tensor.detach().copy_(there)
 
 
 class Rank0State:
@@ -128,7 +115,7 @@ class Rank0State:
         self.state: dict[str, Any] = {}
         self.buffers: dict[str, Tensor] = {}
         if dist.get_rank() == 0:
-            self.state = {name: value.detach() for name, value in module.state_dict(keep_vars=True).items()}
+            self.state = module.state_dict()
             self.buffers = {name: buffer for name, buffer in module.named_buffers() if name not in self.state}
             module.to("meta")
 
@@ -138,11 +125,10 @@ class Rank0State:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(module, self.state, options=options)
         persistent = module.state_dict().keys()
-        for name, buffer in module.named_buffers():
-            if name not in persistent:
-                buffer.copy_(self.buffers.get(name, buffer))
-                _broadcast(buffer, device)
-        self.state, self.buffers = {}, {}
+        others = {name: buffer for name, buffer in module.named_buffers() if name not in persistent}
+        for name, buffer in others.items():
+            buffer.copy_(self.buffers.get(name, buffer))
+        broadcast(others.values(), device)
 
 
 def has_meta(module: nn.Module) -> bool:
@@ -150,19 +136,8 @@ def has_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
 
 
-def fill_meta(module: Any, device: torch.device) -> None:
-    """Have a module that was built on the meta device make its values, by its own `init_weights`."""
-    if has_meta(module):
-        module.to_empty(device=device)
-        module.init_weights()
-
-
 def refuse_unfillable(module: Any) -> None:
-    """Refuse a module with meta tensors and no `init_weights`, before anything is sharded.
-
-    Raises:
-        UsageError: the module is one.
-    """
+    """Refuse a module with meta tensors and no `init_weights`, before anything is sharded."""
     if has_meta(module) and not callable(getattr(module, "init_weights", None)):
         raise UsageError(
             f"{type(module).__name__} builds parameters on the meta device and has no method init_weights to fill "
@@ -171,11 +146,7 @@ def refuse_unfillable(module: Any) -> None:
 
 
 def refuse_fsdp1(module: nn.Module) -> None:
-    """Refuse a module that FSDP1 has flattened parts of.
-
-    Raises:
-        UsageError: the module is one.
-    """
+    """Refuse a module that FSDP1 has flattened parts of."""
     if any(is_a(part, "FullyShardedDataParallel") for part in module.modules()):
         raise UsageError(
             f"{type(module).__name__} wraps parts of itself in FullyShardedDataParallel (FSDP1): "
@@ -183,12 +154,8 @@ def refuse_fsdp1(module: nn.Module) -> None:
         )
 
 
-def refuse_optimizers(optimizers: Sequence[Any]) -> None:
-    """Refuse optimizers that take no DTensors, by the names of their classes.
-
-    Raises:
-        UsageError: naming the class, and another that does.
-    """
+def refuse_optimizers(optimizers: Iterable[Any]) -> None:
+    """Refuse optimizers that take no DTensors, by the names of their classes."""
     for optimizer in optimizers:
         for name, other in INSTEAD_OF.items():
             if is_a(optimizer, name):
@@ -196,14 +163,10 @@ def refuse_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 def refuse_late_parameters(module: nn.Module) -> None:
-    """Refuse a parameter that was made after sharding, which would stay different on each rank.
-
-    Raises:
-        UsageError: naming the first one.
-    """
-    late = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
-    if late:
-        raise UsageError(
-            f"parameter '{late[0]}' was made after sharding: make it in __init__ or configure_model, "
-            "where FSDP2Strategy sees it"
-        )
+    """Refuse a parameter that was made after sharding, which would stay different on each rank."""
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise UsageError(
+                f"parameter '{name}' was made after sharding: make it in __init__ or configure_model, "
+                "where FSDP2Strategy sees it"
+            )

@@ -25,12 +25,7 @@ from lightning_tricks.checkpoints.swap_in import clear_staging, fsync_path, put_
 
 
 def gather(tree: Any, keep: bool) -> Any:
-    """Each DTensor of a nested state whole, on the host; every rank must call.
-
-    Args:
-        tree: nested dicts, lists and tuples.
-        keep: whether this rank wants the tensors; others get None in the place of each.
-    """
+    """A nested state with whole tensors on the host, or None for each tensor unless `keep`; every rank must call."""
 
     def whole(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -45,14 +40,11 @@ def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """An optimizer's state dict with names of parameters in the place of their numbers, as a folder has it.
 
     Raises:
-        UsageError: see `_group_names`.
+        UsageError: the optimizer has a parameter that is none of the module's.
     """
-    state_dict = optimizer.state_dict()
-    groups = [
-        {**group, "params": names}
-        for group, names in zip(state_dict["param_groups"], _group_names(module, optimizer), strict=True)
-    ]
-    names = [name for group in groups for name in group["params"]]
+    state_dict, group_names = optimizer.state_dict(), _group_names(module, optimizer)
+    groups = [{**group, "params": names} for group, names in zip(state_dict["param_groups"], group_names, strict=True)]
+    names = [name for group in group_names for name in group]
     state = {names[index]: value for index, value in state_dict["state"].items()}
     return {**state_dict, "state": state, "param_groups": groups}
 
@@ -67,26 +59,26 @@ def save_shards(checkpoint: dict[str, Any], path: Path) -> None:
         checkpoint: with shards and optimizer state by name; loses both.
         path: the folder, there or not; equal on all ranks.
     """
+    folder = staging_path(path)
     shards = {"state_dict": checkpoint.pop("state_dict")}
     states = checkpoint.pop("optimizer_states", [])
     shards |= {f"optimizer_{number}": state for number, state in enumerate(states)}
     if dist.get_rank() != 0:
         shards = _only_shards(shards)
+
+    def write_trainer_state() -> None:
+        clear_staging(path).mkdir()
+        torch.save(checkpoint, folder / TRAINER_STATE)
+        fsync_path(folder / TRAINER_STATE)
+
     try:
-        on_rank_0(lambda: _begin(checkpoint, path))
-        dcp.save(shards, checkpoint_id=staging_path(path))
+        on_rank_0(write_trainer_state)
+        dcp.save(shards, checkpoint_id=folder)
         on_rank_0(lambda: put_in_place(path))
     except Exception:
         if dist.get_rank() == 0:
-            remove(staging_path(path))  # a full disk is not to stay full
+            remove(folder)  # a full disk is not to stay full
         raise
-
-
-def _begin(trainer_state: dict[str, Any], path: Path) -> None:
-    folder = clear_staging(path)
-    folder.mkdir()
-    torch.save(trainer_state, folder / TRAINER_STATE)
-    fsync_path(folder / TRAINER_STATE)
 
 
 def _only_shards(tree: Any) -> Any:
@@ -129,10 +121,11 @@ def check_together(path: Any) -> Path:
         problem = str(error)
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    if not any(problems):
-        return Path(path)
-    rank, first = next((rank, problem) for rank, problem in enumerate(problems) if problem is not None)
-    raise UsageError(first if all(problems) else f"{first} (on rank {rank}: a checkpoint lies where all ranks see it)")
+    for rank, found in enumerate(problems):
+        if found is not None:
+            hint = "" if all(problems) else f" (on rank {rank}: a checkpoint lies where all ranks see it)"
+            raise UsageError(found + hint)
+    return Path(path)
 
 
 def read_shards(folder: Path, module: nn.Module, optimizers: bool, weights_only: bool | None) -> dict[str, Any]:
@@ -221,11 +214,7 @@ def _as_shards(value: Any, like: Tensor | None) -> Any:
 
 
 def _group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The plain names of the parameters of each of an optimizer's groups.
-
-    Raises:
-        UsageError: it has a parameter that the module has not.
-    """
+    """The plain names of the parameters of each of an optimizer's groups, all of which the module must have."""
     names = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -239,15 +228,7 @@ def _group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def _check_same_groups(saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> None:
-    """Refuse names in other groups, or in another order, than when saved: state would go to other parameters.
-
-    Args:
-        saved: param groups by name.
-        own: names of each of this optimizer's groups.
-
-    Raises:
-        UsageError: naming the first difference.
-    """
+    """Refuse names in other groups, or in another order, than when saved: state would go to other parameters."""
     there = [f"'{name}' in group {group}" for group, entry in enumerate(saved) for name in entry["params"]]
     here = [f"'{name}' in group {group}" for group, names in enumerate(own) for name in names]
     for theirs, ours in zip_longest(there, here, fillvalue="no more parameter"):
