@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_tricks.accounting.flops import (
     Attention,
+    Checkpointing,
+    DecoderShape,
     attention_flops_per_token,
     matmul_parameters,
     recompute_flops_per_token,
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Attention",
     "CannotCount",
+    "Checkpointing",
+    "DecoderShape",
     "attention_flops_per_token",
     "count_flops",
     "matmul_parameters",

@@ -16,7 +16,8 @@ from lightning_tricks._find_modules import clean_name, find_blocks
 from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import is_a, is_accumulating, optimizer_index, unwrapped
-from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, grad_norms_of
 from lightning_tricks.optim.grad_scaler import is_scaled, loss_scale
 

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import find_blocks
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
-from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim import param_roles
 
 _PARTS = ("update_square", "weight_square", "count")

@@ -1,21 +1,31 @@
 """Who decays, which optimizer, and the one clip: torch only."""
 
-from lightning_tricks.optim.build_optimizer import build_optimizer
+from lightning_tricks.optim.build_optimizer import OptimizerFactory, build_optimizer, default_adamw
 from lightning_tricks.optim.clip import clip_grad_norm, clip_grad_norm_fsdp1, clip_grad_value, grad_norms_of
-from lightning_tricks.optim.decay_groups import ParamRule, check_each_parameter_once, decay_groups, groups_table
+from lightning_tricks.optim.decay_groups import (
+    ParamRule,
+    check_each_parameter_once,
+    decay_groups,
+    groups_table,
+    match_rules,
+)
 from lightning_tricks.optim.follow_recipe import follow_recipe
-from lightning_tricks.optim.param_roles import param_roles
+from lightning_tricks.optim.param_roles import RoledParam, param_roles
 
 __all__ = [
+    "OptimizerFactory",
     "ParamRule",
+    "RoledParam",
     "build_optimizer",
     "check_each_parameter_once",
     "clip_grad_norm",
     "clip_grad_norm_fsdp1",
     "clip_grad_value",
     "decay_groups",
+    "default_adamw",
     "follow_recipe",
     "grad_norms_of",
     "groups_table",
+    "match_rules",
     "param_roles",
 ]

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import lightning_tricks.metrics.metric_buffer as metric_buffer
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import LRMonitor, MetricBuffer
-from lightning_tricks.metrics.metric_buffer import to_host
+from lightning_tricks.metrics.row import to_host
 
 BATCHES = 12
 

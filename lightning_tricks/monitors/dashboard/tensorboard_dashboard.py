@@ -10,7 +10,8 @@ from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
 from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._trainer import is_a, logging_step, shows_hp_metric
-from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors.dashboard import parts
 from lightning_tricks.monitors.dashboard.lr_curve import draw_curve, planned_lrs
 

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from lightning_tricks._find_modules import clean_name
-from lightning_tricks.metrics.metric_buffer import MetricBuffer, Row
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors._module_calls import ModuleWatch, before_calls, outermost_compiled
 
 AMAX = ("input_amax", "weight_amax")

@@ -1,0 +1,57 @@
+"""One optimizer step's values in the buffer, and their way to the host: one transfer for each device."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Names = tuple[str, ...]
+TOTAL, COUNT = "_total of ", "_count of "  # in front of a mean's name, for its two parts
+
+
+@dataclasses.dataclass
+class Row:
+    """Values of one optimizer step: numbers, and tensors that wait on their device until they are read."""
+
+    step: int = 0  # as Lightning counts for its loggers: 0 for the first optimizer step
+    wall_time: float = 0.0  # seconds since 1970, when the step had been queued
+    values: dict[str, float] = dataclasses.field(default_factory=dict)
+    tensors: dict[Names, Tensor] = dataclasses.field(default_factory=dict)  # by the names of the numbers inside
+    means: dict[str, list[tuple[Tensor, Tensor]]] = dataclasses.field(default_factory=dict)  # totals and counts
+
+    def __bool__(self) -> bool:
+        return bool(self.values or self.tensors or self.means)
+
+    def unread(self) -> dict[Names, Tensor]:
+        """The tensors that wait, by the names of their numbers; of a mean its total and its count."""
+        parts = {
+            (part + name,): join_numbers([share[i] for share in shares]).sum() if shares[1:] else shares[0][i]
+            for name, shares in self.means.items()
+            for i, part in enumerate((TOTAL, COUNT))
+        }
+        return self.tensors | parts
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """The numbers in each of `tensors` (any shapes and dtypes), with one transfer a device."""
+    kinds: dict[torch.device, dict[tuple[torch.dtype, bool], list[int]]] = {}
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault(tensor.device, {}).setdefault((tensor.dtype, tensor.dim() == 0), []).append(index)
+    numbers: list[list[float]] = [[] for _ in tensors]
+    for by_kind in kinds.values():
+        joined = [join_numbers([tensors[index] for index in indices]) for indices in by_kind.values()]
+        flat, start = (torch.cat(joined) if joined[1:] else joined[0]).tolist(), 0
+        for index in itertools.chain.from_iterable(by_kind.values()):
+            end = start + tensors[index].numel()
+            numbers[index], start = flat[start:end], end
+    return numbers
+
+
+def join_numbers(tensors: Sequence[Tensor]) -> Tensor:
+    """All numbers of `tensors`, which are of one dtype, as one vector; counts and losses keep each digit in float64."""
+    dtype = torch.float32 if tensors[0].device.type == "mps" else torch.float64  # mps has no float64
+    if all(tensor.dim() == 0 for tensor in tensors):
+        return torch.stack(list(tensors)).to(dtype)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
