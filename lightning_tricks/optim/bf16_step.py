@@ -13,7 +13,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local
-from lightning_tricks.optim.state_storage import MASTER, StateStorage
+from lightning_tricks.optim.masters import MASTER
+from lightning_tricks.optim.state_storage import StateStorage
 from lightning_tricks.optim.stochastic_rounding import copy_rounded_, rounding_seed
 
 Update = Literal["stochastic_rounding", "fp32_masters"]

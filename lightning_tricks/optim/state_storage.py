@@ -1,4 +1,4 @@
-"""The optimizer state of bf16 weights between steps and in checkpoints: its storage dtype, and fp32 masters."""
+"""The dtype in which optimizer state of bf16 weights is stored between steps, and in checkpoints."""
 
 from typing import Any
 
@@ -8,9 +8,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_tricks._tensors import local
+from lightning_tricks.optim.masters import MASTER
 from lightning_tricks.optim.stochastic_rounding import copy_rounded_
-
-MASTER = "master"  # key of a bf16 weight's fp32 master in the state of a parameter
 
 
 class StateStorage:
@@ -82,20 +81,3 @@ class StateStorage:
 
 def _in_fp32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == bfloat16 else value
-
-
-@torch.no_grad()
-def take_masters(optimizer: Optimizer) -> None:
-    """Give each fp32 weight the value of its master, after a checkpoint of bf16 weights is loaded; drop the masters.
-
-    A master that does not round to its weight belongs to another weight, and is only dropped. Meant for
-    `optimizer.register_load_state_dict_post_hook`.
-    """
-    for param, state in optimizer.state.items():
-        master = state.pop(MASTER, None)
-        if master is None or param.dtype != torch.float32:
-            continue
-        here, there = local(param), local(master)
-        if here.shape == there.shape:
-            there = there.to(here.device, torch.float32)
-            here.copy_(torch.where(there.bfloat16() == here, there, here))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import is_a, trainer_of
-from lightning_tricks.optim.state_storage import take_masters
+from lightning_tricks.optim.masters import take_masters
 
 _OWN_PRECISION = {"DeepSpeedStrategy": "DeepSpeed", "FSDPStrategy": "FSDP1", "XLAStrategy": "XLA"}
 
