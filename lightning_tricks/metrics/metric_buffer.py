@@ -65,10 +65,12 @@ class MetricBuffer(pl.Callback):
         place = next((i for i, callback in enumerate(others) if callback in checkpoints), len(others))
         # a new list: Lightning may be iterating over the old one
         trainer.callbacks = [*others[:place], buffer, *others[place:]]  # type: ignore[attr-defined]
-        buffer._trainer, buffer._every = trainer, trainer.log_every_n_steps  # type: ignore[attr-defined]
-        # ModelCheckpoints come later, and may look at a step's values
-        buffer._saves_every = steps_between_saves(trainer)
+        buffer._serve(trainer)
         return buffer
+
+    def _serve(self, trainer: Any) -> None:
+        self._trainer, self._every = trainer, trainer.log_every_n_steps
+        self._saves_every = steps_between_saves(trainer)  # ModelCheckpoints come later, and may look at a step's values
 
     def record(self, name: str, value: Tensor | float, over_ranks: OverRanks | None = None) -> None:
         """Keep `value` for the running optimizer step; a later one for the same step replaces it.

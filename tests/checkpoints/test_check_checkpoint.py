@@ -16,7 +16,7 @@ from lightning_tricks.checkpoints import check_checkpoint
 
 @pytest.fixture
 def folder(tmp_path):
-    return write_shards(tmp_path / "at.ckpt", {"state_dict": {"weight": torch.arange(64.0)}})
+    return write_shards(tmp_path / "at.ckpt", {"state_dict": {"weight": torch.arange(64.0), "bias": torch.arange(9.0)}})
 
 
 def refusal(path) -> str:
@@ -72,14 +72,14 @@ def test_a_folder_of_shards_alone_is_incomplete(folder):
     assert refusal(folder).startswith("incomplete: ")
 
 
-@pytest.mark.parametrize("left", [None, 0, 10])
+@pytest.mark.parametrize("left", [None, 0, 10, -1])  # -1: all but the last byte of the second tensor
 def test_a_shard_that_is_missing_or_cut_short_is_incomplete(folder, left):
     shard = folder / "__0_0.distcp"
     size, whole = shard.stat().st_size, shard.read_bytes()
     shard.unlink()
     if left is not None:
         shard.write_bytes(whole[:left])
-    assert refusal(folder) == f"incomplete: {shard} has {left or 0} of {size:,} bytes"
+    assert refusal(folder) == f"incomplete: {shard} has {len(whole[: left or 0]):,} of {size:,} bytes"
 
 
 @pytest.mark.parametrize("name", [".metadata", "meta.pt"])

@@ -1,6 +1,7 @@
 """A new checkpoint takes an older one's place whole or not at all."""
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import swap_in
-from lightning_tricks.checkpoints.swap_in import clear_staging, put_in_place
+from lightning_tricks.checkpoints.swap_in import clear_staging, put_in_place, write_file
 
 
 def folder_at(path: Path, *names: str) -> Path:
@@ -29,6 +30,18 @@ def test_a_folder_replaces_a_folder_without_a_mixture(tmp_path):
         folder_at(new, "meta.pt", "__0_0.distcp")
     assert content(path) == {"meta.pt", "__0_0.distcp"}
     assert content(tmp_path) == {"last.ckpt"}
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name_and_its_folder_after(tmp_path, monkeypatch):
+    path, seen, fsync = tmp_path / "weights.ckpt", [], os.fsync
+
+    def recorded(file: int) -> None:
+        seen.append((Path(os.readlink(f"/proc/self/fd/{file}")).name, path.exists()))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    write_file({}, path)
+    assert seen == [(".weights.ckpt.saving", False), (tmp_path.name, True)]
 
 
 @pytest.mark.parametrize("old_is_file", [True, False])

@@ -1,5 +1,7 @@
 """`generate`: what a checkpoint's model writes, with its own tokenizer, and one line for what cannot be done."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from checkpoints.shards import of_file
@@ -9,6 +11,7 @@ from lightning_tricks import __main__ as door
 from lightning_tricks import generate as generate_tokens
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
+from lightning_tricks.commands.generate import _texts
 from lightning_tricks.models import GPT2, Llama
 
 SHAPE = {"vocab_size": 300, "d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}
@@ -100,3 +103,9 @@ def test_checkpoints_that_cannot_write_are_refused_in_one_line(trained, tmp_path
             door.run(["generate", "--ckpt_path", str(tmp_path / name)])
     with pytest.raises(UsageError, match="the following arguments are required: --ckpt_path"):
         door.run(["generate"])
+
+
+def test_each_sample_ends_at_its_own_end_of_text_and_the_rest_go_on():
+    letters = SimpleNamespace(eot_id=0, decode=lambda ids: "".join("|abcdef"[token] for token in ids))
+    drawn = (torch.tensor(pair) for pair in ([1, 2], [0, 3], [4, 4], [5, 0], [6, 6]))
+    assert list(_texts(drawn, [3], 2, letters)) == [["ca", "cb"], ["ca", "cbc"], ["ca", "cbcd"], ["ca", "cbcd"]]

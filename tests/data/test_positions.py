@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_tricks.data import positions as module
 from lightning_tricks.data.positions import DataPosition, micro_batch_positions, steps_to_come
 
 
@@ -151,3 +152,17 @@ def test_overfitting_starts_at_row_0_each_time():
     now = trainer(global_step=10, overfit_batches=2, max_steps=20)
     assert position().rows(now) == 0
     assert position().positions(now, windows=100)[0] == 0
+
+
+def test_a_loaded_position_counts_for_one_fit_alone(monkeypatch):
+    for name, stand_in in (("steps_done", lambda trainer: trainer.step), ("is_restarting", lambda _: False)):
+        monkeypatch.setattr(module, name, stand_in)
+    monkeypatch.setattr(module, "align_accumulation", lambda *_: None)
+    trainer = SimpleNamespace(step=10, accumulate_grad_batches=1, overfit_batches=0, distributed_sampler_kwargs=None)
+    position = DataPosition(2, {})
+    position.load_state_dict({"samples": 40, "micro_batches": 1})
+    position.begin(trainer)
+    assert position.rows(trainer) == 40
+    trainer.step = 13
+    position.begin(trainer)  # a second fit goes on with new rows
+    assert position.rows(trainer) == 46

@@ -37,7 +37,7 @@ class Launcher:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(120)
+            process.join()
         return [process.exitcode for process in processes]
 
 

@@ -106,6 +106,16 @@ def test_an_id_that_the_scan_did_not_reach_is_named_at_its_batch(write_shard, mo
                 pass
 
 
+@pytest.mark.parametrize("sizes", [(200, 300), (300, 200)])
+def test_of_two_vocabularies_the_smaller_one_bounds_the_ids_of_batches(write_shard, monkeypatch, sizes):
+    monkeypatch.setattr("lightning_tricks.data.loader.SCANNED_TOKENS", 0)
+    data = TokenData(train=str(write_shard(np.full(9, 250))), seq_len=8, micro_batch_size=1, vocab_size=sizes[0])
+    data.setup()
+    data.check_ids(sizes[1], "the model")
+    with pytest.raises(UsageError, match="which has 200 tokens"):
+        next(iter(data.train_dataloader()))
+
+
 def test_a_batch_s_first_column_and_last_label_are_looked_at(write_shard, monkeypatch):
     monkeypatch.setattr("lightning_tricks.data.loader.SCANNED_TOKENS", 0)
     for position in (0, 4):  # of the only row

@@ -57,6 +57,17 @@ def test_under_bf16_autocast_the_products_are_bf16_and_the_sums_are_not():
     assert loss.item() == pytest.approx(reference(problem()[0].bfloat16(), *problem()[1:]).item(), rel=1e-3)
 
 
+def test_the_gradient_of_a_bf16_head_is_summed_in_fp32_over_many_slices():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, 16, generator=generator).bfloat16()
+    weight = torch.randn(8, 16, generator=generator).bfloat16().requires_grad_()
+    labels = torch.zeros(4096, dtype=torch.int64)
+    linear_cross_entropy(x, weight, labels, rows=8).backward()
+    exact = weight.detach().float().requires_grad_()
+    reference(x.float(), exact, labels).backward()
+    assert (weight.grad.float() - exact.grad).norm() < 2**-8 * exact.grad.norm()  # the rounding of bf16, once
+
+
 def test_without_gradients_nothing_is_kept():
     x, weight, labels = problem()
     with torch.no_grad():

@@ -274,6 +274,7 @@ class Start(pl.Callback):
 
     def on_train_start(self, trainer, pl_module):
         self.weights, self.drawn = whole(pl_module), torch.rand(4)
+        self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}  # not in the state dict
 
 
 def start_of(model, strategy="auto", devices=1, data=None):
@@ -282,7 +283,7 @@ def start_of(model, strategy="auto", devices=1, data=None):
     return start
 
 
-def starting_in_two(rank: int, weights: dict, drawn: torch.Tensor, ours: dict) -> None:
+def starting_in_two(rank: int, weights: dict, buffers: dict, drawn: torch.Tensor, ours: dict) -> None:
     other = CausalLM()
     if rank == 1:
         with torch.no_grad():
@@ -292,6 +293,8 @@ def starting_in_two(rank: int, weights: dict, drawn: torch.Tensor, ours: dict) -
         start = start_of(model, FSDP2Strategy(**options), 2, rows(rank, 2))
         assert start.weights.keys() == weights.keys()
         assert all(torch.equal(start.weights[name], weights[name]) for name in weights), (type(model), options)
+        assert start.buffers.keys() == buffers.keys() != set()
+        assert all(torch.equal(start.buffers[name], buffers[name]) for name in buffers), (type(model), options)
         if isinstance(model, Late):
             assert torch.equal(start.drawn, drawn), "ranks that drew no weights must not draw other numbers after"
     start = start_of(language_model(), FSDP2Strategy(init_on_rank_0=True), 2, batches(rank, 2))
@@ -305,7 +308,7 @@ def test_every_rank_starts_with_rank_0s_values_wherever_they_were_made(monkeypat
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     start = start_of(Late(), data=rows())
     ours = start_of(language_model(), data=batches()).weights
-    two_processes.run(starting_in_two, start.weights, start.drawn, ours)
+    two_processes.run(starting_in_two, start.weights, start.buffers, start.drawn, ours)
 
 
 def test_one_device_is_a_case_like_any_other(tmp_path):
