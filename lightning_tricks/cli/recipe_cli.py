@@ -111,7 +111,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
         return {**lightning_cli.LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
-        given = set(self._given) & self.subcommands().keys()
+        given = [name for name in self.subcommands() if name in self._given]
         if given and subcommand not in given:
             return self.init_parser(**kwargs)  # another command: all options of its own take 0.05 s
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)

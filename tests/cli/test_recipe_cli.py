@@ -12,7 +12,7 @@ import yaml
 from preloaded import python
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.cli import load_recipe
+from lightning_tricks.cli import RecipeCLI, load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.models import GPT2, Llama
 
@@ -23,7 +23,6 @@ def test_fsdp1_with_a_plugin_says_what_to_write(monkeypatch):
     from lightning.pytorch.cli import LightningCLI
 
     from lightning_tricks._errors import UsageError
-    from lightning_tricks.cli import RecipeCLI
 
     def refuses(self, **kwargs):  # as FSDPStrategy does when it is given a plugin, which needs a GPU to come so far
         raise TypeError("The FSDP strategy can only work with the `FSDPPrecision` plugin, found BF16Mixed()")
@@ -148,6 +147,22 @@ def test_jsonargparse_is_left_as_it_was():
     assert jsonargparse._typehints.discard_init_args_on_class_path_change is original
 
 
+SETTINGS = """
+model: {{class_path: LanguageModel, init_args: {{decoder: {{class_path: Llama, init_args: {{
+  vocab_size: 300, d_model: 16, n_layers: 1, n_heads: 2, max_seq_len: 16}}}}}}}}
+data: {{class_path: TextData, init_args: {{
+  files: "{text}", cache_dir: "{folder}", vocab_size: 300, seq_len: 16, num_workers: 0}}}}
+trainer: {{accelerator: cpu, max_steps: 1, logger: false, enable_checkpointing: false, limit_val_batches: 0}}
+"""
+
+
+@pytest.mark.parametrize("kind", [dict, jsonargparse.Namespace])
+def test_from_python_settings_may_be_a_mapping_in_place_of_a_command_line(kind, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["program"])
+    fit = yaml.safe_load(SETTINGS.format(text=text_file, folder=tmp_path))
+    assert RecipeCLI(args=kind(subcommand="fit", fit=fit), save_config_callback=None).trainer.global_step == 1
+
+
 def test_help_of_a_command_names_our_options():
     text = run("fit", "--help").stdout
     assert "--config" in text
@@ -177,7 +192,6 @@ class Foreign(pl.LightningModule):
 
 
 def test_a_checkpoints_hyper_parameters_do_not_override_the_users(tmp_path, monkeypatch):
-    from lightning_tricks.cli import RecipeCLI
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

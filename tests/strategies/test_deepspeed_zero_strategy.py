@@ -36,9 +36,10 @@ from lightning_tricks.precision import AutoPrecision, BF16Mixed, BF16True, Float
 from lightning_tricks.precision._autocast import refuse_strategy
 from lightning_tricks.schedules import WarmupCosine
 from lightning_tricks.strategies import DeepSpeedZeROStrategy, consolidate_deepspeed
-from lightning_tricks.strategies.deepspeed import settings
+from lightning_tricks.strategies.deepspeed import load_deepspeed as loading
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
-from lightning_tricks.strategies.deepspeed.settings import compiling, fitting_sizes, load_deepspeed
+from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed
+from lightning_tricks.strategies.deepspeed.settings import fitting_sizes
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 pytestmark = pytest.mark.slow
@@ -634,7 +635,7 @@ def test_the_timeout_is_the_process_groups():
 
 def test_a_missing_package_is_one_line(monkeypatch):
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
-    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
     refused("needs deepspeed: pip install", DeepSpeedZeROStrategy(2))
 
 

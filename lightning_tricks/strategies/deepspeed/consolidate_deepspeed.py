@@ -9,7 +9,7 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.swap_in import write_file
-from lightning_tricks.strategies.deepspeed.settings import load_deepspeed
+from lightning_tricks.strategies.deepspeed.load_deepspeed import load_deepspeed
 
 _TAG = "checkpoint"  # the subfolder that Lightning has DeepSpeed write to
 # The entries that DeepSpeed adds, and Lightning's state of a run; the other entries are the module's own.

@@ -16,6 +16,7 @@ from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import configured_optimizers, is_accumulating
 from lightning_tricks.strategies.deepspeed import settings
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import Layout, read_layout, read_weights
+from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed
 
 
 class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
@@ -78,7 +79,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         """Refuse what cannot work, then join the process group."""
         assert self.lightning_module is not None
         settings.refuse_settings(self, self.lightning_module.trainer)
-        settings.load_deepspeed().utils.logging.logger.setLevel(logging.WARNING)
+        load_deepspeed().utils.logging.logger.setLevel(logging.WARNING)
         super(pl.strategies.DeepSpeedStrategy, self).setup_environment()  # Lightning's own refuses a CPU here
 
     def setup_distributed(self) -> None:
@@ -90,7 +91,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         self.set_world_ranks()
         # On a CPU, DeepSpeed would compile a faster way between processes. That takes half a minute and a compiler, and
         # a build that was killed leaves a lock on which the next run waits.
-        with replaced(settings.load_deepspeed().ops, "__compatible_ops__", {"deepspeed_shm_comm": False}):
+        with replaced(load_deepspeed().ops, "__compatible_ops__", {"deepspeed_shm_comm": False}):
             self._init_deepspeed_distributed()
 
     @contextmanager
@@ -135,7 +136,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
 
     def _init_optimizers(self) -> Any:
         module: Any = self.lightning_module
-        with settings.compiling():
+        with compiling():
             optimizers, schedulers = configured_optimizers(module)
         settings.refuse_optimizers(module, optimizers, schedulers)
         return optimizers[0], schedulers[0] if schedulers else None
@@ -154,7 +155,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
     def _engine(self, model: nn.Module, config: Any, optimizer: Any = None, lr_scheduler: Any = None) -> Any:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad] if optimizer else []
         arguments = argparse.Namespace(device_rank=self.local_rank)  # not Lightning's device index: a CPU has none
-        engine, wrapped, _, _ = settings.load_deepspeed().initialize(
+        engine, wrapped, _, _ = load_deepspeed().initialize(
             arguments, model, optimizer, trained, lr_scheduler=lr_scheduler, dist_init_required=False, config=config
         )
         return engine, wrapped
