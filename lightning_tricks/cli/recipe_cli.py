@@ -113,7 +113,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         given = [name for name in self.subcommands() if name in self._given]
         if given and subcommand not in given:
-            return self.init_parser(**kwargs)  # another command: all options of its own take 0.05 s
+            return self.init_parser(**kwargs)  # its options are not needed, and take 0.05 s
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "predict":
             default = inspect.signature(PredictionWriter).parameters["output"].default

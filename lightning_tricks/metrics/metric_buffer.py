@@ -44,7 +44,7 @@ class MetricBuffer(pl.Callback):
         self._forget()
 
     def _forget(self) -> None:
-        """Begin anew: all this belongs to one fit."""
+        """Reset the state that belongs to one fit."""
         self._current = Row()
         self._finished: list[Row] = []
         self._over_ranks: dict[str, OverRanks] = {}
