@@ -29,7 +29,7 @@ from lightning_tricks import GradNormMonitor, LRMonitor, MFUMonitor, consolidate
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks._lightning import pl
-from lightning_tricks.checkpoints import FolderCheckpointIO
+from lightning_tricks.checkpoints import AtomicCheckpointIO
 
 TIME_LIMIT = 240.0  # seconds for the processes of one job
 Found = dict[Any, Any]
@@ -144,7 +144,7 @@ def fit(trial: str, row: Row, steps: int, folder: Path, save_at: int = 0, resume
     trainer = pl.Trainer(
         max_steps=steps, accelerator="cpu", devices=world, strategy=strategy, logger=memory, log_every_n_steps=1,
         callbacks=monitors, gradient_clip_val=made.clip, use_distributed_sampler=False, default_root_dir=folder,
-        plugins=[FolderCheckpointIO()] if strategy in ("auto", "ddp") else None,
+        plugins=[AtomicCheckpointIO()] if strategy in ("auto", "ddp") else None,
         enable_checkpointing=bool(save_at and not resume), enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     torch.manual_seed(0)

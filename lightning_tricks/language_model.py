@@ -15,7 +15,7 @@ from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks.accounting import Attention, recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.callbacks import GradNormMonitor, LRMonitor, MetricBuffer, MFUMonitor, PrecisionMonitor
-from lightning_tricks.checkpoints.folder_checkpoint_io import read_without_optimizers
+from lightning_tricks.checkpoints.read_folder import read_without_optimizers
 from lightning_tricks.metrics import BitsPerByte, TokenLoss
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
 from lightning_tricks.mixins._plain_settings import build, from_plain

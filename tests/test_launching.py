@@ -23,7 +23,7 @@ import pytest
 import torch
 from preloaded import python
 
-from lightning_tricks.checkpoints.folder_checkpoint_io import load_file
+from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.commands.consolidate import consolidate
 from lightning_tricks.data import ShardWriter
 

@@ -2,6 +2,7 @@
 
 import pickle
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from lightning_tricks._errors import UsageError
 
 SHARDS_METADATA = ".metadata"  # torch's file: which tensor is in which file; written last
 TRAINER_STATE = "meta.pt"  # Lightning's file: everything but weights and optimizer state
+# What Python's zipfile raises on an archive with changed bytes, besides the file system's errors.
+DAMAGED_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, LookupError, StopIteration)
 _TRAINING_KEY = "lr_schedulers"  # a key of Lightning's that only a checkpoint of weights alone lacks
 
 
@@ -69,9 +72,12 @@ def _names_training_state(file: Path) -> bool:
     """Whether a file's pickle has the key, read as bytes: no object is built; True for torch's old format."""
     if not zipfile.is_zipfile(file):
         return True
-    with zipfile.ZipFile(file) as archive:
-        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-        return _TRAINING_KEY.encode() in archive.read(name)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            return _TRAINING_KEY.encode() in archive.read(name)
+    except DAMAGED_ARCHIVE as error:
+        raise UsageError(f"damaged: {file} cannot be read ({error}): take an older checkpoint") from None
 
 
 def replaced_path(path: Path) -> Path:
@@ -125,9 +131,15 @@ def read_metadata(folder: Path) -> Any:
 def _check_file(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(4)
+    if not start:
+        raise UsageError(f"incomplete: {path} is empty")
     if start[:2] == b"\x80\x02":  # torch.save before 1.6
         return
     if start != b"PK\x03\x04":
+        if zipfile.is_zipfile(path):
+            raise UsageError(
+                f"damaged: {path} has other bytes at its start than were written: take an older checkpoint"
+            )
         raise UsageError(f"{path} is no checkpoint: not a file that torch.save wrote")
     _check_zip(path)
 
@@ -135,7 +147,8 @@ def _check_file(path: Path) -> None:
 def _check_zip(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
-            if not any(name.endswith("/data.pkl") for name in archive.namelist()):
-                raise UsageError(f"{path} is no checkpoint: a zip archive of something else")
-    except zipfile.BadZipFile:
-        raise UsageError(f"incomplete: {path} ends too early") from None
+            names = archive.namelist()
+    except DAMAGED_ARCHIVE:
+        raise UsageError(f"incomplete: {path} ends too early, or its end is damaged") from None
+    if not any(name.endswith("/data.pkl") for name in names):
+        raise UsageError(f"{path} is no checkpoint: a zip archive of something else")

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.check_checkpoint import is_folder_of_shards, replaced_path
+from lightning_tricks.checkpoints.record import save_with_record
 
 
 @contextmanager
@@ -35,10 +34,11 @@ def swap_in(path: Path) -> Iterator[Path]:
 
 
 def write_file(checkpoint: dict[str, Any], file: Path) -> None:
-    """Save to the disk; `file` is there when all of it is."""
-    with swap_in(file) as new:
-        torch.save(checkpoint, new)
-        fsync_path(new)
+    """Save to the disk, with a record; `file` is there when all of it is."""
+    with swap_in(file) as new, new.open("wb") as opened:
+        save_with_record(checkpoint, opened)
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 def staging_path(path: Path) -> Path:

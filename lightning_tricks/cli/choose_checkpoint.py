@@ -10,7 +10,7 @@ import fsspec
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks._trainer import chosen_version, is_a
-from lightning_tricks.checkpoints import FolderCheckpointIO, check_checkpoint
+from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 
 
 def choose_checkpoint(command: str, given: Any, trainer: Any) -> str | None:
@@ -118,7 +118,7 @@ def _check(path: str, trainer: Any, resumes: bool) -> None:
         )
     if is_remote(path):
         _check_address(path)
-    ours = isinstance(trainer.strategy.checkpoint_io, FolderCheckpointIO)
+    ours = isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO)
     if ours and not is_a(trainer.strategy, "DeepSpeedStrategy"):
         check_checkpoint(path, resumes)
 

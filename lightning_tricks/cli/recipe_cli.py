@@ -20,7 +20,7 @@ from lightning_tricks._exit import end_within
 from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.callbacks import PredictionWriter, RankMonitor, TrainingProgressBar
-from lightning_tricks.checkpoints import FolderCheckpointIO
+from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
 from lightning_tricks.cli.class_change import change_lines, watch_class_changes
 from lightning_tricks.cli.next_steps import next_steps, program
@@ -163,7 +163,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
         if trainer.world_size > 1 and not any(isinstance(callback, RankMonitor) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, RankMonitor())  # the first to hear of an exception
         if type(trainer.strategy.checkpoint_io) is pl.plugins.TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = FolderCheckpointIO()  # so that a sharded checkpoint opens here as well
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()  # so that a sharded checkpoint opens here as well
         return trainer
 
     def _add_callbacks(self, config: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import check_checkpoint, read_folder, size_of_folder
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
-from lightning_tricks.checkpoints.folder_checkpoint_io import load_file
+from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.checkpoints.swap_in import write_file
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import consolidate_deepspeed
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import check_checkpoint
-from lightning_tricks.checkpoints.folder_checkpoint_io import load_file, read_by_name
+from lightning_tricks.checkpoints.read_file import load_file
+from lightning_tricks.checkpoints.read_folder import read_by_name
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
 from lightning_tricks.models import GPT2, Decoder, DecoderConfig, Llama, Sampling
 from lightning_tricks.models import generate as generate_tokens

@@ -114,4 +114,4 @@ def test_a_file_cut_short(tmp_path):
     path = tmp_path / "at.ckpt"
     torch.save({"state_dict": {"weight": torch.zeros(1000)}}, path)
     path.write_bytes(path.read_bytes()[:-100])
-    assert refusal(path) == f"incomplete: {path} ends too early"
+    assert refusal(path) == f"incomplete: {path} ends too early, or its end is damaged"

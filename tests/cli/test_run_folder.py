@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints import FolderCheckpointIO
+from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.cli import next_steps as next_steps_module
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, newest_checkpoint
@@ -97,7 +97,7 @@ def run(command, checkpoint=None, *, steps=4, logger="tensorboard", saves=True, 
 def test_an_evaluation_takes_weights_alone_and_a_fit_does_not(tmp_path):
     path = str(tmp_path / "weights.ckpt")
     torch.save({"state_dict": {}, "loops": {}}, path)
-    trainer = pl.Trainer(accelerator="cpu", logger=False, plugins=FolderCheckpointIO())
+    trainer = pl.Trainer(accelerator="cpu", logger=False, plugins=AtomicCheckpointIO())
     assert [choose_checkpoint(command, path, trainer) for command in ("validate", "test", "predict")] == [path] * 3
     with pytest.raises(UsageError, match="it holds weights only"):
         choose_checkpoint("fit", path, trainer)

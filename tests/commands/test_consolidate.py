@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoints"))
 from shards import REST, of_file, write_shards
-from test_folder_checkpoint_io import Line, fit, flat
+from test_read_folder import Line, fit, flat
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError

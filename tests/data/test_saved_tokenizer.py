@@ -8,7 +8,7 @@ import torch
 
 from lightning_tricks import LanguageModel, Llama
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints import FolderCheckpointIO
+from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.data import TextData, TokenData, saved_tokenizer, tokenizer_from_checkpoint
 from lightning_tricks.data.bpe import train_bpe
 from lightning_tricks.data.saved_tokenizer import check_same, tokenizer_record
@@ -159,5 +159,5 @@ def test_a_folder_of_shards_gives_its_tokenizer(text, checkpoint, tmp_path):
     torch.distributed.checkpoint.save(weights, checkpoint_id=tmp_path / "at.ckpt", no_dist=True)
     torch.save(rest, tmp_path / "at.ckpt" / "meta.pt")
     data = text(tokenizer=str(tmp_path / "at.ckpt"))
-    run = trainer(plugins=[FolderCheckpointIO()])
+    run = trainer(plugins=[AtomicCheckpointIO()])
     run.validate(Foreign(), datamodule=data, ckpt_path=str(tmp_path / "at.ckpt"), verbose=False)

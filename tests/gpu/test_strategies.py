@@ -118,7 +118,7 @@ def test_offloaded_shards_rest_on_the_host_and_train_the_same():
 @pytest.mark.usefixtures("_same_order_of_sums")
 @pytest.mark.parametrize("as_folder", [True, False], ids=["folder", "file"])
 def test_a_resume_is_bitwise_and_opens_without_the_strategy(as_folder, tmp_path):
-    from lightning_tricks.checkpoints import FolderCheckpointIO
+    from lightning_tricks.checkpoints import AtomicCheckpointIO
 
     def saver():
         return pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
@@ -131,7 +131,7 @@ def test_a_resume_is_bitwise_and_opens_without_the_strategy(as_folder, tmp_path)
     assert torch.equal(values(resumed.losses), values(straight.losses)[4:])
     for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one.full_tensor(), other.full_tensor())
-    _, alone = fit(plugin=FolderCheckpointIO(), ckpt_path=tmp_path / "step=4.ckpt")
+    _, alone = fit(plugin=AtomicCheckpointIO(), ckpt_path=tmp_path / "step=4.ckpt")
     torch.testing.assert_close(values(alone.losses), values(straight.losses)[4:], rtol=1e-4, atol=0)
 
 

@@ -22,7 +22,7 @@ from foreign import PLUGINS, CausalLM, rows
 
 from lightning_tricks import LanguageModel, Llama, WarmupCosine
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints import FolderCheckpointIO, check_checkpoint
+from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 from lightning_tricks.strategies import FSDP2Strategy
 from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
 
@@ -110,7 +110,7 @@ def fit(kind: str, rank: int = 0, plugin: str | None = None, folder: Path | None
     )
     trainer = pl.Trainer(
         accelerator="cpu", max_steps=6, logger=False, callbacks=[look, *([saver] if folder else [])],
-        plugins=plugins if "strategy" in options else [*plugins, FolderCheckpointIO()],
+        plugins=plugins if "strategy" in options else [*plugins, AtomicCheckpointIO()],
         enable_checkpointing=bool(folder), enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, **{"devices": 1, "gradient_clip_val": 1.0, **options},
     )  # fmt: skip
@@ -247,7 +247,7 @@ def one_rank_0_fails(rank: int, folder: Path) -> None:
         raise OSError("No space left on device")
 
     for dcp in (True, False):
-        sharded_checkpoint.torch.save, FolderCheckpointIO.save_checkpoint = full, full
+        sharded_checkpoint.torch.save, AtomicCheckpointIO.save_checkpoint = full, full
         with pytest.raises(OSError, match="No space left on device"):
             fit("foreign", rank, folder=folder / f"foreign, 2, {dcp}", **sharded(2, dcp))
 

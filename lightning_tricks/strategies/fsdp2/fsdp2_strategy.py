@@ -16,7 +16,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import match_modules, repeated_blocks
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer import is_a, set_device_mesh
-from lightning_tricks.checkpoints.folder_checkpoint_io import FolderCheckpointIO, read_file
+from lightning_tricks.checkpoints import AtomicCheckpointIO
+from lightning_tricks.checkpoints.read_file import read_file
 from lightning_tricks.strategies.fsdp2 import shard, sharded_checkpoint
 from lightning_tricks.strategies.fsdp2.manual_optimization import GatherOnCall
 
@@ -254,7 +255,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             raise UsageError(f"storage_options={storage_options}: FSDP2Strategy writes to a file system and takes none")
         path = self.broadcast(filepath)
         if not self._save_distributed_checkpoint:
-            self._checkpoint_io = self._checkpoint_io or FolderCheckpointIO()
+            self._checkpoint_io = self._checkpoint_io or AtomicCheckpointIO()
             sharded_checkpoint.on_rank_0(lambda: self.checkpoint_io.save_checkpoint(checkpoint, path))
         elif "://" in str(path):
             raise UsageError(f"{path}: shards go to a file system; set save_distributed_checkpoint to False")

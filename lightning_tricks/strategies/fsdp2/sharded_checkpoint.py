@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_checkpoint
-from lightning_tricks.checkpoints.folder_checkpoint_io import KeyPath, by_index, read_by_name
+from lightning_tricks.checkpoints.read_folder import KeyPath, by_index, read_by_name
 from lightning_tricks.checkpoints.swap_in import clear_staging, fsync_path, put_in_place, remove, staging_path
 
 

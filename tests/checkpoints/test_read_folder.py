@@ -14,7 +14,7 @@ from shards import REST, of_file, write_shards
 
 from lightning_tricks import RecipeCLI
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints import FolderCheckpointIO, read_folder, size_of_folder
+from lightning_tricks.checkpoints import AtomicCheckpointIO, read_folder, size_of_folder
 from lightning_tricks.cli import main
 from lightning_tricks.optim import decay_groups, follow_recipe
 
@@ -149,7 +149,7 @@ def test_a_plain_trainer_opens_it_and_goes_on_to_the_bit(file_and_folder):
     ends = []
     for path in file_and_folder:
         model = Line()
-        trainer = fit(model, 5, path, [FolderCheckpointIO()])
+        trainer = fit(model, 5, path, [AtomicCheckpointIO()])
         assert trainer.global_step == 5
         ends.append({**model.state_dict(), **flat(trainer.optimizers[0].state_dict()["state"])})
     assert ends[0].keys() == ends[1].keys()
@@ -158,7 +158,7 @@ def test_a_plain_trainer_opens_it_and_goes_on_to_the_bit(file_and_folder):
 
 def test_the_recipes_checks_of_names_and_settings_are_at_work(file_and_folder, tmp_path):
     model = Line(recipe=True)
-    trainer = fit(model, 4, file_and_folder[1], [FolderCheckpointIO()])
+    trainer = fit(model, 4, file_and_folder[1], [AtomicCheckpointIO()])
     assert [group["weight_decay"] for group in trainer.optimizers[0].param_groups] == [0.1, 0.0]
     rest = torch.load(file_and_folder[0], weights_only=True)
     group = rest["optimizer_states"][0]["param_groups"][0]
@@ -166,12 +166,12 @@ def test_the_recipes_checks_of_names_and_settings_are_at_work(file_and_folder, t
     torch.save(rest, tmp_path / "turned.ckpt")
     folder = of_file(tmp_path / "turned.ckpt", tmp_path / "turned", model)
     with pytest.raises(UsageError, match=r"the checkpoint's optimizer has 'out\.weight'"):
-        fit(Line(recipe=True), 4, folder, [FolderCheckpointIO()])
+        fit(Line(recipe=True), 4, folder, [AtomicCheckpointIO()])
 
 
 def test_a_file_takes_a_folders_place_whole(file_and_folder):
     file, folder = file_and_folder
-    trainer = fit(Line(), 3, plugins=[FolderCheckpointIO()])
+    trainer = fit(Line(), 3, plugins=[AtomicCheckpointIO()])
     trainer.save_checkpoint(folder)
     assert folder.is_file()
     assert torch.load(folder, weights_only=True)["global_step"] == 3
@@ -182,12 +182,12 @@ def test_a_file_takes_a_folders_place_whole(file_and_folder):
 def test_what_is_no_checkpoint_is_refused_before_it_is_used(file_and_folder, tmp_path):
     (file_and_folder[1] / ".metadata").unlink()
     with pytest.raises(UsageError, match="incomplete: "):
-        fit(Line(), 4, file_and_folder[1], [FolderCheckpointIO()])
+        fit(Line(), 4, file_and_folder[1], [AtomicCheckpointIO()])
     bare = tmp_path / "bare.pt"
     for content in (Line().state_dict(), torch.zeros(1)):
         torch.save(content, bare)
         with pytest.raises(UsageError, match="holds no state_dict, so it is no checkpoint of Lightning"):
-            fit(Line(), 4, bare, [FolderCheckpointIO()])
+            fit(Line(), 4, bare, [AtomicCheckpointIO()])
 
 
 @pytest.mark.parametrize("plugins", ["[]", "[AsyncCheckpointIO]"])
@@ -195,7 +195,7 @@ def test_the_command_line_opens_folders_unless_the_recipe_brings_a_reader(plugin
     monkeypatch.setattr(sys, "argv", ["lightning-tricks"])
     recipe = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
     cli = RecipeCLI(run=False, args=["--config", str(recipe), "--trainer.plugins", plugins])
-    assert isinstance(cli.trainer.strategy.checkpoint_io, FolderCheckpointIO) is (plugins == "[]")
+    assert isinstance(cli.trainer.strategy.checkpoint_io, AtomicCheckpointIO) is (plugins == "[]")
 
 
 def test_the_command_line_says_so_before_anything_is_built_where_the_checkpoint_is_not_whole(tmp_path, monkeypatch):

@@ -1,13 +1,11 @@
 """Read a folder of shards, as any number of processes wrote it, as if it were one checkpoint file of Lightning.
 
-`FolderCheckpointIO` does so for Trainers that do not shard: one device, DDP.
+`AtomicCheckpointIO` does so for Trainers that do not shard: one device, DDP.
 """
 
 import io
-import pickle
 import re
 import warnings
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,8 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_checkpoint, read_metadata
-from lightning_tricks.checkpoints.swap_in import swap_in
+from lightning_tricks.checkpoints.read_file import load_file, read_file
 
 KeyPath = tuple[str | int, ...]
 # Makes the tensor to read into, given its path in the checkpoint, its size and its type.
@@ -117,88 +114,8 @@ def read_without_optimizers(path: Path, weights_only: bool | None) -> tuple[dict
     return checkpoint, file
 
 
-def read_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """`load_file` for a checkpoint of Lightning.
-
-    Raises:
-        UsageError: it is a file of torch, but not Lightning's; an object that `weights_only` refuses.
-    """
-    checkpoint = load_file(path, weights_only)
-    _check_content(checkpoint, path)
-    return checkpoint
-
-
-def load_file(path: Path, weights_only: bool | None) -> Any:
-    """`torch.load` to the CPU; a tensor's values are read when they are first needed.
-
-    Raises:
-        UsageError: an object that `weights_only` refuses, naming its class.
-    """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        raise _refused_object(path, error) from None
-
-
 def size_of_folder(folder: Path) -> int:
     """Bytes of all tensors of a folder of shards, each counted once."""
     entries = read_metadata(folder).state_dict_metadata.values()
     tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
     return sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
-
-
-class FolderCheckpointIO(pl.plugins.TorchCheckpointIO):
-    """Lightning's reading and writing of files, which opens a folder of shards as if it were one.
-
-    Weights and optimizer state come whole, the state numbered, so torch and `follow_recipe` check and restore them as
-    from a file. Give it to a Trainer as a plugin; `python -m lightning_tricks` does so by itself. It saves a file, and
-    replaces a folder of shards that has the file's name.
-
-    Each process reads the whole folder into the host's memory: as much as all weights and optimizer state.
-
-    Raises:
-        UsageError: at load: a path that is no whole checkpoint, see `check_checkpoint`. At save: the name of a folder
-            of something else.
-
-    Source: https://lightning.ai/docs/pytorch/stable/common/checkpointing_expert.html
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a file, also in the place of a folder."""
-        if Path(path).is_dir():
-            with swap_in(Path(path)) as new:
-                super().save_checkpoint(checkpoint, new, storage_options)
-        else:
-            super().save_checkpoint(checkpoint, path, storage_options)
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file or a folder; tensors of a folder are on the CPU."""
-        if check_checkpoint(path).is_dir():
-            return read_folder(path, weights_only)
-        try:
-            checkpoint = super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
-        except pickle.UnpicklingError as error:
-            raise _refused_object(path, error) from None
-        _check_content(checkpoint, path)
-        return checkpoint
-
-
-def _check_content(checkpoint: Any, path: Any) -> None:
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise UsageError(
-            f"{path} holds no state_dict, so it is no checkpoint of Lightning: "
-            "bare weights are loaded by module.load_state_dict(torch.load(...)) before training"
-        )
-    if "pytorch-lightning_version" not in checkpoint:
-        raise UsageError(
-            f"{path} lacks 'pytorch-lightning_version', so it is no whole checkpoint of Lightning: give the file "
-            "that a run saved, unchanged"
-        )
-
-
-def _refused_object(path: Any, error: pickle.UnpicklingError) -> UsageError:
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return UsageError(
-        f"{path} holds {found[1] if found else 'objects'}, which weights_only=True does not let in: if you trust "
-        "it, load with weights_only=False, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 where a strategy does not"
-    )
