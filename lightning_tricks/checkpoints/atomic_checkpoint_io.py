@@ -3,15 +3,19 @@
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import pl, rank_zero_warn
+from lightning_tricks.checkpoints.background_writer import BackgroundWriter
 from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
 from lightning_tricks.checkpoints.read_file import check_content, load_file, refused_object
 from lightning_tricks.checkpoints.read_folder import read_folder
+from lightning_tricks.checkpoints.snapshot import PinnedBuffers, snapshot
 from lightning_tricks.checkpoints.swap_in import write_file
+from lightning_tricks.checkpoints.unsafe_content import unsafe_content
 from lightning_tricks.checkpoints.verify_checkpoint import check_bytes
 
 
@@ -26,8 +30,15 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
     state whole, the state numbered, so torch and `follow_recipe` check and restore them as from a file; each process
     reads all of it into the host's memory.
 
+    A checkpoint with an object that a load would not let in is saved, and said once, with the object's key.
+
     Give it to a Trainer as a plugin; `python -m lightning_tricks` does so by itself. Addresses (`s3://...`) are written
     and read as Lightning does.
+
+    Args:
+        asynchronous: whether a save copies the checkpoint to the host's memory and returns, while a thread writes; the
+            next save waits for it. Costs the memory of one checkpoint on the host. Off, because a save that returns
+            has its name then, as users of Lightning expect.
 
     Attributes:
         on_commit: called with the path when a checkpoint has its name, in the thread that wrote it.
@@ -43,22 +54,32 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
     Source: https://lightning.ai/docs/pytorch/stable/common/checkpointing_expert.html
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asynchronous: bool = False) -> None:
         super().__init__()
+        self.asynchronous = asynchronous
+        self._writer = BackgroundWriter()
+        self._buffers = PinnedBuffers()
+        self._has_warned = False
         self.on_commit: Callable[[Path], None] | None = None
         self.on_error: Callable[[Path, OSError], Literal["retry", "skip", "raise"]] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a file, also in the place of a folder."""
+        """Write a file, also in the place of a folder; of a save before it, raise what has failed."""
         if storage_options is not None:
             raise UsageError(f"storage_options={storage_options}: AtomicCheckpointIO takes none")
+        self.wait()
+        if self.asynchronous:
+            copy = snapshot(checkpoint, self._buffers)
+            self._writer.start(lambda: self._write(copy, path))
+        else:
+            self._write(checkpoint, path)
+
+    def _write(self, checkpoint: dict[str, Any], path: Any) -> None:
+        """Write a file, again as long as `on_error` wants it."""
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path)
-        else:
-            self._write(checkpoint, Path(path))
-
-    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Write a file, again as long as `on_error` wants it."""
+            return
+        path = Path(path)
         while True:
             try:
                 write_file(checkpoint, path)
@@ -69,14 +90,36 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
                     raise
                 if answer == "skip":
                     return
+        self._warn_of_unsafe_content(checkpoint, path)
         if self.on_commit:
             self.on_commit(path)
 
+    def _warn_of_unsafe_content(self, checkpoint: dict[str, Any], path: Path) -> None:
+        if self._has_warned:
+            return
+        with suppress(OSError, RuntimeError):  # somebody has moved the file; it is saved all the same
+            if found := unsafe_content(checkpoint, path):
+                self._has_warned = True
+                rank_zero_warn(
+                    f"{path} will not open with weights_only=True, because of {', '.join(found)}: give the module's "
+                    "hyper-parameters and states plain types, such as str(path), or load with weights_only=False"
+                )
+
     def wait(self) -> None:
-        """Return when every checkpoint that was given to `save_checkpoint` has its name."""
+        """Return when every checkpoint that was given to `save_checkpoint` has its name.
+
+        Raises:
+            OSError: what a write in the background ended with.
+        """
+        self._writer.wait()
 
     def raise_if_failed(self) -> None:
-        """Raise the error of a write in the background; does not wait for one."""
+        """Raise what a write in the background ended with, once; does not wait for one."""
+        self._writer.raise_if_failed()
+
+    def teardown(self) -> None:
+        """Wait, at the end of the Trainer's work."""
+        self.wait()
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a file or a folder; its tensors are on the CPU, where `map_location` of a file says nothing else."""

@@ -2,18 +2,16 @@
 
 import pickle
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.archive import DAMAGED_ARCHIVE
 
 SHARDS_METADATA = ".metadata"  # torch's file: which tensor is in which file; written last
 TRAINER_STATE = "meta.pt"  # Lightning's file: everything but weights and optimizer state
-# What Python's zipfile raises on an archive with changed bytes, besides the file system's errors.
-DAMAGED_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, LookupError, StopIteration)
 _TRAINING_KEY = "lr_schedulers"  # a key of Lightning's that only a checkpoint of weights alone lacks
 
 

@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.archive import DAMAGED_ARCHIVE, archive_damage, write_archive
 
 KEY = "lightning_tricks"  # in a checkpoint: a dict, of which the entry "record" is a Record's content
 RECORD_FILE = "record.json"  # in a folder of shards, written last
@@ -60,7 +59,7 @@ def read_record(path: Path) -> Record | None:
     """
     try:
         text = (path / RECORD_FILE).read_bytes() if path.is_dir() else _comment(path)
-    except (OSError, zipfile.BadZipFile, NotImplementedError):
+    except (*DAMAGED_ARCHIVE, OSError):
         return None
     if not text:
         return None
@@ -92,37 +91,13 @@ def to_json(record: Record) -> bytes:
     return json.dumps({"record": content, "crc32": zlib.crc32(json.dumps(content).encode())}).encode()
 
 
-class _ChecksummedFile:
-    """A file that `torch.save` writes to: keeps the CRC-32 of all it gets, and the error that torch would swallow."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.checksum = file, 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        self.checksum = zlib.crc32(data, self.checksum)
-        try:
-            return self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
 def save_with_record(checkpoint: Mapping[str, Any], file: IO[bytes]) -> None:
     """`torch.save` into a file opened for writing, as a stream, with the record behind it.
 
     Raises:
         OSError: what the file system says, such as a full disk.
     """
-    stream = _ChecksummedFile(file)
-    try:
-        torch.save(checkpoint, stream)  # type: ignore[arg-type]
-    except RuntimeError as error:
-        raise stream.error or error from None
-    record = replace(record_of(checkpoint), checksums={"": stream.checksum})
+    record = replace(record_of(checkpoint), checksums={"": write_archive(checkpoint, file)})
     comment = _START + to_json(record)
     file.seek(-2, 1)  # over the length of the comment, which torch has set to 0
     file.write(len(comment).to_bytes(2, "little") + comment)
@@ -154,20 +129,24 @@ def damage(path: Path, record: Record, names: Mapping[str, int] | None = None) -
     for name, expected in (record.checksums if names is None else names).items():
         file = path / name if name else path
         try:
-            found = checksum_of(file) if name else _checksum_before_comment(file)
-        except (OSError, zipfile.BadZipFile) as error:
+            found = _difference(file, expected) if name else _archive_damage(file, expected)
+        except (*DAMAGED_ARCHIVE, OSError) as error:
             return f"{file} cannot be read ({error})"
-        if found != expected:
-            return f"{file} has other bytes than were written"
+        if found:
+            return found
     return None
 
 
-def _checksum_before_comment(file: Path) -> int | None:
-    """CRC-32 of what `torch.save` has written; None where the comment's length is not the one that is said there."""
+def _difference(file: Path, checksum: int) -> str | None:
+    return None if checksum_of(file) == checksum else f"{file} has other bytes than were written"
+
+
+def _archive_damage(file: Path, checksum: int) -> str | None:
+    """`archive_damage`, and whether the comment's length is the one that is said there."""
     with zipfile.ZipFile(file) as archive:
         length = len(archive.comment)
     with file.open("rb") as opened:
         opened.seek(-length - 2, 2)
         if int.from_bytes(opened.read(2), "little") != length:
-            return None
-    return zlib.crc32(b"\0\0", checksum_of(file, file.stat().st_size - length - 2))
+            return f"{file} has other bytes at its end than were written"
+    return archive_damage(file, checksum)

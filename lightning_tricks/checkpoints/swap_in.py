@@ -34,7 +34,11 @@ def swap_in(path: Path) -> Iterator[Path]:
 
 
 def write_file(checkpoint: dict[str, Any], file: Path) -> None:
-    """Save to the disk, with a record; `file` is there when all of it is."""
+    """Save to the disk, with a record; `file` is there when all of it is.
+
+    Raises:
+        OSError: what the file system says, such as a full disk; `file` is as it was.
+    """
     with swap_in(file) as new, new.open("wb") as opened:
         save_with_record(checkpoint, opened)
         opened.flush()

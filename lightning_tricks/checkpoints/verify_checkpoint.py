@@ -4,7 +4,8 @@ import zipfile
 from pathlib import Path
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints.check_checkpoint import DAMAGED_ARCHIVE, check_checkpoint
+from lightning_tricks.checkpoints.archive import DAMAGED_ARCHIVE
+from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
 from lightning_tricks.checkpoints.record import damage, read_record
 
 _END = b"PK\x05\x06"  # of a zip archive: 22 bytes, the last two of them the length of the comment that follows

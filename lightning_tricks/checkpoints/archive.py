@@ -1,0 +1,130 @@
+"""Write the zip archive of `torch.save` as a stream, and check its bytes by the checksums that it has inside.
+
+torch writes a CRC-32 of each tensor into the archive. One more checksum, of the bytes between the tensors, covers the
+rest, so a save needs no second pass over the tensors.
+"""
+
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.serialization import get_crc32_options, set_crc32_options
+
+# What Python's zipfile raises on an archive with changed bytes, besides the file system's errors.
+DAMAGED_ARCHIVE = (
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, LookupError, StopIteration,
+    OverflowError, MemoryError,
+)  # fmt: skip
+_HEADER = 30  # bytes before an entry's name; the last four of them are the lengths of the name and of the extra field
+_BLOCK = 1 << 20  # bytes read at once
+_THREADS = 4  # that read; a process on each GPU does the same
+
+
+class _Stream:
+    """A file that `torch.save` writes to: keeps the error that torch would swallow."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def write_archive(checkpoint: Mapping[str, Any], file: IO[bytes]) -> int:
+    """`torch.save` into a file opened for writing, tensor by tensor, without a copy of one.
+
+    Returns:
+        The checksum that `archive_damage` takes.
+
+    Raises:
+        OSError: what the file system says, such as a full disk.
+    """
+    stream = _Stream(file)
+    try:
+        with _tensor_checksums():
+            torch.save(checkpoint, stream)  # type: ignore[arg-type]
+        file.flush()
+    except RuntimeError as error:
+        raise stream.error or error from None
+    return _checksum_between(Path(file.name))
+
+
+@contextmanager
+def _tensor_checksums() -> Any:
+    """Have torch write the checksum of each tensor, which a program may have switched off."""
+    before = get_crc32_options()
+    set_crc32_options(True)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+def archive_damage(file: Path, checksum: int) -> str | None:
+    """Where an archive differs from what was written, as a clause; None where every byte before its comment is as was.
+
+    Args:
+        file: the archive.
+        checksum: what `write_archive` has returned.
+
+    Raises:
+        OSError, zipfile.BadZipFile: it cannot be read.
+    """
+    if _checksum_between(file) != checksum:
+        return f"{file} has other bytes than were written"
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        for name, same in pool.map(lambda entry: (entry[0], _is_as_written(file, *entry[1:])), _contents(file)):
+            if not same:
+                return f"{file} has other bytes in {name} than were written"
+    return None
+
+
+def _contents(file: Path) -> list[tuple[str, int, int, int]]:
+    """Name, first byte, number of bytes and CRC-32 of the content of each entry, in the file's order."""
+    found = []
+    with zipfile.ZipFile(file) as archive, file.open("rb") as opened:
+        for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
+            opened.seek(entry.header_offset + _HEADER - 4)
+            lengths = opened.read(4)
+            before = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+            found.append((entry.filename, entry.header_offset + _HEADER + before, entry.compress_size, entry.CRC))
+    return found
+
+
+def _checksum_between(file: Path) -> int:
+    """CRC-32 of all bytes but the entries' contents, the comment and the comment's length."""
+    with zipfile.ZipFile(file) as archive:
+        end = file.stat().st_size - len(archive.comment) - 2
+    checksum = position = 0
+    with file.open("rb") as opened:
+        for _, start, length, _ in [*_contents(file), ("", end, 0, 0)]:
+            opened.seek(position)
+            checksum = zlib.crc32(opened.read(max(0, start - position)), checksum)
+            position = start + length
+    return checksum
+
+
+def _is_as_written(file: Path, start: int, length: int, expected: int) -> bool:
+    checksum = 0
+    buffer = memoryview(bytearray(min(length, _BLOCK)))
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(start)
+        while length > 0 and (count := opened.readinto(buffer[: min(length, _BLOCK)])):
+            checksum = zlib.crc32(buffer[:count], checksum)
+            length -= count
+    return length == 0 and checksum == expected

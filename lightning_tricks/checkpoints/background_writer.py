@@ -1,0 +1,40 @@
+"""Write in a thread while training goes on, one thing at a time."""
+
+import threading
+from collections.abc import Callable
+
+
+class BackgroundWriter:
+    """Runs one call at a time in a thread of its own; the end of the interpreter waits for it.
+
+    An error of the call is raised once, by the next method that the caller uses.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Have `write` called, after what is being written."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint writer")
+        self._thread.start()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Return when nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of the last call, if it has ended with one; does not wait."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

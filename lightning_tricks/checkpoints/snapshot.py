@@ -1,0 +1,152 @@
+"""Copy a checkpoint to host memory, so that training may go on while it is written."""
+
+import io
+import pickle
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class PinnedBuffers:
+    """Page-locked host memory, as much as the last snapshot took; a GPU copies to it at the full speed of its link.
+
+    Page-locking is slow, so the next snapshot gets the same memory. torch's own allocator of such memory is not used:
+    it rounds each size up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        self._used: list[Tensor] = []
+        self._free: list[Tensor] = []
+
+    def restart(self) -> None:
+        """Let the next snapshot take what the last one has used; free what that one left."""
+        self._free, self._used = self._used, []
+
+    def take(self, size: int) -> Tensor:
+        """So many bytes.
+
+        Raises:
+            RuntimeError: the operating system locks no more memory.
+        """
+        place = next((place for place, buffer in enumerate(self._free) if len(buffer) == size), None)
+        buffer = _pinned(size) if place is None else self._free.pop(place)
+        self._used.append(buffer)
+        return buffer
+
+
+def _pinned(size: int) -> Tensor:
+    buffer = torch.empty(size, dtype=torch.uint8)
+    runtime = torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(buffer.data_ptr(), size, 1))  # 1: for every GPU of the process
+    if error:
+        raise RuntimeError(
+            f"{size:,} bytes of host memory cannot be page-locked (CUDA error {error}): give the job more memory, or "
+            "set asynchronous to False"
+        )
+    weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    return buffer
+
+
+def snapshot(tree: Any, buffers: PinnedBuffers | None = None) -> Any:
+    """A copy of nested state that nothing which training does can change; all tensors are on the host.
+
+    Every tensor is copied, also those on the CPU (AdamW's `step`, the state of generators), and every other object as
+    saving and loading would do it. Tensors that share memory share it in the copy, so tied weights stay one entry of
+    the file. DTensors and other wrappers around tensors stay such, with copies of the tensors in them.
+
+    Copies from a GPU follow the work queued on its current stream. The function waits for them, once, and not for
+    other streams.
+
+    Args:
+        tree: what pickle can save.
+        buffers: for copies from a GPU. The next snapshot with the same buffers overwrites this one.
+    """
+    found = TensorPickler(pickled := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
+    found.dump(tree)
+    pickled.seek(0)
+    # a save may fall into validation, and a tensor made in inference mode could not be written again outside of it
+    with torch.inference_mode(False), torch.no_grad():
+        copies = _Copies(buffers)
+        unpickler = _Unpickler(pickled, [copies.of(tensor) for tensor in found.tensors])
+        copies.wait()
+        return unpickler.load()
+
+
+class TensorPickler(pickle.Pickler):
+    """Pickles a number in the place of each tensor, wherever an object holds it."""
+
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol, fix_imports=False)
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        """The number of a tensor, which pickle then writes; None for every other object, which it writes as ever."""
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self.tensors)
+            self.tensors.append(value)  # which keeps its id from being another's
+        return self._numbers[id(value)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self._tensors[number]
+
+
+class _Copies:
+    """The copies of one snapshot: each piece of memory is copied once, whole, however many tensors lie in it."""
+
+    def __init__(self, buffers: PinnedBuffers | None) -> None:
+        self._buffers = buffers
+        self._storages: dict[tuple[torch.device, int, int], Tensor] = {}  # by device, address and bytes
+        if buffers is not None:
+            buffers.restart()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        if hasattr(tensor, "__tensor_flatten__"):  # torch's protocol of wrappers, such as DTensor
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: self.of(getattr(tensor, name)) for name in names}
+            return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
+        if type(tensor) not in (Tensor, nn.Parameter) or not _lies_in_memory(tensor):
+            return tensor.detach().to("cpu", copy=True)
+        copy = torch.empty(0, dtype=tensor.dtype)
+        copy.set_(self._storage(tensor).untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        if isinstance(tensor, nn.Parameter):
+            copy = nn.Parameter(copy, tensor.requires_grad)
+        return copy
+
+    def _storage(self, tensor: Tensor) -> Tensor:
+        """The bytes of the memory in which a tensor lies, on the host."""
+        storage = tensor.untyped_storage()
+        key = (storage.device, storage.data_ptr(), storage.nbytes())
+        if key not in self._storages:
+            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            buffers = self._buffers if source.is_cuda and len(source) else None
+            copy = torch.empty(len(source), dtype=torch.uint8) if buffers is None else buffers.take(len(source))
+            self._storages[key] = copy.copy_(source, non_blocking=buffers is not None)
+        return self._storages[key]
+
+    def wait(self) -> None:
+        """Return when the copies from GPUs are there."""
+        for device in {device for device, _, _ in self._storages if device.type == "cuda"}:
+            event = torch.cuda.Event(blocking=True)
+            event.record(torch.cuda.current_stream(device))
+            event.synchronize()
+
+
+def _lies_in_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of one piece of memory, bit for bit."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
