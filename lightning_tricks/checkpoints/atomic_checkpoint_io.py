@@ -67,12 +67,23 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
         """Write a file, also in the place of a folder; of a save before it, raise what has failed."""
         if storage_options is not None:
             raise UsageError(f"storage_options={storage_options}: AtomicCheckpointIO takes none")
-        self.wait()
         if self.asynchronous:
-            copy = snapshot(checkpoint, self._buffers)
-            self._writer.start(lambda: self._write(copy, path))
+            self.write_in_background(checkpoint, lambda copy: self._write(copy, path))
         else:
+            self.wait()
             self._write(checkpoint, path)
+
+    def write_in_background(self, state: Any, write: Callable[[Any], None]) -> None:
+        """Have a thread call `write` with a copy of nested state on the host, after what is being written.
+
+        For a strategy, whose processes write a folder; `wait`, `raise_if_failed` and `teardown` know of it.
+
+        Raises:
+            OSError: what the last write in the background ended with.
+        """
+        self.wait()
+        copy = snapshot(state, self._buffers)
+        self._writer.start(lambda: write(copy))
 
     def _write(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Write a file, again as long as `on_error` wants it."""

@@ -1,16 +1,14 @@
-"""Check that a path is a whole checkpoint, from names and sizes alone; if it is not, say why in one line."""
+"""Check that a path is a whole checkpoint, and open no tensor for it; if it is not, say why in one line."""
 
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
-
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.archive import DAMAGED_ARCHIVE
+from lightning_tricks.checkpoints.folder_metadata import SHARDS_METADATA, read_metadata
+from lightning_tricks.checkpoints.record import RECORD_FILE, damage, read_record
 
-SHARDS_METADATA = ".metadata"  # torch's file: which tensor is in which file; written last
 TRAINER_STATE = "meta.pt"  # Lightning's file: everything but weights and optimizer state
 _TRAINING_KEY = "lr_schedulers"  # a key of Lightning's that only a checkpoint of weights alone lacks
 
@@ -18,8 +16,9 @@ _TRAINING_KEY = "lr_schedulers"  # a key of Lightning's that only a checkpoint o
 def check_checkpoint(path: str | Path, resumes: bool = False) -> Path:
     """Refuse a path that is no whole checkpoint; reads no tensor. Ranks that see the same files all refuse it or none.
 
-    A folder of shards is whole when it has `.metadata`, `meta.pt` and every byte that `.metadata` names; a file, when
-    `torch.save` wrote it to its end. If a kill hit the moment in which a new checkpoint replaced an older one, the
+    A folder of shards is whole when it has `.metadata`, `meta.pt`, every byte that `.metadata` names and, where this
+    collection wrote it, `record.json`, with whose checksums the first two agree; a file, when `torch.save` wrote it to
+    its end. If a kill hit the moment in which a new checkpoint replaced an older one, the
     line names the path of the older one.
 
     Args:
@@ -107,6 +106,7 @@ def _check_folder(folder: Path) -> None:
     for name, what in ((SHARDS_METADATA, "what its shards hold"), (TRAINER_STATE, "the Trainer's own state")):
         if not (folder / name).is_file():
             raise UsageError(f"incomplete: {folder} has no {name} ({what}), so it was not written to its end")
+    _check_record(folder)
     sizes: dict[str, int] = {}  # bytes that each file of shards must have at least
     for item in read_metadata(folder).storage_data.values():
         sizes[item.relative_path] = max(sizes.get(item.relative_path, 0), item.offset + item.length)
@@ -118,12 +118,20 @@ def _check_folder(folder: Path) -> None:
     _check_zip(folder / TRAINER_STATE)
 
 
-def read_metadata(folder: Path) -> Any:
-    """Torch's description of a folder of shards; a UsageError if it cannot be read."""
-    try:
-        return FileSystemReader(folder).read_metadata()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
-        raise UsageError(f"incomplete: {folder}/{SHARDS_METADATA} cannot be read ({type(error).__name__})") from None
+def _check_record(folder: Path) -> None:
+    """Refuse a folder of ours without its record, which is written last, and damage in its two small files."""
+    record = read_record(folder)
+    if record is None:
+        if read_record(folder / TRAINER_STATE) is not None:  # no other program gives that file one
+            raise UsageError(
+                f"incomplete: {folder} has no {RECORD_FILE} (the checksums of its files), so it was not written to its "
+                "end, or not copied whole"
+            )
+        return
+    small = {name: record.checksums[name] for name in (SHARDS_METADATA, TRAINER_STATE) if name in record.checksums}
+    found = damage(folder, record, small)
+    if found:
+        raise UsageError(f"damaged: {found}: take an older checkpoint")
 
 
 def _check_file(path: Path) -> None:

@@ -4,6 +4,7 @@
 """
 
 import io
+import pickle
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -12,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import load as load_shards
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_checkpoint, read_metadata
-from lightning_tricks.checkpoints.read_file import load_file, read_file
+from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_checkpoint
+from lightning_tricks.checkpoints.folder_metadata import SafePlanner, SafeReader, read_metadata
+from lightning_tricks.checkpoints.read_file import load_file, read_file, refused_object
+from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 
 KeyPath = tuple[str | int, ...]
 # Makes the tensor to read into, given its path in the checkpoint, its size and its type.
@@ -34,14 +37,14 @@ def read_folder(folder: str | Path, weights_only: bool | None = None) -> dict[st
     its FSDPStrategy gives them.
 
     Args:
-        folder: see `check_checkpoint`.
-        weights_only: for everything but tensors, as in `torch.load`. torch reads `.metadata` and the settings of
-            optimizers as pickles in any case, so read only folders that you trust.
+        folder: see `verify_checkpoint`.
+        weights_only: for everything but tensors, as in `torch.load`: None stands for True, unless
+            TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 is set. `.metadata` never runs anything, see `read_metadata`.
 
     Raises:
-        UsageError: what `check_checkpoint` raises; a folder of another program; an object that `weights_only` refuses.
+        UsageError: what `verify_checkpoint` raises; a folder of another program; an object that `weights_only` refuses.
     """
-    checkpoint = read_by_name(Path(folder), weights_only)
+    checkpoint = read_by_name(verify_checkpoint(folder), weights_only)
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [by_index(state) for state in checkpoint["optimizer_states"]]
     return checkpoint
@@ -65,6 +68,8 @@ def read_by_name(
 ) -> dict[str, Any]:
     """`read_folder`, but optimizer state is by name as in the folder, and the caller makes the tensors to read into.
 
+    Compares no checksums of shards: the caller does, before.
+
     Args:
         folder: see `read_folder`.
         weights_only: see `read_folder`.
@@ -81,10 +86,7 @@ def read_by_name(
             entry = metadata.state_dict_metadata[key]
             is_tensor = isinstance(entry, TensorStorageMetadata)  # an object replaces None when it is read
             flat[key] = allocate(path, entry.size, entry.properties.dtype) if is_tensor else None
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)  # `flat` itself is filled
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
-        load_shards(flat, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
+    _fill(flat, folder, metadata, weights_only)
     tree = unflatten_state_dict(flat, paths)
     weights = tree.pop("state_dict", None) or tree.pop("model", None)
     if weights is None:
@@ -96,6 +98,21 @@ def read_by_name(
     return checkpoint
 
 
+def _fill(flat: dict[str, Any], folder: Path, metadata: Any, weights_only: bool | None) -> None:
+    """Read a flat dict's tensors in place, and its objects."""
+    planner = SafePlanner(weights_only)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
+            load_shards(flat, storage_reader=SafeReader(folder, metadata), planner=planner, no_dist=True)
+    except CheckpointException as failed:
+        error = next(iter(failed.failures.values()))[0]
+        if isinstance(error, pickle.UnpicklingError):
+            raise refused_object(folder, error) from None
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"damaged: {folder} cannot be read ({type(error).__name__}: {reason})") from error
+
+
 def read_without_optimizers(path: Path, weights_only: bool | None) -> tuple[dict[str, Any], Any]:
     """A checkpoint, file or folder, and a form of it that Lightning's `load_from_checkpoint` can open.
 
@@ -103,11 +120,11 @@ def read_without_optimizers(path: Path, weights_only: bool | None) -> tuple[dict
         The checkpoint, without optimizer state if it is a folder; and the path, or for a folder one file in memory.
 
     Raises:
-        UsageError: see `check_checkpoint` and `read_file`.
+        UsageError: see `verify_checkpoint` and `read_file`.
     """
     if not check_checkpoint(path).is_dir():
         return read_file(path, weights_only), path
-    checkpoint = read_by_name(path, weights_only, optimizers=False)
+    checkpoint = read_by_name(verify_checkpoint(path), weights_only, optimizers=False)
     file = io.BytesIO()
     torch.save(checkpoint, file)
     file.seek(0)

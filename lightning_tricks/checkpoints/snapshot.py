@@ -114,7 +114,8 @@ class _Copies:
     def of(self, tensor: Tensor) -> Tensor:
         if hasattr(tensor, "__tensor_flatten__"):  # torch's protocol of wrappers, such as DTensor
             names, context = tensor.__tensor_flatten__()
-            inner = {name: self.of(getattr(tensor, name)) for name in names}
+            parts = {name: getattr(tensor, name) for name in names}  # of a DTensor also its mesh, since torch 2.13
+            inner = {name: self.of(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
             return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
         if type(tensor) not in (Tensor, nn.Parameter) or not _lies_in_memory(tensor):
             return tensor.detach().to("cpu", copy=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints.check_checkpoint import is_folder_of_shards, replaced_path
+from lightning_tricks.checkpoints.check_checkpoint import is_folder_of_shards, is_of_deepspeed, replaced_path
 from lightning_tricks.checkpoints.record import save_with_record
 
 
@@ -56,7 +56,7 @@ def clear_staging(path: Path) -> Path:
     Raises:
         UsageError: `path` is a folder of something else than a checkpoint.
     """
-    if path.is_dir() and any(path.iterdir()) and not is_folder_of_shards(path):
+    if path.is_dir() and any(path.iterdir()) and not (is_folder_of_shards(path) or is_of_deepspeed(path)):
         raise UsageError(f"{path} is a folder of something else than a checkpoint: save under another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     remove(staging_path(path))

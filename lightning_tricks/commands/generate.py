@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints import check_checkpoint
 from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.checkpoints.read_folder import read_by_name
+from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
 from lightning_tricks.models import GPT2, Decoder, DecoderConfig, Llama, Sampling
 from lightning_tricks.models import generate as generate_tokens
@@ -33,7 +33,7 @@ def generate(args: list[str]) -> None:
     """
     options = _parse(args)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    path = check_checkpoint(options.ckpt_path)
+    path = verify_checkpoint(options.ckpt_path)
     checkpoint = read_by_name(path, True, optimizers=False) if path.is_dir() else load_file(path, weights_only=True)
     tokenizer, decoder = tokenizer_from_checkpoint(checkpoint), decoder_from_checkpoint(checkpoint)
     prompt = tokenizer.encode(options.prompt)

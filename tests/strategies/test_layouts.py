@@ -265,7 +265,12 @@ def saved_over(rank: int, folder: Path) -> None:
             path = folder / f"over {earlier}" / "step=3.ckpt"
             assert path.is_dir() is dcp
             if dcp:
-                assert {entry.name for entry in path.iterdir()} == {".metadata", "meta.pt", "__0_0.distcp"}
+                assert {entry.name for entry in path.iterdir()} == {
+                    ".metadata",
+                    "meta.pt",
+                    "record.json",
+                    "__0_0.distcp",
+                }
             read(folder, f"over {earlier}", "stateless", **sharded(1))
 
 

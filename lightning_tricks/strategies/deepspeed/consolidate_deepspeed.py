@@ -10,8 +10,8 @@ import torch
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.swap_in import write_file
 from lightning_tricks.strategies.deepspeed.load_deepspeed import load_deepspeed
+from lightning_tricks.strategies.deepspeed.save_deepspeed import TAG
 
-_TAG = "checkpoint"  # the subfolder that Lightning has DeepSpeed write to
 # The entries that DeepSpeed adds, and Lightning's state of a run; the other entries are the module's own.
 _DEEPSPEED_KEYS = [
     "module",
@@ -75,7 +75,7 @@ def read_layout(folder: Any) -> Layout:
         UsageError: it is no checkpoint of DeepSpeed, or one that was not written to its end.
     """
     path = Path(folder)
-    parts = path / _TAG
+    parts = path / TAG
     if not parts.is_dir():
         hint = "a plain file holds the weights only, for LightningModule.load_from_checkpoint" if path.is_file() else ""
         hint = hint or "give the folder that the run wrote, not one inside it"
@@ -119,9 +119,9 @@ def read_weights(layout: Layout) -> dict[str, Any]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if layout.weights_sharded else "mp_rank_00_model_states.pt"
-    saved = torch.load(layout.path / _TAG / name, map_location="cpu", weights_only=False)
+    saved = torch.load(layout.path / TAG / name, map_location="cpu", weights_only=False)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(layout.path), tag=_TAG)
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(layout.path), tag=TAG)
     if not layout.weights_sharded:  # at stage 1 frozen weights are only in `saved`
         weights = {**{key: _to_fp32(value) for key, value in saved["module"].items()}, **weights}
     kept = {key: value for key, value in saved.items() if key not in _DEEPSPEED_KEYS + _LIGHTNING_KEYS}

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,13 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import configured_optimizers, is_accumulating
+from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.strategies.deepspeed import settings
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import Layout, read_layout, read_weights
 from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed
+from lightning_tricks.strategies.deepspeed.save_deepspeed import states_to_save, write_states
+from lightning_tricks.strategies.verify_together import verify_together
+from lightning_tricks.strategies.write_folder import FolderWriter
 
 
 class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
@@ -69,6 +74,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         self.offload_optimizer = offload_optimizer
         self.offload_parameters = offload_parameters
         self.timeout_seconds = timeout_seconds
+        self._folder_writer = FolderWriter(self._timeout)
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -203,14 +209,23 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         """Nothing: each process writes its own part."""
         return {}
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a folder; an older one of that name is there until the new one is whole."""
+        if storage_options is not None:
+            raise UsageError(f"storage_options={storage_options}: DeepSpeed writes to a file system and takes none")
+        path = Path(self.broadcast(filepath))
+        states, record = states_to_save(self.deepspeed_engine, checkpoint), record_of(checkpoint)
+        self._folder_writer.save(path, states, write_states, record, self.checkpoint_io)
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load this process's part, and give the rest."""
         module: Any = self.lightning_module
-        layout = read_layout(checkpoint_path)
+        layout = read_layout(self.broadcast(checkpoint_path))
+        verify_together(layout.path)
         if module.trainer.state.fn != "fit":
             return self._load_weights(module, layout)
         layout.refuse_other(self.stage, self.world_size, self.precision_plugin.precision)
-        loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        loaded = super().load_checkpoint(layout.path, weights_only)
         assert isinstance(self.config, dict)
         self.optimizers[0].clip_grad = self.config["gradient_clipping"]  # type: ignore[attr-defined]
         return loaded

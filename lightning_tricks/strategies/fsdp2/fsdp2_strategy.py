@@ -18,8 +18,13 @@ from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer import is_a, set_device_mesh
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.read_file import read_file
+from lightning_tricks.checkpoints.record import record_of
+from lightning_tricks.strategies.agreement import on_rank_0
 from lightning_tricks.strategies.fsdp2 import shard, sharded_checkpoint
 from lightning_tricks.strategies.fsdp2.manual_optimization import GatherOnCall
+from lightning_tricks.strategies.fsdp2.save_shards import shards_to_save, write_shards
+from lightning_tricks.strategies.verify_together import check_together, verify_together
+from lightning_tricks.strategies.write_folder import FolderWriter
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -86,6 +91,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.compile_blocks = compile_blocks
         self.init_on_rank_0 = init_on_rank_0
         self.shards_modules = True  # tells a module that would otherwise shard itself
+        self._folder_writer = FolderWriter(timedelta(seconds=timeout_seconds))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -256,21 +262,28 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         path = self.broadcast(filepath)
         if not self._save_distributed_checkpoint:
             self._checkpoint_io = self._checkpoint_io or AtomicCheckpointIO()
-            sharded_checkpoint.on_rank_0(lambda: self.checkpoint_io.save_checkpoint(checkpoint, path))
+            on_rank_0(lambda: self.checkpoint_io.save_checkpoint(checkpoint, path))
         elif "://" in str(path):
             raise UsageError(f"{path}: shards go to a file system; set save_distributed_checkpoint to False")
         else:
-            sharded_checkpoint.save_shards(checkpoint, Path(path))
+            state, record = shards_to_save(checkpoint), record_of(checkpoint)
+            self._folder_writer.save(Path(path), state, write_shards, record, self.checkpoint_io)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a folder's shards of this rank, or a whole file of which each rank then takes its part."""
         given = self.broadcast(checkpoint_path)
-        path = sharded_checkpoint.check_together(given)
+        path = check_together(given)
         if path.is_dir():
+            verify_together(path)
             return sharded_checkpoint.read_shards(path, self._module, bool(self.optimizers), weights_only)
         if path.is_file():
             return read_file(path, weights_only)
         return self.checkpoint_io.load_checkpoint(given, weights_only=weights_only)  # not on a file system
+
+    def teardown(self) -> None:
+        """End what a thread still writes, then the rest."""
+        self.checkpoint_io.teardown()  # which Lightning's own does not
+        super().teardown()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module the checkpoint's weights."""

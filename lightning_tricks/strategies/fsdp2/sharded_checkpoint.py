@@ -1,17 +1,15 @@
-"""Save a sharded module and its optimizers as a folder of shards, and load any checkpoint into them.
+"""The state of a sharded module and its optimizers as a checkpoint has it, and any checkpoint loaded into them.
 
 A folder names the optimizer's state by parameter; a file, and torch, number it through the optimizer's groups.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -19,9 +17,9 @@ from torch.utils._pytree import tree_map
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
-from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_checkpoint
+from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks.checkpoints.read_folder import KeyPath, by_index, read_by_name
-from lightning_tricks.checkpoints.swap_in import clear_staging, fsync_path, put_in_place, remove, staging_path
+from lightning_tricks.strategies.agreement import on_all_ranks
 
 
 def gather(tree: Any, keep: bool) -> Any:
@@ -39,9 +37,13 @@ def gather(tree: Any, keep: bool) -> Any:
 def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """An optimizer's state dict with names of parameters in the place of their numbers, as a folder has it.
 
+    Every rank must call.
+
     Raises:
-        UsageError: the optimizer has a parameter that is none of the module's.
+        UsageError: the optimizer has a parameter that is none of the module's, or keeps state of a sharded parameter in
+            plain tensors, which differ by rank and of which a folder would have those of rank 0 only.
     """
+    on_all_ranks(lambda: _refuse_local_state(module, optimizer))
     state_dict, group_names = optimizer.state_dict(), _group_names(module, optimizer)
     groups = [{**group, "params": names} for group, names in zip(state_dict["param_groups"], group_names, strict=True)]
     names = [name for group in group_names for name in group]
@@ -49,83 +51,19 @@ def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def save_shards(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a Lightning checkpoint as a folder, each rank its shards; every rank must call.
-
-    Rank 0 writes everything that is not sharded. The folder gets its name when all of it is on the disk, `.metadata`
-    last.
-
-    Args:
-        checkpoint: with shards and optimizer state by name; loses both.
-        path: the folder, there or not; equal on all ranks.
-    """
-    folder = staging_path(path)
-    shards = {"state_dict": checkpoint.pop("state_dict")}
-    states = checkpoint.pop("optimizer_states", [])
-    shards |= {f"optimizer_{number}": state for number, state in enumerate(states)}
-    if dist.get_rank() != 0:
-        shards = _only_shards(shards)
-
-    def write_trainer_state() -> None:
-        clear_staging(path).mkdir()
-        torch.save(checkpoint, folder / TRAINER_STATE)
-        fsync_path(folder / TRAINER_STATE)
-
-    try:
-        on_rank_0(write_trainer_state)
-        dcp.save(shards, checkpoint_id=folder)
-        on_rank_0(lambda: put_in_place(path))
-    except Exception:
-        if dist.get_rank() == 0:
-            remove(folder)  # a full disk is not to stay full
-        raise
-
-
-def _only_shards(tree: Any) -> Any:
-    """The DTensors of a nested dict."""
-    if not isinstance(tree, dict):
-        return tree
-    return {key: _only_shards(value) for key, value in tree.items() if isinstance(value, DTensor | dict)}
-
-
-def on_rank_0(act: Callable[[], None]) -> None:
-    """Call `act` on rank 0 while the others wait; where it fails, it fails on all of them.
-
-    Raises:
-        OSError: on the other ranks, with the text of rank 0's error, which is raised there as it is.
-    """
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            act()
-        except Exception as failed:
-            error = failed
-    message = [None if error is None else f"{type(error).__name__} on rank 0: {error}"]
-    dist.broadcast_object_list(message, src=0)
-    if error is not None:
-        raise error
-    if message[0] is not None:
-        raise OSError(message[0])
-
-
-def check_together(path: Any) -> Path:
-    """`check_checkpoint` on every rank, so that none goes on to wait for one that cannot; every rank must call.
-
-    Raises:
-        UsageError: on all ranks, the message of the first rank that cannot open it.
-    """
-    problem = None
-    try:
-        check_checkpoint(path)
-    except UsageError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for rank, found in enumerate(problems):
-        if found is not None:
-            hint = "" if all(problems) else f" (on rank {rank}: a checkpoint lies where all ranks see it)"
-            raise UsageError(found + hint)
-    return Path(path)
+def _refuse_local_state(module: nn.Module, optimizer: Optimizer) -> None:
+    names: dict[Tensor, str] = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, DTensor) or parameter.to_local().shape == parameter.shape:
+            continue
+        for key, value in state.items():
+            plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            if plain and value.numel() > 1 and value.shape == parameter.to_local().shape:
+                raise UsageError(
+                    f"{type(optimizer).__name__} keeps '{key}' of '{names.get(parameter)}' as a plain tensor of each "
+                    "rank's own, which no checkpoint of shards can hold: make it by torch.zeros_like(parameter), which "
+                    "is sharded as the parameter is"
+                )
 
 
 def read_shards(folder: Path, module: nn.Module, optimizers: bool, weights_only: bool | None) -> dict[str, Any]:
@@ -177,6 +115,9 @@ def load_weights(module: nn.Module, state_dict: Mapping[str, Any], strict: bool)
 def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]]) -> None:
     """Load whole tensors by number, or shards by name, into optimizers of sharded parameters.
 
+    Parameters that are trained here and of which the checkpoint has no state, or not all that it has of others, are
+    named in a warning: they go on without their moments.
+
     Raises:
         UsageError: another number of optimizers than was saved; by name, parameters in other groups or another order.
     """
@@ -198,6 +139,28 @@ def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: S
             for index, entry in state_dict["state"].items()
         }
         optimizer.load_state_dict({**state_dict, "state": state})
+        missing = _without_state(optimizer, _group_names(module, optimizer))
+        if missing:
+            rank_zero_warn(
+                f"the checkpoint has no {missing[0][1]} of '{missing[0][0]}' for {type(optimizer).__name__}"
+                + (f", nor state of {len(missing) - 1} other parameters" if missing[1:] else "")
+                + ": they start anew, as parameters do that had no gradient before it was saved"
+            )
+
+
+def _without_state(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
+    """The trained parameters that lack state which others of their group have, or all: names, and which state."""
+    missing = []
+    for group, group_names in zip(optimizer.param_groups, names, strict=True):
+        states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
+        expected = list(dict.fromkeys(key for state in states for key in state))
+        if not expected and ("betas" in group or group.get("momentum")):
+            expected = ["state"]
+        for parameter, name, state in zip(group["params"], group_names, states, strict=True):
+            lacking = [key for key in expected if key not in state]
+            if lacking and parameter.requires_grad:
+                missing.append((name, "optimizer state" if not state else f"'{lacking[0]}'"))
+    return missing
 
 
 def _as_shards(value: Any, like: Tensor | None) -> Any:

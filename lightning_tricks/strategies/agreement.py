@@ -1,0 +1,77 @@
+"""An action that fails on one rank fails on all of them, with the same kind of error, so that none waits for ever."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from lightning_tricks._errors import UsageError
+
+T = TypeVar("T")
+
+
+class _Failure(NamedTuple):
+    """What other ranks are told of an error: an exception itself may not be pickled."""
+
+    kind: type[Exception]  # UsageError, OSError, or RuntimeError for every other error
+    text: str
+    errno: int | None
+
+
+def on_all_ranks(act: Callable[[], T], group: Any = None) -> list[T]:
+    """Call `act` on every rank; every rank must call.
+
+    Args:
+        act: whose result can be pickled. Where it communicates itself, it must fail on all ranks or on none.
+        group: the process group that communicates; None for the default one.
+
+    Returns:
+        What it has returned, by rank.
+
+    Raises:
+        Exception: the error of the lowest rank, another one than OSErrors first: on this rank as it is, on the others
+            a UsageError, an OSError of the same number, or a RuntimeError, which names the rank.
+    """
+    result, error = None, None
+    try:
+        result = act()
+    except Exception as failed:
+        error = failed
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (result, error and describe(error)), group=group)
+    raise_together({rank: failure for rank, (_, failure) in enumerate(told) if failure}, error, group)
+    return [found for found, _ in told]
+
+
+def on_rank_0(act: Callable[[], T], group: Any = None) -> T:
+    """Call `act` on rank 0 while the others wait; returns its result, or raises its error, on all of them."""
+    rank = dist.get_rank(group)
+    return on_all_ranks(lambda: act() if rank == 0 else None, group)[0]  # type: ignore[return-value]
+
+
+def describe(error: BaseException) -> _Failure:
+    """An error, for other ranks."""
+    if isinstance(error, UsageError):
+        return _Failure(UsageError, str(error), None)
+    if isinstance(error, OSError):
+        return _Failure(OSError, error.strerror or str(error), error.errno)
+    return _Failure(RuntimeError, f"{type(error).__name__}: {error}", None)
+
+
+def raise_together(failures: dict[int, _Failure], own: Exception | None, group: Any = None) -> None:
+    """Raise the same kind of error on all ranks, if there are `failures`, which all ranks know.
+
+    Args:
+        failures: by rank.
+        own: the error of this rank itself, if there is one.
+        group: see `on_all_ranks`.
+    """
+    if not failures:
+        return
+    rank, failure = min(failures.items(), key=lambda entry: (entry[1].kind is OSError, entry[0]))
+    if own is not None and rank == dist.get_rank(group):
+        raise own
+    if failure.kind is UsageError:
+        raise UsageError(failure.text)
+    text = f"{failure.text} (on rank {rank})"
+    raise OSError(failure.errno, text) if failure.kind is OSError else RuntimeError(text)

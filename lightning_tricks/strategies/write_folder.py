@@ -1,0 +1,121 @@
+"""Write a folder by all ranks, so that a kill or a full disk at any moment leaves the older checkpoint."""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_tricks.checkpoints.record import RECORD_FILE, Record, to_json
+from lightning_tricks.checkpoints.swap_in import clear_staging, fsync_path, put_in_place, remove, staging_path
+from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
+
+WriteFiles = Callable[[Path], Mapping[str, int]]
+
+
+class FolderWriter:
+    """Writes checkpoints as folders, at once or in the background; each rank has one.
+
+    Args:
+        timeout: how long a thread that writes waits for those of other ranks.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self._group: Any = None  # of gloo, made when it is first needed: the thread shares no group with training
+
+    def save(
+        self, path: Path, state: Any, write: Callable[..., Mapping[str, int]], record: Record, checkpoint_io: Any
+    ) -> None:
+        """Save this rank's `state`; every rank must call. See `write_folder`.
+
+        Where `checkpoint_io.asynchronous`, it returns when an earlier checkpoint is complete and `state` has been
+        copied to the host; a thread does the rest.
+
+        Args:
+            path: the folder, there or not; equal on all ranks.
+            state: nested, of this rank.
+            write: called as `write(state, folder, group)`, see `write_folder`; in the background with the copy, and
+                with a process group of gloo, else with the default one, None.
+            record: of the checkpoint.
+            checkpoint_io: an AtomicCheckpointIO; another one without its methods is as none.
+
+        Raises:
+            OSError: what the file system says, on all ranks; also of an earlier checkpoint that failed in the
+                background.
+        """
+        if not getattr(checkpoint_io, "asynchronous", False):
+            write_folder(path, lambda folder: write(state, folder, None), record, checkpoint_io)
+            return
+        checkpoint_io.wait()
+        self._group = group = self._group or dist.new_group(backend="gloo", timeout=self.timeout)
+
+        def write_copy(copy: Any) -> None:
+            write_folder(path, lambda folder: write(copy, folder, group), record, checkpoint_io, group)
+
+        checkpoint_io.write_in_background(state, write_copy)
+
+
+def write_folder(path: Path, write: WriteFiles, record: Record, checkpoint_io: Any = None, group: Any = None) -> None:
+    """Write a folder beside its place and rename it when the disk has all of it; every rank must call.
+
+    The folder is complete when it has `record.json`, which is written last and has a checksum of each file. An error of
+    the file system on any rank is an error on all of them; nothing of the new folder is then left. Rank 0 asks
+    `checkpoint_io.on_error` whether to write again, to do without this checkpoint or to raise the error, which is done
+    where there is no such method, and all ranks follow. At the end rank 0 calls `checkpoint_io.on_commit`.
+
+    Args:
+        path: the folder, there or not; equal on all ranks.
+        write: writes this rank's files into the folder that it is given, to the disk, and returns the CRC-32 of each by
+            its name in the folder. It may be called again.
+        record: of the checkpoint; its checksums are set here.
+        checkpoint_io: an AtomicCheckpointIO; another object without these methods is as none.
+        group: the process group that communicates; None for the default one.
+
+    Raises:
+        UsageError: `path` is a folder of something else than a checkpoint.
+        OSError: what the file system says.
+    """
+    while True:
+        try:
+            _write_once(path, write, record, group)
+            break
+        except OSError as error:
+            on_error = getattr(checkpoint_io, "on_error", None)
+            answer = on_rank_0(partial(on_error, path, error) if on_error else lambda: "raise", group)
+            if answer == "raise":
+                raise
+            if answer == "skip":
+                return
+    on_commit = getattr(checkpoint_io, "on_commit", None)
+    on_rank_0(partial(on_commit, path) if on_commit else lambda: None, group)
+
+
+def _write_once(path: Path, write: WriteFiles, record: Record, group: Any) -> None:
+    folder = staging_path(path)
+    try:
+        on_rank_0(lambda: clear_staging(path).mkdir(), group)
+        checksums = {
+            name: checksum for part in on_all_ranks(lambda: write(folder), group) for name, checksum in part.items()
+        }
+        on_rank_0(lambda: _commit(path, folder, replace(record, checksums=checksums)), group)
+    except BaseException:
+        if dist.get_rank(group) == 0:
+            with suppress(OSError):
+                remove(folder)  # a full disk is not to stay full
+        raise
+
+
+def _commit(path: Path, folder: Path, record: Record) -> None:
+    with (folder / RECORD_FILE).open("wb") as file:
+        file.write(to_json(record))
+        file.flush()
+        os.fsync(file.fileno())
+    for inner in (*(entry for entry in folder.rglob("*") if entry.is_dir()), folder):
+        fsync_path(inner)
+    put_in_place(path)
