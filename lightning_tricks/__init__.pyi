@@ -16,6 +16,7 @@ from lightning_tricks.callbacks import MFUMonitor as MFUMonitor
 from lightning_tricks.callbacks import PrecisionMonitor as PrecisionMonitor
 from lightning_tricks.callbacks import PredictionWriter as PredictionWriter
 from lightning_tricks.callbacks import RankMonitor as RankMonitor
+from lightning_tricks.callbacks import SafeCheckpoint as SafeCheckpoint
 from lightning_tricks.callbacks import SampleText as SampleText
 from lightning_tricks.callbacks import TensorBoardDashboard as TensorBoardDashboard
 from lightning_tricks.callbacks import TrainingProgressBar as TrainingProgressBar

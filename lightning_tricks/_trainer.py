@@ -24,6 +24,36 @@ def is_accumulating(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def is_last_step(trainer: Any) -> bool:
+    """Whether training stops after the running optimizer step, as far as that is known: at `max_steps`, or asked to.
+
+    The end of the last epoch does not count. Read from `_FitLoop.done` (loops/fit_loop.py).
+    """
+    loop = trainer.fit_loop
+    at_end = loop.max_steps != -1 and loop.epoch_loop.global_step >= loop.max_steps
+    return at_end or (trainer.should_stop and loop._can_stop_early)
+
+
+def validation_follows(trainer: Any) -> bool:
+    """In `on_train_batch_end`: whether validation comes before the next batch. If by time, every rank must ask.
+
+    Read from `_TrainingEpochLoop.on_advance_end` and `_EvaluationLoop.skip` (loops/training_epoch_loop.py,
+    loops/evaluation_loop.py).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    answer = bool(loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
+    if answer and loop.val_loop._combined_loader is not None:
+        answer = not loop.val_loop.skip  # a loader without batches
+    if trainer._val_check_time_interval is not None:
+        answer = trainer.strategy.broadcast(answer)  # the clocks of the ranks differ
+    return answer
+
+
+def has_default_checkpoint_io(trainer: Any) -> bool:
+    """Whether checkpoints are read and written by Lightning's own plugin, and by no other (strategies/strategy.py)."""
+    return type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO"
+
+
 def logging_step(trainer: Any) -> int:
     """The step at which `self.log` logs the running batch: the number of batches that have ended in a step.
 

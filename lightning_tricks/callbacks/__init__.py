@@ -1,6 +1,7 @@
 """The public names of every callback: those of `monitors` watch, those of `guards` act."""
 
 from lightning_tricks.guards.lean_loop import LeanLoop as LeanLoop
+from lightning_tricks.guards.saving.safe_checkpoint import SafeCheckpoint as SafeCheckpoint
 from lightning_tricks.metrics.metric_buffer import MetricBuffer as MetricBuffer
 from lightning_tricks.monitors.compression_baseline import CompressionBaseline as CompressionBaseline
 from lightning_tricks.monitors.dashboard.tensorboard_dashboard import TensorBoardDashboard as TensorBoardDashboard

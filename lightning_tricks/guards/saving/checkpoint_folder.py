@@ -1,0 +1,143 @@
+"""The folder of a run's checkpoints: what is in it, what is deleted, a full disk, the leftovers of killed processes.
+
+Needs no Trainer. One process of a run, rank 0, changes the folder.
+"""
+
+import errno
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from lightning_tricks._lightning import rank_zero_warn
+from lightning_tricks.checkpoints.check_checkpoint import replaced_path
+from lightning_tricks.checkpoints.record import Record
+from lightning_tricks.checkpoints.swap_in import remove, staging_path
+from lightning_tricks.guards.saving.last_link import LAST, move_last, record_or_none
+from lightning_tricks.guards.saving.retention import Records, Retention, last_of, to_delete, to_make_room
+
+_PATTERN = "*.ckpt"
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the process's limit
+
+
+class CheckpointFolder:
+    """The checkpoints of one folder, and the answers to AtomicCheckpointIO when it has written one, or could not.
+
+    Args:
+        path: the folder, there or not.
+        retention: how many checkpoints stay.
+        on_update: called with the folder's records when there is a new checkpoint, in the thread that wrote it.
+    """
+
+    def __init__(self, path: Path, retention: Retention, on_update: Callable[[Records], None] = lambda _: None) -> None:
+        self.path, self.retention, self.on_update = path, retention, on_update
+        self.held: set[str] = set()  # names that stay besides
+        self.written: dict[str, Record] = {}  # of this process: for a CheckpointIO that writes no records
+        self.answered: Path | None = None  # the newest checkpoint that was written or given up
+        self._retried: Path | None = None
+        self._lock = threading.Lock()
+
+    def records(self) -> dict[str, Record]:
+        """The records of all checkpoints that have one; those of other programs, and damaged ones, are left out."""
+        found = {}
+        for path in self.path.glob(_PATTERN):
+            if path.name != LAST and (record := record_or_none(path) or self.written.get(path.name)):
+                found[path.name] = record
+        return found
+
+    def largest_number(self) -> int:
+        """The number of the newest checkpoint, 0 where there is none."""
+        return max((record.number for record in self.records().values()), default=0)
+
+    def newest(self) -> Path | None:
+        """The path of the checkpoint that `last` means."""
+        name = last_of(self.records())
+        return self.path / name if name else None
+
+    def path_of(self, record: Record) -> Path:
+        """The path for a new checkpoint, `step=N.ckpt`.
+
+        Where a file of another program has that name, it is `step=N-v1.ckpt`; where the new weights are not finite and
+        those of the older checkpoint are, `step=N-not-finite.ckpt`.
+        """
+        name, ours = f"step={record.step}", self.records()
+        older = ours.get(f"{name}.ckpt")
+        if record.finite is False and older and older.finite:
+            name += "-not-finite"
+        path = self.path / f"{name}.ckpt"
+        for version in itertools.count(1):
+            if path.name in ours or not os.path.lexists(path):
+                break
+            path = self.path / f"{name}-v{version}.ckpt"
+        return path
+
+    def hold(self, path: Path) -> None:
+        """Keep a checkpoint, or the one of which it is a link or a copy, whatever its age."""
+        record = record_or_none(path)
+        self.held = {name for name, other in self.records().items() if record and other.number == record.number}
+
+    def update(self) -> Records:
+        """Move `last.ckpt` to the newest finite checkpoint, then delete what need not stay; returns the records.
+
+        Idempotent. Called when a new checkpoint has its name, so that nothing is deleted before.
+        """
+        with self._lock:
+            records = self.records()
+            if name := last_of(records):
+                move_last(self.path / name)
+            for old in to_delete(records, self.retention, self.held):
+                self._delete(old)
+                del records[old]
+            return records
+
+    def on_commit(self, path: Path) -> None:
+        """A new checkpoint has its name."""
+        self.answered = path
+        self.on_update(self.update())
+
+    def on_error(self, path: Path, error: OSError) -> Literal["retry", "skip", "raise"]:
+        """A new checkpoint could not be written: on a full disk, make room once, else do without it."""
+        if error.errno not in _DISK_FULL:
+            return "raise"
+        if self._retried != path and (name := self._make_room(path)):
+            self._retried = path
+            rank_zero_warn(f"SafeCheckpoint: {path}: {error.strerror}: deleted {name} to make room, and trying again")
+            return "retry"
+        self._retried, self.answered = None, path
+        rank_zero_warn(
+            f"SafeCheckpoint: {path} was not saved: {error.strerror}. Training goes on, and the next save tries again: "
+            f"free some space. The newest checkpoint is {self.newest()}"
+        )
+        return "skip"
+
+    def sweep(self) -> None:
+        """Delete what a killed process was writing, give back its name to what it was about to replace, find `last`."""
+        for leftover in self.path.glob(f".{_PATTERN}.*"):
+            path = leftover.with_name(leftover.name[1:].rpartition(".")[0])
+            if leftover == replaced_path(path) and not os.path.lexists(path):
+                leftover.rename(path)
+            elif leftover in (staging_path(path), replaced_path(path)):
+                remove(leftover)
+        newest = self.newest()
+        if newest and not (self.path / LAST).exists():  # one that leads elsewhere may be the user's choice
+            move_last(newest)
+
+    def _make_room(self, new: Path) -> str | None:
+        """Delete one checkpoint; returns its name, None where all must stay."""
+        with self._lock:
+            records = self.records()
+            if name := to_make_room(records, self.retention, self.held | {new.name}):
+                move_last(self.path / (last_of(records) or name))  # it leads to none that is deleted
+                self._delete(name)
+            return name
+
+    def _delete(self, name: str) -> None:
+        """Delete a checkpoint; a folder first loses its name, so that nobody finds half of one."""
+        path = self.path / name
+        if path.is_dir():
+            remove(staging_path(path))
+            path = path.rename(staging_path(path))
+        remove(path)
+        self.written.pop(name, None)

@@ -1,0 +1,91 @@
+"""What SafeCheckpoint adds to a Lightning checkpoint, and what it checks before a fit goes on from one."""
+
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import lightning_tricks
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._replaced import replaced
+from lightning_tricks._trainer import is_a
+from lightning_tricks.checkpoints.other_weights import other_weights
+from lightning_tricks.checkpoints.record import KEY, Record
+from lightning_tricks.guards.saving.random_state import gather_random_states
+
+
+def content(trainer: Trainer, module: Module, record: Record) -> dict[str, Any]:
+    """The value of `checkpoint[KEY]`, plain types and tensors; every rank must call.
+
+    Its entries: `record`, the fields of a Record without checksums; `rng`, the random state of each rank; `recipe`, the
+    command line's settings as YAML, None in a run from Python; `versions`; `module`, the LightningModule's class.
+    """
+    fields = asdict(record)
+    del fields["checksums"]
+    return {
+        "record": fields,
+        "rng": gather_random_states(),
+        "recipe": recipe_of(trainer),
+        "versions": versions(),
+        "module": type(module).__name__,
+    }
+
+
+def recipe_of(trainer: Trainer) -> str | None:
+    """The settings of a run of LightningCLI, as it saves them in `config.yaml`."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if is_a(callback, "SaveConfigCallback"):
+            return str(callback.parser.dump(callback.config, skip_none=False))
+    return None
+
+
+def versions() -> dict[str, str]:
+    """The versions that wrote a checkpoint."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "lightning": str(pl.__version__),
+        "lightning_tricks": lightning_tricks.__version__,
+    }
+
+
+@contextmanager
+def refusing_other_modules(trainer: Trainer, module: Module) -> Iterator[None]:
+    """Have a checkpoint of another class or of other weights refused in one line, while Lightning restores a module.
+
+    Raises:
+        UsageError: at restoring: the module's class is not the one that was saved, nor a subclass of it; a key or a
+            shape differs.
+    """
+    on_load, load = module.on_load_checkpoint, module.load_state_dict
+
+    def check_class(checkpoint: dict[str, Any]) -> None:
+        _check_class(checkpoint, module, trainer.ckpt_path)
+        on_load(checkpoint)
+
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(*args, **kwargs)
+        except RuntimeError as error:
+            if line := other_weights(str(error), trainer.ckpt_path):
+                raise UsageError(line) from error
+            raise
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(module, "on_load_checkpoint", check_class))
+        stack.enter_context(replaced(module, "load_state_dict", load_weights))
+        yield
+
+
+def _check_class(checkpoint: Mapping[str, Any], module: Module, path: Any) -> None:
+    saved = checkpoint.get(KEY, {}).get("module")
+    if saved is not None and not is_a(module, saved):
+        raise UsageError(
+            f"ckpt_path={path}: a {saved} saved this checkpoint, and this run trains a {type(module).__name__}, so fit "
+            f"cannot go on from it: give --init_from {path} to start anew with its weights (from Python: "
+            "load_state_dict), or train the class that saved it"
+        )

@@ -1,0 +1,308 @@
+"""Save checkpoints that survive a kill, a full disk and a run of NaN; at a resume, put back the random state."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+from weakref import proxy
+
+import torch
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._trainer import batch_progress, is_accumulating, is_last_step, logging_step, validation_follows
+from lightning_tricks.checkpoints import AtomicCheckpointIO
+from lightning_tricks.checkpoints.record import KEY, Record
+from lightning_tricks.guards.saving.checkpoint_folder import CheckpointFolder
+from lightning_tricks.guards.saving.content import content, refusing_other_modules
+from lightning_tricks.guards.saving.finite import not_finite
+from lightning_tricks.guards.saving.fresh_score import FreshScore
+from lightning_tricks.guards.saving.last_link import LAST, record_or_none
+from lightning_tricks.guards.saving.random_state import set_random_state_of
+from lightning_tricks.guards.saving.retention import Records, Retention, best_first
+from lightning_tricks.guards.saving.save_clock import SaveClock
+from lightning_tricks.guards.saving.save_options import check_folder, check_options
+from lightning_tricks.guards.saving.trainer_io import answer, atomic_io
+
+
+class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
+    """Save checkpoints of which a whole one is always there. Use it in place of `ModelCheckpoint`.
+
+    It saves whole training states as `step=N.ckpt`, where N is `trainer.global_step` (with several optimizers Lightning
+    counts the steps of each), and lets `last.ckpt`, a relative link, lead to the newest one. The last step of a run is
+    always saved. `trainer.checkpoint_callback`, `best_model_path`, `ckpt_path="last"` and `"best"` work as ever.
+
+    It promises:
+
+    - A kill at any moment leaves a whole checkpoint, and `last.ckpt` leads to one: nothing is deleted, and the link is
+      not moved, before the new checkpoint has its name on the disk.
+    - Neither retention nor a full disk ever costs the newest checkpoint whose weights are finite. One with NaN or
+      infinite weights is saved and marked, which is said once, and `last.ckpt` does not lead to it.
+    - On a full disk the checkpoint that would go next is deleted and the save tried again. If that fails too, training
+      goes on without this checkpoint, and one line says so.
+    - It saves at the end of an accumulation window, and after the validation that is due at that step, so a resumed run
+      repeats and loses no validation.
+    - A resumed run takes the random numbers of the unbroken one, on each rank. With batches that depend on their
+      position alone, as those of `TextData` and `TokenData` do, it is that run to the bit.
+    - A checkpoint of another class or of other weights is refused by `fit` in one line.
+
+    Where the Trainer has Lightning's own CheckpointIO, it gets `AtomicCheckpointIO`. With any other one, the promises
+    on kills and full disks are that plugin's, and only checkpoints of the running process are counted and deleted.
+
+    Args:
+        dirpath: the folder; by default that of ModelCheckpoint, `checkpoints` in the run's folder. Files of other
+            programs in it are never touched.
+        every_n_train_steps: optimizer steps between saves, as `trainer.global_step` counts them.
+        every_n_minutes: minutes between saves on rank 0's clock, which is asked every `log_every_n_steps` steps. With
+            neither interval, it saves after each validation and at the end of each epoch, as ModelCheckpoint does.
+        keep_last: how many of the newest checkpoints stay; 2, so that one is left if a disk damages the other.
+        monitor: a logged metric; without one, none is the best. Only a value logged for the saved weights counts, so
+            for a metric of validation the steps between saves should divide those between validations.
+        mode: whether the lowest value is the best one, "min", or the highest, "max".
+        keep_best: how many of the best checkpoints stay, with `monitor`.
+        permanent_steps: save at each multiple of it as well, or at steps 1, 2, 4, 8, ..., and never delete these.
+        asynchronous: write in a thread while training goes on, at the price of a copy in the host's memory.
+
+    Raises:
+        UsageError: an option out of range; two in one folder; a folder in a bucket; `monitor` is not logged; at a
+            resume, a checkpoint of another class or of other weights.
+
+    Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.ModelCheckpoint.html
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        every_n_train_steps: int | None = None,
+        every_n_minutes: float | None = None,
+        keep_last: int = 2,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        keep_best: int = 1,
+        permanent_steps: int | Literal["powers_of_two"] | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        self.every_n_train_steps, self.every_n_minutes = every_n_train_steps, every_n_minutes
+        self.keep_last, self.keep_best, self.mode = keep_last, keep_best, mode
+        self.permanent_steps, self.asynchronous = permanent_steps, asynchronous
+        check_options(self)
+        super().__init__(
+            dirpath, monitor=monitor, mode=mode, save_top_k=0, every_n_train_steps=every_n_train_steps or 0
+        )
+        self._given_dirpath = self.dirpath
+        self._clock = SaveClock(every_n_train_steps, every_n_minutes, permanent_steps)
+        self._score = FreshScore(monitor)
+        self._refusals = ExitStack()
+        self._folder: CheckpointFolder
+        self._io: AtomicCheckpointIO | None = None
+        self._number = 0  # of the newest checkpoint
+        self._saving: Record | None = None
+        self._rng: list[Any] | None = None  # of each rank, to put back
+        self._untold = False  # there is a checkpoint that the loggers do not know
+        self._said: set[str] = set()
+
+    @property
+    def state_key(self) -> str:
+        """Tells several of them apart in a checkpoint. Intervals may change between runs."""
+        return self._generate_state_key(dirpath=str(self._given_dirpath), monitor=self.monitor, mode=self.mode)
+
+    # ---- start and end
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Find the folder and put it in order; give the Trainer a CheckpointIO that loses nothing."""
+        super().setup(trainer, pl_module, stage)
+        check_folder(self, trainer)
+        self._io = atomic_io(trainer, self.asynchronous)
+        if stage != "fit":
+            return
+        retention = Retention(self.keep_last, self.keep_best, "max" if self.mode == "max" else "min")
+        self._folder = CheckpointFolder(Path(str(self.dirpath)), retention, self._on_update)
+        if trainer.is_global_zero:
+            self._folder.sweep()
+            self._number = self._folder.largest_number()
+        self._number = trainer.strategy.broadcast(self._number)
+        self._refusals.enter_context(refusing_other_modules(trainer, pl_module))
+        if self._io:
+            savers = [other for other in trainer.checkpoint_callbacks if isinstance(other, SafeCheckpoint)]
+            answer(self._io, [saver._folder for saver in savers if hasattr(saver, "_folder")])
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        """Take note of the checkpoint that the run goes on from; put its random state back before a loader draws."""
+        self._refusals.close()
+        if trainer.state.fn != "fit":
+            return
+        self._last_global_step_saved = int(checkpoint["global_step"])
+        self._rng = checkpoint.get(KEY, {}).get("rng")
+        if self._rng:
+            set_random_state_of(trainer.global_rank, self._rng)
+        if trainer.ckpt_path:
+            self._folder.hold(Path(trainer.ckpt_path))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best checkpoint so far; everything else is in the records of the folder."""
+        return {"best_model_path": self.best_model_path, "best_model_score": self.best_model_score}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Know the best checkpoint of the run that is gone on with, also from another folder."""
+        self.best_model_path, self.best_model_score = state_dict["best_model_path"], state_dict["best_model_score"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Begin to count; put the random state back, which the loaders' start may have moved."""
+        self._refusals.close()
+        if self._rng and not batch_progress(trainer).is_last_batch:  # else the next pass begins, with a draw of its own
+            set_random_state_of(trainer.global_rank, self._rng)
+        self._rng = None
+        self._clock.start(trainer.global_step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """Save the last step, unless it is saved; wait for what is being written."""
+        if self._is_off(trainer):
+            return
+        self.save_now(trainer)
+        if self._io:
+            self._io.wait()
+        paths = (self.best_model_path, self.last_model_path, self.best_model_score)
+        self.best_model_path, self.last_model_path, self.best_model_score = trainer.strategy.broadcast(paths)
+        self._tell_loggers(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        """Wait for what is being written."""
+        self._let_go()
+
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Wait for what is being written."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._refusals.close()
+        io, self._io = self._io, None
+        if io is None:
+            return
+        try:
+            io.wait()
+        except Exception as error:
+            rank_zero_warn(f"SafeCheckpoint: the last checkpoint was not saved: {error}")
+        io.on_commit = io.on_error = None
+
+    # ---- when to save
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        """Raise the error of a write in the background."""
+        if self._io:
+            self._io.raise_if_failed()
+        self._tell_loggers(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save if it is due, at the end of an accumulation window."""
+        if self._is_off(trainer) or is_accumulating(trainer) or not self._clock.advance(trainer.global_step):
+            return
+        every = trainer.log_every_n_steps or 50  # type: ignore[attr-defined]
+        if self.every_n_minutes is not None and (logging_step(trainer) + 1) % every == 0:
+            self._clock.due |= trainer.strategy.broadcast(self._clock.minutes_are_over())
+        self._clock.due |= is_last_step(trainer)
+        if self._clock.due and not validation_follows(trainer):
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """Save if it was due at this step."""
+        if self._is_off(trainer):
+            return
+        self._score.after_validation(trainer)
+        self._clock.due |= self._has_no_interval or is_last_step(trainer)
+        if self._clock.due and not is_accumulating(trainer):
+            self.save_now(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """Save, where there is no interval."""
+        if self._has_no_interval:
+            self.save_now(trainer)
+
+    def save_now(self, trainer: Trainer) -> None:
+        """Save, unless the state after this step is saved already; every rank must call.
+
+        Call it where a step is whole: in a callback's `on_train_batch_end` behind the last micro-batch of a step, or in
+        `on_validation_end` where a validation is due at that step.
+        """
+        if not self._is_off(trainer) and self._last_global_step_saved != trainer.global_step:
+            self._save(trainer)
+
+    @property
+    def _has_no_interval(self) -> bool:
+        return self.every_n_train_steps is None and self.every_n_minutes is None
+
+    def _is_off(self, trainer: Trainer) -> bool:
+        return bool(trainer.fast_dev_run or trainer.sanity_checking or trainer.state.fn != "fit")  # type: ignore
+
+    # ---- saving
+
+    def _save(self, trainer: Trainer) -> None:
+        record = self._new_record(trainer, self._clock.permanent)
+        path = trainer.strategy.broadcast(self._folder.path_of(record))
+        self._last_global_step_saved = trainer.global_step  # on each rank, also where rank 0 finds the disk full
+        self._clock.saved()
+        self._folder.written[path.name] = self._saving = record
+        try:
+            trainer.save_checkpoint(path, weights_only=False)
+        finally:
+            self._saving = None
+        if trainer.is_global_zero and self._folder.answered != path and path.exists():
+            self._commit_foreign(trainer, path)
+        self._tell_loggers(trainer)
+
+    def _new_record(self, trainer: Trainer, permanent: bool) -> Record:
+        weights = not_finite(trainer.lightning_module.parameters()).to(trainer.strategy.root_device)
+        finite = float(trainer.strategy.reduce(weights, reduce_op="sum")) == 0
+        if finite:
+            self._said.discard("not finite")
+        else:
+            self._say_once(
+                "not finite",
+                f"SafeCheckpoint: at step {trainer.global_step} some weights are NaN or infinite: its checkpoint is "
+                f"marked, and {LAST} leads to the newest one that is finite",
+            )
+        self._number += 1
+        return Record(trainer.global_step, self._number, finite, self._score.read(trainer), permanent)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        """Add the record, the random states, the recipe and versions; a save by other hands stays for ever."""
+        checkpoint[KEY] = content(trainer, pl_module, self._saving or self._new_record(trainer, permanent=True))
+
+    def _on_update(self, records: Records) -> None:
+        """Show Lightning and the loggers what is in the folder; on rank 0, in the thread that wrote a checkpoint."""
+        best = best_first(records, self.mode)[: self.keep_best]
+        scores = {str(self._folder.path / name): torch.tensor(records[name].score) for name in best}
+        self.best_k_models, self.last_model_path = scores, str(self._folder.path / LAST)
+        if self.monitor is None:
+            self.best_model_path = str(self._folder.newest())
+        elif best and not self._is_better_elsewhere(records[best[0]]):
+            self.best_model_path, self.best_model_score = next(iter(scores.items()))
+        self._untold = True
+
+    def _is_better_elsewhere(self, best: Record) -> bool:
+        """Whether the best checkpoint lies in the folder of an earlier run, and this one has none that is better."""
+        path = Path(self.best_model_path)
+        if self.best_model_score is None or path.parent == self._folder.path or not path.exists():
+            return False
+        return best_first({"": best, "elsewhere": Record(score=float(self.best_model_score))}, self.mode)[0] != ""
+
+    def _commit_foreign(self, trainer: Trainer, path: Path) -> None:
+        """Do what a CheckpointIO that does not call `on_commit` leaves undone."""
+        self._folder.on_commit(path)
+        if record_or_none(path) is None:
+            self._say_once(
+                "foreign",
+                f"SafeCheckpoint: {type(trainer.strategy.checkpoint_io).__name__} under "
+                f"{type(trainer.strategy).__name__} writes checkpoints without a record: a kill may leave one "
+                "incomplete, damage is not noticed, and checkpoints of earlier runs are neither counted nor deleted",
+            )
+
+    def _tell_loggers(self, trainer: Trainer) -> None:
+        """Tell loggers that upload checkpoints that there is a new one."""
+        if self._untold:
+            self._untold = False
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(proxy(self))
+
+    def _say_once(self, what: str, line: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            rank_zero_warn(line)
