@@ -8,11 +8,11 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
@@ -61,11 +61,12 @@ def write_archive(checkpoint: Mapping[str, Any], file: IO[bytes]) -> int:
         file.flush()
     except RuntimeError as error:
         raise stream.error or error from None
-    return _checksum_between(Path(file.name))
+    path = Path(file.name)
+    return _checksum_between(path, _contents(path))
 
 
 @contextmanager
-def _tensor_checksums() -> Any:
+def _tensor_checksums() -> Iterator[None]:
     """Have torch write the checksum of each tensor, which a program may have switched off."""
     before = get_crc32_options()
     set_crc32_options(True)
@@ -85,46 +86,57 @@ def archive_damage(file: Path, checksum: int) -> str | None:
     Raises:
         OSError, zipfile.BadZipFile: it cannot be read.
     """
-    if _checksum_between(file) != checksum:
+    contents = _contents(file)
+    if _checksum_between(file, contents) != checksum:
         return f"{file} has other bytes than were written"
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        for name, same in pool.map(lambda entry: (entry[0], _is_as_written(file, *entry[1:])), _contents(file)):
+    small = sum(content.length for content in contents) < _BLOCK
+    with nullcontext() if small else ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        results = (pool.map if pool else map)(lambda content: _is_as_written(file, content), contents)
+        for content, same in zip(contents, results, strict=True):
             if not same:
-                return f"{file} has other bytes in {name} than were written"
+                return f"{file} has other bytes in {content.name} than were written"
     return None
 
 
-def _contents(file: Path) -> list[tuple[str, int, int, int]]:
-    """Name, first byte, number of bytes and CRC-32 of the content of each entry, in the file's order."""
+class _Content(NamedTuple):
+    """The bytes of one entry: what was given to the archive under a name."""
+
+    name: str
+    start: int  # first byte in the file
+    length: int
+    checksum: int
+
+
+def _contents(file: Path) -> list[_Content]:
+    """The contents of all entries in the file's order, and an empty one where the archive ends, before its comment."""
     found = []
-    with zipfile.ZipFile(file) as archive, file.open("rb") as opened:
+    with file.open("rb") as opened, zipfile.ZipFile(opened) as archive:
         for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
             opened.seek(entry.header_offset + _HEADER - 4)
             lengths = opened.read(4)
-            before = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-            found.append((entry.filename, entry.header_offset + _HEADER + before, entry.compress_size, entry.CRC))
-    return found
+            before = _HEADER + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+            found.append(_Content(entry.filename, entry.header_offset + before, entry.compress_size, entry.CRC))
+        end = opened.seek(0, os.SEEK_END) - len(archive.comment) - 2
+    return [*found, _Content("", end, 0, 0)]
 
 
-def _checksum_between(file: Path) -> int:
-    """CRC-32 of all bytes but the entries' contents, the comment and the comment's length."""
-    with zipfile.ZipFile(file) as archive:
-        end = file.stat().st_size - len(archive.comment) - 2
+def _checksum_between(file: Path, contents: list[_Content]) -> int:
+    """CRC-32 of all bytes but the contents, the comment and the comment's length."""
     checksum = position = 0
     with file.open("rb") as opened:
-        for _, start, length, _ in [*_contents(file), ("", end, 0, 0)]:
+        for content in contents:
             opened.seek(position)
-            checksum = zlib.crc32(opened.read(max(0, start - position)), checksum)
-            position = start + length
+            checksum = zlib.crc32(opened.read(max(0, content.start - position)), checksum)
+            position = content.start + content.length
     return checksum
 
 
-def _is_as_written(file: Path, start: int, length: int, expected: int) -> bool:
-    checksum = 0
+def _is_as_written(file: Path, content: _Content) -> bool:
+    checksum, length = 0, content.length
     buffer = memoryview(bytearray(min(length, _BLOCK)))
     with file.open("rb", buffering=0) as opened:
-        opened.seek(start)
+        opened.seek(content.start)
         while length > 0 and (count := opened.readinto(buffer[: min(length, _BLOCK)])):
             checksum = zlib.crc32(buffer[:count], checksum)
             length -= count
-    return length == 0 and checksum == expected
+    return length == 0 and checksum == content.checksum

@@ -7,7 +7,7 @@ programs do not see it: torch and Lightning open the file as any other.
 import json
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -103,19 +103,13 @@ def save_with_record(checkpoint: Mapping[str, Any], file: IO[bytes]) -> None:
     file.write(len(comment).to_bytes(2, "little") + comment)
 
 
-def checksum_of(file: Path, length: int | None = None) -> int:
-    """CRC-32 of a file, or of its first `length` bytes."""
+def checksum_of(file: Path) -> int:
+    """CRC-32 of a file."""
     checksum = 0
-    for block in _blocks(file, file.stat().st_size if length is None else length):
-        checksum = zlib.crc32(block, checksum)
-    return checksum
-
-
-def _blocks(file: Path, length: int) -> Iterator[bytes]:
     with file.open("rb", buffering=0) as opened:
-        while length > 0 and (block := opened.read(min(length, _BLOCK))):
-            length -= len(block)
-            yield block
+        while block := opened.read(_BLOCK):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def damage(path: Path, record: Record, names: Mapping[str, int] | None = None) -> str | None:

@@ -40,22 +40,29 @@ def check_bytes(path: Path) -> None:
     Raises:
         UsageError: other bytes than were written; a checkpoint of a newer version.
     """
-    record = read_record(path)
-    if record is not None:
-        found = damage(path, record)
-    elif path.is_file() and zipfile.is_zipfile(path):
-        found = _damage_without_record(path)
-    else:
-        found = None
+    while True:
+        before = path.stat()
+        found = _damage(path)
+        after = path.stat()
+        if not found or (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns):
+            break  # otherwise a newer checkpoint has taken the name while this one was read
     if found:
         raise UsageError(f"damaged: {found}: take an older checkpoint")
+
+
+def _damage(path: Path) -> str | None:
+    record = read_record(path)
+    if record is not None:
+        return damage(path, record)
+    return _damage_without_record(path) if path.is_file() and zipfile.is_zipfile(path) else None
 
 
 def _damage_without_record(file: Path) -> str | None:
     """Why an archive without our record is not as `torch.save` wrote it, as a clause."""
     with file.open("rb") as opened:
         opened.seek(-22, 2)
-        if opened.read(4) != _END:  # torch writes no comment, so there was a record
+        end = opened.read()
+        if end[:4] != _END or end[-2:] != b"\0\0":  # torch writes no comment, so there was a record
             return f"{file} has a damaged record"
     try:
         with zipfile.ZipFile(file) as archive:

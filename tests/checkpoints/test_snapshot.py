@@ -1,0 +1,136 @@
+"""A snapshot is bitwise the state at its moment, whatever training does afterwards, and no larger than the state."""
+
+import copy
+import io
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from saved import assert_same, checkpoint_of, flat, trained
+
+from lightning_tricks.checkpoints.snapshot import snapshot
+
+
+def size_of_file(tree) -> int:
+    torch.save(tree, file := io.BytesIO())
+    return file.getbuffer().nbytes
+
+
+def overwrite(module, optimizer) -> None:
+    """Another value in place of every one, in every tensor that a checkpoint holds."""
+    with torch.no_grad():
+        for tensor in [*module.state_dict().values(), *flat(optimizer.state_dict()).values()]:
+            if isinstance(tensor, torch.Tensor):
+                tensor.add_(1)
+
+
+@pytest.mark.parametrize("recreated", [False, True], ids=["in place", "recreated"])
+def test_nothing_that_training_does_reaches_it(recreated):
+    module, optimizer, scaler = trained()
+    tree = checkpoint_of(module, optimizer, scaler)
+    expected, taken = copy.deepcopy(tree), snapshot(tree)
+    if recreated:
+        optimizer.state.clear()
+        module(torch.arange(4)).sum().backward()
+        optimizer.step()
+    overwrite(module, optimizer)
+    scaler.update(3.0)
+    torch.rand(5)
+    tree["random"]["torch"].zero_()
+    tree["loops"]["batches"].append(3)
+    tree["optimizer_states"][0]["param_groups"][0]["lr"] = 9.0
+    assert_same(taken, expected)
+    steps = [path for path in flat(expected) if path[-1] == "step" and "state" in path]
+    assert steps  # AdamW's counts are tensors on the CPU, which the overwriting reaches
+    assert all(flat(taken)[path] == 2 for path in steps)
+
+
+def test_no_memory_is_shared_with_the_state():
+    tree = checkpoint_of(*trained())
+    ours, theirs = flat(snapshot(tree)), flat(tree)
+    tensors = [path for path, value in theirs.items() if isinstance(value, torch.Tensor)]
+    assert len(tensors) > 10
+    addresses = {theirs[path].untyped_storage().data_ptr() for path in tensors}
+    assert not any(ours[path].untyped_storage().data_ptr() in addresses for path in tensors)
+
+
+def test_memory_that_is_shared_in_the_state_is_shared_in_the_copy():
+    tree = checkpoint_of(*trained())
+    taken = snapshot(tree)
+    one, other = taken["state_dict"]["0.weight"], taken["state_dict"]["2.weight"]
+    assert one.data_ptr() == other.data_ptr()
+    assert size_of_file(taken) == size_of_file(tree)
+    base = torch.arange(1000.0)
+    views = {"base": base, "row": base[10:20], "turned": base.view(10, 100).T, "same": base}
+    taken = snapshot(views)
+    assert_same(taken, views)
+    assert taken["turned"].stride() == views["turned"].stride()
+    assert taken["same"] is taken["base"]
+    assert size_of_file(taken) == size_of_file(views)
+    taken["base"][15] = -1
+    assert taken["row"][5] == taken["turned"][15, 0] == -1
+
+
+def test_kinds_of_tensors_stay_what_they_are():
+    tree = {
+        "parameter": torch.nn.Parameter(torch.ones(2)), "frozen": torch.nn.Parameter(torch.ones(2), False),
+        "empty": torch.empty(0, 3), "scalar": torch.tensor(3), "bf16": torch.ones(2, dtype=torch.bfloat16),
+        "complex": torch.ones(2, dtype=torch.complex64) * 1j, "bool": torch.tensor([True]),
+        "expanded": torch.ones(1).expand(5), "channels": torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last),
+    }  # fmt: skip
+    tree["conjugate"] = tree["complex"].conj()
+    taken = snapshot(tree)
+    assert_same(taken, tree)
+    for name, value in tree.items():
+        assert type(taken[name]) is type(value)
+        assert taken[name].requires_grad == value.requires_grad
+        assert taken[name].stride() == value.stride()
+    sparse = torch.eye(3).to_sparse()
+    assert torch.equal(snapshot([sparse])[0].to_dense(), torch.eye(3))
+
+
+def test_the_containers_are_copied_too():
+    tree = OrderedDict(a={"b": [1, (torch.ones(1), "x")]}, none=None)
+    tree._metadata = {"version": 1}  # as a module's state dict has it
+    taken = snapshot(tree)
+    assert type(taken) is OrderedDict
+    assert taken._metadata == {"version": 1}
+    assert taken["a"]["b"][1] == (torch.ones(1), "x")
+    assert taken["a"] is not tree["a"]
+
+
+def test_a_tensor_in_an_object_is_found(tmp_path):
+    module = torch.nn.Linear(2, 2)
+    taken = snapshot({"module": module})["module"]
+    with torch.no_grad():
+        expected = module.weight.clone()
+        module.weight.zero_()
+    assert torch.equal(taken.weight, expected)
+
+
+def test_a_save_in_validation_leaves_tensors_that_training_can_use():
+    with torch.inference_mode():
+        taken = snapshot({"weight": torch.ones(2)})
+    assert not taken["weight"].is_inference()
+
+
+def test_a_dtensor_stays_one_with_a_copy_of_its_part():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    whole = torch.arange(12.0).view(4, 3)
+    tensor = distribute_tensor(whole.clone(), init_device_mesh("cpu", (1,)), [Shard(0)])
+    parameter = torch.nn.Parameter(tensor)
+    taken = snapshot({"tensor": tensor, "parameter": parameter, "again": tensor.detach()})
+    tensor.to_local().zero_()
+    for copied in taken.values():
+        assert isinstance(copied, DTensor)
+        assert copied.placements == tensor.placements
+        assert copied.device_mesh is tensor.device_mesh
+        assert torch.equal(copied.to_local(), whole)
+    assert taken["tensor"].to_local().data_ptr() == taken["again"].to_local().data_ptr()
