@@ -6,6 +6,7 @@ two runs what the file says. Here `.metadata` may hold the classes that describe
 
 import io
 import pickle
+import posixpath
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,12 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) not in _ALLOWED:
             raise _RefusedError(f"{module}.{name}")
         if name in ("PosixPath", "WindowsPath"):  # where the folder was saved, perhaps on another system
-            return _join
+            return posixpath.join
         return super().find_class(module, name)
 
 
 class _RefusedError(Exception):
     """A pickle asks for a class that has no place in it."""
-
-
-def _join(*parts: str) -> str:
-    return "/".join(parts)
 
 
 def read_metadata(folder: Path) -> Any:

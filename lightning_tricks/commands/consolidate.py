@@ -20,8 +20,9 @@ def consolidate(args: list[str]) -> None:
     parser = argparse.ArgumentParser(
         "lightning-tricks consolidate",
         description="Make one checkpoint file of a folder of shards. Needs as much of the host's memory, and of the "
-        "disk, as all weights and optimizer state take. Reading a folder can run code that was hidden in it: give only "
-        "folders that you trust. Of a folder of DeepSpeed, the weights.",
+        "disk, as all weights and optimizer state take. Objects that could run a program are refused, unless "
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 is set. Of a folder of DeepSpeed, the weights, and all that is pickled in "
+        "it is run.",
     )
     parser.add_argument("folder", help="what FSDP2Strategy (or Lightning's ModelParallelStrategy) saved")
     parser.add_argument("file", help="the file to write")
@@ -38,7 +39,7 @@ def consolidate(args: list[str]) -> None:
     if not check_checkpoint(folder).is_dir():
         raise UsageError(f"{folder} is one file already")
     print(f"{folder}: {size_of_folder(folder) / 2**30:,.3f} GiB, read to memory", flush=True)
-    checkpoint = read_folder(folder, weights_only=False)
+    checkpoint = read_folder(folder)
     write_file(checkpoint, file)
     step, optimizers = checkpoint.get("global_step", "?"), len(checkpoint.get("optimizer_states", []))
     tensors = f"{len(checkpoint['state_dict']):,} tensors of the module"

@@ -62,10 +62,15 @@ def test_an_existing_file_is_replaced_only_on_request(saved, tmp_path):
     assert torch.load(plain, weights_only=True)["global_step"] == 3
 
 
-def test_the_state_of_a_plugin_passes_and_what_is_not_safe_is_said(tmp_path, capsys):
+def test_the_state_of_a_plugin_passes_and_what_is_not_safe_is_said(tmp_path, capsys, monkeypatch):
     scaler = {"scale": 1024.0, "skipped_steps": 2}
     rest = {**REST, "FP16Mixed": scaler, "hyper_parameters": {"path": Path("x")}}
-    consolidate(write_shards(tmp_path / "at.ckpt", {"state_dict": {"a": torch.ones(2)}}, rest), tmp_path / "one.ckpt")
+    folder = write_shards(tmp_path / "at.ckpt", {"state_dict": {"a": torch.ones(2)}}, rest)
+    with pytest.raises(UsageError, match=r"holds pathlib\.\w+, .*set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"):
+        consolidate(folder, tmp_path / "one.ckpt")
+    assert not (tmp_path / "one.ckpt").exists()
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    consolidate(folder, tmp_path / "one.ckpt")
     found = torch.load(tmp_path / "one.ckpt", weights_only=False)
     assert found["FP16Mixed"] == scaler
     assert found["hyper_parameters"] == {"path": Path("x")}

@@ -3,9 +3,12 @@
 All runs of two processes are made once, by `zero`, as DeepSpeed takes long to import; each test reads what it needs.
 """
 
+import errno
 import gc
 import os
+import resource
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,6 +21,7 @@ import pytest
 import torch
 import two_processes
 from monitored import Memory
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
@@ -26,6 +30,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_tricks
 from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints import AtomicCheckpointIO
+from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
+from lightning_tricks.checkpoints.checksummed_file import ChecksummedFile
+from lightning_tricks.checkpoints.record import damage, read_record
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.data.batches import IGNORED
@@ -242,8 +250,11 @@ def two_process_runs(rank: int, folder: str) -> None:
     for stage in (1, 2, 3):
         stage_runs(case, losses, stage, rank, Path(folder))
     refused_runs(case, losses, Path(folder))
+    saving_runs(case, losses, rank, Path(folder))
     results["compiled"] = Path(folder, "extensions").exists()
     torch.save(results, f"{folder}/results{rank}.pt")
+    torch.distributed.barrier()
+    killed_in_a_save(losses, rank, Path(folder))
 
 
 def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> None:
@@ -352,6 +363,7 @@ def refused_runs(case: Any, losses: Any, folder: Path) -> None:
     if not smaller.exists() and int(os.environ["RANK"]) == 0:
         shutil.copytree(saved, smaller)
         (smaller / "checkpoint" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+        (smaller / "record.json").unlink()  # as in a folder of Lightning's own strategy
     torch.distributed.barrier()
     case("other stage", lambda: losses(Decaying(), 3, ckpt_path=saved))
     near = Decaying()
@@ -373,6 +385,58 @@ def refused_runs(case: Any, losses: Any, folder: Path) -> None:
     case("other model", other_model)
 
 
+class Full(pl.Callback):
+    """Saves over `path` when one rank's disk is full."""
+
+    def __init__(self, path: Path, full: int) -> None:
+        self.path, self.full = path, full
+
+    def on_train_end(self, trainer, pl_module):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if trainer.global_rank == self.full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
+        try:
+            trainer.save_checkpoint(self.path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def saving_runs(case: Any, losses: Any, rank: int, folder: Path) -> None:
+    path, damaged = folder / "kept" / "step=3.ckpt", folder / "damaged"
+
+    def full(on: int) -> str:
+        try:
+            losses(Decaying(), 3, epochs=1, callbacks=[Full(path, on)])
+        except OSError as error:
+            return f"{error.errno} {error}"
+        return "nothing"
+
+    def background() -> list[float]:
+        io = AtomicCheckpointIO(asynchronous=True)
+        losses(Decaying(), 3, epochs=2, folder=folder / "background", plugin=io, gradient_clip_val=0.3)
+        resumed = Decaying()
+        losses(resumed, 3, epochs=2, ckpt_path=folder / "background" / "step=3.ckpt", gradient_clip_val=0.3)
+        return resumed.losses
+
+    case("kept", lambda: losses(Decaying(), 3, epochs=1, folder=folder / "kept")[0])
+    case("full on 0", lambda: full(0))
+    case("full on 1", lambda: full(1))
+    case("background", background)
+    if rank == 0:
+        shutil.copytree(path, damaged)
+        file = damaged / "checkpoint" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+        file.write_bytes(b"X" + file.read_bytes()[1:])
+    torch.distributed.barrier()
+    case("damaged", lambda: losses(Decaying(), 3, ckpt_path=damaged))
+
+
+def killed_in_a_save(losses: Any, rank: int, folder: Path) -> None:
+    """The second rank dies in the middle of its part, and the first one cannot go on."""
+    if rank == 1:
+        ChecksummedFile.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    losses(Decaying(), 3, epochs=1, callbacks=[Full(folder / "kept" / "step=3.ckpt", full=-1)])
+
+
 class Two(Manual):
     def configure_optimizers(self):
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
@@ -388,7 +452,8 @@ def zero(tmp_path_factory):
     """What the two processes found, by case; a failure is raised where it is read."""
     pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp("zero")
-    two_processes.run(two_process_runs, str(folder))
+    with pytest.raises((ProcessExitedException, ProcessRaisedException)):  # the last thing that a rank does is to die
+        two_processes.run(two_process_runs, str(folder))
     results = [torch.load(folder / f"results{rank}.pt", weights_only=False) for rank in (0, 1)]
 
     def read(name: Any, refused: bool = False, rank: int = 0) -> Any:
@@ -535,6 +600,47 @@ def test_a_folder_becomes_one_file_of_its_weights(zero, stage):
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
     loss = trainer.validate(Decaying(), rows(), ckpt_path=file, verbose=False)[0]["loss"]
     assert loss == pytest.approx(zero(("resumed", "32-true", stage))["evaluated"][0], abs=1e-5)
+
+
+@STAGES
+def test_a_folder_is_there_when_it_is_whole_with_a_checksum_of_each_file(zero, stage):
+    path = zero.folder / f"{stage}-32-true" / "step=6.ckpt"
+    record = read_record(path)
+    files = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    assert set(record.checksums) == files - {"record.json"}
+    assert {"latest", "zero_to_fp32.py"} < files
+    assert record.step == 6
+    assert damage(path, record) is None
+    assert is_of_deepspeed(path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_ranks_full_disk_is_every_ranks_and_the_older_folder_stays(zero, rank):
+    for full in (0, 1):
+        told = zero(f"full on {full}", rank=rank)
+        assert told.startswith(f"{errno.EFBIG} ")
+        assert rank == full or told.endswith(f"(on rank {full})")
+
+
+def test_a_rank_killed_in_a_save_leaves_the_older_folder(zero):
+    path = zero.folder / "kept" / "step=3.ckpt"
+    assert damage(path, read_record(path)) is None
+    assert not (path.with_name(".step=3.ckpt.saving") / "latest").exists()
+
+
+def test_what_a_thread_wrote_resumes_as_what_was_written_at_once(zero):
+    assert zero("background") == zero(("resumed", "32-true", 3))["resumed"]
+
+
+def test_a_damaged_file_is_named_on_every_rank(zero):
+    for rank in (0, 1):
+        message = zero("damaged", refused=True, rank=rank)
+        assert message.startswith("UsageError: damaged: ")
+        assert "zero_pp_rank_1_mp_rank_00_model_states.pt has other bytes than were written" in message
+        assert "\n" not in message
+    with pytest.raises(UsageError, match=r"^damaged: [^\n]*zero_pp_rank_1_mp_rank_00_model_states\.pt"):
+        consolidate_deepspeed(zero.folder / "damaged", zero.folder / "never.ckpt")
+    assert not (zero.folder / "never.ckpt").exists()
 
 
 def test_the_file_of_a_language_model_knows_its_architecture(zero):

@@ -9,6 +9,7 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.swap_in import write_file
+from lightning_tricks.checkpoints.verify_checkpoint import check_bytes
 from lightning_tricks.strategies.deepspeed.load_deepspeed import load_deepspeed
 from lightning_tricks.strategies.deepspeed.save_deepspeed import TAG
 
@@ -102,13 +103,15 @@ def consolidate_deepspeed(folder: Any, file: Any) -> Path:
         The path of the file.
 
     Raises:
-        UsageError: the folder is no finished checkpoint; the file's name is that of a folder; deepspeed is missing.
+        UsageError: the folder is no finished checkpoint, or has other bytes than were written; the file's name is that
+            of a folder; deepspeed is missing.
 
     Source: https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/zero_to_fp32.py
     """
     layout, path = read_layout(folder), Path(file)
     if path.is_dir():
         raise UsageError(f"{path} is a folder: give the name of a file")
+    check_bytes(layout.path)
     write_file(read_weights(layout), path)
     return path
 

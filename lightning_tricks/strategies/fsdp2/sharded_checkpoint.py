@@ -139,7 +139,7 @@ def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: S
             for index, entry in state_dict["state"].items()
         }
         optimizer.load_state_dict({**state_dict, "state": state})
-        missing = _without_state(optimizer, _group_names(module, optimizer))
+        missing = _without_state(module, optimizer)
         if missing:
             rank_zero_warn(
                 f"the checkpoint has no {missing[0][1]} of '{missing[0][0]}' for {type(optimizer).__name__}"
@@ -148,18 +148,19 @@ def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: S
             )
 
 
-def _without_state(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
+def _without_state(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, str]]:
     """The trained parameters that lack state which others of their group have, or all: names, and which state."""
+    names = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
     missing = []
-    for group, group_names in zip(optimizer.param_groups, names, strict=True):
+    for group in optimizer.param_groups:
         states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
         expected = list(dict.fromkeys(key for state in states for key in state))
         if not expected and ("betas" in group or group.get("momentum")):
             expected = ["state"]
-        for parameter, name, state in zip(group["params"], group_names, states, strict=True):
+        for parameter, state in zip(group["params"], states, strict=True):
             lacking = [key for key in expected if key not in state]
             if lacking and parameter.requires_grad:
-                missing.append((name, "optimizer state" if not state else f"'{lacking[0]}'"))
+                missing.append((names.get(parameter, "?"), "optimizer state" if not state else f"'{lacking[0]}'"))
     return missing
 
 
