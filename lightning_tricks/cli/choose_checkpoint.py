@@ -1,7 +1,8 @@
-"""The checkpoint that a command starts from: a file, `last`, or on request none. Refused if it cannot be opened."""
+"""The checkpoint that a command starts from: a file, the newest whole one (`last`, `resume: auto`), or none."""
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +12,47 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks._trainer import chosen_version, is_a
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
+from lightning_tricks.checkpoints.verify_checkpoint import check_bytes, verify_checkpoint
+from lightning_tricks.cli.find_checkpoint import Found, candidates, newest_whole, put_back
+from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
 
 
-def choose_checkpoint(command: str, given: Any, trainer: Any) -> str | None:
+def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "none") -> str | None:
     """The checkpoint that a command starts from, None for the weights that the module starts with.
 
     A checkpoint that cannot be opened is refused here: later the ranks of a distributed run would be up and waiting.
+    `last` and `auto` mean the newest checkpoint that can be used: every byte of it is read and compared with its
+    checksums. Lines say which one that is, and which newer ones were passed over and why.
 
     Args:
         command: `fit`, `validate`, `test` or `predict`.
         given: value of `--ckpt_path`: None, `none`, `last`, or anything else, which is returned as it is.
         trainer: its first logger and its `ModelCheckpoint` callbacks say where checkpoints are.
+        resume: `auto` starts a fit without `given` from the newest checkpoint, or afresh where there is none at all.
 
     Raises:
-        UsageError: an evaluation names no checkpoint; there is none for `last`; the value is empty, `best`, an
-            incomplete checkpoint, or an address without one.
+        UsageError: an evaluation names no checkpoint; there is none for `last`; there are some for `last` or `auto`,
+            but none is whole; the value is empty, `best`, an incomplete checkpoint, or an address without one.
     """
     if given is None and command != "fit":
         raise UsageError(
             f"{command} needs a checkpoint: give --ckpt_path FILE, --ckpt_path last for the newest checkpoint of this "
             "recipe, or --ckpt_path none for the weights that the module starts with"
         )
+    if given is None and resume == "auto" and not trainer.fast_dev_run:
+        return _newest("resume=auto", command, trainer)
     if given is None or str(given) == "none":
         return None
     path = str(given)
     if path == "last" and not is_remote(_folder_of_runs(trainer)):
-        path = _last_checkpoint(command, trainer)
+        return _newest("ckpt_path=last", command, trainer)
     _check(path, trainer, resumes=command == "fit")
     return path
+
+
+def finds_itself(command: str, given: Any, resume: str) -> bool:
+    """Whether `choose_checkpoint` looks for the newest checkpoint."""
+    return str(given) == "last" or (given is None and command == "fit" and resume == "auto")
 
 
 def newest_checkpoint(folder: Any) -> Path | None:
@@ -68,22 +82,74 @@ def short(path: Any) -> str:
     return str(path).removeprefix(os.getcwd() + os.sep)
 
 
-def _last_checkpoint(command: str, trainer: Any) -> str:
-    """The checkpoint that `last` means."""
-    given = [saver.dirpath for saver in trainer.checkpoint_callbacks if getattr(saver, "dirpath", None)]
-    found = [newest_checkpoint(folder) for folder in given]
+def _newest(option: str, command: str, trainer: Any) -> str | None:
+    """The checkpoint that `last` or `auto` means; None where there is none for `auto`."""
+    folders, where = _places(trainer)
+    if option == "resume=auto" and is_remote(where):
+        raise UsageError(f"resume=auto: {where} is no folder of a file system: give --ckpt_path ADDRESS or none")
+    found = newest_whole(folders, partial(_damage, trainer, command == "fit"))
+    found.passed_over = [line.replace(os.getcwd() + os.sep, "") for line in found.passed_over]
+    for line in found.passed_over:
+        rank_zero_info(f"{option}: passed over: {line}")
+    if found.chosen is None:
+        _none_found(option, command, found, where)
+        return None
+    # A fit names the link, by which ModelCheckpoint knows that it may delete the file later. An evaluation beside a
+    # running fit, which moves the link, names the file.
+    path = (found.chosen.link if command == "fit" else None) or put_back(found.chosen)
+    record = found.chosen.record
+    kind = "the newest whole checkpoint" if found.passed_over else "the newest checkpoint"
+    rank_zero_info(f"{option}: {short(path)}, {kind} in {where}")
+    if command == "fit" and record and 0 < trainer.max_steps <= record.step:
+        rank_zero_info(
+            f"{option}: it has done all {trainer.max_steps} steps already: raise --trainer.max_steps to go on, or "
+            "start a new run with --ckpt_path none"
+        )
+    return str(path)
+
+
+def _none_found(option: str, command: str, found: Found, where: str) -> None:
+    """Refuse, unless `auto` may start afresh because there is no checkpoint at all."""
+    afresh = "start a new run at step 0 with --ckpt_path none" if command == "fit" else "give the path of a checkpoint"
+    if found.any:
+        count = len(found.passed_over)
+        which = "the only checkpoint" if count == 1 else f"none of the {count} checkpoints"
+        isnt = "cannot be used" if count == 1 else "can be used"
+        raise UsageError(
+            f"{option}: {which} in {where} {isnt} (the newest: {found.passed_over[0]}): restore one from a "
+            f"copy, or {afresh}"
+        )
+    if option != "resume=auto":
+        instead = "start without --ckpt_path" if command == "fit" else "give the path of a checkpoint"
+        raise UsageError(f"{option}: there is no checkpoint in {where}: {instead}")
+    rank_zero_info(f"{option}: there is no checkpoint in {where}: the run starts at step 0")
+
+
+def _damage(trainer: Any, resumes: bool, path: Path) -> str | None:
+    """Why a checkpoint cannot be used, in the words of the check that refused it; None where it can."""
+    try:
+        if is_a(trainer.strategy, "DeepSpeedStrategy") and path.is_dir():
+            read_layout(path)
+            check_bytes(path)
+        else:
+            verify_checkpoint(path, resumes)
+    except UsageError as error:
+        return str(error).removeprefix("damaged: ").removesuffix(": take an older checkpoint")
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    return None
+
+
+def _places(trainer: Any) -> tuple[list[Path], str]:
+    """The folders to look in: those of the savers, and that of the newest run with checkpoints; and words for both."""
+    given = [str(saver.dirpath) for saver in trainer.checkpoint_callbacks if getattr(saver, "dirpath", None)]
+    folders = [Path(folder) for folder in given]
     searched = [short(folder) for folder in given]
     if len(given) < len(trainer.checkpoint_callbacks) or not given:
-        in_runs = (newest_checkpoint(folder / "checkpoints") for folder in _run_folders(trainer))
-        found.append(next((path for path in in_runs if path), None))  # of the newest run that has one
+        in_runs = (folder / "checkpoints" for folder in _run_folders(trainer))
+        folders += [folder for folder in in_runs if candidates(folder)][:1]
         searched.append(short(_folder_of_runs(trainer)))
-    newest = max((path for path in found if path), key=lambda path: path.stat().st_mtime_ns, default=None)
-    where = " or ".join(searched)
-    if newest is None:
-        instead = "start without --ckpt_path" if command == "fit" else "give the path of a checkpoint"
-        raise UsageError(f"ckpt_path=last: there is no checkpoint in {where}: {instead}")
-    rank_zero_info(f"ckpt_path=last: {short(newest)}, the newest checkpoint in {where}")
-    return str(newest)
+    return list(dict.fromkeys(folders)), " or ".join(dict.fromkeys(searched))
 
 
 def _folder_of_runs(trainer: Any) -> str:

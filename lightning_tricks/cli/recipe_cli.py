@@ -21,8 +21,10 @@ from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.callbacks import PredictionWriter, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
+from lightning_tricks.cli import same_checkpoint
+from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, finds_itself
 from lightning_tricks.cli.class_change import change_lines, watch_class_changes
+from lightning_tricks.cli.fit_options import FIT_OPTIONS, check_fit_options
 from lightning_tricks.cli.next_steps import next_steps, program
 from lightning_tricks.cli.parse_errors import parse_message
 from lightning_tricks.cli.recipe_parser import RecipeParser, check_options, join_negative_numbers, lightning_cli
@@ -110,6 +112,12 @@ class RecipeCLI(lightning_cli.LightningCLI):
         """Lightning's commands, and `prepare`."""
         return {**lightning_cli.LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
 
+    def add_default_arguments_to_parser(self, parser: Any) -> None:
+        """Lightning's `seed_everything`, and options of `fit` that may stand in a recipe, which other commands read."""
+        super().add_default_arguments_to_parser(parser)
+        for name, (kind, default, text) in FIT_OPTIONS.items():
+            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         given = [name for name in self.subcommands() if name in self._given]
         if given and subcommand not in given:
@@ -128,6 +136,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
             else:
                 given = join_negative_numbers(sys.argv[1:] if args is None else args)
                 check_values(given)
+                check_fit_options(given)
                 self.config = parser.parse_args(given)
         config = self.config.get(self.config.get("subcommand") or "", self.config)
         check_options(config)
@@ -185,15 +194,18 @@ class RecipeCLI(lightning_cli.LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Lightning's; a start that is refused leaves no folder."""
-        with self._run_folder:
-            super()._run_subcommand(subcommand)
+        try:
+            with self._run_folder:
+                super()._run_subcommand(subcommand)
+        finally:
+            same_checkpoint.forget()
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Choose checkpoint and folder, and refuse what cannot run, before any data are prepared."""
         if subcommand != "prepare":
             trainer: Any = self.trainer
             given = self.config_init[subcommand]
-            given["ckpt_path"] = choose_checkpoint(subcommand, given.get("ckpt_path"), trainer)
+            given["ckpt_path"] = self._choose_checkpoint(subcommand, given)
             check_folders(trainer)
             if hasattr(self.model, "check_run"):  # a module may know more
                 self.model.check_run(trainer, self.datamodule, subcommand)
@@ -202,6 +214,17 @@ class RecipeCLI(lightning_cli.LightningCLI):
             if subcommand == "predict" and given.get("return_predictions") is None:
                 given["return_predictions"] = False  # they are in the file; all of them would fill the memory
         return super()._prepare_subcommand_kwargs(subcommand)
+
+    def _choose_checkpoint(self, command: str, given: Any) -> str | None:
+        """The checkpoint to start from; one that is looked for is looked for once, and compared when it is loaded."""
+        asked, resume = given.get("ckpt_path"), given.get("resume") or "none"
+        if not finds_itself(command, asked, resume):
+            return choose_checkpoint(command, asked, self.trainer)
+        same = same_checkpoint.handed_on()
+        if same is None:
+            same = same_checkpoint.hand_on(choose_checkpoint(command, asked, self.trainer, resume))
+        self.trainer.callbacks.insert(0, same)  # type: ignore[attr-defined]
+        return same.path
 
     def after_fit(self) -> None:
         """Say where the results are and what to do with them."""

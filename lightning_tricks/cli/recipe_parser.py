@@ -75,11 +75,16 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Refuse values among a command's parsed options that Lightning accepts and fails on later.
 
     Raises:
-        UsageError: a seed that no generator takes; an interval of 0.
+        UsageError: a seed that no generator takes; another word for `resume`; an interval of 0.
     """
     seed = options.get("seed_everything")
     if not isinstance(seed, bool | None) and not 0 <= seed <= _LARGEST_SEED:
         raise UsageError(f"seed_everything={seed}: give a whole number from 0 to {_LARGEST_SEED}")
+    if options.get("resume") not in (None, "auto", "none"):
+        raise UsageError(
+            f"resume={options['resume']}: give auto (go on from the newest checkpoint, start where there is none) or "
+            "none; to go on from a certain one, give --ckpt_path FILE, or --ckpt_path last"
+        )
     trainer = options.get("trainer") or {}
     for option, remedy in (
         ("accumulate_grad_batches", "the micro-batches of one optimizer step, 1 or more"),

@@ -1,0 +1,127 @@
+"""Find the newest checkpoint in some folders that is whole, and tell which ones were passed over and why.
+
+Nothing here changes a file, except that an older checkpoint which a kill left without its name gets it back.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.check_checkpoint import replaced_path
+from lightning_tricks.checkpoints.record import Record, read_record
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One checkpoint, file or folder of shards, as found in a folder.
+
+    Args:
+        path: its name, with links followed.
+        place: where it lies: `path`, or the name that it has while a newer one takes its place.
+        link: a name that leads to it, such as `last.ckpt`; None where there is none.
+        record: None where it has none, or none that can be read.
+        written_ns: time of the last write.
+        problem: why it cannot be used, as far as its name and its record tell.
+    """
+
+    path: Path
+    place: Path
+    record: Record | None
+    written_ns: int
+    problem: str | None = None
+    link: Path | None = None
+
+
+@dataclass
+class Found:
+    """The answer of `newest_whole`."""
+
+    chosen: Candidate | None = None
+    passed_over: list[str] = field(default_factory=list)  # one line for each newer one, the newest first
+
+    @property
+    def any(self) -> bool:
+        """Whether there is any checkpoint, whole or not."""
+        return self.chosen is not None or bool(self.passed_over)
+
+
+def candidates(folder: Path) -> list[Candidate]:
+    """The checkpoints of one folder, the oldest first, each once: links lead to files that stand there themselves.
+
+    The number in their records decides, then the step; where a record is missing, the time of writing.
+    """
+    names = set(folder.glob("*.ckpt"))
+    names |= {folder / path.name[1:].removesuffix(".replaced") for path in folder.glob(".*.ckpt.replaced")}
+    found: dict[Path, Candidate] = {}
+    for path in sorted(names):
+        for place in (path, replaced_path(path)):
+            with contextlib.suppress(FileNotFoundError):  # another process may delete it meanwhile
+                candidate = _candidate(path, place, folder)
+                if candidate.link or candidate.place not in found:
+                    found[candidate.place] = candidate
+    return _in_order(found.values())
+
+
+def _candidate(path: Path, place: Path, folder: Path) -> Candidate:
+    """Read one checkpoint's record; FileNotFoundError where there is none."""
+    written, link = place.lstat().st_mtime_ns, None
+    if place.is_symlink():
+        real = Path(os.path.realpath(place))
+        if not real.exists():
+            return Candidate(path, place, None, written, f"a link to {os.readlink(place)}, which is not there")
+        link = place
+        path = place = folder / real.name if real.parent == Path(os.path.realpath(folder)) else real
+        written = place.stat().st_mtime_ns
+    try:
+        record = read_record(place)
+    except UsageError as error:
+        return Candidate(path, place, None, written, str(error), link)
+    not_finite = record is not None and record.finite is False
+    problem = "its weights are not finite numbers" if not_finite else None
+    return Candidate(path, place, record, written, problem, link)
+
+
+def _in_order(found: Iterable[Candidate]) -> list[Candidate]:
+    """Those with a record by its number, the others between them by the time of writing, which a copy may change."""
+    found = list(found)
+    numbered = sorted((c.record.number, c.record.step, c.written_ns, i) for i, c in enumerate(found) if c.record)
+    times = accumulate((written_ns for _, _, written_ns, _ in numbered), max)  # never falls, so the numbers decide
+    timed = [(time, place, found[i]) for place, (time, (*_, i)) in enumerate(zip(times, numbered, strict=True))]
+    timed += [(c.written_ns, len(found), c) for c in found if c.record is None]
+    return [c for *_, c in sorted(timed, key=lambda entry: entry[:2])]
+
+
+def newest_whole(folders: Iterable[Path], damage: Callable[[Path], str | None]) -> Found:
+    """The newest checkpoint of these folders that can be used; reads whole files, the newest first, until one is whole.
+
+    Args:
+        folders: there or not. Between folders, the time of writing decides.
+        damage: says why a checkpoint cannot be used; None where it can.
+    """
+    answer = Found()
+    for candidate in _newest_first([candidates(folder) for folder in folders]):
+        problem = candidate.problem or damage(candidate.place)
+        if problem is None:
+            answer.chosen = candidate
+            break
+        name = str(candidate.place)
+        answer.passed_over.append(problem if name in problem else f"{name}: {problem}")
+    return answer
+
+
+def _newest_first(lists: list[list[Candidate]]) -> Iterator[Candidate]:
+    """Merge lists, each in its own order; the one whose last checkpoint was written last goes first."""
+    while lists := [left for left in lists if left]:
+        yield max(lists, key=lambda left: left[-1].written_ns).pop()
+
+
+def put_back(candidate: Candidate) -> Path:
+    """The path of the checkpoint; one that a kill left without its name has it again, also where all ranks call."""
+    if candidate.place != candidate.path and not candidate.path.exists():
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            candidate.place.rename(candidate.path)
+    return candidate.path if candidate.path.exists() and not candidate.place.exists() else candidate.place

@@ -1,0 +1,275 @@
+"""The newest whole checkpoint is found, whatever a kill, a disk or another program has left beside it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from cli.test_run_folder import Toy, command_line, folders, step_of
+from cli.test_wrong_inputs import one_parser  # noqa: F401, a fixture for all tests here
+from lightning.pytorch.callbacks import ModelCheckpoint
+from two_processes import run as run_processes
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.record import save_with_record
+from lightning_tricks.cli import same_checkpoint
+from lightning_tricks.cli.find_checkpoint import candidates, newest_whole, put_back
+from lightning_tricks.cli.same_checkpoint import SameCheckpoint, identity
+
+KEEP = "[{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 1, save_top_k: -1, save_last: link}}]"
+CHECKPOINTS = Path("runs/toy/version_0/checkpoints")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightning-tricks"])
+
+
+def save(path: Path, step: int, number: int | None, time: int, **record) -> Path:
+    """A small file with a record, or without one where it has no number, last written at second `time`."""
+    content = {"global_step": step, "state_dict": {"w": torch.full((64,), float(step))}, "lr_schedulers": []}
+    with path.open("wb") as file:
+        if number is None:
+            torch.save(content, file)
+        else:
+            save_with_record({**content, "lightning_tricks": {"record": {"number": number, **record}}}, file)
+    os.utime(path, (time, time))
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return [candidate.place.name for candidate in candidates(folder)]
+
+
+def test_the_number_of_the_record_beats_the_time_of_writing_which_a_copy_changes(tmp_path):
+    for number, time in ((1, 30), (2, 10), (3, 20)):
+        save(tmp_path / f"step={number}.ckpt", number, number, time)
+    assert names(tmp_path) == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
+    save(tmp_path / "step=0.ckpt", 0, 4, 5)  # a rollback: a later save of an earlier step
+    assert names(tmp_path)[-1] == "step=0.ckpt"
+
+
+def test_without_records_the_time_of_writing_decides_and_both_kinds_are_compared_by_it(tmp_path):
+    save(tmp_path / "a.ckpt", 1, None, 10)
+    save(tmp_path / "b.ckpt", 9, 1, 20)
+    save(tmp_path / "c.ckpt", 2, 2, 30)
+    save(tmp_path / "d.ckpt", 3, None, 25)
+    save(tmp_path / "e.ckpt", 3, None, 40)
+    assert names(tmp_path) == ["a.ckpt", "b.ckpt", "d.ckpt", "c.ckpt", "e.ckpt"]
+
+
+def test_a_link_is_the_file_that_it_leads_to(tmp_path):
+    save(tmp_path / "step=2.ckpt", 2, 1, 10)
+    (tmp_path / "last.ckpt").symlink_to("step=2.ckpt")
+    (found,) = candidates(tmp_path)
+    assert (found.place.name, found.link.name) == ("step=2.ckpt", "last.ckpt")
+
+
+def test_what_is_still_being_written_is_no_checkpoint_and_what_was_being_replaced_is_one(tmp_path):
+    save(tmp_path / ".new.ckpt.saving", 9, 9, 90)
+    assert not names(tmp_path)
+    save(tmp_path / ".last.ckpt.replaced", 1, 1, 10)
+    found = newest_whole([tmp_path], lambda place: None)
+    assert put_back(found.chosen) == tmp_path / "last.ckpt"
+    assert names(tmp_path) == ["last.ckpt"]
+    assert put_back(found.chosen) == tmp_path / "last.ckpt", "a rank that comes later finds the same"
+
+
+def test_weights_that_are_not_finite_are_passed_over_without_reading_them(tmp_path):
+    save(tmp_path / "good.ckpt", 1, 1, 10, finite=True)
+    save(tmp_path / "bad.ckpt", 2, 2, 20, finite=False)
+    read = []
+    found = newest_whole([tmp_path], lambda place: read.append(place.name))
+    assert found.chosen.place.name == "good.ckpt"
+    assert read == ["good.ckpt"]
+    assert found.passed_over == [f"{tmp_path}/bad.ckpt: its weights are not finite numbers"]
+
+
+def test_of_several_folders_the_one_written_last_is_tried_first(tmp_path):
+    for folder, time in (("a", 10), ("b", 30), ("c", 20)):
+        (tmp_path / folder).mkdir()
+        save(tmp_path / folder / "x.ckpt", 1, 1, time)
+    found = newest_whole([tmp_path / name for name in "abcd"], lambda place: "no" if "/b/" in str(place) else None)
+    assert found.chosen.place == tmp_path / "c" / "x.ckpt"
+
+
+def fit(*options: str, steps: int = 4, saver: str = KEEP):
+    """Of four steps, each of which is saved; `step` is that at which the run has begun."""
+    return command_line("fit", f"--trainer.max_steps={steps}", *options, saver=saver).trainer
+
+
+def started_at(caplog) -> int:
+    """The step that the last run went on from, as it said itself; 0 for a new run."""
+    said = [record.getMessage() for record in caplog.records]
+    return next((int(line.split()[4]) for line in reversed(said) if line.startswith("Going on from step")), 0)
+
+
+def lines(caplog, start: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith(start)]
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\x07\x08") - 3] ^= 1  # in the middle of the first entry's bytes
+    path.write_bytes(content)
+
+
+def newest_first() -> list[Path]:
+    return sorted(CHECKPOINTS.glob("epoch*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, flip, Path.unlink])
+@pytest.mark.parametrize("option", ["--ckpt_path=last", "--resume=auto"])
+def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_goes_on_from_the_one_before(damage, option, caplog):
+    fit()
+    damage(newest_first()[0])  # and with it the link last.ckpt
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit(option, steps=6)
+    assert started_at(caplog) == 3
+    (passed,) = lines(caplog, f"{option.lstrip('-')}: passed over: ")
+    assert ("last.ckpt: a link to" if damage is Path.unlink else "step=4.ckpt") in passed
+    (took,) = lines(caplog, f"{option.lstrip('-')}: runs/toy/version_0/checkpoints/")
+    assert took.endswith("step=3.ckpt, the newest whole checkpoint in runs/toy")
+    assert folders() == ["version_0"]
+    assert step_of(CHECKPOINTS / "last.ckpt") == 6
+
+
+@pytest.mark.parametrize("option", ["--ckpt_path=last", "--resume=auto"])
+def test_where_no_checkpoint_is_whole_a_run_is_refused_unless_told_to_start_afresh(option, caplog):
+    fit()
+    for path in reversed(newest_first()):
+        flip(path)
+    with pytest.raises(
+        UsageError, match=r"none of the 4 checkpoints in runs/toy can be used \(the newest: .*step=4"
+    ) as no:
+        fit(option)
+    assert str(no.value).endswith("start a new run at step 0 with --ckpt_path none")
+    assert folders() == ["version_0"]
+    fit(option, "--ckpt_path=none")
+    assert folders() == ["version_0", "version_1"]
+
+
+def test_auto_starts_where_there_is_nothing_and_then_goes_on_by_the_same_command(caplog):
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit("--resume=auto", steps=2)
+        assert lines(caplog, "resume=auto: there is no checkpoint in runs/toy: the run starts at step 0")
+        Path("runs/toy/version_1/checkpoints").mkdir(parents=True)  # a start that was killed before its first save
+        fit("--resume=auto", steps=4)
+    assert started_at(caplog) == 2
+    caplog.clear()
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit("--resume=auto", "--trainer.fast_dev_run=true")
+    assert not lines(caplog, "resume=auto")
+
+
+def test_what_resume_says_in_a_recipe_holds_for_fit_alone_and_an_explicit_path_wins(caplog):
+    Path("auto.yaml").write_text("resume: auto\n")
+    fit()
+    first = sorted(CHECKPOINTS.glob("*step=1.ckpt"))[0]
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit("--config=auto.yaml", f"--ckpt_path={first}", steps=5)
+        assert started_at(caplog) == 1
+        fit("--config=auto.yaml", "--resume=none")
+        assert folders() == ["version_0", "version_1"]
+        command_line("validate", "--config=auto.yaml", "--ckpt_path=last", saver=KEEP)
+    assert not lines(caplog, "resume=auto")
+
+
+def test_a_run_that_is_done_says_how_to_go_on(caplog, tmp_path):
+    trainer = fit()
+    trainer.strategy.checkpoint_io.save_checkpoint = None
+    path = newest_first()[0]
+    content = torch.load(path, weights_only=True)
+    with path.open("wb") as file:
+        save_with_record(content, file)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit("--resume=auto")
+    assert lines(caplog, "resume=auto: it has done all 4 steps already: raise --trainer.max_steps")
+
+
+def test_checkpoints_of_another_recipe_are_not_taken_and_of_another_model_refused(caplog):
+    fit()
+    other = "--trainer.logger={class_path: ResumingTensorBoardLogger, init_args: {save_dir: runs, name: other}}"
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit("--resume=auto", other)
+    assert lines(caplog, "resume=auto: there is no checkpoint in runs/other")
+    with pytest.raises(UsageError, match=r"is of another model than the recipe's Wide: it has layer\.weight of shape"):
+        command_line("fit", f"--model={__name__}.Wide", "--resume=auto", "--trainer.max_steps=6", saver=KEEP)
+
+
+class Wide(Toy):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.layer = torch.nn.Linear(3, 1)
+
+
+def test_a_file_of_weights_alone_is_passed_over_by_a_fit(caplog):
+    fit()
+    content = torch.load(newest_first()[0], weights_only=True)
+    torch.save({"state_dict": content["state_dict"]}, CHECKPOINTS / "weights.ckpt")
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit("--resume=auto", steps=5)
+    assert "it holds weights only" in lines(caplog, "resume=auto: passed over: ")[0]
+    assert started_at(caplog) == 4
+
+
+class Replace(ModelCheckpoint):
+    """Write to the checkpoint that the run is about to load, as another run would."""
+
+    def setup(self, trainer, pl_module, stage):
+        super().setup(trainer, pl_module, stage)
+        path = newest_first()[0]
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+def test_a_checkpoint_that_is_replaced_between_choice_and_load_is_refused():
+    fit()
+    with pytest.raises(UsageError, match=r"last\.ckpt: it was replaced while this run started"):
+        fit("--resume=auto", steps=6, saver=f"[{__name__}.Replace]")
+
+
+def test_a_rank_that_lightning_started_takes_the_choice_of_the_process_that_started_it(tmp_path, monkeypatch):
+    path = save(tmp_path / "a.ckpt", 1, 1, 10)
+    chosen = same_checkpoint.hand_on(str(path))
+    assert json.loads(os.environ["LIGHTNING_TRICKS_CHOICE"]) == [str(path), identity(str(path))]
+    assert same_checkpoint.handed_on() is None, "rank 0 itself looks anew in its next command"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    save(path, 2, 2, 20)  # in the meantime
+    handed = same_checkpoint.handed_on()
+    assert (handed.path, handed.before) == (str(path), chosen.before)
+    with pytest.raises(UsageError, match="it was replaced while this run started"):
+        handed.on_load_checkpoint(None, None, {})
+    same_checkpoint.forget()
+    assert same_checkpoint.handed_on() is None
+
+
+def other_choices(rank: int, folder: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    from types import SimpleNamespace
+
+    trainer = SimpleNamespace(world_size=2)
+    SameCheckpoint("a.ckpt", []).setup(trainer, None, "fit")
+    try:
+        SameCheckpoint("a.ckpt" if rank == 0 else None, []).setup(trainer, None, "fit")
+    except UsageError as error:
+        Path(folder, f"{rank}.txt").write_text(str(error))
+    dist.destroy_process_group()
+
+
+def test_ranks_that_found_different_checkpoints_refuse_to_train_all_of_them(tmp_path):
+    run_processes(other_choices, str(tmp_path))
+    said = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
+    assert len(said) == 1
+    assert said.pop().startswith("ckpt_path: rank 0 found a.ckpt and rank 1 none: the checkpoints must lie where all")
