@@ -265,14 +265,20 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another architecture or tokenizer, before any tensor is loaded."""
         super().on_load_checkpoint(checkpoint)
+        self._check_origin(checkpoint, {"init_std", "zero_init_outputs"})  # which are for the first weights only
+
+    def check_weights(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse weights of another architecture or tokenizer for a new run; its sequences may be longer."""
+        self._check_origin(checkpoint, {"init_std", "zero_init_outputs", "max_seq_len", "rope_theta"})
+
+    def _check_origin(self, checkpoint: dict[str, Any], may_differ: set[str]) -> None:
         data: Any = getattr(trainer_of(self), "datamodule", None)
         if hasattr(data, "check_tokenizer"):  # its own state is restored later, and by the same class of data only
             data.check_tokenizer(checkpoint)
         here, there = self._architecture(), checkpoint.get("decoder_config")
         if there is None:
             return
-        only_for_first_weights = {"init_std", "zero_init_outputs"}
-        for name in ["class", *sorted((here.keys() | there.keys()) - {"class"} - only_for_first_weights)]:
+        for name in ["class", *sorted((here.keys() | there.keys()) - {"class"} - may_differ)]:
             if here.get(name) != there.get(name):
                 raise UsageError(
                     f"the checkpoint's decoder has {name}={there.get(name)!r}, the recipe's {here.get(name)!r}: "

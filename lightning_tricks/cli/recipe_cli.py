@@ -19,7 +19,7 @@ from lightning_tricks._errors import UsageError, one_line_and_exit
 from lightning_tricks._exit import end_within
 from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._suggest import did_you_mean
-from lightning_tricks.callbacks import PredictionWriter, RankMonitor, TrainingProgressBar
+from lightning_tricks.callbacks import InitFrom, PredictionWriter, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli import same_checkpoint
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, finds_itself
@@ -206,6 +206,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
             trainer: Any = self.trainer
             given = self.config_init[subcommand]
             given["ckpt_path"] = self._choose_checkpoint(subcommand, given)
+            self._init_from(given)
             check_folders(trainer)
             if hasattr(self.model, "check_run"):  # a module may know more
                 self.model.check_run(trainer, self.datamodule, subcommand)
@@ -225,6 +226,17 @@ class RecipeCLI(lightning_cli.LightningCLI):
             same = same_checkpoint.hand_on(choose_checkpoint(command, asked, self.trainer, resume))
         self.trainer.callbacks.insert(0, same)  # type: ignore[attr-defined]
         return same.path
+
+    def _init_from(self, given: Any) -> None:
+        """Add the callback that starts a fit from another checkpoint's weights, where the recipe asks for it."""
+        trainer: Any = self.trainer
+        path = given.get("init_from")
+        if path is None or self.subcommand != "fit":
+            return
+        init_from = InitFrom(path)
+        if given["ckpt_path"] is None:
+            init_from.check()
+        trainer.callbacks.insert(0, init_from)
 
     def after_fit(self) -> None:
         """Say where the results are and what to do with them."""

@@ -123,5 +123,6 @@ class OptimizerMixin(Mixin):
         if here and there and here != there:
             raise UsageError(
                 f"the checkpoint holds the state of {there}, which {here} cannot take up: set the optimizer to "
-                f"{there}, or start without the checkpoint"
+                f"{there}, or start a new run from it with --init_from (InitFrom from Python), which keeps the weights "
+                "and drops the optimizer's state, the schedule and the step"
             )

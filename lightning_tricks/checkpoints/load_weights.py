@@ -1,0 +1,143 @@
+"""Give a module the weights of a checkpoint and nothing else of it, whatever kind of file or folder it is."""
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import clean_name
+from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
+from lightning_tricks.checkpoints.read_file import load_file
+from lightning_tricks.checkpoints.read_folder import read_by_name
+from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
+
+_SAFETENSORS = ".safetensors"
+
+
+def load_weights(module: nn.Module, path: str | Path) -> str:
+    """Load weights into a module that is not sharded, by name; every byte is checked first where there are checksums.
+
+    Names may have the prefixes of `torch.compile` and of other wrappers or not.
+
+    Args:
+        module: any; a LightningModule with `strict_loading = False` takes the names that both have.
+        path: a checkpoint of Lightning or of this collection, whole or of weights alone; a folder of shards, written by
+            any number of processes; a file of `torch.save(module.state_dict())`; a file `.safetensors`.
+
+    Returns:
+        One line that tells what was loaded and what was left out.
+
+    Raises:
+        UsageError: nothing there; a damaged file; DeepSpeed's folder; the first weight that only one of the two has, or
+            that has another shape.
+    """
+    checkpoint = read_weights(path)
+    weights = matched(module, checkpoint["state_dict"], path)
+    module.load_state_dict(weights, strict=False)  # the names have been compared
+    return summary(module, checkpoint, path)
+
+
+def check_source(path: str | Path) -> Path:
+    """Refuse a path from which no weights can be read; reads a file to its end, but opens no tensor.
+
+    Raises:
+        UsageError: see `load_weights`.
+    """
+    place = Path(path)
+    if place.suffix != _SAFETENSORS:
+        return verify_checkpoint(path)
+    if not place.is_file():
+        raise UsageError(f"{place}: there is no such file")
+    if find_spec("safetensors") is None:
+        raise UsageError(f"{place}: to read it, pip install safetensors")
+    return place
+
+
+def read_weights(path: str | Path, read_shards: Callable[[Path], dict[str, Any]] | None = None) -> dict[str, Any]:
+    """A checkpoint with its weights as `state_dict`, without optimizer state if it is a folder.
+
+    Args:
+        path: see `load_weights`.
+        read_shards: reads a folder into shards of this rank; None reads it whole.
+
+    Raises:
+        UsageError: see `load_weights`; a file of torch without weights.
+    """
+    place = check_source(path)
+    if place.suffix == _SAFETENSORS:
+        from safetensors.torch import load_file as load_safetensors
+
+        return {"state_dict": load_safetensors(place)}
+    if place.is_dir():
+        return (read_shards or _read_whole)(check_checkpoint(place))
+    content = load_file(place, weights_only=True)
+    if isinstance(content, dict):
+        for name in ("state_dict", "model"):
+            if isinstance(content.get(name), dict):
+                return {**content, "state_dict": content[name]}
+        if content and all(isinstance(value, Tensor) for value in content.values()):
+            return {"state_dict": content}
+    raise UsageError(f"{path} holds no weights: neither a checkpoint nor a state_dict")
+
+
+def _read_whole(folder: Path) -> dict[str, Any]:
+    return read_by_name(folder, weights_only=True, optimizers=False)
+
+
+def matched(module: nn.Module, given: Mapping[str, Any], path: Any) -> dict[str, Any]:
+    """The given weights that the module has, under its own names.
+
+    Raises:
+        UsageError: the first name that only one of the two has, unless the module's `strict_loading` is False; the
+            first weight of another shape.
+    """
+    own = {clean_name(name): (name, value) for name, value in module.state_dict().items()}
+    theirs = {clean_name(name): value for name, value in given.items()}
+    if getattr(module, "strict_loading", True):
+        remedy = "take the model that it was saved from, or set strict_loading of the module to False"
+        for name in (name for name in own if name not in theirs):
+            raise UsageError(f"{path} has no '{name}', which the model has: {remedy}")
+        for name in (name for name in theirs if name not in own):
+            raise UsageError(f"{path} has '{name}', which the model lacks: {remedy}")
+    both = [name for name in own if name in theirs]
+    if not both:
+        raise UsageError(f"{path} has no weight of the model: its first is '{next(iter(theirs), None)}'")
+    for name in both:
+        here, there = getattr(own[name][1], "shape", None), getattr(theirs[name], "shape", None)
+        if here != there:
+            raise UsageError(f"{path}: '{name}' is {_shape(there)} in it and {_shape(here)} in the model")
+    return {own[name][0]: theirs[name] for name in both}
+
+
+def _shape(shape: Any) -> str:
+    return "no tensor" if shape is None else str(tuple(shape))
+
+
+def summary(module: nn.Module, checkpoint: Mapping[str, Any], path: Any) -> str:
+    """The line that tells what `checkpoint` gave to the module, and what else it holds."""
+    own = [clean_name(name) for name in module.state_dict()]
+    theirs = [clean_name(name) for name in checkpoint["state_dict"]]
+    line = f"{path}: {len(set(own) & set(theirs)):,} of its {len(theirs):,} weights loaded"
+    left = []
+    if "optimizer_states" in checkpoint:
+        name = checkpoint.get("optimizer_class")
+        left.append("the optimizer's state" + (f" ({name})" if name else ""))
+    if checkpoint.get("lr_schedulers"):
+        left.append("the schedule")
+    if "global_step" in checkpoint:
+        left.append(f"step {checkpoint['global_step']}")
+    if "loops" in checkpoint:
+        left.append("the position in the data")
+    line += f"; left out: {', '.join(left)}" if left else ""
+    missing = _few([name for name in own if name not in theirs])
+    unknown = _few([name for name in theirs if name not in own])
+    line += f"; not in it, so as initialised: {missing}" if missing else ""
+    return line + (f"; not in the model: {unknown}" if unknown else "")
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return names[0] + more if names else ""

@@ -1,0 +1,85 @@
+"""Start a run from the weights of a checkpoint: changes the weights once, before the first step of a new run."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._trainer import is_a
+from lightning_tricks.checkpoints.load_weights import check_source, matched, read_weights, summary
+
+
+class InitFrom(pl.Callback):
+    """Replaces the initial weights by those of a checkpoint, before the first step of a new run (fine-tuning).
+
+    Everything else starts afresh: optimizer, schedule, step 0, the data from their beginning. A run that goes on from a
+    checkpoint of its own (`ckpt_path`) keeps that one's weights, and a line says so: a fine-tuning that was interrupted
+    goes on by the same command. Under `FSDP2Strategy` each rank reads its shards of a folder only.
+
+    A module with a method `check_weights(checkpoint)` is asked before anything is loaded, and may raise a UsageError.
+
+    Args:
+        path: see `load_weights`, the same for a module without a Trainer.
+
+    Raises:
+        UsageError: when the fit starts: see `load_weights`; a strategy that would not see the weights (DeepSpeed,
+            FSDP1, Lightning's ModelParallelStrategy).
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def check(self) -> None:
+        """Refuse a path without weights, before any data are prepared.
+
+        Raises:
+            UsageError: see `load_weights`.
+        """
+        try:
+            check_source(self.path)
+        except UsageError as error:
+            raise _renamed(self.path, error) from None
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Refuse a strategy that has its weights elsewhere by the time they are loaded."""
+        strategy: Any = trainer.strategy
+        takes = hasattr(strategy, "shards_modules")  # FSDP2Strategy
+        if not takes and is_a(strategy, "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"):
+            raise UsageError(
+                f"init_from={self.path}: {type(strategy).__name__} takes no weights from it: train on one device, with "
+                "ddp or with FSDP2Strategy"
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Load the weights, unless the run goes on from a checkpoint or has trained already."""
+        if trainer.ckpt_path:
+            rank_zero_info(f"init_from={self.path}: not read, as the run goes on from {trainer.ckpt_path}")
+        elif trainer.global_step == 0:
+            try:
+                rank_zero_info(f"init_from={self._load(trainer, pl_module)}")
+            except UsageError as error:
+                raise _renamed(self.path, error) from None
+
+    def _load(self, trainer: Any, module: Any) -> str:
+        strategy = trainer.strategy
+
+        def read_shards(folder: Path) -> dict[str, Any]:
+            optimizers, strategy.optimizers = strategy.optimizers, []  # without them it reads no state of theirs
+            try:
+                return strategy.load_checkpoint(folder)
+            finally:
+                strategy.optimizers = optimizers
+
+        shards = hasattr(strategy, "shards_modules")
+        checkpoint = read_weights(self.path, read_shards if shards else None)
+        if hasattr(module, "check_weights"):
+            module.check_weights(checkpoint)
+        weights = matched(module, checkpoint["state_dict"], self.path)
+        strategy.load_model_state_dict({"state_dict": weights}, strict=False)  # the names have been compared
+        return summary(module, checkpoint, self.path)
+
+
+def _renamed(path: Path, error: UsageError) -> UsageError:
+    """The error with the name of the option that the path was given to."""
+    line = str(error).removeprefix("ckpt_path=").removeprefix(f"{path}: ").removeprefix(f"{path} ")
+    return UsageError(f"init_from={path}: {line}")

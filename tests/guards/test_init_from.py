@@ -1,0 +1,141 @@
+"""A new run starts from another checkpoint's weights, and from nothing else of it; a run that goes on keeps its own."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from two_processes import run as run_processes
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks import InitFrom
+from lightning_tricks.checkpoints import AtomicCheckpointIO
+
+
+class Net(pl.LightningModule):
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class Start(pl.Callback):
+    """Keep the weights before the first step, and what was restored beside them."""
+
+    def on_train_start(self, trainer, pl_module):
+        gathered = [getattr(p, "full_tensor", lambda p=p: p)() for p in pl_module.parameters()]
+        self.weights = [p.detach().clone() for p in gathered]
+        self.step = trainer.global_step
+        self.moments = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+
+
+def fit(folder, *callbacks, steps=2, seed=0, ckpt_path=None, strategy="auto", devices=1, module=None):
+    """Train, and return what was there at the start and the trainer."""
+    torch.manual_seed(seed)
+    start = Start()
+    trainer = pl.Trainer(
+        max_steps=steps, accelerator="cpu", devices=devices, strategy=strategy, logger=False, plugins=None,
+        callbacks=[*callbacks, start], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    if strategy in ("auto", "ddp"):
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+    trainer.fit(module or Net(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2), ckpt_path=ckpt_path)
+    return start, trainer
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A checkpoint of two steps, and its weights."""
+    _, trainer = fit(tmp_path, seed=1)
+    trainer.save_checkpoint(tmp_path / "source.ckpt")
+    return tmp_path / "source.ckpt", [p.detach().clone() for p in trainer.lightning_module.parameters()]
+
+
+def same(weights, others):
+    return all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+
+
+def test_a_new_run_has_the_weights_and_nothing_else(source, tmp_path, caplog):
+    path, weights = source
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        start, _ = fit(tmp_path, InitFrom(path), seed=2)
+    assert same(start.weights, weights)
+    assert (start.step, start.moments) == (0, [])
+    (said,) = [record.getMessage() for record in caplog.records if "init_from" in record.getMessage()]
+    left = "left out: the optimizer's state, step 2, the position in the data"
+    assert said == f"init_from={path}: 4 of its 4 weights loaded; {left}"
+
+
+def test_a_run_that_goes_on_keeps_its_own_weights_and_says_so(source, tmp_path, caplog):
+    path, weights = source
+    _, trainer = fit(tmp_path, InitFrom(path), steps=3)
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    own = [p.detach().clone() for p in trainer.lightning_module.parameters()]
+    path.unlink()  # it is not needed any more
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        start, _ = fit(tmp_path, InitFrom(path), steps=4, ckpt_path=tmp_path / "own.ckpt")
+    assert same(start.weights, own)
+    assert not same(own, weights)
+    assert f"init_from={path}: not read, as the run goes on from {tmp_path / 'own.ckpt'}" in caplog.text
+
+
+def test_a_module_may_refuse_and_every_line_names_the_option(source, tmp_path):
+    path, _ = source
+    module = Net()
+    module.check_weights = lambda checkpoint: (_ for _ in ()).throw(
+        UsageError(f"not mine: {checkpoint['global_step']}")
+    )
+    with pytest.raises(UsageError, match=r"^init_from=.*source\.ckpt: not mine: 2"):
+        fit(tmp_path, InitFrom(path), module=module)
+    with pytest.raises(UsageError, match=r"^init_from=.*: 'blocks\.0\.weight' is \(4, 4\) in it and \(5, 5\) in the"):
+        fit(tmp_path, InitFrom(path), module=Net(5))
+    with pytest.raises(UsageError, match=r"^init_from=no\.ckpt: there is no such file"):
+        InitFrom("no.ckpt").check()
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "zero_to_fp32.py").touch()
+    with pytest.raises(UsageError, match=r"^init_from=.*consolidate"):
+        InitFrom(tmp_path / "deepspeed").check()
+
+
+def test_a_strategy_that_would_not_see_the_weights_is_refused():
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    trainer = SimpleNamespace(strategy=ModelParallelStrategy())
+    with pytest.raises(UsageError, match=r"^init_from=x: ModelParallelStrategy takes no weights from it"):
+        InitFrom("x").setup(trainer, None, "fit")
+
+
+def on_two_ranks(rank: int, folder: str) -> None:
+    from lightning_tricks.strategies import FSDP2Strategy
+
+    path, weights = Path(folder, "source.ckpt"), torch.load(Path(folder, "weights.pt"))
+    strategy = FSDP2Strategy()
+    start, trainer = fit(folder, InitFrom(path), strategy=strategy, devices=2, seed=2)
+    assert same(start.weights, weights)
+    assert (start.step, start.moments) == (0, [])
+    trainer.save_checkpoint(Path(folder, "shards.ckpt"))
+    after = [p.full_tensor().detach().clone() for p in trainer.lightning_module.parameters()]
+    for kind in (FSDP2Strategy(), "ddp"):
+        start, _ = fit(folder, InitFrom(Path(folder, "shards.ckpt")), strategy=kind, devices=2, seed=3)
+        assert same(start.weights, after), kind
+        assert (start.step, start.moments) == (0, [])
+    if rank == 0:
+        torch.save(after, Path(folder, "after.pt"))
+
+
+def test_shards_of_two_ranks_start_two_ranks_and_one(source, tmp_path):
+    torch.save(source[1], tmp_path / "weights.pt")
+    run_processes(on_two_ranks, str(tmp_path))
+    start, _ = fit(tmp_path, InitFrom(tmp_path / "shards.ckpt"), seed=4)
+    assert same(start.weights, torch.load(tmp_path / "after.pt"))
+    shutil.rmtree(tmp_path / "shards.ckpt")
