@@ -24,6 +24,8 @@ from lightning_tricks.callbacks import TrainingProgressBar as TrainingProgressBa
 from lightning_tricks.callbacks import UpdateMonitor as UpdateMonitor
 from lightning_tricks.cli import RecipeCLI as RecipeCLI
 from lightning_tricks.cli import load_recipe as load_recipe
+from lightning_tricks.commands.verify_resume import ResumeReport as ResumeReport
+from lightning_tricks.commands.verify_resume import verify_resume as verify_resume
 from lightning_tricks.data import TextData as TextData
 from lightning_tricks.data import TokenData as TokenData
 from lightning_tricks.language_model import LanguageModel as LanguageModel

@@ -13,7 +13,8 @@ usage: python -m lightning_tricks COMMAND --config RECIPE.yaml [--config MORE.ya
 
 Train and evaluate language models from YAML recipes, with PyTorch Lightning.
 
-  fit        train; --ckpt_path last takes up the latest checkpoint
+  fit        train; --resume auto goes on from the newest whole checkpoint, or starts; --ckpt_path FILE or last;
+             --init_from FILE starts anew from its weights alone (fine-tuning)
   validate   validation figures of a checkpoint (--ckpt_path FILE, last or none)
   test       the same on the test set
   predict    log-probability of each token of the test set, to a file (--output FILE.jsonl)
@@ -24,6 +25,7 @@ Train and evaluate language models from YAML recipes, with PyTorch Lightning.
 
   generate   continue a text: --ckpt_path FILE --prompt "..."
   consolidate FOLDER FILE   make one checkpoint file of a sharded one
+  verify-resume --config RECIPE.yaml   train some steps straight, and with kill -9 and a resume: are they equal?
 
   COMMAND --help prints all that a command takes; --help and --version work alone.
 
@@ -39,7 +41,7 @@ def run(args: list[str]) -> None:
         print(f"lightning-tricks {lightning_tricks.__version__}")
     elif args[0] in COMMANDS:
         file = importlib.import_module(f"lightning_tricks.commands.{COMMANDS[args[0]]}")
-        getattr(file, args[0])(args[1:])
+        getattr(file, args[0].replace("-", "_"))(args[1:])
     else:
         # Before torch loads its thread pool. Threads that spin while they wait for each other made tiny.yaml eight
         # times slower on two cores when another program wanted one; with a hundredth of the spins it was 2.6 times.

@@ -58,11 +58,11 @@ def candidates(folder: Path) -> list[Candidate]:
     names |= {folder / path.name[1:].removesuffix(".replaced") for path in folder.glob(".*.ckpt.replaced")}
     found: dict[Path, Candidate] = {}
     for path in sorted(names):
-        for place in (path, replaced_path(path)):
-            with contextlib.suppress(FileNotFoundError):  # another process may delete it meanwhile
-                candidate = _candidate(path, place, folder)
-                if candidate.link or candidate.place not in found:
-                    found[candidate.place] = candidate
+        place = path if os.path.lexists(path) else replaced_path(path)
+        with contextlib.suppress(FileNotFoundError):  # another process may delete it meanwhile
+            candidate = _candidate(path, place, folder)
+            if candidate.link or candidate.place not in found:
+                found[candidate.place] = candidate
     return _in_order(found.values())
 
 
@@ -121,7 +121,7 @@ def _newest_first(lists: list[list[Candidate]]) -> Iterator[Candidate]:
 
 def put_back(candidate: Candidate) -> Path:
     """The path of the checkpoint; one that a kill left without its name has it again, also where all ranks call."""
-    if candidate.place != candidate.path and not candidate.path.exists():
+    if candidate.place != candidate.path:
         with contextlib.suppress(FileNotFoundError):  # another rank was faster
             candidate.place.rename(candidate.path)
-    return candidate.path if candidate.path.exists() and not candidate.place.exists() else candidate.place
+    return candidate.path

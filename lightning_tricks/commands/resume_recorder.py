@@ -1,0 +1,140 @@
+"""Write down each micro-batch of a fit as checksums, save in the middle, and kill the process: for `verify-resume`."""
+
+import json
+import os
+import signal
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._find_modules import clean_name
+from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._tensors import local
+from lightning_tricks._trainer import is_accumulating
+from lightning_tricks.guards.saving.random_state import random_state
+
+CHECKPOINT = "half.ckpt"  # in the recorder's folder
+
+
+class ResumeRecorder(pl.Callback):
+    """Writes `rank_R.jsonl`, a line for each micro-batch, then ends the process: no line after it is run.
+
+    A line holds the state before the micro-batch (random state; at the start of a step weights, optimizer state and
+    scaler too), the batch, and what comes of it: loss, learning rate, gradient norm. A last line holds the final state.
+    The recipe's savers write below the recorder's folder in place of their own.
+
+    Args:
+        folder: to write to; there.
+        steps: optimizer steps until the end.
+        first_step: optimizer steps done before.
+        kill: save after `steps` and end by SIGKILL in the middle of the next step; False ends with exit code 0.
+    """
+
+    def __init__(self, folder: str, steps: int, first_step: int = 0, kill: bool = False) -> None:
+        self.folder = Path(folder)
+        self.last_step = first_step + steps
+        self.kill = kill
+        self.done = first_step
+        self.row: dict[str, Any] = {}
+        self.in_step = 0  # micro-batches of the running step that are done
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Lead the savers elsewhere, before they make their folders."""
+        for number, saver in enumerate(trainer.checkpoint_callbacks):
+            if hasattr(saver, "dirpath"):
+                saver.dirpath = str(self.folder / f"saver_{number}")
+        self.names = {parameter: clean_name(name) for name, parameter in pl_module.named_parameters()}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        """Begin a line."""
+        self.row = {"step": self.done + 1, "micro_batch": self.in_step, "data": checksum(batch)}
+        self.row["random state"] = checksum(random_state())
+        if self.in_step == 0:
+            self.row |= state(trainer, pl_module)
+        self.row |= {"lr": [], "gradient norm": []}
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: Any) -> None:
+        """Note the learning rates with which the optimizer steps, and the norm of this rank's gradients."""
+        self.row["lr"] += [float(group["lr"]).hex() for group in optimizer.param_groups]
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        squares = [local(gradient).detach().double().square().sum().item() for gradient in gradients]
+        self.row["gradient norm"].append((sum(squares) ** 0.5).hex())
+
+    def on_after_backward(self, trainer: Trainer, pl_module: Module) -> None:
+        """Kill the process, if that is due."""
+        self._kill_if_due()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Write the line; after the last step save, or end."""
+        self._kill_if_due()
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self._write(trainer, {**self.row, "loss": None if loss is None else checksum(loss)})
+        self.in_step += 1
+        if is_accumulating(trainer):
+            return
+        self.in_step, self.done = 0, self.done + 1
+        if self.done == self.last_step:
+            if self.kill:
+                self._save(trainer)
+            else:
+                self._write(trainer, {"step": self.done + 1, "micro_batch": 0, **state(trainer, pl_module)})
+                trainer.strategy.barrier("verify-resume")
+                os._exit(0)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """Save once more, after a validation that was due: it may have moved the random state."""
+        if self.kill and self.done == self.last_step:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        trainer.save_checkpoint(self.folder / CHECKPOINT)
+        for writer in (trainer.strategy, trainer.strategy.checkpoint_io):
+            if hasattr(writer, "wait"):
+                writer.wait()
+
+    def _kill_if_due(self) -> None:
+        if self.kill and self.done == self.last_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _write(self, trainer: Trainer, row: dict[str, Any]) -> None:
+        with (self.folder / f"rank_{trainer.global_rank}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def state(trainer: Any, module: Module) -> dict[str, Any]:
+    """Checksums of this rank's weights and buffers, optimizer state and scaler, each by its name."""
+    names = {id(parameter): clean_name(name) for name, parameter in module.named_parameters()}
+    optimizer_state: dict[str, int] = {}
+    for number, optimizer in enumerate(trainer.optimizers):
+        for parameter, entries in optimizer.state.items():
+            for name, value in entries.items():
+                optimizer_state[f"{name} of {names.get(id(parameter), number)}"] = checksum(value)
+        for index, group in enumerate(optimizer.param_groups):
+            settings = {name: value for name, value in group.items() if name not in ("params", "lr")}
+            optimizer_state[f"settings of group {index} of optimizer {number}"] = checksum(settings)
+    weights = {clean_name(name): checksum(value) for name, value in module.state_dict(keep_vars=True).items()}
+    scaler = {name: checksum(value) for name, value in trainer.precision_plugin.state_dict().items()}
+    return {"weights": weights, "optimizer state": optimizer_state, "scaler": scaler}
+
+
+def checksum(value: Any, start: int = 0) -> int:
+    """CRC-32 of tensors, with type and shape, in any nesting of mappings, sequences and objects."""
+    if isinstance(value, Tensor):
+        here = local(getattr(value, "ds_tensor", value)).detach().cpu().contiguous()
+        start = zlib.crc32(f"{here.dtype}{tuple(here.shape)}".encode(), start)
+        return zlib.crc32(here.reshape(-1).view(torch.uint8).numpy().data, start) if here.numel() else start
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            start = checksum(part, zlib.crc32(repr(key).encode(), start))
+        return start
+    if isinstance(value, list | tuple):
+        for part in value:
+            start = checksum(part, start)
+        return zlib.crc32(bytes(len(value)), start)
+    if isinstance(value, bool | int | float | str | bytes | None):
+        return zlib.crc32(repr(value).encode(), start)
+    return checksum(getattr(value, "__dict__", type(value).__name__), start)
