@@ -1,0 +1,275 @@
+"""verify-resume: a sound run passes, and each planted fault is named as what it is, at the step where it begins."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from preloaded import python
+
+from lightning_tricks import verify_resume
+from lightning_tricks._errors import UsageError
+from lightning_tricks.commands import verify_resume as verify_module
+from lightning_tricks.commands.compare_records import PARTS, differences
+from lightning_tricks.commands.resume_recorder import checksum
+from lightning_tricks.guards.saving.random_state import random_state, set_random_state
+from lightning_tricks.precision import FP16Mixed
+from lightning_tricks.strategies import FSDP2Strategy
+
+
+def fault(name: str) -> bool:
+    """Whether a resumed run is to lose this; only the third process asks, as only it loads."""
+    return os.environ.get("PLANTED_FAULT") == name
+
+
+class Loader:
+    """Batches drawn from their position, which it saves."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __len__(self):
+        return 1000
+
+    def __iter__(self):
+        while True:
+            self.position += 1
+            yield torch.randn(4, 8, generator=torch.Generator().manual_seed(self.position))
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        if not fault("data"):
+            self.position = state["position"]
+
+
+class Net(pl.LightningModule):
+    """Two layers with dropout, and noise of its own that is a function of the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.calls = 0  # a count that no checkpoint holds
+
+    def training_step(self, batch, batch_idx):
+        seed = self.calls if fault("loss") else self.trainer.global_step
+        if os.environ.get("PLANTED_FAULT") == "unseeded":
+            seed = int.from_bytes(os.urandom(4), "little")
+        self.calls += 1
+        batch = batch + 0.1 * torch.randn(8, generator=torch.Generator().manual_seed(seed))
+        for block in self.blocks:
+            batch = torch.nn.functional.dropout(block(batch), 0.2)
+        return batch.float().pow(2).mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_load_checkpoint(self, checkpoint):
+        optimizer = checkpoint["optimizer_states"][0]
+        if fault("optimizer state"):
+            optimizer["state"] = {}
+        if fault("one moment"):
+            optimizer["state"][2]["exp_avg"].zero_()
+        if fault("lr"):
+            checkpoint["lr_schedulers"][0]["last_epoch"] = 0
+        if fault("scaler"):
+            checkpoint["FP16Mixed"]["scale"] = 2.0**8
+        if fault("weights"):
+            checkpoint["state_dict"]["blocks.1.weight"].view(torch.int32)[3, 5] ^= 1
+
+
+class KeepRandomState(pl.Callback):
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["random_state"] = random_state()
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        self.state = checkpoint["random_state"]
+
+    def on_train_start(self, trainer, pl_module):
+        if hasattr(self, "state") and not fault("random state"):
+            set_random_state(self.state)
+
+
+SHORT = {"max_steps": 100, "accelerator": "cpu", "enable_model_summary": False, "limit_val_batches": 0}
+
+
+def make():
+    return Net(), Loader(), {**SHORT, "plugins": [FP16Mixed()], "callbacks": [KeepRandomState()]}
+
+
+def make_in_windows():
+    return Net(), Loader(), {**SHORT, "callbacks": KeepRandomState(), "accumulate_grad_batches": 3}
+
+
+def make_ddp():
+    return Net(), Loader(), {**SHORT, "strategy": "ddp", "devices": 2, "callbacks": [KeepRandomState()]}
+
+
+def make_fsdp2():
+    return Net(), Loader(), {**SHORT, "strategy": FSDP2Strategy(), "devices": 2, "callbacks": [KeepRandomState()]}
+
+
+def make_short():
+    return Net(), Loader(), {**SHORT, "max_steps": 5}
+
+
+def make_broken():
+    raise RuntimeError("no such dataset")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(sys, "executable", python())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("PLANTED_FAULT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The folders of the runs before the resume, which are the same for each fault."""
+    return tmp_path_factory.mktemp("ran")
+
+
+@pytest.fixture
+def once(ran, monkeypatch):
+    real = verify_module._run
+
+    def run(command, phase, what):
+        kept = ran / Path(phase.folder).name
+        if kept.exists():
+            shutil.copytree(kept, phase.folder, dirs_exist_ok=True)
+            return
+        real(command, phase, what)
+        if phase.ckpt_path is None:
+            shutil.copytree(phase.folder, kept)
+
+    monkeypatch.setattr(verify_module, "_run", run)
+
+
+def test_a_sound_run_is_equal_in_every_part(once):
+    report = verify_resume(make, steps=6)
+    assert report.equal
+    assert str(report).splitlines() == [
+        *(f"{part}: equal" for part in PARTS),
+        "verify-resume: 6 steps straight and 3 + kill -9 + 3 are equal to the bit",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("planted", "first"),
+    [
+        ("data", "data at step 4"),
+        ("random state", "random state at step 4"),
+        ("weights", "weights at step 4 (blocks.1.weight)"),
+        ("optimizer state", "optimizer state at step 4 (step of blocks.0.weight)"),
+        ("one moment", "optimizer state at step 4 (exp_avg of blocks.1.weight)"),
+        ("scaler", "scaler at step 4 (scale)"),
+        ("lr", "lr at step 5"),  # the optimizer holds that of the first step
+        ("loss", "loss at step 4"),
+    ],
+)
+def test_each_fault_is_named_at_its_first_step(once, monkeypatch, planted, first):
+    monkeypatch.setenv("PLANTED_FAULT", planted)
+    report = verify_resume(make, steps=6)
+    assert not report.equal
+    assert str(report.differences[0]) == first
+    assert str(report).endswith(f"verify-resume: 6 steps straight and 3 + kill -9 + 3 differ, first in {first}")
+    if planted == "data":
+        assert "weights: differs first at step 5 (blocks.0.weight)" in str(report)
+
+
+def test_a_run_that_differs_from_itself_is_told_from_a_resume_that_fails(monkeypatch):
+    monkeypatch.setenv("PLANTED_FAULT", "unseeded")
+    assert "two starts of this run differ before any resume, first in loss at step 1" in str(verify_resume(make, 4))
+
+
+def test_a_window_of_micro_batches_is_one_step():
+    report = verify_resume(make_in_windows, steps=4)
+    assert report.equal, report
+
+
+@pytest.mark.parametrize("make", [make_ddp, make_fsdp2])
+def test_every_process_of_a_run_is_compared(make, monkeypatch):
+    report = verify_resume(make, steps=4)
+    assert report.equal, report
+    assert report.world_size == 2
+    assert str(report).endswith("2 + kill -9 + 2 in 2 processes are equal to the bit")
+
+
+def test_what_cannot_be_verified_is_one_line(monkeypatch):
+    for made, steps, words in (
+        (make, 3, "steps=3: give at least 4"),
+        (lambda: make(), 6, "give a function that stands at the top of a module or script"),
+        (make_short, 6, "the run ended after 5 steps: give --steps 5 or fewer"),
+        (make_broken, 6, "the run failed with exit code 1: RuntimeError: no such dataset"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            verify_resume(made, steps)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(UsageError, match="without torchrun"):
+        verify_resume(make)
+
+
+def test_a_tensor_is_told_from_others_by_every_bit_its_type_and_shape():
+    one = torch.arange(6.0).reshape(2, 3)
+    other = one.clone()
+    other.view(torch.int32)[1, 2] ^= 1
+    others = [other, one.double(), one.reshape(3, 2), [one, one], {"x": one}, one.bfloat16(), torch.empty(0), None, "1"]
+    assert len({checksum(value) for value in [one, *others]}) == 10
+    assert checksum({"a": [one, 1.5]}) == checksum({"a": [one.clone(), 1.5]})
+    assert checksum(one.t().contiguous().t()) == checksum(one)
+
+
+def test_windows_of_other_lengths_are_a_difference_of_data():
+    row = {"step": 1, "micro_batch": 0, "data": 1}
+    (found,) = differences([row, {**row, "micro_batch": 1}], [row], rank=0)
+    assert str(found) == "data at step 1 (another number of micro-batches)"
+
+
+RECIPE = """\
+seed_everything: 0
+model:
+  class_path: LanguageModel
+  init_args:
+    decoder: {class_path: Llama, init_args: {vocab_size: 300, d_model: 32, n_layers: 1, n_heads: 2, max_seq_len: 32}}
+    optimizer: {class_path: AdamW, init_args: {lr: 1.0e-3}}
+    schedule: {class_path: WarmupCosine, init_args: {warmup_steps: 2}}
+data:
+  class_path: TextData
+  init_args: {files: TEXT, cache_dir: cache, vocab_size: 300, seq_len: 32, micro_batch_size: 2}
+trainer:
+  accelerator: cpu
+  max_steps: 40
+  accumulate_grad_batches: 2
+  val_check_interval: 4
+  limit_val_batches: 1
+  logger: {class_path: ResumingTensorBoardLogger, init_args: {save_dir: runs, name: small}}
+  callbacks: [{class_path: ModelCheckpoint, init_args: {dirpath: kept, every_n_train_steps: 1, save_last: link}}]
+"""
+
+
+def test_a_recipe_is_verified_as_it_is_and_nothing_is_written_beside_it(text_file, tmp_path):
+    (tmp_path / "small.yaml").write_text(RECIPE.replace("TEXT", text_file))
+    command = [python(), "-m", "lightning_tricks", "verify-resume", "--config", "small.yaml", "--steps", "4"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0] == "data: equal"
+    assert done.stdout.endswith("4 steps straight and 2 + kill -9 + 2 are equal to the bit\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "small.yaml"]
+    for options, words in (
+        (["--model.nosuch", "1"], "LanguageModel has no option 'nosuch'"),
+        (["--steps", "few"], "invalid int value: 'few'; verify-resume --help"),
+    ):
+        done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: verify-resume: ")
+        assert words in done.stderr
+        assert len(done.stderr.splitlines()) == 1
