@@ -37,7 +37,9 @@ _WORDS_FOR = {
     "trainer.devices": "gpus num_gpus n_gpus",
     "trainer.num_nodes": "nodes nnodes",
     "trainer.accelerator": "device",
-    "ckpt_path": "resume resume_from resume_from_checkpoint ckpt checkpoint",
+    "ckpt_path": "resume_from resume_from_checkpoint ckpt checkpoint",
+    "init_from": "finetune finetune_from pretrained pretrained_checkpoint init_checkpoint load_weights",
+    "resume": "auto_resume",
     "every_n_train_steps": "every_n_steps save_every save_interval save_steps",
     "save_top_k": "save_topk",
     "dirpath save_dir trainer.default_root_dir": "output_dir out_dir",
@@ -80,6 +82,7 @@ _WORDS_FOR = {
     "ls": "list",
     "cp": "copy",
     "consolidate": "export",
+    "verify-resume": "verify check_resume",
 }
 
 

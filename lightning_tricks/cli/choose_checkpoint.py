@@ -13,7 +13,7 @@ from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks._trainer import chosen_version, is_a
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 from lightning_tricks.checkpoints.verify_checkpoint import check_bytes, verify_checkpoint
-from lightning_tricks.cli.find_checkpoint import Found, candidates, newest_whole, put_back
+from lightning_tricks.cli.find_checkpoint import Candidate, Found, candidates, newest_whole, put_back
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
 
 
@@ -55,10 +55,9 @@ def finds_itself(command: str, given: Any, resume: str) -> bool:
     return str(given) == "last" or (given is None and command == "fit" and resume == "auto")
 
 
-def newest_checkpoint(folder: Any) -> Path | None:
-    """The checkpoint in a folder, file or folder of shards, that was written last; None where there is none."""
-    found = [path for path in Path(folder).glob("*.ckpt") if path.exists()]  # a link may lead nowhere
-    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name.startswith("last")), default=None)
+def newest_checkpoint(folder: Any) -> Candidate | None:
+    """The newest checkpoint in a folder, as far as its name and its record tell; None where there is none."""
+    return next((found for found in reversed(candidates(Path(folder))) if found.problem is None), None)
 
 
 def is_remote(place: str) -> bool:

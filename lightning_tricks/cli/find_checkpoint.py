@@ -35,6 +35,11 @@ class Candidate:
     problem: str | None = None
     link: Path | None = None
 
+    @property
+    def name(self) -> Path:
+        """The path to show: the link, where there is one."""
+        return self.link or self.place
+
 
 @dataclass
 class Found:

@@ -8,10 +8,12 @@ from typing import Any
 
 from lightning_tricks._lightning import pl
 from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, short
+from lightning_tricks.cli.find_checkpoint import Candidate
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.monitors.dashboard.tensorboard_dashboard import PAGE
 
 _LENGTH = "--trainer.max_steps"
+_START = ("--ckpt_path", "--resume", "--init_from")  # the options that say where a run starts
 
 
 def program() -> str:
@@ -37,38 +39,49 @@ def _without(options: Sequence[str], *names: str) -> list[str]:
     return kept
 
 
-def _saved_checkpoint(trainer: Any) -> str | None:
-    """The newest checkpoint that this run has saved, as a path from here; None where it saved none."""
-    for saver in trainer.checkpoint_callbacks:
-        paths = [getattr(saver, name, "") for name in ("last_model_path", "best_model_path")]
-        if any(paths) and (newest := newest_checkpoint(saver.dirpath)):
-            return short(newest)
+def _newest_of_run(trainer: Any) -> Candidate | None:
+    """The newest checkpoint in the folders of the run's savers."""
+    folders = [saver.dirpath for saver in trainer.checkpoint_callbacks if getattr(saver, "dirpath", None)]
+    return next((newest for folder in folders if (newest := newest_checkpoint(folder))), None)
+
+
+def _not_saved(trainer: Any, newest: Candidate | None) -> str | None:
+    """The line for a run whose last step is not in the newest checkpoint, as far as is known."""
+    if newest is None:
+        return "No checkpoint was saved: there is nothing to evaluate or to go on from"
+    if newest.record is not None and newest.record.step < trainer.global_step:
+        after = f"step {newest.record.step}, and the run ended at step {trainer.global_step}"
+        return f"No checkpoint was saved after {after}: the lines below take {short(newest.name)}"
+    named = [getattr(saver, name, "") for saver in trainer.checkpoint_callbacks
+             for name in ("last_model_path", "best_model_path")]  # fmt: skip
+    if newest.record is None and not any(named):
+        return f"No checkpoint was saved by this run: the lines below take {short(newest.name)}, which was there before"
     return None
 
 
-def _options_of_run(trainer: Any, options: Sequence[str]) -> list[str]:
-    """The options that describe the run: those that were typed, or its saved `config.yaml` where they are many."""
+def _options_of_run(trainer: Any, options: Sequence[str], *dropped: str) -> list[str]:
+    """The options of the run but for `dropped`: as typed, or its saved `config.yaml` where they are many."""
     if not _without(options, "--config", "-c", "--ckpt_path", _LENGTH):
-        return _without(options, "--ckpt_path", _LENGTH)
+        return _without(options, *dropped)
     logger = trainer.logger  # trainer.log_dir would wait for the other ranks
     folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or trainer.default_root_dir
     saved = os.path.join(folder, "config.yaml")
-    return ["--config", short(saved)] if os.path.isfile(saved) else _without(options, "--ckpt_path", _LENGTH)
+    return ["--config", short(saved)] if os.path.isfile(saved) else _without(options, *dropped)
 
 
-def next_steps(trainer: Any, options: Sequence[str], has_lr: bool) -> list[str]:
+def next_steps(trainer: Any, options: Sequence[str], has_lr: bool, resume: str | None = None) -> list[str]:
     """The lines to print after a `fit` with these options.
 
     Args:
         trainer: of that fit.
         options: as typed, without the command.
         has_lr: whether the recipe has an optimizer whose learning rate can be set.
+        resume: the recipe's; with `auto` the same command would go on.
     """
-    same = _options_of_run(trainer, options)
     found: list[str] = []
 
     def line(command: str, *added: str) -> str:
-        return f"{program()} {shlex.join([command, *same, *added])}"
+        return f"{program()} {shlex.join([command, *_options_of_run(trainer, options, *_START, _LENGTH), *added])}"
 
     for logger in trainer.loggers:
         if isinstance(logger, pl.loggers.TensorBoardLogger):
@@ -76,18 +89,20 @@ def next_steps(trainer: Any, options: Sequence[str], has_lr: bool) -> list[str]:
             address = shlex.quote(short(page)) if os.path.isfile(page) else "http://localhost:6006"
             folder = shlex.quote(short(logger.root_dir))
             found.append(f"TensorBoard: tensorboard --logdir {folder}   then open {address}")
-    checkpoint = _saved_checkpoint(trainer)
-    if checkpoint:
+    newest = _newest_of_run(trainer)
+    if not_saved := _not_saved(trainer, newest):
+        found.append(not_saved)
+    if newest:
+        checkpoint = short(newest.name)
         more = line("fit", "--ckpt_path", checkpoint, _LENGTH, str(2 * trainer.global_step))
         found += [f"Evaluate:    {line('validate', '--ckpt_path', checkpoint)}", f"Go on:       {more}"]
         if isinstance(trainer.lightning_module, LanguageModel) and getattr(trainer.datamodule, "tokenizer", None):
             text = shlex.join(["generate", "--ckpt_path", checkpoint, "--prompt"])
             found.append(f'Write:       {program()} {text} "..."')
-    else:
-        found.append("No checkpoint was saved: there is nothing to evaluate or to go on from")
     if has_lr:
-        afresh = ["--ckpt_path", "none"] if trainer.ckpt_path else []
-        found.append(f"Try next:    {line('fit', *afresh, '--model.optimizer.lr', '1e-3')}")
+        again = _options_of_run(trainer, options, "--ckpt_path", _LENGTH)
+        again += ["--ckpt_path", "none"] if trainer.ckpt_path or resume == "auto" else []
+        found.append(f"Try next:    {program()} {shlex.join(['fit', *again, '--model.optimizer.lr', '1e-3'])}")
     if program() in ("python -m lightning_tricks", "lightning-tricks"):  # not a script of the user's own
         found.append(f"             {program()} ls   lists the other recipes")
     return found

@@ -245,7 +245,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
             return
         options = self._given[self._given.index("fit") + 1 :] if isinstance(self._given, list) else []
         optimizer = (self.config["fit"]["model"].get("init_args") or {}).get("optimizer") or {}
-        print("", *next_steps(trainer, options, "lr" in (optimizer.get("init_args") or {})), sep="\n")
+        has_lr = "lr" in (optimizer.get("init_args") or {})
+        print("", *next_steps(trainer, options, has_lr, self.config["fit"].get("resume")), sep="\n")
 
 
 class _Untrained(RecipeCLI):

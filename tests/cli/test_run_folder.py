@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO
+from lightning_tricks.checkpoints.record import save_with_record
 from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.cli import next_steps as next_steps_module
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, newest_checkpoint
@@ -274,10 +275,10 @@ def test_a_link_that_leads_nowhere_is_no_checkpoint(tmp_path):
     (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
     assert newest_checkpoint(tmp_path) is None
     (tmp_path / "step=2.ckpt").mkdir()  # a sharded one is a folder
-    assert newest_checkpoint(tmp_path) == tmp_path / "step=2.ckpt"
+    assert newest_checkpoint(tmp_path).name == tmp_path / "step=2.ckpt"
     (tmp_path / "last.ckpt").unlink()
     (tmp_path / "last.ckpt").symlink_to("step=2.ckpt")
-    assert newest_checkpoint(tmp_path) == tmp_path / "last.ckpt"
+    assert newest_checkpoint(tmp_path).name == tmp_path / "last.ckpt"
 
 
 def commands(out: str) -> dict[str, list[str]]:
@@ -321,6 +322,34 @@ def test_a_fit_that_saved_nothing_says_so():
     lines = next_steps(run("fit", saves=False), [], has_lr=False)
     assert lines[1] == "No checkpoint was saved: there is nothing to evaluate or to go on from"
     assert len(lines) == 3
+
+
+def test_a_run_that_saved_less_than_it_trained_says_which_checkpoint_is_meant(tmp_path):
+    def said(checkpoint, steps):
+        lines = next_steps(run("fit", checkpoint, steps=steps, dirpath="kept"), [], has_lr=False)
+        return [line for line in lines if line.startswith("No checkpoint")], [line for line in lines if "Go on" in line]
+
+    assert said(None, 4)[0] == []
+    content = torch.load("kept/last.ckpt", weights_only=True)
+    Path("kept/last.ckpt").unlink()
+    for path in Path("kept").glob("*.ckpt"):
+        path.unlink()
+    with Path("kept/old.ckpt").open("wb") as file:
+        save_with_record(content, file)
+    (no_checkpoint,), (go_on,) = said("kept/old.ckpt", 5)
+    assert no_checkpoint == (
+        "No checkpoint was saved after step 4, and the run ended at step 5: the lines below take kept/old.ckpt"
+    )
+    assert "fit --ckpt_path kept/old.ckpt --trainer.max_steps 10" in go_on
+
+
+def test_the_lines_of_a_run_that_starts_from_other_weights_can_be_typed(tmp_path):
+    trainer = run("fit")
+    options = ["--config", "toy.yaml", "--init_from", "base.ckpt", "--resume=auto"]
+    lines = next_steps(trainer, options, has_lr=True, resume="auto")
+    assert f"Evaluate:    python -m lightning_tricks validate --config toy.yaml --ckpt_path {LAST}" in lines
+    again = "fit --config toy.yaml --init_from base.ckpt --resume=auto --ckpt_path none --model.optimizer.lr 1e-3"
+    assert f"Try next:    python -m lightning_tricks {again}" in lines
 
 
 def test_the_table_of_modules_comes_back_when_asked_for(capfd):
