@@ -142,6 +142,52 @@ def launched_processes(trainer: Any) -> list[subprocess.Popen]:
     return [process for process in processes if isinstance(process, subprocess.Popen)]
 
 
+def validation_is_due(trainer: Any) -> bool:
+    """Whether a validation comes after the micro-batch that ends now.
+
+    Read from `on_advance_end` of `_TrainingEpochLoop` (loops/training_epoch_loop.py).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    return bool(loop._should_check_val_fx(trainer.fit_loop._data_fetcher)) and not loop.val_loop.skip
+
+
+def epoch_is_over(trainer: Any) -> bool:
+    """Whether the running batch is the last one of its epoch, or the last one was and the next has not begun.
+
+    Read from `_TrainingEpochLoop._num_ready_batches_reached` (loops/training_epoch_loop.py).
+    """
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def prefetched_batches(trainer: Any) -> int:
+    """Batches that were fetched before the running one ended: one where the loaders have no length.
+
+    Read from `_PrefetchDataFetcher.batches` (loops/fetchers.py).
+    """
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def set_consumed(trainer: Any, index: int) -> None:
+    """Tell a CombinedLoader that one of its loaders has run to its end before: an epoch lasts until all have.
+
+    Read from `_MaxSizeCycle._consumed` (utilities/combined_loader.py); its other modes have no such list.
+    """
+    consumed = getattr(trainer.fit_loop._combined_loader._iterator, "_consumed", None)
+    if consumed:
+        consumed[index] = True
+
+
+def shift_micro_batches(checkpoint: dict[str, Any], by: int) -> None:
+    """Change the number of training micro-batches that a checkpoint says are done, in its epoch and in all.
+
+    Read from `_Loop.state_dict` (loops/loop.py) and `_BatchProgress` (loops/progress.py).
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for tracker in (progress["current"], progress["total"]):
+        for name in tracker:
+            tracker[name] += by
+
+
 def configured_optimizers(module: Any) -> tuple[list[Any], list[Any]]:
     """Optimizers and scheduler configurations that `configure_optimizers` returns, each in a list, checked.
 

@@ -66,6 +66,8 @@ class Loader:
         guard: refuses a batch before it is yielded.
     """
 
+    addressed_by_position = True  # ExactResume has nothing to do for a loader that says so
+
     def __init__(self, batches: Batches, positions: Callable[[], range], num_workers: int, guard: IdGuard) -> None:
         self.batches, self.positions, self.num_workers, self.guard = batches, positions, num_workers, guard
 

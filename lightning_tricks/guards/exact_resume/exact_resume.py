@@ -1,0 +1,223 @@
+"""Resume in mid-epoch with the batch that would have come next, and with the random state of every process.
+
+Lightning saves no random state, and begins a loader that it does not know at its first batch again, with a warning.
+"""
+
+import warnings
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._replaced import replaced
+from lightning_tricks._trainer import (
+    batch_progress,
+    data_rank,
+    epoch_is_over,
+    is_accumulating,
+    prefetched_batches,
+    set_consumed,
+    shift_micro_batches,
+)
+from lightning_tricks.guards.exact_resume.other_run import describe, say, transfer
+from lightning_tricks.guards.exact_resume.replay import Replay, can_be_replayed, replayed
+from lightning_tricks.guards.exact_resume.stateful_loader import StatefulLoader
+from lightning_tricks.guards.exact_resume.whole_steps import hold_back_savers
+from lightning_tricks.guards.exact_resume.workers import has_state
+from lightning_tricks.guards.saving.random_state import gather, random_state, set_random_state_of
+
+_UNTRUE_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class ExactResume(pl.Callback):
+    """Saves and restores the place in each training loader; changes their random numbers, and when checkpoints come.
+
+    A run that is killed and resumed has the losses, learning rates, gradient norms and weights of the run that nobody
+    killed, to the bit: with any LightningModule and torch's DataLoader over a map-style dataset (any sampler, any
+    number of workers, also another one than before) or an IterableDataset, several of them at once, alone or in several
+    processes. Rows are passed over without loading them; an IterableDataset without `state_dict` is read again up to
+    its place. docs/exact_resume.md has a table of promises for each kind of loader.
+
+    Each batch of a training loader is made under a seed that follows from the loader's seed, the epoch and the number
+    of the batch. The loader's seed is drawn when training begins. So the order of rows and random augmentation differ
+    from those of a run without this callback, and loaders no longer move the random numbers of the model.
+
+    A ModelCheckpoint saves whole optimizer steps only, and after the validation that is due.
+
+    Loaders with an attribute `addressed_by_position`, as those of `TextData` and `TokenData`, are left alone. A loader
+    that cannot be followed is named in one line, and its data start again on resume.
+
+    Raises:
+        UsageError: `reload_dataloaders_every_n_epochs` is set; on resume, the number of loaders is another one, or that
+            of the processes or workers of an IterableDataset.
+    """
+
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._replacements = ExitStack()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._followed: list[Replay | StatefulLoader | None] = []  # in the order of the training loaders
+        self._names: list[str] = []
+        self._loaded: dict[str, Any] | None = None  # the state of a checkpoint
+        self._at_end: dict[str, Any] | None = None  # of this process, when training ended
+        self._more_batches = 0  # that are done, counted in this run's batches
+        self._random_to_set = False
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Stand where Lightning has processed a loader, and between the Trainer and each ModelCheckpoint."""
+        if stage != "fit":
+            return
+        if every := trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+            raise UsageError(
+                f"reload_dataloaders_every_n_epochs={every}: ExactResume goes on in the loaders that it began with; "
+                "set it to 0, and let a sampler's set_epoch(epoch) change the data"
+            )
+        self._trainer = trainer
+        self._reset()
+        process = trainer.strategy.process_dataloader
+
+        def process_and_follow(loader: Any) -> Any:
+            loader = process(loader)
+            return self._follow(loader) if trainer.training else loader
+
+        self._replacements.close()
+        self._replacements.enter_context(replaced(trainer.strategy, "process_dataloader", process_and_follow))
+        hold_back_savers(trainer, self._replacements)
+
+    def _follow(self, loader: Any) -> Any:
+        """Serve a training loader so that its position is known, if that can be; else say that it cannot."""
+        index = len(self._followed)
+        name = f"training loader {index + 1} ({type(loader).__name__})"
+        depth = self._trainer.accumulate_grad_batches + 2  # a step, the batch fetched ahead, one to spare
+        follower: Replay | StatefulLoader | None = None
+        if can_be_replayed(loader):
+            if loader.num_workers and loader.persistent_workers:
+                say(name, "persistent_workers=True has no effect: workers start anew each epoch")
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+            loader = replayed(loader, seed, data_rank(self._trainer)[0], depth, self._fetched)
+            follower = loader.replay
+        elif has_state(loader):
+            loader = follower = StatefulLoader(loader, depth, self._fetched)
+        elif not getattr(loader, "addressed_by_position", False):
+            say(name, "it cannot be resumed in mid-epoch and starts again; give a DataLoader over a dataset that is no "
+                "iterator, or a loader with state_dict and load_state_dict")  # fmt: skip
+        self._followed.append(follower)
+        self._names.append(name)
+        self._hand_out(index)
+        return loader
+
+    def _fetched(self) -> None:
+        if self._random_to_set:
+            self._set_random_state()
+
+    def _set_random_state(self) -> None:
+        assert self._loaded is not None
+        set_random_state_of(self._trainer.global_rank, [rank["random"] for rank in self._loaded["ranks"]])
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """On resume, count in this run's batches and restore the random state."""
+        if self._loaded is None:
+            return
+        saved = len(self._loaded["ranks"][0]["loaders"])
+        if saved not in (0, len(self._followed)):
+            raise UsageError(f"training loaders: the checkpoint's run had {saved}, this one has {len(self._followed)}")
+        progress = batch_progress(trainer)
+        for tracker in (progress.current, progress.total):
+            tracker.load_state_dict({name: number + self._more_batches for name, number in vars(tracker).items()})
+        if all(self._followed):
+            warnings.filterwarnings("ignore", _UNTRUE_WARNING)
+        self._set_random_state()
+        self._random_to_set = True  # again with the first batch, because other callbacks may draw numbers until then
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """A resume at the start of an epoch has the numbers of this hook still before it."""
+        if self._random_to_set:
+            self._set_random_state()
+            self._random_to_set = False
+        for follower in self._followed:
+            if isinstance(follower, Replay):
+                follower.begin_epoch()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        """The random state is restored."""
+        self._random_to_set = False
+
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """Keep the state for a checkpoint that is saved after `fit`, when Lightning has let its loaders go."""
+        self._at_end = self._own_state()
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        """Give the Trainer its own ways back."""
+        self._replacements.close()
+
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Give the Trainer its own ways back."""
+        self._replacements.close()
+
+    def _within_step(self) -> tuple[int, bool]:
+        """Micro-batches that are done in a step that is not, and whether one is running."""
+        progress = batch_progress(self._trainer).current
+        running = progress.ready > progress.processed
+        part = progress.processed % self._trainer.accumulate_grad_batches
+        return (part if running or is_accumulating(self._trainer) else 0), running
+
+    def _own_state(self) -> dict[str, Any]:
+        done, running = self._within_step()
+        over = epoch_is_over(self._trainer) and not running and not done
+        back = prefetched_batches(self._trainer) + done + running
+        loaders = [None if f is None else self._loader_state(f, over, back) for f in self._followed]
+        return {"random": random_state(), "loaders": loaders}
+
+    def _loader_state(self, follower: Replay | StatefulLoader, over: bool, back: int) -> dict[str, Any]:
+        if isinstance(follower, StatefulLoader):
+            return {"state": follower.state_before(back)}
+        position = replace(follower.next_pass(), cycles=0) if over else follower.position_before(back)
+        return describe(follower.loader, data_rank(self._trainer)[1]) | {"position": dict(vars(position))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of every process: where its loaders are, from the start of a step, and its random state. Every rank calls."""
+        if self._trainer is None:
+            return {}
+        return {"ranks": gather(self._at_end or self._own_state())}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        """A save within a step, as after an exception, is written as one from the step's start: its data come again."""
+        if self._at_end is None:
+            shift_micro_batches(checkpoint, -self._within_step()[0])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there, when training begins."""
+        self._loaded = state_dict
+        for index in range(len(self._followed)):
+            self._hand_out(index)
+
+    def _hand_out(self, index: int) -> None:
+        """Give a loader its place in the checkpoint."""
+        if self._loaded is None:
+            return
+        rank, ranks = self._trainer.global_rank, self._loaded["ranks"]
+        saved = ranks[rank if rank < len(ranks) else 0]["loaders"]
+        follower, state = self._followed[index], saved[index] if index < len(saved) else None
+        if follower is None or state is None:
+            return
+        name = self._names[index]
+        if isinstance(follower, Replay) and "position" in state:
+            if follower.position.number >= 0:
+                raise UsageError(
+                    f"estimated_stepping_batches: reading it has begun {name} before the checkpoint was loaded; set "
+                    "max_steps and read trainer.max_steps"
+                )
+            now = describe(follower.loader, data_rank(self._trainer)[1])
+            position, more = transfer(name, follower.loader, state, now)
+            follower.resumed, self._more_batches = position, more
+            if position is not None and position.cycles:
+                follower.at_first_batch = lambda: set_consumed(self._trainer, index)
+        elif isinstance(follower, StatefulLoader) and "state" in state and len(ranks) == self._trainer.world_size:
+            follower.resumed = state["state"]
+        else:
+            say(name, "the checkpoint has no place for it: its data start again")

@@ -1,0 +1,215 @@
+"""A run of a foreign LightningModule with foreign loaders that writes down every bit and can kill itself."""
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+
+from lightning_tricks import ExactResume
+
+
+def noisy(row: int, own: np.random.Generator | None = None) -> torch.Tensor:
+    """Augmentation from every source of random numbers."""
+    noise = torch.randn(4) + float(np.random.normal()) + random.random()
+    return noise + row + (0.0 if own is None else float(own.normal()))
+
+
+class Rows(Dataset):
+    def __init__(self, n: int) -> None:
+        self.n, self.own = n, np.random.default_rng(7)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return noisy(row, self.own)
+
+
+class Stream(IterableDataset):
+    """Rows of its own process and worker; without a length unless `sized`."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def share(self) -> range:
+        info = get_worker_info()
+        rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        workers, worker = (info.num_workers, info.id) if info else (1, 0)
+        return range(rank * workers + worker, self.n, world * workers)
+
+    def __iter__(self):
+        rows = list(self.share())
+        random.shuffle(rows)
+        for row in rows:
+            yield noisy(row)
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.n
+
+
+class StatefulStream(Stream):
+    """Goes on from its state; `read` counts the rows that were made."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.done, self.read = 0, 0
+
+    def __iter__(self):
+        rows = list(self.share())
+        while self.done < len(rows):
+            self.done += 1
+            self.read += 1
+            yield noisy(rows[self.done - 1])
+        self.done = 0
+
+    def state_dict(self) -> dict:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.done = state["done"]
+
+
+class Whim(Sampler):
+    """Draws from the global generators for each row."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self):
+        for _ in range(self.n):
+            yield (random.randrange(self.n) + int(torch.randint(self.n, ())) + np.random.randint(self.n)) % self.n
+
+
+def loaders(kind: str):
+    """Each kind of training data. 11 or more batches of 2 rows an epoch."""
+    kind, _, workers = kind.partition("/")
+    more = {"batch_size": 2, "num_workers": int(workers or 0)}
+    if kind == "shuffle":
+        return DataLoader(Rows(23), shuffle=True, **more)
+    if kind == "generator":
+        return DataLoader(Rows(23), shuffle=True, generator=torch.Generator().manual_seed(5), **more)
+    if kind == "whim":
+        return DataLoader(Rows(23), sampler=Whim(23), **more)
+    if kind == "persistent":
+        return DataLoader(Rows(23), shuffle=True, persistent_workers=True, **more)
+    if kind == "rows":
+        return DataLoader(Rows(12), batch_size=None, shuffle=True, num_workers=more["num_workers"])
+    if kind == "stream":
+        return DataLoader(Stream(23), **more)
+    if kind == "sized":
+        return DataLoader(SizedStream(24), **more)
+    if kind == "stateful":
+        return DataLoader(StatefulStream(23), **more)
+    if kind == "two":
+        return {"a": DataLoader(Rows(23), shuffle=True, **more), "b": DataLoader(Rows(9), shuffle=True, **more)}
+    if kind == "mixed":  # the short one begins again within the epoch, which ends when both have ended
+        return [DataLoader(Rows(9), shuffle=True, **more), DataLoader(Stream(23), **more)]
+    raise ValueError(kind)
+
+
+def digest(tensors) -> str:
+    return hashlib.sha256(b"".join(t.detach().cpu().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+
+
+class Foreign(pl.LightningModule):
+    def __init__(self, log: Path, kill_at: int | None) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        self.log_file, self.kill_at = log, kill_at
+
+    def say(self, **values) -> None:
+        with self.log_file.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def training_step(self, batch, batch_idx):
+        batches = list(batch.values()) if isinstance(batch, dict) else batch if isinstance(batch, list) else [batch]
+        loss = sum(self.net(b.view(-1, 4)).square().mean() for b in batches) * 1e-3
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        self.say(
+            batch=done, epoch=self.trainer.current_epoch, index=batch_idx, data=digest(batches), loss=loss.item().hex()
+        )
+        if self.kill_at == done:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])
+        norm = getattr(norm, "full_tensor", lambda: norm)()
+        self.say(step=self.trainer.global_step, norm=norm.item().hex(), lr=optimizer.param_groups[0]["lr"])
+
+    def on_train_epoch_start(self):
+        self.say(epoch_start=self.trainer.current_epoch, draw=torch.rand(()).item())
+
+    def on_train_epoch_end(self):
+        self.say(epoch_end=self.trainer.current_epoch)
+
+    def on_train_start(self):
+        torch.rand(3), random.random(), np.random.rand()  # a resumed run draws these once more
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch.view(-1, 4)).mean())
+
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking:
+            self.say(validation=self.trainer.global_step, epoch=self.trainer.current_epoch)
+
+    def on_train_end(self):
+        self.say(weights=digest(getattr(p, "full_tensor", lambda p=p: p)() for p in self.parameters()))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def run(folder: Path, kind: str, kill_at: int | None = None, saver: dict | None = None, **options) -> None:
+    """Train from `folder`/last.ckpt, if there, to the end; log into `folder`/log.RANK."""
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # workers see this process die
+    rank = os.environ.get("LOCAL_RANK", "0")
+    pl.seed_everything(options.pop("seed", 3), verbose=False)
+    folder.mkdir(exist_ok=True)
+    callbacks = [ModelCheckpoint(folder, save_last=True, **({"every_n_train_steps": 2} | (saver or {})))]
+    if options.pop("exact", True):
+        callbacks.append(ExactResume())
+    validation = DataLoader(torch.ones(2, 4), num_workers=0)
+    module = Foreign(folder / f"log.{rank}", kill_at)
+    trainer = pl.Trainer(
+        callbacks=callbacks,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **({"max_epochs": 2, "devices": 1, "num_sanity_val_steps": 1} | options),
+    )
+    last = folder / "last.ckpt"
+    trainer.fit(module, loaders(kind), validation, ckpt_path=last if last.exists() else None)
+
+
+def said(folder: Path, rank: int = 0) -> dict:
+    """The last line about each batch, step, validation and epoch."""
+    result = {}
+    for line in (folder / f"log.{rank}").read_text().splitlines():
+        values = json.loads(line)
+        first = next(iter(values))
+        result[first, values[first] if first != "weights" else 0] = values
+    return result
