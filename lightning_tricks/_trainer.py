@@ -159,6 +159,34 @@ def epoch_is_over(trainer: Any) -> bool:
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
+def go_on_with_next_epoch(trainer: Any) -> None:
+    """After a restart from the end of an epoch, begin the next one, with the hooks of its start.
+
+    Lightning does so where `max_epochs` counts; where `max_steps` does, it goes on within the epoch that has ended.
+    Call it in `on_train_start`. Read from `_FitLoop.restarting`, `update_restart_stage` and `reset` (loops/fit_loop.py).
+    """
+    loop = trainer.fit_loop
+    if not loop._restarting:
+        return
+    for tracker in (loop.epoch_progress.current, loop.epoch_progress.total):
+        tracker.completed = tracker.processed
+    loop._restarting = loop.epoch_loop.restarting = False
+    loop.reset_restart_stage()
+    loop.epoch_loop.reset_restart_stage()
+
+
+def go_on_in_mid_epoch(trainer: Any) -> None:
+    """After a restart from the end of a run that ended in mid-epoch, take its epoch as one that has not ended.
+
+    Call it in `on_train_start`. Read from `update_restart_stage` and `on_advance_start` (loops/fit_loop.py).
+    """
+    loop = trainer.fit_loop
+    for tracker in (loop.epoch_progress.current, loop.epoch_progress.total):
+        tracker.completed = tracker.processed = tracker.ready - 1
+        tracker.started = tracker.ready
+    loop._restart_stage = "restarted_mid_epoch"
+
+
 def prefetched_batches(trainer: Any) -> int:
     """Batches that were fetched before the running one ended: one where the loaders have no length.
 

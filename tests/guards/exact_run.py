@@ -116,6 +116,10 @@ def loaders(kind: str):
         return DataLoader(SizedStream(24), **more)
     if kind == "stateful":
         return DataLoader(StatefulStream(23), **more)
+    if kind == "torchdata":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        return StatefulDataLoader(Rows(23), shuffle=True, **more)
     if kind == "two":
         return {"a": DataLoader(Rows(23), shuffle=True, **more), "b": DataLoader(Rows(9), shuffle=True, **more)}
     if kind == "mixed":  # the short one begins again within the epoch, which ends when both have ended
@@ -185,7 +189,12 @@ def run(folder: Path, kind: str, kill_at: int | None = None, saver: dict | None 
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # workers see this process die
-    rank = os.environ.get("LOCAL_RANK", "0")
+    rank, world = options.pop("rank", 0), options.pop("world", 1)
+    if world > 1:
+        port = options.pop("port")
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "LOCAL_RANK": rank, "NODE_RANK": 0}
+        os.environ.update({name: str(value) for name, value in env.items()})
+        options = {"strategy": "ddp", "devices": world} | options
     pl.seed_everything(options.pop("seed", 3), verbose=False)
     folder.mkdir(exist_ok=True)
     callbacks = [ModelCheckpoint(folder, save_last=True, **({"every_n_train_steps": 2} | (saver or {})))]
@@ -203,6 +212,8 @@ def run(folder: Path, kind: str, kill_at: int | None = None, saver: dict | None 
     )
     last = folder / "last.ckpt"
     trainer.fit(module, loaders(kind), validation, ckpt_path=last if last.exists() else None)
+    if world > 1:
+        os._exit(0)  # some builds abort while they tear the process group down
 
 
 def said(folder: Path, rank: int = 0) -> dict:

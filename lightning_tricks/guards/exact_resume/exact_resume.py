@@ -17,6 +17,8 @@ from lightning_tricks._trainer import (
     batch_progress,
     data_rank,
     epoch_is_over,
+    go_on_in_mid_epoch,
+    go_on_with_next_epoch,
     is_accumulating,
     prefetched_batches,
     set_consumed,
@@ -129,6 +131,9 @@ class ExactResume(pl.Callback):
         progress = batch_progress(trainer)
         for tracker in (progress.current, progress.total):
             tracker.load_state_dict({name: number + self._more_batches for name, number in vars(tracker).items()})
+        if progress.current.ready:
+            go_on = go_on_with_next_epoch if self._loaded["epoch_over"] else go_on_in_mid_epoch
+            go_on(trainer)
         if all(self._followed):
             warnings.filterwarnings("ignore", _UNTRUE_WARNING)
         self._set_random_state()
@@ -166,9 +171,12 @@ class ExactResume(pl.Callback):
         part = progress.processed % self._trainer.accumulate_grad_batches
         return (part if running or is_accumulating(self._trainer) else 0), running
 
+    def _epoch_is_over(self) -> bool:
+        return epoch_is_over(self._trainer) and self._within_step() == (0, False)
+
     def _own_state(self) -> dict[str, Any]:
         done, running = self._within_step()
-        over = epoch_is_over(self._trainer) and not running and not done
+        over = self._epoch_is_over()
         back = prefetched_batches(self._trainer) + done + running
         loaders = [None if f is None else self._loader_state(f, over, back) for f in self._followed]
         return {"random": random_state(), "loaders": loaders}
@@ -183,7 +191,8 @@ class ExactResume(pl.Callback):
         """Of every process: where its loaders are, from the start of a step, and its random state. Every rank calls."""
         if self._trainer is None:
             return {}
-        return {"ranks": gather(self._at_end or self._own_state())}
+        ranks = gather(self._at_end or self._own_state())
+        return {"epoch_over": self._epoch_is_over(), "ranks": ranks}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """A save within a step, as after an exception, is written as one from the step's start: its data come again."""

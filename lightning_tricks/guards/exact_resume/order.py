@@ -14,7 +14,7 @@ from lightning_tricks.guards.exact_resume.seeds import Generator, number_of, own
 from lightning_tricks.guards.saving.random_state import plain, with_arrays
 
 # These draw random numbers at the start of a pass only, so they need no seed for each batch.
-_KNOWN = ("torch.", "torchdata.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "builtins")
+_KNOWN = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "builtins")
 _END = object()
 
 

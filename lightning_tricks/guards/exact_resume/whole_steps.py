@@ -41,22 +41,26 @@ class WholeSteps:
             self._batch_end(trainer, pl_module, *batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Save what this batch's end and this validation ask for, in mid-step only when the step is whole."""
+        """Save what the batch's end and the validation ask for, unless more has to come before."""
         if not trainer.sanity_checking and is_accumulating(trainer):
             self._late_validation = True
             return
         if epoch_is_over(trainer) and not trainer.sanity_checking:
-            self._after_epoch, self._after_validation = self._after_validation, None
+            self._after_epoch, self._after_validation, self._late_validation = self._after_validation, None, True
+            return
         batch, self._after_validation = self._after_validation, None
         if batch is not None:
             self._batch_end(trainer, pl_module, *batch)
         self._validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Save what the last batch's end asks for, and then what the epoch's end does."""
+        """Save what the last batch's end asks for, then what its validation and the epoch's end do."""
         batch, self._after_epoch = self._after_epoch, None
         if batch is not None:
             self._batch_end(trainer, pl_module, *batch)
+        if self._late_validation:
+            self._late_validation = False
+            self._validation_end(trainer, pl_module)
         self._epoch_end(trainer, pl_module)
 
 
