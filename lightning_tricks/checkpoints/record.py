@@ -33,7 +33,8 @@ class Record:
         score: the monitored metric, if there is one.
         permanent: whether it shall never be deleted.
         version: see `VERSION`.
-        checksums: CRC-32 of each file, by its name in the folder; of a checkpoint of one file by the name "".
+        checksums: CRC-32 of each file, by its name in the folder; of one file, by the name "", what `write_archive`
+            gives.
     """
 
     step: int = 0
