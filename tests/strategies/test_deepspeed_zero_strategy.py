@@ -385,18 +385,19 @@ def refused_runs(case: Any, losses: Any, folder: Path) -> None:
     case("other model", other_model)
 
 
-class Full(pl.Callback):
-    """Saves over `path` when one rank's disk is full."""
+class SavesOver(Decaying):
+    """Saves over `path` at the end, when the disk of rank `full` is full."""
 
     def __init__(self, path: Path, full: int) -> None:
+        super().__init__()
         self.path, self.full = path, full
 
-    def on_train_end(self, trainer, pl_module):
+    def on_train_end(self):
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if trainer.global_rank == self.full:
+        if self.global_rank == self.full:
             resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
         try:
-            trainer.save_checkpoint(self.path)
+            self.trainer.save_checkpoint(self.path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -406,16 +407,16 @@ def saving_runs(case: Any, losses: Any, rank: int, folder: Path) -> None:
 
     def full(on: int) -> str:
         try:
-            losses(Decaying(), 3, epochs=1, callbacks=[Full(path, on)])
+            losses(SavesOver(path, on), 3, epochs=1)
         except OSError as error:
             return f"{error.errno} {error}"
         return "nothing"
 
     def background() -> list[float]:
         io = AtomicCheckpointIO(asynchronous=True)
-        losses(Decaying(), 3, epochs=2, folder=folder / "background", plugin=io, gradient_clip_val=0.3)
+        losses(Decaying(), 3, epochs=2, folder=folder / "background", plugin=io)
         resumed = Decaying()
-        losses(resumed, 3, epochs=2, ckpt_path=folder / "background" / "step=3.ckpt", gradient_clip_val=0.3)
+        losses(resumed, 3, epochs=2, ckpt_path=folder / "background" / "step=3.ckpt")
         return resumed.losses
 
     case("kept", lambda: losses(Decaying(), 3, epochs=1, folder=folder / "kept")[0])
@@ -432,9 +433,14 @@ def saving_runs(case: Any, losses: Any, rank: int, folder: Path) -> None:
 
 def killed_in_a_save(losses: Any, rank: int, folder: Path) -> None:
     """The second rank dies in the middle of its part, and the first one cannot go on."""
+
+    def die(*args: Any) -> None:
+        (folder / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
     if rank == 1:
-        ChecksummedFile.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-    losses(Decaying(), 3, epochs=1, callbacks=[Full(folder / "kept" / "step=3.ckpt", full=-1)])
+        ChecksummedFile.write = die
+    losses(SavesOver(folder / "kept" / "step=3.ckpt", full=-1), 3, epochs=1)
 
 
 class Two(Manual):
@@ -624,6 +630,7 @@ def test_one_ranks_full_disk_is_every_ranks_and_the_older_folder_stays(zero, ran
 
 def test_a_rank_killed_in_a_save_leaves_the_older_folder(zero):
     path = zero.folder / "kept" / "step=3.ckpt"
+    assert (zero.folder / "killed").exists()
     assert damage(path, read_record(path)) is None
     assert not (path.with_name(".step=3.ckpt.saving") / "latest").exists()
 

@@ -261,8 +261,13 @@ def cases(rank: int, folder: Path) -> None:
 def killed(rank: int, folder: Path) -> None:
     """The second rank dies in the middle of its shards, and the first one cannot go on."""
     module, optimizer = sharded(rank)
+
+    def die(*args: Any) -> None:
+        (folder / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
     if rank == 1:
-        ChecksummedFile.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        ChecksummedFile.write = die
     save(checkpoint_of(module, optimizer, 4), folder / "at.ckpt", checkpoint_io())
 
 
@@ -341,6 +346,7 @@ def test_a_rank_killed_in_a_save_leaves_the_older_checkpoint_and_the_next_save_n
     two_processes.run(saved, tmp_path, 3)
     with pytest.raises((ProcessExitedException, ProcessRaisedException)):
         two_processes.run(killed, tmp_path)
+    (tmp_path / "killed").unlink()
     assert read_record(verify_checkpoint(tmp_path / "at.ckpt")).step == 3
     left = tmp_path / ".at.ckpt.saving"
     if left.exists():
