@@ -7,7 +7,6 @@ from weakref import proxy
 
 import torch
 
-from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer import batch_progress, is_accumulating, is_last_step, logging_step, validation_follows
 from lightning_tricks.checkpoints import AtomicCheckpointIO
@@ -264,7 +263,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Add the record, the random states, the recipe and versions; a save by other hands stays for ever."""
-        checkpoint[KEY] = content(trainer, pl_module, self._saving or self._new_record(trainer, permanent=True))
+        if self._saving or KEY not in checkpoint:  # else another SafeCheckpoint saves, into its folder
+            checkpoint[KEY] = content(trainer, pl_module, self._saving or self._new_record(trainer, permanent=True))
 
     def _on_update(self, records: Records) -> None:
         """Show Lightning and the loggers what is in the folder; on rank 0, in the thread that wrote a checkpoint."""

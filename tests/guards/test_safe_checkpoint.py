@@ -1,0 +1,590 @@
+"""SafeCheckpoint: what it saves and when, what it keeps, a run of NaN, a full disk, and the way back."""
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl
+from lightning_tricks.callbacks import SafeCheckpoint
+from lightning_tricks.checkpoints import check_checkpoint
+from lightning_tricks.checkpoints.record import KEY, Record, read_record, to_json
+from lightning_tricks.guards.saving.checkpoint_folder import CheckpointFolder
+from lightning_tricks.guards.saving.finite import not_finite
+from lightning_tricks.guards.saving.retention import Retention
+from lightning_tricks.guards.saving.save_clock import SaveClock, passes_multiple, passes_power_of_two
+
+
+class Batches:
+    """Batch i is a function of i; goes on where its state says, as a loader with index-addressed batches does."""
+
+    def __init__(self, length: int = 1000, sized: bool = True) -> None:
+        self.length, self.sized = length, sized
+
+    def __len__(self) -> int:
+        if not self.sized:
+            raise TypeError
+        return self.length
+
+    def __iter__(self) -> Any:
+        start = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        for i in range(start, self.length):
+            yield torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
+
+
+class Model(pl.LightningModule):
+    """Two layers with dropout; notes each loss and each validation with its step."""
+
+    def __init__(self, nan_from: int | None = None, optimizers: int = 1) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        self.nan_from, self.automatic_optimization, self.number = nan_from, optimizers == 1, optimizers
+        self.losses, self.validations = [], []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.layers(batch).square().mean()
+        if self.nan_from is not None and self.trainer.global_step >= self.nan_from:
+            loss = loss * float("nan")
+        self.losses.append((self.trainer.fit_loop.total_batch_idx, self.trainer.global_step, loss.item()))
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        step = self.trainer.global_step
+        self.validations.append(step)
+        self.log("val/loss", abs(step - 6.0))  # the best at step 6
+
+    def configure_optimizers(self) -> Any:
+        if self.automatic_optimization:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [torch.optim.AdamW(layer.parameters(), lr=0.01) for layer in (self.layers[0], self.layers[2])]
+
+
+def fit(
+    saver: Any, steps: int = 8, model: Any = None, loader: Any = None, ckpt_path: Any = None, **options: Any
+) -> Any:
+    """Train on one device, without validation unless it is asked for; returns (trainer, model)."""
+    torch.manual_seed(0)
+    model, loader = model or Model(), Batches() if loader is None else loader
+    defaults = {"limit_val_batches": 0, "num_sanity_val_steps": 0, "logger": False, "max_steps": steps}
+    defaults |= {"accelerator": "cpu", "devices": 1, "log_every_n_steps": 1}
+    savers = saver if isinstance(saver, list) else [saver]
+    trainer = pl.Trainer(
+        callbacks=savers, enable_progress_bar=False, enable_model_summary=False, **{**defaults, **options}
+    )
+    loader.trainer = trainer
+    trainer.fit(model, loader, DataLoader(torch.zeros(1, 3)), ckpt_path=ckpt_path)
+    return trainer, model
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(read_record(path).step for path in folder.glob("step=*.ckpt"))
+
+
+VALIDATION = {"limit_val_batches": 1, "check_val_every_n_epoch": None}
+
+
+# ---- when it saves, and what it keeps
+
+
+def test_the_newest_stay_and_last_is_a_relative_link_to_the_final_step(tmp_path):
+    trainer, _ = fit(SafeCheckpoint(tmp_path, every_n_train_steps=3), steps=10)
+    assert names(tmp_path) == {"step=9.ckpt", "step=10.ckpt", "last.ckpt"}
+    assert os.readlink(tmp_path / "last.ckpt") == "step=10.ckpt"
+    assert trainer.checkpoint_callback.last_model_path == str(tmp_path / "last.ckpt")
+    assert trainer.checkpoint_callback.best_model_path == str(tmp_path / "step=10.ckpt")
+    assert read_record(tmp_path / "last.ckpt").finite is True
+    assert len(trainer.checkpoint_callbacks) == 1  # Lightning adds none of its own
+
+
+def test_permanent_ones_stay(tmp_path):
+    fit(SafeCheckpoint(tmp_path / "a", every_n_train_steps=3, keep_last=1, permanent_steps=4), steps=10)
+    assert steps(tmp_path / "a") == [4, 8, 10]
+    fit(SafeCheckpoint(tmp_path / "b", every_n_train_steps=100, keep_last=1, permanent_steps="powers_of_two"), steps=10)
+    assert steps(tmp_path / "b") == [1, 2, 4, 8, 10]
+
+
+def test_the_best_by_a_fresh_score_stays(tmp_path):
+    saver = SafeCheckpoint(tmp_path, every_n_train_steps=1, keep_last=1, monitor="val/loss")
+    with pytest.warns(UserWarning, match="val/loss has no value for the weights of step 1"):
+        fit(saver, steps=10, val_check_interval=2, **VALIDATION)
+    assert steps(tmp_path) == [6, 10]
+    assert saver.best_model_path == str(tmp_path / "step=6.ckpt")
+    assert saver.best_model_score == 0
+    scores = {record.step: record.score for record in map(read_record, tmp_path.glob("step*"))}
+    assert scores == {6: 0.0, 10: 4.0}
+
+
+def test_a_metric_that_nobody_logs_is_one_line(tmp_path):
+    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, monitor="val/los")
+    with pytest.raises(UsageError, match=r"monitor=val/los: the run logs no such metric; did you mean val/loss"):
+        fit(saver, val_check_interval=2, **VALIDATION)
+
+
+def test_without_an_interval_it_saves_after_validations_and_epochs(tmp_path):
+    fit(SafeCheckpoint(tmp_path / "val", keep_last=9), steps=7, val_check_interval=3, **VALIDATION)
+    assert steps(tmp_path / "val") == [3, 6, 7]
+    fit(SafeCheckpoint(tmp_path / "epochs", keep_last=9), -1, loader=Batches(3), max_epochs=2)
+    assert steps(tmp_path / "epochs") == [3, 6]
+
+
+def test_a_save_comes_after_the_validation_that_is_due_and_at_the_end_of_a_window(tmp_path):
+    seen = []
+
+    class Sees(pl.Callback):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            seen.append((trainer.global_step, trainer.fit_loop.total_batch_idx + 1, list(pl_module.validations)))
+
+    saver = SafeCheckpoint(tmp_path, every_n_train_steps=1)
+    fit([saver, Sees()], steps=3, accumulate_grad_batches=4, val_check_interval=8, **VALIDATION)
+    assert seen == [(1, 4, []), (2, 8, [2]), (3, 12, [2])]
+
+
+def test_several_optimizers_are_counted_as_lightning_counts_them(tmp_path):
+    # two steps a batch: 2, 4, 6, ...; the multiples of 3 are passed at 4, 6, 10, 12
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=3, keep_last=9), steps=12, model=Model(optimizers=2))
+    assert steps(tmp_path) == [4, 6, 10, 12]
+
+
+def test_minutes_are_asked_at_log_steps_on_rank_0(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(SaveClock, "minutes_are_over", lambda self: asked.append(1) or len(asked) == 2)
+    fit(SafeCheckpoint(tmp_path, every_n_minutes=5), steps=9, log_every_n_steps=3)
+    assert len(asked) == 3  # steps 3, 6, 9
+    assert steps(tmp_path) == [6, 9]
+
+
+def test_the_clock_counts_minutes_from_the_last_save(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    clock = SaveClock(None, 2, None)
+    clock.start(0)
+    for seconds, over in ((119, False), (120, True), (500, True)):
+        now[0] = seconds
+        assert clock.minutes_are_over() is over
+    clock.saved()
+    assert not clock.minutes_are_over()
+
+
+def test_multiples_and_powers_of_two():
+    assert [n for n in range(1, 20) if passes_power_of_two(n - 1, n)] == [1, 2, 4, 8, 16]
+    assert [n for n in range(1, 20) if passes_multiple(n - 1, n, 5)] == [5, 10, 15]
+    assert passes_multiple(4, 6, 5)
+    assert passes_power_of_two(3, 5)
+    assert not passes_multiple(0, 100, None)
+
+
+@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"limit_val_batches": 1, "num_sanity_val_steps": 1}])
+def test_neither_a_dry_run_nor_a_sanity_check_saves(tmp_path, options):
+    seen = []
+
+    class Sees(pl.Callback):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            seen.append(trainer.sanity_checking)
+
+    fit([SafeCheckpoint(tmp_path), Sees()], steps=2, **options)
+    assert seen == ([] if "fast_dev_run" in options else [False])
+
+
+def test_a_run_that_is_told_to_stop_saves_its_last_step(tmp_path):
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.should_stop = trainer.global_step == 5
+
+    fit([SafeCheckpoint(tmp_path, every_n_train_steps=3), Stop()], steps=9)
+    assert steps(tmp_path) == [3, 5]
+
+
+# ---- the folder
+
+
+def test_files_of_others_are_not_touched(tmp_path):
+    foreign = {"best.ckpt", "step=2.ckpt", "last.ckpt", "notes.txt"}
+    for name in foreign:
+        (tmp_path / name).write_text("theirs")
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=1, keep_last=1), steps=2)
+    assert names(tmp_path) == foreign | {"step=2-v1.ckpt", "foreign-last.ckpt"}
+    for name in foreign - {"last.ckpt"} | {"foreign-last.ckpt"}:
+        assert (tmp_path / name).read_text() == "theirs"
+    assert read_record(tmp_path / "last.ckpt").step == 2
+
+
+def test_a_save_by_the_user_stays_for_ever(tmp_path):
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "mine.ckpt")
+
+    fit([Saves(), SafeCheckpoint(tmp_path, every_n_train_steps=1, keep_last=1)], steps=5)
+    assert names(tmp_path) == {"mine.ckpt", "step=5.ckpt", "last.ckpt"}
+    assert read_record(tmp_path / "mine.ckpt").permanent
+
+
+def test_going_back_to_an_earlier_step_keeps_the_newer_saves(tmp_path):
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=4), steps=8)
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1), steps=4, ckpt_path=tmp_path / "step=2.ckpt")
+    # the one that it went on from stays, and 6 and 8 of the older run were saved before 4
+    assert steps(tmp_path) == [2, 4]
+    assert os.readlink(tmp_path / "last.ckpt") == "step=4.ckpt"
+
+
+def test_leftovers_are_swept_and_a_replaced_folder_gets_its_name_back(tmp_path):
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=4)
+    (tmp_path / ".step=6.ckpt.saving").write_bytes(b"half")
+    (tmp_path / "step=2.ckpt").rename(tmp_path / ".step=2.ckpt.replaced")
+    (tmp_path / ".step=4.ckpt.replaced").write_bytes(b"older")
+    (tmp_path / "last.ckpt").unlink()
+    (tmp_path / ".hidden.txt").write_text("theirs")
+    CheckpointFolder(tmp_path, Retention(2, 1, "min")).sweep()
+    assert names(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "last.ckpt", ".hidden.txt"}
+    assert read_record(tmp_path / "last.ckpt").step == 4
+
+
+def no_links(*_, **__):
+    raise OSError(errno.EPERM, "no links here")
+
+
+@pytest.mark.parametrize("broken", [["symlink"], ["symlink", "link"]], ids=["hard link", "copy"])
+def test_where_links_are_impossible_last_is_a_hard_link_or_a_copy(tmp_path, monkeypatch, broken):
+    for name in broken:
+        monkeypatch.setattr(os, name, no_links)
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=4)
+    assert names(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "last.ckpt"}
+    last = tmp_path / "last.ckpt"
+    assert not last.is_symlink()
+    assert last.samefile(tmp_path / "step=4.ckpt") == (broken == ["symlink"])
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1), steps=6, ckpt_path=last)
+    assert steps(tmp_path) == [4, 6]  # 4 is the one that `last` was
+    assert read_record(last).step == 6
+
+
+def test_a_folder_of_shards_is_linked_copied_and_deleted_whole(tmp_path, monkeypatch):
+    def make(step, number):
+        path = tmp_path / f"step={step}.ckpt"
+        path.mkdir()
+        (path / "meta.pt").write_bytes(b"x")
+        (path / "record.json").write_bytes(to_json(Record(step, number, True)))
+        return path
+
+    folder = CheckpointFolder(tmp_path, Retention(1, 0, "min"))
+    make(1, 1)
+    folder.update()
+    make(2, 2)
+    deleted, real = [], shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path: deleted.append(path.name) or real(path))
+    folder.update()
+    assert names(tmp_path) == {"step=2.ckpt", "last.ckpt"}
+    assert deleted == [".step=1.ckpt.saving"]
+    assert os.readlink(tmp_path / "last.ckpt") == "step=2.ckpt"
+    monkeypatch.setattr(os, "symlink", no_links)
+    make(3, 3)
+    folder.update()
+    assert names(tmp_path) == {"step=3.ckpt", "last.ckpt"}
+    assert read_record(tmp_path / "last.ckpt").step == 3
+
+
+def test_two_in_one_folder_are_refused(tmp_path):
+    savers = [SafeCheckpoint(tmp_path, monitor=name) for name in ("a", "b")]
+    with pytest.raises(UsageError, match="two of them share this folder"):
+        fit(savers)
+
+
+def test_two_in_two_folders_keep_each_its_own(tmp_path):
+    savers = [SafeCheckpoint(tmp_path / str(n), every_n_train_steps=n, keep_last=1) for n in (2, 3)]
+    fit(savers, steps=7)
+    assert [steps(tmp_path / str(n)) for n in (2, 3)] == [[7], [7]]
+    assert savers[0].last_model_path == str(tmp_path / "2" / "last.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("every_n_train_steps", 0), ("keep_last", 0), ("keep_best", -1), ("permanent_steps", 0), ("mode", "low"),
+     ("every_n_minutes", 0), ("keep_last", 1.5)],
+)  # fmt: skip
+def test_an_option_out_of_range_is_one_line(option, value):
+    with pytest.raises(UsageError, match=f"SafeCheckpoint: {option}={value!r}: give"):
+        SafeCheckpoint(**{option: value})
+
+
+def test_a_bucket_is_refused():
+    with pytest.raises(UsageError, match=r"dirpath=memory://runs: give a folder"):
+        fit(SafeCheckpoint("memory://runs"))
+
+
+# ---- NaN
+
+
+def test_a_run_of_nan_keeps_the_last_good_checkpoint_and_last_leads_to_it(tmp_path):
+    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(saver, steps=12, model=Model(nan_from=5))
+    said = [str(warning.message) for warning in caught if "NaN" in str(warning.message)]
+    assert len(said) == 1
+    assert said[0].startswith("SafeCheckpoint: at step 6 some weights are NaN or infinite")
+    assert steps(tmp_path) == [4, 10, 12]
+    assert os.readlink(tmp_path / "last.ckpt") == "step=4.ckpt"
+    assert {read_record(path).step: read_record(path).finite for path in tmp_path.glob("step*")} == {
+        4: True, 10: False, 12: False
+    }  # fmt: skip
+
+
+def test_a_checkpoint_of_nan_never_takes_the_place_of_a_good_one(tmp_path):
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=9), steps=4)
+    options = {"steps": 4, "ckpt_path": tmp_path / "step=2.ckpt"}
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=9), model=Model(nan_from=2), **options)
+    assert names(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "step=4-not-finite.ckpt", "last.ckpt"}
+    assert os.readlink(tmp_path / "last.ckpt") == "step=4.ckpt"
+
+
+def test_one_number_among_all_weights_is_enough_and_large_ones_are_finite():
+    ones = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, 2, dtype=torch.complex64), torch.ones(0)]
+    assert not_finite(ones) == 0
+    assert not_finite([torch.full((4,), 6e4, dtype=torch.float16), torch.full((4,), 3e38)]) == 0
+    assert not_finite([torch.arange(3), torch.ones(4).to(torch.float8_e4m3fn)]) == 0
+    assert not_finite([]) == 0
+    for wrong in (float("nan"), float("inf"), -float("inf")):
+        assert not_finite([*ones, torch.tensor([1.0, wrong, 2.0])]) == 1
+        assert not_finite([torch.tensor([1.0 + wrong * 1j]), *ones]) == 1
+
+
+# ---- a full disk
+
+
+def full_disk(monkeypatch, folder: Path, room: int, until: int = 10**9) -> list[str]:
+    """Let a save fail with ENOSPC while `room` checkpoints are there; returns what was tried."""
+    from lightning_tricks.checkpoints import atomic_checkpoint_io
+
+    tried, real = [], atomic_checkpoint_io.write_file
+
+    def write_file(checkpoint, path):
+        tried.append(path.name)
+        if len(tried) < until and len(list(folder.glob("step=*.ckpt"))) >= room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(checkpoint, path)
+
+    monkeypatch.setattr(atomic_checkpoint_io, "write_file", write_file)
+    return tried
+
+
+def test_on_a_full_disk_the_next_to_go_goes_and_the_save_is_tried_again(tmp_path, monkeypatch):
+    tried = full_disk(monkeypatch, tmp_path, room=2)
+    with pytest.warns(UserWarning, match=r"step=6.ckpt: No space left on device: deleted step=2.ckpt to make room"):
+        fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=3), steps=6)
+    assert tried == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt", "step=6.ckpt"]
+    assert steps(tmp_path) == [4, 6]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_without_room_training_goes_on_and_the_next_save_tries_again(tmp_path, monkeypatch, asynchronous):
+    tried = full_disk(monkeypatch, tmp_path, room=1, until=4)
+    match = r"step=4.ckpt was not saved: No space left on device. Training goes on.*newest checkpoint is .*step=2.ckpt"
+    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=3, asynchronous=asynchronous)
+    with pytest.warns(UserWarning, match=match):
+        trainer, _ = fit(saver, steps=10)
+    assert trainer.global_step == 10
+    assert tried == [f"step={step}.ckpt" for step in (2, 4, 6, 8, 10)]
+    assert steps(tmp_path) == [2, 8, 10]  # the only good one was never given for room
+    assert os.readlink(tmp_path / "last.ckpt") == "step=10.ckpt"
+
+
+def test_a_real_limit_on_files_costs_no_step(tmp_path):
+    """EFBIG from the system itself, in the middle of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=2)
+    size = (tmp_path / "step=2.ckpt").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, before[1]))
+    try:
+        with pytest.warns(UserWarning, match=r"step=6.ckpt was not saved: File too large.*newest.*step=2.ckpt"):
+            trainer, _ = fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=6, ckpt_path=tmp_path / "last.ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert trainer.global_step == 6
+    assert names(tmp_path) == {"step=2.ckpt", "last.ckpt"}  # and nothing half written
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system that takes three checkpoints of 2 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=7m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a file system is not allowed here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_real_full_disk_is_kept_going_by_its_ring(small_disk):
+    model = Model()
+    model.register_buffer("ballast", torch.zeros(2**19))
+    with pytest.warns(UserWarning, match=r"step=4.ckpt: No space left on device: deleted step=1.ckpt to make room"):
+        fit(SafeCheckpoint(small_disk, every_n_train_steps=1, keep_last=9), steps=6, model=model)
+    assert steps(small_disk) == [4, 5, 6]
+    assert os.readlink(small_disk / "last.ckpt") == "step=6.ckpt"
+
+
+def test_another_error_of_the_disk_ends_the_run(tmp_path, monkeypatch):
+    from lightning_tricks.checkpoints import atomic_checkpoint_io
+
+    def write_file(checkpoint, path):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(atomic_checkpoint_io, "write_file", write_file)
+    with pytest.raises(OSError, match="Permission denied"):
+        fit(SafeCheckpoint(tmp_path, every_n_train_steps=2))
+
+
+def test_an_asynchronous_error_comes_at_the_next_step(tmp_path, monkeypatch):
+    from lightning_tricks.checkpoints import atomic_checkpoint_io
+
+    def write_file(checkpoint, path):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(atomic_checkpoint_io, "write_file", write_file)
+    model = Model()
+    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, asynchronous=True)
+    with pytest.raises(OSError, match="Permission denied"):
+        fit(saver, model=model, steps=1000, loader=Batches(1000))
+    assert len(model.losses) < 1000
+
+
+# ---- the way back
+
+
+def bitwise(model: Any) -> list[Any]:
+    return [model.losses, [p.tolist() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path, sized, accumulate, asynchronous):
+    options = {"accumulate_grad_batches": accumulate, "val_check_interval": 2 * accumulate, **VALIDATION}
+
+    def saver(name):
+        return SafeCheckpoint(tmp_path / name, every_n_train_steps=3, keep_last=9, asynchronous=asynchronous)
+
+    _, whole = fit(saver("whole"), 12, loader=Batches(sized=sized), **options)
+    for step, validated in ((3, [2]), (6, [2, 4, 6]), (9, [2, 4, 6, 8])):
+        torch.manual_seed(77)
+        resumed = Model()
+        path = tmp_path / "whole" / f"step={step}.ckpt"
+        fit(saver(f"from {step}"), 12, resumed, Batches(sized=sized), path, **options)
+        assert resumed.losses == whole.losses[step * accumulate :]
+        assert [p.tolist() for p in resumed.parameters()] == [p.tolist() for p in whole.parameters()]
+        assert validated + resumed.validations == whole.validations == [2, 4, 6, 8, 10, 12]
+        # it did not save again at once
+        assert steps(tmp_path / f"from {step}") == [later for later in (6, 9, 12) if later > step]
+
+
+def test_a_resumed_epoch_is_that_of_the_unbroken_run(tmp_path):
+    def loader():
+        return DataLoader(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), batch_size=4, shuffle=True)
+
+    _, whole = fit(SafeCheckpoint(tmp_path / "whole", keep_last=9), -1, loader=loader(), max_epochs=4)
+    assert steps(tmp_path / "whole") == [3, 6, 9, 12]
+    torch.manual_seed(77)
+    resumed = Model()
+    fit(SafeCheckpoint(tmp_path / "b"), -1, resumed, loader(), tmp_path / "whole" / "step=6.ckpt", max_epochs=4)
+    assert resumed.losses == whole.losses[6:]
+
+
+def test_the_content_is_there_and_opens_safely(tmp_path):
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=2)
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    added = checkpoint[KEY]
+    assert sorted(added) == ["module", "recipe", "record", "rng", "versions"]
+    assert added["module"] == "Model"
+    assert added["record"] == {"step": 2, "number": 1, "finite": True, "score": None, "permanent": False, "version": 1}
+    assert sorted(added["versions"]) == ["lightning", "lightning_tricks", "python", "torch"]
+    assert len(added["rng"]) == 1
+    assert check_checkpoint(tmp_path / "last.ckpt", resumes=True)
+
+
+def test_a_checkpoint_of_another_class_is_one_line(tmp_path):
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=2)
+
+    class Other(pl.LightningModule):
+        training_step, configure_optimizers = Model.training_step, Model.configure_optimizers
+
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Linear(3, 1)
+
+    last = tmp_path / "last.ckpt"
+    with pytest.raises(UsageError, match=r"a Model saved this checkpoint, and this run trains a Other.*--init_from"):
+        fit(SafeCheckpoint(tmp_path), model=Other(), ckpt_path=last)
+    assert steps(tmp_path) == [2]
+
+    class Finer(Model):
+        """A subclass may go on."""
+
+    fit(SafeCheckpoint(tmp_path), steps=3, model=Finer(), ckpt_path=last)
+
+
+def test_a_checkpoint_of_other_weights_names_the_first_key(tmp_path):
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=2)
+    model = Model()
+    model.layers.append(torch.nn.Linear(1, 1))
+    with pytest.raises(
+        UsageError, match=r"of another model than the recipe's Model: it lacks \"layers.3.weight\" and 1"
+    ):
+        fit(SafeCheckpoint(tmp_path), model=model, ckpt_path=tmp_path / "last.ckpt")
+    assert "load_state_dict" not in vars(model)  # what was replaced is back
+
+
+def test_lightnings_last_and_best_lead_here(tmp_path):
+    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1, monitor="val/loss")
+    trainer, model = fit(saver, 10, val_check_interval=2, **VALIDATION)
+    for name, step in (("best", 6), ("last", 10)):
+        trainer.validate(model, DataLoader(torch.zeros(1, 3)), ckpt_path=name, verbose=False)
+        assert read_record(Path(trainer.ckpt_path)).step == step
+    trainer, _ = fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), 12, ckpt_path="last")
+    assert trainer.global_step == 12
+
+
+# ---- other CheckpointIOs
+
+
+class Plain(pl.plugins.CheckpointIO):
+    """A user's own: torch.save."""
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        torch.save(checkpoint, path)
+
+    def load_checkpoint(self, path, map_location=None, weights_only=None):
+        return torch.load(path, map_location)
+
+    def remove_checkpoint(self, path):
+        os.remove(path)
+
+
+def test_with_a_users_own_checkpoint_io_it_says_once_what_is_lost(tmp_path):
+    with pytest.warns(UserWarning, match="without a record") as caught:
+        fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=8, plugins=[Plain()])
+    assert len([w for w in caught if "without a record" in str(w.message)]) == 1
+    assert names(tmp_path) == {"step=6.ckpt", "step=8.ckpt", "last.ckpt"}
+    assert os.readlink(tmp_path / "last.ckpt") == "step=8.ckpt"
+
+
+def test_lightnings_asynchronous_io_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="asynchronous=True"):
+        fit(SafeCheckpoint(tmp_path), plugins=[pl.plugins.AsyncCheckpointIO()])
