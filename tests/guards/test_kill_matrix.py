@@ -1,0 +1,119 @@
+"""kill -9 at any moment, resume: losses, norms, learning rates, data and final weights are the unbroken run's."""
+
+import json
+import multiprocessing
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from killed_training import STEPS, Case, run
+from two_processes import free_port
+
+from lightning_tricks.checkpoints.record import read_record
+from lightning_tricks.data import ShardWriter
+
+CASES = {
+    "tokens": Case(),
+    "tokens, workers, accumulation, bf16": Case(workers=2, accumulate=4, precision="bf16"),
+    "tokens, fp16 with its scaler": Case(accumulate=4, precision="fp16"),
+    "tokens, saved in the background": Case(accumulate=4, asynchronous=True),
+    "foreign loader": Case(data="foreign", accumulate=4),
+    "foreign loader, workers": Case(data="foreign", workers=2),
+    "DDP": Case(world=2, accumulate=4),
+    "FSDP2": Case(world=2, strategy="fsdp2", workers=2, precision="bf16"),
+}
+
+
+def launch(folder: Path, case: Case, kill: tuple[str, int] = ("", 0)) -> list[int]:
+    """Run the ranks of a training; their exit codes. Where a rank dies, the others are ended."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning.pytorch", "lightning_tricks.callbacks", "lightning_tricks.strategies"])
+    port = free_port() if case.world > 1 else 0
+    victim = 0 if kill[0] in ("save", "fsync") else case.world - 1  # rank 0 writes more than the others
+    ranks = [
+        context.Process(target=run, args=(folder, case, kill if rank == victim else ("", 0), rank, port))
+        for rank in range(case.world)
+    ]
+    for process in ranks:
+        process.start()
+    ranks[victim].join()
+    for process in ranks:
+        if ranks[victim].exitcode != 0:
+            process.kill()
+        process.join()
+    return [process.exitcode for process in ranks]
+
+
+def said(folder: Path, rank: int) -> dict[tuple[str, int], set[str]]:
+    """All that a rank has written of each step and each validation; a kill may have cut the last line."""
+    found: dict[tuple[str, int], set[str]] = {}
+    for line in (folder / f"log.{rank}").read_text().splitlines():
+        what, step, content = json.loads(line)
+        found.setdefault((what, step), set()).add(json.dumps(content))
+    return found
+
+
+def places(case: Case, saved: Path) -> dict[str, int]:
+    """How often the next run will come to each place before its end, at least."""
+    record = read_record(saved) if saved.exists() else None
+    steps = STEPS - (record.step if record else 0)
+    found = {"step": steps * case.accumulate, "window": steps * (case.accumulate - 1), "validation": steps}
+    return found | {"save": 20 * (steps // 2), "fsync": 2 * (steps // 2)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("killed")
+    ids = np.random.default_rng(0).integers(0, 64, 4000)
+    for name, part in (("train", ids[:3600]), ("val", ids[3600:3700])):
+        with ShardWriter(made, name, 64) as writer:
+            writer.append(part)
+        (made / f"{name}_000000.bin").rename(made / f"{name}.bin")
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_killed_three_times_it_is_the_unbroken_run(folder, name):
+    case = CASES[name]
+    unbroken, broken = folder / f"{name}, unbroken", folder / f"{name}, broken"
+    unbroken.mkdir()
+    broken.mkdir()
+    assert launch(unbroken, case) == [0] * case.world
+    draw = random.Random(name)  # the same moments in every session of the tests
+    kinds = [place for place, times in places(case, broken / "none").items() if times]
+    for place in draw.sample(kinds, 3):
+        times = places(case, broken / "saved" / "last.ckpt")[place]
+        assert -signal.SIGKILL in launch(broken, case, (place, draw.randint(1, times)))
+    assert launch(broken, case) == [0] * case.world
+    for rank in range(case.world):
+        expected = said(unbroken, rank)
+        assert {what for what, _ in expected} == {"step", "validation", "weights"}
+        assert len(expected) == STEPS + STEPS // 2 + 1
+        assert said(broken, rank) == expected
+
+
+def rows(folder: Path, world: int, first_step: int) -> dict[int, set[str]]:
+    """The hashes of the batches that all ranks together took for each step from one on."""
+    found: dict[int, set[str]] = {}
+    for rank in range(world):
+        for (what, step), contents in said(folder, rank).items():
+            if what == "step" and step >= first_step:
+                found.setdefault(step, set()).update(entry[0] for entry in json.loads(contents.pop())[:-1])
+    return found
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_with_the_rows_of_two(folder):
+    two, one = Case(world=2, accumulate=2), Case(accumulate=4)
+    unbroken, broken = folder / "two processes", folder / "two, then one"
+    unbroken.mkdir()
+    broken.mkdir()
+    assert launch(unbroken, two) == [0, 0]
+    assert -signal.SIGKILL in launch(broken, two, ("step", 11))
+    (broken / "log.0").unlink()
+    assert launch(broken, one) == [0]
+    assert rows(broken, 1, 5) == rows(unbroken, 2, 5)
+    assert len(rows(broken, 1, 1)) == STEPS - 4  # it went on from the checkpoint of step 4
