@@ -1,4 +1,4 @@
-"""A run that saves at every step and waits to be killed (for test_killed_saves.py)."""
+"""A run that saves at every step and waits to be killed (for test_kills_in_saves.py)."""
 
 import logging
 import os
