@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -324,23 +325,25 @@ def test_a_fit_that_saved_nothing_says_so():
     assert len(lines) == 3
 
 
-def test_a_run_that_saved_less_than_it_trained_says_which_checkpoint_is_meant(tmp_path):
-    def said(checkpoint, steps):
-        lines = next_steps(run("fit", checkpoint, steps=steps, dirpath="kept"), [], has_lr=False)
-        return [line for line in lines if line.startswith("No checkpoint")], [line for line in lines if "Go on" in line]
+def test_a_run_that_saved_less_than_it_trained_says_which_checkpoint_is_meant():
+    def lines(last_model_path=""):
+        saver = SimpleNamespace(dirpath="kept", last_model_path=last_model_path, best_model_path="")
+        parts = {"lightning_module": None, "logger": None, "loggers": [], "ckpt_path": None, "default_root_dir": "."}
+        return next_steps(SimpleNamespace(checkpoint_callbacks=[saver], global_step=5, **parts), [], has_lr=False)
 
-    assert said(None, 4)[0] == []
-    content = torch.load("kept/last.ckpt", weights_only=True)
-    Path("kept/last.ckpt").unlink()
-    for path in Path("kept").glob("*.ckpt"):
-        path.unlink()
-    with Path("kept/old.ckpt").open("wb") as file:
+    Path("kept").mkdir()
+    content = {"global_step": 4, "state_dict": {}}
+    with Path("kept/step=4.ckpt").open("wb") as file:
         save_with_record(content, file)
-    (no_checkpoint,), (go_on,) = said("kept/old.ckpt", 5)
-    assert no_checkpoint == (
-        "No checkpoint was saved after step 4, and the run ended at step 5: the lines below take kept/old.ckpt"
-    )
-    assert "fit --ckpt_path kept/old.ckpt --trainer.max_steps 10" in go_on
+    assert lines("kept/step=4.ckpt")[:3] == [
+        "No checkpoint was saved after step 4, and the run ended at step 5: the lines below take kept/step=4.ckpt",
+        "Evaluate:    python -m lightning_tricks validate --ckpt_path kept/step=4.ckpt",
+        "Go on:       python -m lightning_tricks fit --ckpt_path kept/step=4.ckpt --trainer.max_steps 10",
+    ]
+    torch.save(content, "kept/other.ckpt")
+    there = "No checkpoint was saved by this run: the lines below take kept/other.ckpt, which was there before"
+    assert lines()[0] == there
+    assert lines("kept/other.ckpt")[0].startswith("Evaluate")
 
 
 def test_the_lines_of_a_run_that_starts_from_other_weights_can_be_typed(tmp_path):
