@@ -25,6 +25,7 @@ GUIDES = {
     "monitors",
     "precision",
     "strategies",
+    "verify_resume",
 }
 DOCS = sorted(page for page in ROOT.glob("docs/*.md") if page != INDEX)
 CARDS = [page for page in DOCS if page.stem not in GUIDES]

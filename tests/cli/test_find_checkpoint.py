@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from cli.test_run_folder import Toy, command_line, folders, step_of
 from cli.test_wrong_inputs import one_parser  # noqa: F401, a fixture for all tests here
 from lightning.pytorch.callbacks import ModelCheckpoint
+from preloaded import python
+from two_processes import free_port
 from two_processes import run as run_processes
 
 from lightning_tricks._errors import UsageError
@@ -273,3 +276,63 @@ def test_ranks_that_found_different_checkpoints_refuse_to_train_all_of_them(tmp_
     said = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
     assert len(said) == 1
     assert said.pop().startswith("ckpt_path: rank 0 found a.ckpt and rank 1 none: the checkpoints must lie where all")
+
+
+def test_a_fine_tuning_that_is_killed_goes_on_by_the_same_command(caplog):
+    fit(steps=2)
+    os.rename("runs/toy", "base")
+    base = next(Path("base/version_0/checkpoints").glob("*step=2.ckpt"))
+    command = ["--resume=auto", f"--init_from={base}"]
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit(*command, steps=1)
+        assert lines(caplog, f"init_from={base}: 2 of its 2 weights loaded; left out: the optimizer's state (AdamW)")
+        assert started_at(caplog) == 0
+        own = torch.load(newest_first()[0], weights_only=True)
+        base.unlink()
+        fit(*command, steps=3)
+    assert (own["global_step"], started_at(caplog)) == (1, 1)
+    assert lines(
+        caplog, f"init_from={base}: not read, as the run goes on from runs/toy/version_0/checkpoints/last.ckpt"
+    )
+
+
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_two_processes_go_on_from_the_same_whole_checkpoint(launcher, text_file, tmp_path):
+    (tmp_path / "small.yaml").write_text(TWO.replace("TEXT", text_file))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    start = [python(), *(torchrun if launcher == "torchrun" else []), "-m", "lightning_tricks", "fit"]
+    for steps, damaged in ((2, False), (4, True)):
+        if damaged:
+            newest = max(
+                tmp_path.glob("runs/small/*/checkpoints/epoch*.ckpt"), key=lambda path: path.stat().st_mtime_ns
+            )
+            flip(newest)
+        command = [*start, "--config=small.yaml", f"--trainer.max_steps={steps}"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "resume=auto" in line or "Going on" in line]
+    assert len(said) == 3, said
+    assert "passed over: runs/small/version_0/checkpoints/epoch=0-step=2.ckpt" in said[0]
+    assert said[1].endswith("epoch=0-step=1.ckpt, the newest whole checkpoint in runs/small")
+    assert "Going on from step 1 of" in said[2]
+
+
+TWO = """\
+seed_everything: 0
+resume: auto
+model:
+  class_path: LanguageModel
+  init_args:
+    decoder: {class_path: Llama, init_args: {vocab_size: 300, d_model: 32, n_layers: 1, n_heads: 2, max_seq_len: 32}}
+data:
+  class_path: TextData
+  init_args: {files: TEXT, cache_dir: cache, vocab_size: 300, seq_len: 32, micro_batch_size: 2}
+trainer:
+  accelerator: cpu
+  devices: 2
+  strategy: ddp
+  enable_progress_bar: false
+  limit_val_batches: 0
+  logger: {class_path: ResumingTensorBoardLogger, init_args: {save_dir: runs, name: small}}
+  callbacks: [{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 1, save_top_k: -1}}]
+"""
