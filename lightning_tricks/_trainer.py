@@ -163,7 +163,7 @@ def go_on_with_next_epoch(trainer: Any) -> None:
     """After a restart from the end of an epoch, begin the next one, with the hooks of its start.
 
     Lightning does so where `max_epochs` counts; where `max_steps` does, it goes on within the epoch that has ended.
-    Call it in `on_train_start`. Read from `_FitLoop.restarting`, `update_restart_stage` and `reset` (loops/fit_loop.py).
+    Call it in `on_train_start`. Read from `_FitLoop.restarting`, `reset` and `on_advance_start` (loops/fit_loop.py).
     """
     loop = trainer.fit_loop
     if not loop._restarting:
@@ -175,16 +175,15 @@ def go_on_with_next_epoch(trainer: Any) -> None:
     loop.epoch_loop.reset_restart_stage()
 
 
-def go_on_in_mid_epoch(trainer: Any) -> None:
-    """After a restart from the end of a run that ended in mid-epoch, take its epoch as one that has not ended.
+def reopen_epoch(checkpoint: dict[str, Any]) -> None:
+    """Take the epoch of a checkpoint as one that has not ended, where only the run had ended in it.
 
-    Call it in `on_train_start`. Read from `update_restart_stage` and `on_advance_start` (loops/fit_loop.py).
+    Read from `_FitLoop.update_restart_stage` and `done` (loops/fit_loop.py).
     """
-    loop = trainer.fit_loop
-    for tracker in (loop.epoch_progress.current, loop.epoch_progress.total):
-        tracker.completed = tracker.processed = tracker.ready - 1
-        tracker.started = tracker.ready
-    loop._restart_stage = "restarted_mid_epoch"
+    progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    for tracker in (progress["current"], progress["total"]):
+        tracker["started"] = tracker["ready"]
+        tracker["processed"] = tracker["completed"] = tracker["ready"] - 1
 
 
 def prefetched_batches(trainer: Any) -> int:

@@ -346,3 +346,130 @@ def test_lightnings_private_state_is_read_in_one_file_only():
 def test_a_private_read_would_have_been_found(code):
     assert len(list(private_reads(ast.parse(code)))) == 1
     assert not list(private_reads(ast.parse("self._trainer.max_steps, self._device_mesh, type(x).__name__")))
+
+
+class AtEachBatchEnd(pl.Callback):
+    """Answers of `ask(trainer)` at the end of each training batch, and where a validation followed."""
+
+    def __init__(self, ask: Any) -> None:
+        self.ask, self.answers, self.validated = ask, [], []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.answers.append(self.ask(trainer))
+        self.validated.append(False)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.validated[-1] = True
+
+
+class Validated(Model):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "options", [{"val_check_interval": 2}, {"check_val_every_n_epoch": 2}, {"limit_val_batches": 0}]
+)
+def test_validation_is_due_where_one_follows(options):
+    notes = AtEachBatchEnd(_trainer.validation_is_due)
+    trainer_with(notes, max_epochs=2, **options).fit(Validated(), data(5), data(1))
+    assert notes.answers == notes.validated
+    assert sum(notes.answers) == {"val_check_interval": 4, "check_val_every_n_epoch": 1}.get(next(iter(options)), 0)
+
+
+def test_an_epoch_is_over_at_its_last_batch_and_until_the_next_begins():
+    notes = AtEachBatchEnd(_trainer.epoch_is_over)
+    trainer = trainer_with(notes, max_epochs=2)
+    trainer.fit(Model(), data(3))
+    assert notes.answers == [False, False, True] * 2
+    assert _trainer.epoch_is_over(trainer)
+
+
+class Unsized(torch.utils.data.IterableDataset):
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.ones(self.rows, 2))
+
+
+def test_one_batch_is_prefetched_where_the_length_is_not_known():
+    notes = AtEachBatchEnd(_trainer.prefetched_batches)
+    trainer_with(notes).fit(Model(), DataLoader(Unsized(3)))
+    assert notes.answers == [1, 1, 0]
+    notes = AtEachBatchEnd(_trainer.prefetched_batches)
+    trainer_with(notes).fit(Model(), data(3))
+    assert notes.answers == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("consumed", "batches"), [(False, 5), (True, 3)])
+def test_set_consumed_ends_an_epoch_with_the_longest_loader_that_is_left(consumed, batches):
+    class Sum(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 0 and consumed:
+                _trainer.set_consumed(self.trainer, 1)
+            self.batches = batch_idx + 1
+            return super().training_step(batch[0], batch_idx)
+
+    model = Sum()
+    trainer_with().fit(model, [DataLoader(Unsized(3)), DataLoader(Unsized(5))])
+    assert model.batches == batches
+
+
+def test_shift_micro_batches_changes_what_a_restart_counts(tmp_path):
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                trainer.save_checkpoint(tmp_path / "five.ckpt")
+
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            _trainer.shift_micro_batches(checkpoint, -2)
+
+    def counts(trainer: Any) -> tuple[int, int]:
+        progress = _trainer.batch_progress(trainer)
+        return progress.current.ready, progress.total.ready
+
+    trainer_with(Save()).fit(Model(), data(7))
+    notes = AtEachBatchEnd(counts)
+    trainer_with(notes).fit(Model(), data(7), ckpt_path=tmp_path / "five.ckpt", weights_only=False)
+    assert notes.answers == [(4, 4), (5, 5), (6, 6), (7, 7)]
+
+
+class Starts(pl.Callback):
+    """Epochs that began and batches that ran; calls a function when training starts."""
+
+    def __init__(self, act: Any = lambda trainer: None) -> None:
+        self.act, self.seen = act, []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.act(trainer)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append(f"epoch {trainer.current_epoch}")
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch_idx)
+
+
+def test_after_an_epochs_end_the_next_one_begins(tmp_path):
+    saver = ModelCheckpoint(tmp_path, filename="end", save_on_train_epoch_end=True)
+    trainer_with(saver).fit(Model(), data(3))
+    for limit in ({"max_steps": 5, "max_epochs": -1}, {"max_epochs": 2, "limit_train_batches": 2}):
+        starts = Starts(_trainer.go_on_with_next_epoch)
+        trainer_with(starts, **limit).fit(Model(), data(3), ckpt_path=tmp_path / "end.ckpt", weights_only=False)
+        assert starts.seen == ["epoch 1", 0, 1]
+
+
+def test_a_run_that_ended_in_mid_epoch_goes_on_in_that_epoch(tmp_path):
+    class Reopen(Starts):
+        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            _trainer.reopen_epoch(checkpoint)
+
+    trainer = trainer_with(max_steps=2)
+    trainer.fit(Model(), data(3))
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    starts = Reopen()
+    options = {"max_steps": 5, "max_epochs": 2}
+    trainer_with(starts, **options).fit(Model(), data(3), ckpt_path=tmp_path / "two.ckpt", weights_only=False)
+    assert starts.seen == [2, "epoch 1", 0, 1]

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from lightning_tricks import ExactResume
+from lightning_tricks import ExactResume, FSDP2Strategy
 
 
 def noisy(row: int, own: np.random.Generator | None = None) -> torch.Tensor:
@@ -34,6 +34,13 @@ class Rows(Dataset):
 
     def __getitem__(self, row: int) -> torch.Tensor:
         return noisy(row, self.own)
+
+
+class Numbers(Rows):
+    """Rows that say which they are."""
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.full((4,), float(row))
 
 
 class Stream(IterableDataset):
@@ -120,6 +127,8 @@ def loaders(kind: str):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         return StatefulDataLoader(Rows(23), shuffle=True, **more)
+    if kind == "numbers":
+        return DataLoader(Numbers(24), batch_size=2, shuffle=True)
     if kind == "two":
         return {"a": DataLoader(Rows(23), shuffle=True, **more), "b": DataLoader(Rows(9), shuffle=True, **more)}
     if kind == "mixed":  # the short one begins again within the epoch, which ends when both have ended
@@ -146,8 +155,9 @@ class Foreign(pl.LightningModule):
         loss = sum(self.net(b.view(-1, 4)).square().mean() for b in batches) * 1e-3
         done = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         self.say(
-            batch=done, epoch=self.trainer.current_epoch, index=batch_idx, data=digest(batches), loss=loss.item().hex()
-        )
+            batch=done, epoch=self.trainer.current_epoch, index=batch_idx, data=digest(batches), loss=loss.item().hex(),
+            rows=batches[0].view(-1, 4)[:, 0].tolist(),
+        )  # fmt: skip
         if self.kill_at == done:
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
@@ -195,6 +205,8 @@ def run(folder: Path, kind: str, kill_at: int | None = None, saver: dict | None 
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "LOCAL_RANK": rank, "NODE_RANK": 0}
         os.environ.update({name: str(value) for name, value in env.items()})
         options = {"strategy": "ddp", "devices": world} | options
+        if options["strategy"] == "fsdp2":
+            options["strategy"] = FSDP2Strategy()
     pl.seed_everything(options.pop("seed", 3), verbose=False)
     folder.mkdir(exist_ok=True)
     callbacks = [ModelCheckpoint(folder, save_last=True, **({"every_n_train_steps": 2} | (saver or {})))]
@@ -224,3 +236,9 @@ def said(folder: Path, rank: int = 0) -> dict:
         first = next(iter(values))
         result[first, values[first] if first != "weights" else 0] = values
     return result
+
+
+def run_all(folder: Path, cases: dict) -> None:
+    """Several runs that nobody kills, one after the other."""
+    for name, (kind, options) in cases.items():
+        run(folder / name, kind, **options)

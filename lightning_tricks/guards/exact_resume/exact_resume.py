@@ -17,20 +17,24 @@ from lightning_tricks._trainer import (
     batch_progress,
     data_rank,
     epoch_is_over,
-    go_on_in_mid_epoch,
     go_on_with_next_epoch,
     is_accumulating,
     prefetched_batches,
+    reopen_epoch,
     set_consumed,
     shift_micro_batches,
 )
 from lightning_tricks.guards.exact_resume.other_run import describe, say, transfer
 from lightning_tricks.guards.exact_resume.replay import Replay, can_be_replayed, replayed
-from lightning_tricks.guards.exact_resume.stateful_loader import StatefulLoader
+from lightning_tricks.guards.exact_resume.served_loader import ServedLoader, StatefulLoader
 from lightning_tricks.guards.exact_resume.whole_steps import hold_back_savers
 from lightning_tricks.guards.exact_resume.workers import has_state
 from lightning_tricks.guards.saving.random_state import gather, random_state, set_random_state_of
 
+_CANNOT_FOLLOW = (
+    "it cannot be resumed in mid-epoch and starts again; give a DataLoader over a dataset that is no iterator, or a "
+    "loader with state_dict and load_state_dict"
+)
 _UNTRUE_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
@@ -104,10 +108,11 @@ class ExactResume(pl.Callback):
             loader = replayed(loader, seed, data_rank(self._trainer)[0], depth, self._fetched)
             follower = loader.replay
         elif has_state(loader):
-            loader = follower = StatefulLoader(loader, depth, self._fetched)
-        elif not getattr(loader, "addressed_by_position", False):
-            say(name, "it cannot be resumed in mid-epoch and starts again; give a DataLoader over a dataset that is no "
-                "iterator, or a loader with state_dict and load_state_dict")  # fmt: skip
+            loader = follower = StatefulLoader(loader, self._fetched, depth)
+        else:
+            if not getattr(loader, "addressed_by_position", False):
+                say(name, _CANNOT_FOLLOW)
+            loader = ServedLoader(loader, self._fetched)
         self._followed.append(follower)
         self._names.append(name)
         self._hand_out(index)
@@ -131,10 +136,9 @@ class ExactResume(pl.Callback):
         progress = batch_progress(trainer)
         for tracker in (progress.current, progress.total):
             tracker.load_state_dict({name: number + self._more_batches for name, number in vars(tracker).items()})
-        if progress.current.ready:
-            go_on = go_on_with_next_epoch if self._loaded["epoch_over"] else go_on_in_mid_epoch
-            go_on(trainer)
-        if all(self._followed):
+        if self._loaded["epoch_over"]:
+            go_on_with_next_epoch(trainer)
+        if all(follower is not None for follower in self._followed):
             warnings.filterwarnings("ignore", _UNTRUE_WARNING)
         self._set_random_state()
         self._random_to_set = True  # again with the first batch, because other callbacks may draw numbers until then
@@ -198,6 +202,12 @@ class ExactResume(pl.Callback):
         """A save within a step, as after an exception, is written as one from the step's start: its data come again."""
         if self._at_end is None:
             shift_micro_batches(checkpoint, -self._within_step()[0])
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        """A run that ended in mid-epoch goes on in that epoch."""
+        state = checkpoint["callbacks"].get(self.state_key)
+        if state is not None and not state["epoch_over"]:
+            reopen_epoch(checkpoint)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there, when training begins."""

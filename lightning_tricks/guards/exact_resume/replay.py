@@ -155,13 +155,13 @@ class Replay:
         if loader.num_workers:
             changes["worker_init_fn"] = worker.start
         vars(inner).update(changes)
-        if loader.num_workers and loader.multiprocessing_context is not None:
-            inner.multiprocessing_context = loader.multiprocessing_context
         return inner, start.rounds * max(loader.num_workers, 1) if iterable else start.batches
 
 
 class ReplayedLoader:
     """First base of the class of a loader that is served by its Replay."""
+
+    state_dict = load_state_dict = None  # for Lightning, which would ask a loader for its own state at each save
 
     def __iter__(self) -> Iterator[Any]:
         return vars(self)["replay"].batches()
@@ -178,4 +178,6 @@ def _copy_as(cls: type[DataLoader], loader: DataLoader) -> DataLoader:
     """A copy of another class, past DataLoader's constructor and its refusal to change."""
     made = object.__new__(cls)
     vars(made).update(vars(loader))
+    if loader.num_workers and loader.multiprocessing_context is not None:  # it is private to each class
+        made.multiprocessing_context = loader.multiprocessing_context
     return made

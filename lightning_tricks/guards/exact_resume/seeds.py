@@ -18,7 +18,6 @@ from lightning_tricks.guards.saving.random_state import seed_numpy
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _DEPTH = 4  # a dataset that wraps a dataset with a list of transforms, one of which holds a generator
-_NO_HOLDERS = (type, torch.Tensor, torch.nn.Module)
 _OBJECTS = 500  # looked into; more of them are data
 
 
@@ -66,16 +65,19 @@ def generators_of(holder: Any) -> list[Generator]:
 
     def look(value: Any, depth: int) -> None:
         if isinstance(value, Generator):
-            if not any(value is other for other in found):
+            if all(value is not other for other in found):
                 found.append(value)
         elif isinstance(value, list | tuple) and len(value) <= 64:
             for member in value:
                 look(member, depth)
-        elif depth and len(seen) < _OBJECTS and hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS):
-            if all(value is not other for other in seen):
-                seen.append(value)
-                for attribute in list(vars(value).values()):
-                    look(attribute, depth - 1)
+        elif depth and _may_hold(value) and len(seen) < _OBJECTS and all(value is not other for other in seen):
+            seen.append(value)
+            for attribute in list(vars(value).values()):
+                look(attribute, depth - 1)
 
     look(holder, _DEPTH)
     return found
+
+
+def _may_hold(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, type | torch.Tensor | torch.nn.Module)

@@ -31,8 +31,9 @@ def set_random_state(state: dict[str, Any]) -> None:
     """Put the state of `random_state` back, of CUDA only where there is a CUDA device."""
     torch.set_rng_state(state["torch"].cpu())
     numpy, python = state["numpy"], state["python"]
-    if type(get_bit_generator()).__name__ != numpy["bit_generator"]:
-        set_bit_generator(getattr(np.random, numpy["bit_generator"])())
+    kind = getattr(np.random, numpy["bit_generator"])
+    if not isinstance(get_bit_generator(), kind):
+        set_bit_generator(kind())
     np.random.set_state(with_arrays(numpy))
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     if "cuda" in state and torch.cuda.is_available():

@@ -1,0 +1,340 @@
+"""ExactResume: kill -9 anywhere, resume, and every loss, lr, norm, batch and weight is that of the unbroken run."""
+
+import multiprocessing
+import multiprocessing.connection
+import signal
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from exact_run import Foreign, Rows, Stream, loaders, run, run_all, said
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+from two_processes import PRELOADED, free_port
+
+from lightning_tricks import ExactResume
+from lightning_tricks.data import ShardWriter, TokenData
+
+BY_STEPS = {"max_steps": 20, "max_epochs": -1}
+NEVER = {"limit_val_batches": 0}
+OVER_EPOCHS = {"val_check_interval": 5, "check_val_every_n_epoch": None}
+BY_METRIC = {"every_n_train_steps": 0, "every_n_epochs": 1, "monitor": "val"}
+ALWAYS = {"every_n_train_steps": 0, "train_time_interval": timedelta(0)}
+# name: (loaders, options of the run, the micro-batches at which it is killed, one after the other). 12 are an epoch.
+CASES = {
+    "first batch": ("shuffle", {}, [1]),
+    "mid-epoch, then the first batch of the next": ("shuffle", {}, [5, 13]),
+    "the epoch's last batch, then mid-epoch": ("shuffle", {}, [12, 15]),
+    "2 workers": ("shuffle/2", {}, [5, 15]),
+    "a window of 4": ("shuffle", {"accumulate_grad_batches": 4}, [7, 16]),
+    "a save after every micro-batch": ("shuffle", {"accumulate_grad_batches": 4, "saver": ALWAYS}, [7]),
+    "2 workers, a window of 4": ("shuffle/2", {"accumulate_grad_batches": 4}, [11]),
+    "a stream": ("stream", {}, [5, 15]),
+    "a stream in 2 workers": ("stream/2", {}, [15]),
+    "a stream with a length": ("sized", {}, [5]),
+    "a stream with a state": ("stateful", {}, [5, 15]),
+    "a stream with a state in 2 workers": ("stateful/2", {}, [9]),
+    "a stream with a state in a window of 4": ("stateful", {"accumulate_grad_batches": 4, "saver": ALWAYS}, [7]),
+    "two loaders": ("two", {}, [7]),
+    "rows and a stream, of which one begins again": ("mixed", {}, [11]),
+    "a sampler that draws at each row": ("whim/2", {}, [5]),
+    "no batches, 2 workers": ("rows/2", {}, [5]),
+    "a generator of the user's": ("generator", {}, [15]),
+    "persistent workers": ("persistent/2", {}, [15]),
+    "a StatefulDataLoader": ("torchdata/2", {}, [5]),
+    "part of the data": ("shuffle/2", {"limit_train_batches": 5}, [4, 7]),
+    "max_steps": ("shuffle", BY_STEPS, [13, 15]),
+    "max_steps, no validation": ("shuffle", BY_STEPS | NEVER, [13]),
+    "validation across epochs": ("shuffle", BY_STEPS | OVER_EPOCHS, [13]),
+    "validation in mid-window": ("shuffle", {"val_check_interval": 3, "accumulate_grad_batches": 2}, [5]),
+    "saves by a metric": ("shuffle", {"val_check_interval": 0.5, "saver": BY_METRIC}, [7, 15]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def start():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, "lightning_tricks.callbacks", "exact_run"])
+
+    def launch(function, *args, world=1, **options):
+        """Exit code of a function in processes of its own; where one dies, the others are ended."""
+        more = (
+            [{}]
+            if world == 1
+            else [{"rank": r, "world": world, "port": port} for port in [free_port()] for r in range(world)]
+        )
+        processes = [context.Process(target=function, args=args, kwargs=options | own) for own in more]
+        for process in processes:
+            process.start()
+        running = list(processes)
+        while running:
+            multiprocessing.connection.wait([process.sentinel for process in running])
+            running = [process for process in running if process.is_alive()]
+            if any(process.exitcode not in (None, 0) for process in processes):
+                for process in running:
+                    process.kill()
+        for process in processes:
+            process.join()
+        return min(process.exitcode for process in processes)
+
+    return launch
+
+
+@pytest.fixture(scope="module")
+def unbroken(start, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    assert start(run_all, folder, {name: case[:2] for name, case in CASES.items()}) == 0
+    return folder
+
+
+def differences(folder: Path, reference: Path, rank: int = 0) -> list:
+    got, expected = said(folder, rank), said(reference, rank)
+    return [(expected.get(key), got.get(key)) for key in expected | got if got.get(key) != expected.get(key)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_and_resumed_a_run_is_the_unbroken_one_to_the_bit(start, unbroken, tmp_path, case):
+    kind, options, kills = CASES[case]
+    for kill_at in kills:
+        assert start(run, tmp_path / "run", kind, kill_at=kill_at, **options) == -signal.SIGKILL
+    assert start(run, tmp_path / "run", kind, **options) == 0
+    assert differences(tmp_path / "run", unbroken / case) == []
+    steps = [key for key in said(unbroken / case) if key[0] == "step"]
+    assert len(steps) >= 6
+    assert sum(key[0] == "weights" for key in said(tmp_path / "run")) == 1
+
+
+def test_without_it_the_same_kill_gives_another_run(start, tmp_path):
+    start(run, tmp_path / "run", "shuffle", exact=False)
+    start(run, tmp_path / "killed", "shuffle", kill_at=5, exact=False)
+    assert start(run, tmp_path / "killed", "shuffle", exact=False) == 0
+    assert len(differences(tmp_path / "killed", tmp_path / "run")) > 8
+
+
+@pytest.mark.parametrize(("before", "after"), [("shuffle", "shuffle/2"), ("shuffle/2", "shuffle/3")])
+def test_rows_may_be_made_by_another_number_of_workers(start, unbroken, tmp_path, before, after):
+    assert start(run, tmp_path / "run", before, kill_at=8) == -signal.SIGKILL
+    assert start(run, tmp_path / "run", after) == 0
+    assert differences(tmp_path / "run", unbroken / "first batch") == []
+
+
+def test_a_finished_run_is_carried_on_with_more_steps(start, unbroken, tmp_path):
+    for steps in (7, 15, 20):
+        assert start(run, tmp_path / "run", "shuffle", **BY_STEPS | NEVER | {"max_steps": steps}) == 0
+    got, expected = said(tmp_path / "run"), said(unbroken / "max_steps, no validation")
+    assert {key: got[key] for key in expected if key[0] in ("batch", "step")} == {
+        key: expected[key] for key in expected if key[0] in ("batch", "step")
+    }
+    assert got["weights", 0] == expected["weights", 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("shuffle", {}), ("stream/2", {"accumulate_grad_batches": 4}), ("shuffle", {"strategy": "fsdp2"})],
+)
+def test_two_processes_resume_each_with_its_own_state(start, tmp_path, kind, options):
+    assert start(run, tmp_path / "whole", kind, world=2, **options) == 0
+    # three or four micro-batches an epoch, or six
+    kill_at = 5 if kind == "stream/2" else 9
+    assert start(run, tmp_path / "run", kind, kill_at=kill_at, world=2, **options) == -signal.SIGKILL
+    assert start(run, tmp_path / "run", kind, world=2, **options) == 0
+    for rank in range(2):
+        assert differences(tmp_path / "run", tmp_path / "whole", rank) == []
+    assert said(tmp_path / "run", 0)["batch", 1]["data"] != said(tmp_path / "run", 1)["batch", 1]["data"]
+
+
+def test_one_process_takes_the_rows_of_two(start, tmp_path):
+    start(run, tmp_path / "two", "numbers", world=2)
+    start(run, tmp_path / "run", "numbers", kill_at=5, world=2)
+    assert start(run, tmp_path / "run", "numbers", accumulate_grad_batches=2) == 0
+    of_two = [said(tmp_path / "two", rank) for rank in range(2)]
+    of_one = said(tmp_path / "run", 0)
+    for step in range(6, 13):  # batches of two rows: those of step s are 2s-1 and 2s of the one process
+        rows = sorted(row for rank in of_two for row in rank["batch", step]["rows"])
+        assert rows == sorted(row for batch in (2 * step - 1, 2 * step) for row in of_one["batch", batch]["rows"])
+
+
+# From here on in this process.
+
+
+class StopError(Exception):
+    pass
+
+
+class Note(pl.Callback):
+    """Writes the batches down, and raises at one."""
+
+    def __init__(self, stop_at=None):
+        self.seen, self.stop_at = [], stop_at
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        total = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if total == self.stop_at:
+            raise StopError
+        self.seen.append((total, str(batch), torch.rand(()).item()))
+
+
+class Quiet(Foreign):
+    def __init__(self):
+        super().__init__(Path("/dev/null"), None)
+
+    def training_step(self, batch, batch_idx):
+        return sum(p.square().sum() for p in self.parameters())
+
+
+def fit(tmp_path, data, stop_at=None, ckpt_path=None, module=None, callbacks=(), **options):
+    note = Note(stop_at)
+    if ckpt_path is None:
+        pl.seed_everything(1, verbose=False)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, filename="{step}", save_top_k=-1)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[note, ExactResume(), saver, *callbacks], **{"max_epochs": 1, **options},
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            feed = {"datamodule": data} if isinstance(data, pl.LightningDataModule) else {"train_dataloaders": data}
+            trainer.fit(module or Quiet(), **feed, ckpt_path=ckpt_path)
+        except StopError:
+            pass
+    return note.seen, [str(w.message) for w in caught]
+
+
+def test_an_iterable_that_does_not_say_where_it_is_is_named_in_one_line(tmp_path):
+    class Any:
+        def __iter__(self):
+            return iter(torch.ones(4, 1, 4))
+
+    _, lines = fit(tmp_path, Any())
+    (line,) = [line for line in lines if "ExactResume" in line]
+    assert line.startswith("ExactResume: training loader 1 (Any): it cannot be resumed in mid-epoch")
+    assert "\n" not in line
+
+
+def test_a_loader_with_a_state_goes_on_after_the_batch_that_was_trained(tmp_path):
+    class Counts:
+        def __init__(self):
+            self.at = 0
+
+        def __iter__(self):  # no length: Lightning fetches one batch ahead
+            while self.at < 6:
+                self.at += 1
+                yield torch.full((1, 4), float(self.at))
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    whole, _ = fit(tmp_path / "whole", Counts())
+    first, _ = fit(tmp_path, Counts(), stop_at=4)
+    rest, _ = fit(tmp_path, Counts(), ckpt_path=tmp_path / "step=3.ckpt")
+    assert first + rest == whole
+
+
+def test_passing_over_rows_loads_none_of_them(tmp_path):
+    class Counted(Rows):
+        loaded = 0
+
+        def __getitem__(self, row):
+            type(self).loaded += 1
+            return super().__getitem__(row)
+
+    fit(tmp_path, DataLoader(Counted(100), shuffle=True), stop_at=91)
+    Counted.loaded = 0
+    seen, _ = fit(tmp_path, DataLoader(Counted(100), shuffle=True), ckpt_path=tmp_path / "step=90.ckpt")
+    assert len(seen) == Counted.loaded == 10
+
+
+def test_our_own_data_find_their_place_themselves(tmp_path):
+    with ShardWriter(tmp_path, "train", 64) as writer:
+        writer.append(torch.randint(64, (900,), generator=torch.Generator().manual_seed(1)).numpy())
+
+    def data():
+        return TokenData(train=str(next(tmp_path.glob("train*.bin"))), val=None, seq_len=8, micro_batch_size=2, seed=3)
+
+    steps = {"max_steps": 6, "max_epochs": -1, "accumulate_grad_batches": 2}
+    whole, lines = fit(tmp_path / "whole", data(), **steps)
+    first, _ = fit(tmp_path, data(), stop_at=8, **steps)
+    rest, _ = fit(tmp_path, data(), ckpt_path=tmp_path / "step=3.ckpt", **steps)
+    assert first[:6] + rest == whole
+    assert not [line for line in lines if "ExactResume" in line]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "options", "line"),
+    [
+        (None, "shuffle", {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1: ExactResume"),
+        ("stream", "stream/2", {}, r"num_workers=2: training loader 1 \(DataLoader\) is an IterableDataset, which 0"),
+        ("two", "shuffle", {}, "training loaders: the checkpoint's run had 2, this one has 1"),
+    ],
+)
+def test_what_would_give_other_data_is_refused_in_one_line(tmp_path, before, after, options, line):
+    if before:
+        fit(tmp_path, loaders(before), stop_at=3)
+    with pytest.raises(ValueError, match=line):
+        fit(tmp_path, loaders(after), ckpt_path=tmp_path / "step=2.ckpt" if before else None, **options)
+
+
+def test_other_data_start_again_with_one_line(tmp_path):
+    fit(tmp_path, DataLoader(Rows(8)), stop_at=3)
+    _, lines = fit(tmp_path, DataLoader(Rows(9)), ckpt_path=tmp_path / "step=2.ckpt")
+    assert [line for line in lines if "ExactResume" in line] == [
+        "ExactResume: training loader 1 (DataLoader): its data had 8 rows and now have 9: they start again"
+    ]
+
+
+def test_another_batch_size_goes_on_with_the_next_row(tmp_path):
+    rows = list(range(24))
+    whole, _ = fit(tmp_path / "whole", DataLoader(rows, batch_size=2, shuffle=True))
+    fit(tmp_path, DataLoader(rows, batch_size=4, shuffle=True), stop_at=4)
+    rest, _ = fit(tmp_path, DataLoader(rows, batch_size=2, shuffle=True), ckpt_path=tmp_path / "step=3.ckpt")
+    assert [batch for _, batch, _ in rest] == [batch for _, batch, _ in whole[6:]]
+
+
+def test_a_save_within_a_step_brings_the_rows_of_the_step_again(tmp_path):
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.fit_loop.epoch_loop.batch_progress.total.ready == 7:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    whole, _ = fit(tmp_path, DataLoader(list(range(24)), shuffle=True), callbacks=[Save()], accumulate_grad_batches=4)
+    rest, _ = fit(
+        tmp_path,
+        DataLoader(list(range(24)), shuffle=True),
+        ckpt_path=tmp_path / "within.ckpt",
+        accumulate_grad_batches=4,
+    )
+    assert [(n, batch) for n, batch, _ in rest] == [(n, batch) for n, batch, _ in whole[4:]]
+
+
+def test_a_checkpoint_that_is_saved_after_the_fit_knows_the_batch_fetched_ahead(tmp_path):
+    def stream():
+        return DataLoader(Stream(24), batch_size=2)
+
+    whole, _ = fit(tmp_path / "whole", stream(), max_steps=9)
+    pl.seed_everything(1, verbose=False)
+    trainer = pl.Trainer(max_steps=4, callbacks=[ExactResume(), note := Note()], logger=False, accelerator="cpu",
+                         devices=1, enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+    trainer.fit(Quiet(), stream())
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    rest, _ = fit(tmp_path, stream(), ckpt_path=tmp_path / "after.ckpt", max_steps=9)
+    assert note.seen + rest == whole
+
+
+def test_the_users_own_loader_and_the_trainer_are_left_as_they_were(tmp_path):
+    loader = DataLoader(Rows(6), shuffle=True)
+    before = dict(vars(loader))
+    saver = ModelCheckpoint(tmp_path)
+    trainer = pl.Trainer(max_epochs=1, callbacks=[ExactResume(), saver], logger=False, accelerator="cpu", devices=1,
+                         enable_progress_bar=False)  # fmt: skip
+    trainer.fit(Quiet(), loader)
+    assert vars(loader) == before
+    assert isinstance(trainer.train_dataloader, DataLoader)
+    assert "process_dataloader" not in vars(trainer.strategy)
+    assert not {"on_train_batch_end", "on_validation_end", "on_train_epoch_end"} & set(vars(saver))
