@@ -183,6 +183,18 @@ def test_a_malicious_pickle_is_refused_in_one_line_and_not_run(tmp_path, place):
     assert (tmp_path / "trace").exists()  # it is not harmless
 
 
+def test_an_address_is_opened_as_safely_as_a_file(monkeypatch):
+    def load(self, path, map_location=None, weights_only=None):
+        asked.append(weights_only)
+        return checkpoint()
+
+    asked = []
+    monkeypatch.setattr(pl.plugins.TorchCheckpointIO, "load_checkpoint", load)  # for http, None would let in everything
+    for weights_only in (None, True, False):
+        AtomicCheckpointIO().load_checkpoint("http://host/at.ckpt", weights_only=weights_only)
+    assert asked == [True, True, False]
+
+
 def test_lightnings_switch_for_trusted_checkpoints_works_for_files_and_addresses(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     for number, path in enumerate((tmp_path / "at.ckpt", "memory://at.ckpt")):

@@ -95,14 +95,15 @@ def test_an_error_is_raised_once_by_whatever_comes_next(tmp_path):
 
 def test_asking_for_errors_does_not_wait():
     writer, go_on = BackgroundWriter(), threading.Event()
-    writer.start(go_on.wait)
+    writer.start(lambda: go_on.wait(60))
     writer.raise_if_failed()
+    assert writer._thread.is_alive()
     go_on.set()
     writer.wait()
 
 
 SAVE = """
-import sys, threading, torch
+import sys, torch
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.archive import _Stream
 import os, signal
@@ -111,7 +112,8 @@ io, write = AtomicCheckpointIO(asynchronous=True), _Stream.write
 io.save_checkpoint({"state_dict": {"w": torch.zeros(1000)}, "lr_schedulers": []}, "at.ckpt")
 io.wait()
 def late(self, data):
-    threading.main_thread().join()
+    if self.file.tell() == 0:
+        sys.stdin.readline()
     return write(self, data)
 def killed(self, data):
     if self.file.tell() > 1000:
@@ -122,14 +124,21 @@ _Stream.write = {"late": late, "killed": killed}[sys.argv[1]]
 io.save_checkpoint({"state_dict": {"w": torch.ones(1000)}, "lr_schedulers": []}, "at.ckpt")
 if sys.argv[1] == "killed":
     io.wait()
+print("the end", flush=True)
 sys.exit(3)
 """
 
 
 @pytest.mark.parametrize("how", ["late", "killed"])
 def test_the_end_of_the_program_waits_and_a_kill_leaves_the_older_file(tmp_path, how):
-    ended = subprocess.run([python(), "-c", SAVE, how], cwd=tmp_path, check=False)
-    assert ended.returncode == (3 if how == "late" else -signal.SIGKILL)
+    command, pipes = [python(), "-c", SAVE, how], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as process:
+        if how == "late":
+            assert process.stdout.readline() == "the end\n"
+            with pytest.raises(subprocess.TimeoutExpired):  # it waits for the writer, which waits for us
+                process.wait(timeout=1)
+        process.communicate("go on\n")
+    assert process.returncode == (3 if how == "late" else -signal.SIGKILL)
     weights = torch.load(verify_checkpoint(tmp_path / "at.ckpt"))["state_dict"]["w"]
     assert weights.sum() == (1000 if how == "late" else 0)
     assert (tmp_path / ".at.ckpt.saving").exists() == (how == "killed")
