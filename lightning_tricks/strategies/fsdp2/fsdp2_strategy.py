@@ -282,8 +282,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     def teardown(self) -> None:
         """End what a thread still writes, then the rest."""
-        self.checkpoint_io.teardown()  # which Lightning's own does not
-        super().teardown()
+        try:
+            self.checkpoint_io.teardown()  # which Lightning's own does not
+        finally:
+            super().teardown()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module the checkpoint's weights."""

@@ -1,0 +1,46 @@
+"""SafeCheckpoint over folders of shards: what it keeps, at once and in the background, and the run that goes on."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import two_processes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
+from foreign import CausalLM, rows
+
+from lightning_tricks.callbacks import SafeCheckpoint
+from lightning_tricks.checkpoints.record import read_record
+from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
+from lightning_tricks.strategies import FSDP2Strategy
+
+
+def fit(rank: int, folder: Path, asynchronous: bool, **options: Any) -> list[float]:
+    model, saver = CausalLM(), SafeCheckpoint(folder, every_n_train_steps=3, keep_last=2, asynchronous=asynchronous)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=FSDP2Strategy(), max_steps=9, logger=False, callbacks=[saver],
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(model, rows(rank, 2), **options)
+    torch.distributed.barrier()  # rank 0 deletes
+    return model.losses
+
+
+def saved_and_resumed(rank: int, folder: Path) -> None:
+    for asynchronous in (False, True):
+        place = folder / f"asynchronous {asynchronous}"
+        losses = fit(rank, place, asynchronous)
+        assert {path.name for path in place.iterdir()} == {"step=6.ckpt", "step=9.ckpt", "last.ckpt"}
+        again = fit(rank, place, not asynchronous, ckpt_path=place / "step=6.ckpt")
+        assert again == losses[6:]
+
+
+def test_the_two_newest_folders_stay_whole_and_a_run_goes_on_from_either(tmp_path):
+    two_processes.run(saved_and_resumed, tmp_path)
+    for place in tmp_path.iterdir():
+        for step in (6, 9):
+            record = read_record(verify_checkpoint(place / f"step={step}.ckpt"))
+            assert (record.step, record.finite) == (step, True)
+        assert (place / "last.ckpt").resolve() == (place / "step=9.ckpt").resolve()
