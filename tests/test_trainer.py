@@ -87,6 +87,72 @@ def test_is_accumulating_until_the_batch_that_has_the_optimizer_step():
     assert [not accumulating for accumulating in notes.answers] == notes.stepped
 
 
+class Validated(Model):
+    """Validates."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "validated"),
+    [
+        ({"val_check_interval": 2}, [2, 4]),
+        ({"val_check_interval": 1.0}, [5]),
+        ({"val_check_interval": 3, "check_val_every_n_epoch": None, "max_epochs": 2}, [3, 6, 9]),
+        ({"val_check_interval": "00:00:00:00"}, [1, 2, 3, 4, 5]),
+        ({"limit_val_batches": 0}, []),
+        ({"max_steps": 3, "val_check_interval": 3}, [3]),
+    ],
+)
+def test_validation_follows_where_it_then_comes(options, validated):
+    events: list[Any] = []
+
+    class Watches(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            events.append((trainer.fit_loop.total_batch_idx + 1, _trainer.validation_follows(trainer)))
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            events.append("validation")
+
+    trainer_with(Watches(), **{"num_sanity_val_steps": 0, **options}).fit(Validated(), data(5), data(1))
+    came = [event for event, after in zip(events, [*events[1:], None], strict=True) if after == "validation"]
+    assert came == [event for event in events if event != "validation" and event[1]]
+    assert [batch for batch, _ in came] == validated
+
+
+def test_no_validation_follows_where_its_loader_is_empty():
+    answers = []
+
+    class Watches(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            answers.append(_trainer.validation_follows(trainer))
+
+    trainer_with(Watches(), num_sanity_val_steps=0, val_check_interval=1).fit(Validated(), data(3), DataLoader([]))
+    assert answers[1:] == [False, False]
+
+
+@pytest.mark.parametrize(("options", "stops"), [({"max_steps": 2}, 2), ({"max_epochs": 2}, None)])
+def test_is_last_step_at_max_steps_or_where_it_was_asked_to_stop(options, stops):
+    answers = []
+
+    class Watches(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = stops is None and trainer.global_step == 4
+            answers.append(_trainer.is_last_step(trainer))
+
+    trainer = trainer_with(Watches(), **options)
+    trainer.fit(Model(), data(3))
+    assert len(answers) == trainer.global_step == (stops or 4)
+    assert answers == [False] * (len(answers) - 1) + [True]
+
+
+def test_the_default_checkpoint_io_is_lightnings_own():
+    assert _trainer.has_default_checkpoint_io(trainer_with())
+    trainer = trainer_with(plugins=[type("Own", (pl.plugins.TorchCheckpointIO,), {})()])
+    assert not _trainer.has_default_checkpoint_io(trainer)
+
+
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_logging_step_is_the_step_that_a_logger_is_given(optimizers):
     memory = Memory()
