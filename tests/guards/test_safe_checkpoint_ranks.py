@@ -1,0 +1,109 @@
+"""SafeCheckpoint on two ranks, with our data, and with the other Lightning package."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from preloaded import python
+from two_processes import run
+
+from lightning_tricks._lightning import pl
+from lightning_tricks.callbacks import SafeCheckpoint
+from lightning_tricks.checkpoints.record import KEY, read_record
+from lightning_tricks.data import ShardWriter, TokenData
+
+
+class Model(pl.LightningModule):
+    """An embedding with dropout; notes each loss."""
+
+    def __init__(self, nan_on_rank: int | None = None) -> None:
+        super().__init__()
+        self.embedding, self.dropout = torch.nn.Embedding(64, 64), torch.nn.Dropout(0.3)
+        self.losses, self.nan_on_rank = [], nan_on_rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.dropout(self.embedding(batch["input_ids"]))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.losses.append((self.trainer.global_step, loss.item()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def make_data(folder: Path) -> Path:
+    ids = np.random.default_rng(0).integers(0, 64, 4000)
+    with ShardWriter(folder, "train", 64) as writer:
+        writer.append(ids)
+    return folder / "train_000000.bin"
+
+
+def fit(data: Path, saver: Any, steps: int, ckpt_path: Any = None, num_workers: int = 0, **options: Any) -> Any:
+    torch.manual_seed(0 if ckpt_path is None else 99)
+    defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "limit_val_batches": 0}
+    trainer = pl.Trainer(
+        max_steps=steps, callbacks=[saver], enable_progress_bar=False, enable_model_summary=False,
+        **{**defaults, **options},
+    )  # fmt: skip
+    loader = TokenData(train=str(data), val=str(data), seq_len=8, micro_batch_size=2, num_workers=num_workers, seed=3)
+    model = Model()
+    trainer.fit(model, loader, ckpt_path=ckpt_path)
+    return trainer, model
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_with_token_data_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path, num_workers):
+    data, options = make_data(tmp_path), {"num_workers": num_workers, "accumulate_grad_batches": 2}
+    _, whole = fit(data, SafeCheckpoint(tmp_path / "a", every_n_train_steps=3, keep_last=9), 8, **options)
+    _, resumed = fit(data, SafeCheckpoint(tmp_path / "b"), 8, tmp_path / "a" / "step=3.ckpt", **options)
+    assert resumed.losses == whole.losses[6:]
+    assert torch.equal(resumed.embedding.weight, whole.embedding.weight)
+
+
+def two_ranks(rank: int, folder: Path, data: Path) -> None:
+    ddp = {"strategy": "ddp", "devices": 2}
+    saver = SafeCheckpoint(folder / "a", every_n_train_steps=3, every_n_minutes=1e-9, keep_last=9)
+    trainer, whole = fit(data, saver, 6, log_every_n_steps=2, **ddp)
+    assert sorted(read_record(path).step for path in (folder / "a").glob("step*")) == [2, 3, 4, 6]
+    assert saver.last_model_path == str(folder / "a" / "last.ckpt")  # on each rank
+    states = torch.load(folder / "a" / "step=3.ckpt", weights_only=True)[KEY]["rng"]
+    assert len(states) == 2
+    _, resumed = fit(data, SafeCheckpoint(folder / "b"), 6, folder / "a" / "step=3.ckpt", **ddp)
+    assert resumed.losses == whole.losses[3:]  # with each rank's own dropout
+    # one rank's NaN is every rank's
+    with torch.no_grad():
+        trainer.lightning_module.embedding.weight[0, 0] = float("nan") if rank == 1 else 0.0
+    assert saver._new_record(trainer, permanent=False).finite is False
+
+
+def test_two_ranks_save_and_resume_together(tmp_path):
+    run(two_ranks, tmp_path, make_data(tmp_path))
+
+
+CLASSIC = """
+import sys
+import pytorch_lightning as pl, torch
+from lightning_tricks import SafeCheckpoint
+from torch.utils.data import DataLoader
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
+for steps, path in ((4, None), (6, "saved/last.ckpt")):
+    trainer = pl.Trainer(max_steps=steps, callbacks=[SafeCheckpoint("saved", every_n_train_steps=2)], **quiet)
+    trainer.fit(Model(), DataLoader(torch.ones(99, 2)), ckpt_path=path)
+    assert len(trainer.checkpoint_callbacks) == 1
+"""
+
+
+def test_it_works_with_the_package_pytorch_lightning(tmp_path):
+    subprocess.run([python("pytorch_lightning"), "-c", CLASSIC], cwd=tmp_path, check=True)
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"step=4.ckpt", "step=6.ckpt", "last.ckpt"}
