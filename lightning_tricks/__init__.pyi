@@ -17,6 +17,7 @@ from lightning_tricks.callbacks import MetricBuffer as MetricBuffer
 from lightning_tricks.callbacks import MFUMonitor as MFUMonitor
 from lightning_tricks.callbacks import PrecisionMonitor as PrecisionMonitor
 from lightning_tricks.callbacks import PredictionWriter as PredictionWriter
+from lightning_tricks.callbacks import Preemption as Preemption
 from lightning_tricks.callbacks import RankMonitor as RankMonitor
 from lightning_tricks.callbacks import SafeCheckpoint as SafeCheckpoint
 from lightning_tricks.callbacks import SampleText as SampleText

@@ -7,6 +7,8 @@ Trainer may be of either package, `lightning` or `pytorch_lightning`.
 
 import importlib
 import subprocess
+import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -142,6 +144,34 @@ def launched_processes(trainer: Any) -> list[subprocess.Popen]:
     return [process for process in processes if isinstance(process, subprocess.Popen)]
 
 
+def dismiss_process_observer() -> None:
+    """Let the `launched_processes` end with any exit code: a thread of Lightning kills this process for one but 0.
+
+    Read from `_ChildProcessObserver` (fabric/strategies/launchers/subprocess_script.py).
+    """
+    for thread in threading.enumerate():
+        if is_a(thread, "_ChildProcessObserver"):
+            vars(thread)["_child_processes"] = []
+
+
+def signal_connector(trainer: Any) -> Any:
+    """The object whose `register_signal_handlers` installs Lightning's handlers after `setup`, before the sanity check.
+
+    Its `teardown` puts those of before back: the last thing that a Trainer does at its end, after an exception too.
+    Read from `_SignalConnector` (trainer/connectors/signal_connector.py) and `Trainer._teardown`.
+    """
+    return trainer._signal_connector
+
+
+def sigterm_broadcast(trainer: Any) -> tuple[Any, str] | None:
+    """Owner and name of the method by which rank 0 tells the others of a SIGTERM, in each micro-batch; None without it.
+
+    Read from `_TrainingEpochLoop._broadcast_sigterm_tensor` (loops/training_epoch_loop.py).
+    """
+    owner, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
+    return (owner, name) if hasattr(owner, name) else None
+
+
 def validation_is_due(trainer: Any) -> bool:
     """Whether a validation comes after the micro-batch that ends now.
 
@@ -215,6 +245,23 @@ def shift_micro_batches(checkpoint: dict[str, Any], by: int) -> None:
             tracker[name] += by
 
 
+def slurm_environment(trainer: Any) -> Any:
+    """Lightning's SLURMEnvironment if the Trainer runs in one, else None.
+
+    Read from `_AcceleratorConnector.cluster_environment` (trainer/connectors/accelerator_connector.py).
+    """
+    environment = trainer._accelerator_connector.cluster_environment
+    return environment if is_a(environment, "SLURMEnvironment") else None
+
+
+def slurm_checkpoint(trainer: Any) -> Path:
+    """The path of the next checkpoint from which a fit under SLURM without a `ckpt_path` goes on.
+
+    Read from `_CheckpointConnector.hpc_save_path` (trainer/connectors/checkpoint_connector.py).
+    """
+    return Path(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
 def configured_optimizers(module: Any) -> tuple[list[Any], list[Any]]:
     """Optimizers and scheduler configurations that `configure_optimizers` returns, each in a list, checked.
 
@@ -241,6 +288,11 @@ def steps_between_saves(trainer: Any) -> list[int]:
     """`every_n_train_steps` of each ModelCheckpoint that has one. Read from callbacks/model_checkpoint.py."""
     every = [getattr(callback, "_every_n_train_steps", 0) for callback in trainer.checkpoint_callbacks]
     return [steps for steps in every if steps]
+
+
+def last_saved_step(saver: Any) -> int:
+    """`trainer.global_step` when a ModelCheckpoint last saved, 0 if never. Read from callbacks/model_checkpoint.py."""
+    return int(getattr(saver, "_last_global_step_saved", 0))
 
 
 def has_versions(logger: Any) -> bool:

@@ -4,6 +4,8 @@ A test that fails here after an update of Lightning names the function to read a
 """
 
 import ast
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from monitored import Memory
+from preloaded import python
 from short_run import events
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
@@ -281,6 +284,119 @@ def test_launched_processes_are_the_ranks_that_the_trainer_has_started(monkeypat
     monkeypatch.setattr(file, "_launch_process_observer", lambda _: None)  # it kills this process when one fails
     trainer.strategy.launcher.launch(lambda: None, trainer=trainer)
     assert [process.wait() for process in _trainer.launched_processes(trainer)] == [0, 0]
+
+
+def test_without_its_observer_a_process_outlives_a_child_that_fails(tmp_path):
+    code = """
+import os, subprocess, sys
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning_tricks._trainer import dismiss_process_observer
+child = subprocess.Popen([sys.executable, "-c", "input(); raise SystemExit(143)"], stdin=subprocess.PIPE)
+observer = _ChildProcessObserver(main_pid=os.getpid(), child_processes=[child], sleep_period=0.2)
+observer.start()
+if sys.argv[1:]:
+    dismiss_process_observer()
+child.communicate(b"now")
+observer.join()
+"""
+    command = [python(), "-c", code]
+    assert subprocess.run(command, cwd=tmp_path).returncode == -signal.SIGKILL
+    assert subprocess.run([*command, "dismiss"], cwd=tmp_path).returncode == 0
+
+
+def test_the_signal_connector_installs_handlers_after_setup_and_puts_back_as_the_last_act(tmp_path):
+    seen: list[str] = []
+
+    class Asks(pl.Callback):
+        def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
+            seen.append("setup")
+
+        def on_sanity_check_start(self, *_: Any) -> None:
+            seen.append("sanity check")
+
+        def on_exception(self, *_: Any) -> None:
+            seen.append("exception")
+
+    class Checks(Model):
+        def validation_step(self, *_: Any) -> None:
+            raise RuntimeError
+
+    trainer = trainer_with(Asks())
+    connector = _trainer.signal_connector(trainer)
+    install, put_back = connector.register_signal_handlers, connector.teardown
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        replaced(connector, "register_signal_handlers", lambda: (seen.append("install"), install())),
+        replaced(connector, "teardown", lambda: (seen.append("put back"), put_back())),
+        pytest.raises(RuntimeError),
+    ):
+        trainer.fit(Checks(), data(), data())
+    assert seen == ["setup", "install", "sanity check", "exception", "put back"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_sigterm_broadcast_comes_before_each_batch_of_several_processes(monkeypatch):
+    seen: list[str] = []
+
+    class Two(pl.Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+            monkeypatch.setattr(type(trainer), "world_size", 2)
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append("batch")
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            monkeypatch.undo()
+
+    trainer = trainer_with(Two())
+    owner, name = _trainer.sigterm_broadcast(trainer)
+    with replaced(owner, name, lambda: seen.append("broadcast")):
+        trainer.fit(Model(), data(2))
+    assert seen == ["broadcast", "batch", "batch"]  # the second batch belongs to one process again
+
+
+@pytest.mark.parametrize(("every", "limit"), [(2, 1), (3, 1), (2, 0)])
+def test_validation_is_due_before_a_validation_and_only_then(every, limit):
+    seen: list[bool | str] = []
+
+    class Asks(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            seen.append(_trainer.validation_is_due(trainer))
+
+        def on_validation_end(self, *_: Any) -> None:
+            seen.append("validated")
+
+    class Validates(Model):
+        def validation_step(self, *_: Any) -> None:
+            pass
+
+    options = {"val_check_interval": every, "limit_val_batches": limit, "num_sanity_val_steps": 0}
+    trainer_with(Asks(), **options).fit(Validates(), data(6), data(2))
+    due = [False] * (every - 1) + [True, "validated"]
+    assert seen == (due * (6 // every) if limit else [False] * 6)
+
+
+def test_slurm_environment_and_the_checkpoint_that_lightning_goes_on_from(tmp_path, monkeypatch):
+    assert _trainer.slurm_environment(trainer_with()) is None
+    for name, value in {"NTASKS": 1, "JOB_ID": 12, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_NAME": "train"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("MASTER_PORT", "0")
+    trainer = trainer_with(default_root_dir=tmp_path, max_steps=2, max_epochs=None)
+    assert _trainer.slurm_environment(trainer).auto_requeue
+    trainer.fit(Model(), data())
+    trainer.save_checkpoint(_trainer.slurm_checkpoint(trainer))
+    again = trainer_with(default_root_dir=tmp_path, max_steps=3, max_epochs=None)
+    again.fit(Model(), data(), weights_only=False)
+    assert again.ckpt_path == str(tmp_path / "hpc_ckpt_1.ckpt")
+    assert _trainer.slurm_checkpoint(again) == tmp_path / "hpc_ckpt_2.ckpt"
+
+
+def test_last_saved_step_is_that_of_the_newest_checkpoint(tmp_path):
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    assert _trainer.last_saved_step(saver) == 0
+    trainer_with(saver, max_steps=3, max_epochs=None).fit(Model(), data())
+    assert _trainer.last_saved_step(saver) == 2
 
 
 @pytest.mark.parametrize("optimizers", [0, 1, 2])

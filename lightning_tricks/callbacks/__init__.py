@@ -3,6 +3,7 @@
 from lightning_tricks.guards.exact_resume.exact_resume import ExactResume as ExactResume
 from lightning_tricks.guards.init_from import InitFrom as InitFrom
 from lightning_tricks.guards.lean_loop import LeanLoop as LeanLoop
+from lightning_tricks.guards.preemption.preemption import Preemption as Preemption
 from lightning_tricks.guards.saving.safe_checkpoint import SafeCheckpoint as SafeCheckpoint
 from lightning_tricks.metrics.metric_buffer import MetricBuffer as MetricBuffer
 from lightning_tricks.monitors.compression_baseline import CompressionBaseline as CompressionBaseline

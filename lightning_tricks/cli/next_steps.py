@@ -69,6 +69,12 @@ def _options_of_run(trainer: Any, options: Sequence[str], *dropped: str) -> list
     return ["--config", short(saved)] if os.path.isfile(saved) else _without(options, *dropped)
 
 
+def go_on(trainer: Any, options: Sequence[str], checkpoint: str) -> str:
+    """The line to print after a `fit` with these options that was stopped: how to go on to its end."""
+    same = _options_of_run(trainer, options, *_START)
+    return f"Go on:       {program()} {shlex.join(['fit', *same, '--ckpt_path', short(checkpoint)])}"
+
+
 def next_steps(trainer: Any, options: Sequence[str], has_lr: bool, resume: str | None = None) -> list[str]:
     """The lines to print after a `fit` with these options.
 

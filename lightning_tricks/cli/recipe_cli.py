@@ -19,19 +19,20 @@ from lightning_tricks._errors import UsageError, one_line_and_exit
 from lightning_tricks._exit import end_within
 from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._suggest import did_you_mean
-from lightning_tricks.callbacks import InitFrom, PredictionWriter, RankMonitor, TrainingProgressBar
+from lightning_tricks.callbacks import InitFrom, PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli import same_checkpoint
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, finds_itself
 from lightning_tricks.cli.class_change import change_lines, watch_class_changes
 from lightning_tricks.cli.fit_options import FIT_OPTIONS, check_fit_options
-from lightning_tricks.cli.next_steps import next_steps, program
+from lightning_tricks.cli.next_steps import go_on, next_steps, program
 from lightning_tricks.cli.parse_errors import parse_message
 from lightning_tricks.cli.recipe_parser import RecipeParser, check_options, join_negative_numbers, lightning_cli
 from lightning_tricks.cli.recipe_text import check_values
 from lightning_tricks.cli.run_errors import trainer_line, usage_errors
 from lightning_tricks.cli.run_folder import RunFolder, check_folders
 from lightning_tricks.commands import COMMANDS
+from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin
 
 # Advertisements, and statements that are of no use or not true here: a resume follows the recipe's settings and not the
@@ -176,7 +177,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
         return trainer
 
     def _add_callbacks(self, config: Any) -> None:
-        """Add progress bar and prediction writer to the Trainer's settings, unless the recipe has its own or none."""
+        """Add progress bar, prediction writer and Preemption to the settings, unless the recipe has its own or none."""
         callbacks = config.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
 
@@ -187,6 +188,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
             callbacks = [TrainingProgressBar(), *callbacks]
         if self.subcommand == "predict" and not has(PredictionWriter, pl.callbacks.BasePredictionWriter):
             callbacks = [*callbacks, PredictionWriter(self.config["predict"]["output"])]
+        if self.subcommand == "fit" and not has(Preemption):
+            callbacks = [*callbacks, Preemption()]
         config["callbacks"] = callbacks
         if isinstance(self.model, OptimizerMixin) and not has(pl.callbacks.ModelSummary):
             # the table of the parameter groups says as much; `enable_model_summary: true` brings it back
@@ -197,6 +200,11 @@ class RecipeCLI(lightning_cli.LightningCLI):
         try:
             with self._run_folder:
                 super()._run_subcommand(subcommand)
+        except Preempted as stop:
+            trainer: Any = self.trainer
+            if trainer.is_global_zero:
+                print(go_on(trainer, self._options(), stop.checkpoint), file=sys.stderr)
+            raise
         finally:
             same_checkpoint.forget()
 
@@ -238,15 +246,18 @@ class RecipeCLI(lightning_cli.LightningCLI):
             init_from.check()
         trainer.callbacks.insert(0, init_from)
 
+    def _options(self) -> list[str]:
+        """The options of `fit` as typed; none where the recipe was given from Python."""
+        return self._given[self._given.index("fit") + 1 :] if isinstance(self._given, list) else []
+
     def after_fit(self) -> None:
         """Say where the results are and what to do with them."""
         trainer: Any = self.trainer
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        options = self._given[self._given.index("fit") + 1 :] if isinstance(self._given, list) else []
         optimizer = (self.config["fit"]["model"].get("init_args") or {}).get("optimizer") or {}
         has_lr = "lr" in (optimizer.get("init_args") or {})
-        print("", *next_steps(trainer, options, has_lr, self.config["fit"].get("resume")), sep="\n")
+        print("", *next_steps(trainer, self._options(), has_lr, self.config["fit"].get("resume")), sep="\n")
 
 
 class _Untrained(RecipeCLI):

@@ -14,6 +14,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_only
 from lightning_tricks._trainer import choose_version, chosen_version, has_versions, logging_step, next_version
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, short
+from lightning_tricks.guards.preemption.preemption import Preempted
 
 
 def check_folders(trainer: Any) -> None:
@@ -63,7 +64,7 @@ class RunFolder(pl.Callback):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._filters.close()
-        if kind is None or self._started:
+        if kind is None or self._started or issubclass(kind, Preempted):
             return
         for folder in self._made:
             shutil.rmtree(folder, ignore_errors=True)

@@ -114,6 +114,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if stage != "fit":
             return
         retention = Retention(self.keep_last, self.keep_best, "max" if self.mode == "max" else "min")
+        self._last_global_step_saved = -1  # so that `save_now` saves step 0 as well
         self._folder = CheckpointFolder(Path(str(self.dirpath)), retention, self._on_update)
         if trainer.is_global_zero:
             self._folder.sweep()

@@ -1,0 +1,1 @@
+"""A run that is told to stop finishes its step, saves and leaves."""

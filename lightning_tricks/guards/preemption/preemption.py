@@ -1,0 +1,256 @@
+"""Stop on request without losing a step: finish it, save once, leave with an exit code that says so."""
+
+import atexit
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._replaced import replaced
+from lightning_tricks._trainer import (
+    batch_progress,
+    dismiss_process_observer,
+    is_accumulating,
+    is_restarting,
+    launched_processes,
+    signal_connector,
+    sigterm_broadcast,
+    slurm_environment,
+    validation_follows,
+)
+from lightning_tricks.guards.preemption.agreement import Agreement
+from lightning_tricks.guards.preemption.loader_workers import shielded_workers
+from lightning_tricks.guards.preemption.save import link_for_slurm, save
+from lightning_tricks.guards.preemption.slurm import job_id, requeue
+from lightning_tricks.guards.preemption.stop_signals import Reason, StopSignals
+from lightning_tricks.guards.preemption.time_limit import deadline
+
+_CHILDREN_SECONDS = 30.0  # for the processes of Lightning's launcher to leave, after this one has
+
+
+class Preempted(SystemExit):
+    """Raised by `Preemption` between two steps: the run is saved and ends its process.
+
+    Args:
+        code: of the process.
+        step: optimizer steps done.
+        checkpoint: path of the checkpoint to go on from.
+    """
+
+    def __init__(self, code: int, step: int, checkpoint: str) -> None:
+        super().__init__(code)
+        self.step, self.checkpoint = step, checkpoint
+
+
+class Preemption(pl.Callback):
+    """Save and leave when the run is told to stop: ends the process between two steps, and never changes training.
+
+    SIGTERM, SIGUSR1, Ctrl-C and the time limit have one effect: the running optimizer step is finished, with all of its
+    micro-batches, its logging and the validation that is due; then one checkpoint is saved, and the process ends with
+    exit code 143 (130 after Ctrl-C). Nothing is lost, and nothing is done twice. After the run's last step the fit ends
+    as ever. A second Ctrl-C stops at once.
+
+    With several processes it is enough that one of them gets the signal: all stop after the same step, the one after
+    that in which the signal came. On SLURM, SIGUSR1 and the time limit put the job back into the queue, if
+    `SLURMEnvironment.auto_requeue` is on, as it is by default; SIGTERM does not, since `scancel` sends it.
+
+    The checkpoint is that of a callback with `save_now`, such as `SafeCheckpoint`; otherwise `last.ckpt` in the folder
+    of the first ModelCheckpoint, or in `default_root_dir`. While the fit runs, Lightning's own handlers are not
+    installed. This callback moves to the end of the list of callbacks, so that it saves what all others have done.
+
+    Args:
+        max_minutes: time limit, from the start of the process; None for no limit but that of the SLURM job.
+        slurm_margin_minutes: how long before the end of its SLURM job a run leaves: long enough for a step, a
+            validation and a save. A short job is left a tenth of its time before its end.
+        exit_code: of the process, for schedulers that take any other code than 0 for a failure; None for 143 and 130,
+            which shells give a process that a signal has ended.
+
+    Raises:
+        UsageError: a number is out of its range.
+    """
+
+    def __init__(
+        self, max_minutes: float | None = None, slurm_margin_minutes: float = 5.0, exit_code: int | None = None
+    ) -> None:
+        if max_minutes is not None and not max_minutes > 0:
+            raise UsageError(f"Preemption.max_minutes={max_minutes}: give more than 0, or leave it out")
+        if not slurm_margin_minutes >= 0:
+            raise UsageError(f"Preemption.slurm_margin_minutes={slurm_margin_minutes}: give 0 or more")
+        if exit_code is not None and not 0 <= exit_code <= 255:
+            raise UsageError(f"Preemption.exit_code={exit_code}: give a number from 0 to 255, or leave it out")
+        self.max_minutes, self.slurm_margin_minutes, self.exit_code = max_minutes, slurm_margin_minutes, exit_code
+        self.deadline = math.inf  # on the clock of time.monotonic
+        self._replacements = ExitStack()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Reset the state that belongs to one fit."""
+        self._replacements.close()
+        self._signals: StopSignals | None = None
+        self._ranks: Agreement | None = None
+        self._reason = Reason.NONE  # on which all ranks agree
+        self._checkpoint: str | None = None  # saved because of it
+        self._leaving = False
+
+    def setup(self, trainer: Any, pl_module: Module, stage: str) -> None:
+        """Take the signals over; all ranks must call."""
+        if stage != "fit" or trainer.fast_dev_run:
+            return
+        self._forget()
+        if trainer.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
+            rank_zero_warn("Preemption stays off: the processes have no torch.distributed to agree by")
+            return
+        # a new list: Lightning is iterating over the old one
+        trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
+        self.deadline = deadline(self.max_minutes, self.slurm_margin_minutes)
+        self._ranks = Agreement(trainer.world_size)
+        self._signals = StopSignals(_signals_of(trainer))
+        self._signals.install()
+        self._replacements.enter_context(shielded_workers())
+        connector = signal_connector(trainer)
+        self._replacements.enter_context(replaced(connector, "register_signal_handlers", lambda: None))
+        self._replacements.enter_context(replaced(connector, "teardown", self._end_of_trainer(connector.teardown)))
+        if (owner_and_name := sigterm_broadcast(trainer)) is not None:
+            self._replacements.enter_context(replaced(*owner_and_name, lambda: None))
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Leave if a signal has come before the first step: during the setup, or in the sanity check."""
+        if self._ranks is None:
+            return
+        self._reason = Reason(self._ranks.now(self._asked()))
+        if self._reason:
+            resumed = is_restarting(trainer) or (trainer.ckpt_path and _is_untouched(trainer))
+            self._checkpoint = str(trainer.ckpt_path) if resumed else self._save(trainer)  # there is nothing new yet
+            self._leave(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        """Leave the loops' state out before the first batch: Lightning restores it to a step that is one too high."""
+        if _is_untouched(trainer):
+            checkpoint.pop("loops", None)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Ask the ranks after each optimizer step, and save if one is to stop and no validation comes first."""
+        if self._ranks is None or is_accumulating(trainer):
+            return
+        if not self._reason:
+            self._reason = Reason(self._ranks.later(self._asked()))
+        if self._reason and self._checkpoint is None and not validation_follows(trainer):
+            self._checkpoint = self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """The same after a validation, in which a signal may have come."""
+        if self._ranks is None or trainer.sanity_checking or is_accumulating(trainer):
+            return
+        if not self._reason:
+            self._reason = Reason(self._ranks.now(self._asked()))
+        if self._reason and self._checkpoint is None:
+            self._checkpoint = self._save(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        """Leave before the next step: the one before has been logged by now."""
+        if self._checkpoint is not None:
+            self._leave(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        """Give the signals back, unless the process is leaving."""
+        if self._signals is not None and not isinstance(exception, Preempted):
+            self._signals.put_back()
+
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """The end of a fit that was not stopped."""
+        if stage == "fit" and self._ranks is not None:
+            self._ranks.close(in_order=True)
+            self._forget()
+
+    def _asked(self) -> Reason:
+        assert self._signals is not None
+        over_time = Reason.TIME_LIMIT if time.monotonic() >= self.deadline else Reason.NONE
+        return max(self._signals.received, over_time)
+
+    def _save(self, trainer: Any) -> str:
+        assert self._ranks is not None
+        checkpoint = save(trainer, self._ranks.barrier)
+        if _requeues(trainer) and self._reason is not Reason.CTRL_C:
+            link_for_slurm(trainer, checkpoint)
+        return checkpoint
+
+    def _leave(self, trainer: Any) -> None:
+        """End this process together with the other ranks'. Its launcher may send SIGTERM when the first is gone."""
+        assert self._ranks is not None
+        assert self._signals is not None
+        assert self._checkpoint is not None
+        self._leaving = True
+        self._ranks.barrier()
+        dismiss_process_observer()
+        if children := launched_processes(trainer):
+            atexit.register(_end_all, children)
+        if trainer.is_global_zero:
+            self._say(trainer)
+        code = 130 if self._reason is Reason.CTRL_C else 143
+        stop = Preempted(code if self.exit_code is None else self.exit_code, trainer.global_step, self._checkpoint)
+        weakref.finalize(stop, self._signals.put_back).atexit = False  # until a program drops it, no signal is obeyed
+        try:
+            raise stop
+        finally:
+            del stop  # or the exception would hold itself
+
+    def _say(self, trainer: Any) -> None:
+        why = {
+            Reason.TIME_LIMIT: "at the time limit",
+            Reason.REQUEUE: f"by {signal.Signals(_requeue_signal(trainer)).name}",
+            Reason.SIGTERM: "by SIGTERM",
+            Reason.CTRL_C: "by Ctrl-C",
+        }[self._reason]
+        print(f"\nStopped {why} after step {trainer.global_step}: {self._checkpoint}", file=sys.stderr, flush=True)
+        job = job_id(os.environ)
+        if self._reason in (Reason.REQUEUE, Reason.TIME_LIMIT) and _requeues(trainer) and job is not None:
+            print(requeue(job), file=sys.stderr, flush=True)
+
+    def _end_of_trainer(self, lightnings: Any) -> Any:
+        """Lightning's own last act after a fit or an exception, with ours."""
+
+        def teardown() -> None:
+            lightnings()
+            if self._signals is not None and not self._leaving:
+                self._signals.put_back()
+                self._signals.put_back_ctrl_c()
+            self._replacements.close()
+
+        return teardown
+
+
+def _is_untouched(trainer: Any) -> bool:
+    """Whether the run has not seen a batch yet, in this process or before."""
+    return batch_progress(trainer).total.ready == 0
+
+
+def _requeues(trainer: Any) -> bool:
+    """Whether SLURM runs the job again when it is asked to."""
+    return bool(getattr(slurm_environment(trainer), "auto_requeue", False))
+
+
+def _requeue_signal(trainer: Any) -> int:
+    """The signal by which SLURM says that a job's time is nearly over: the user names it, with `sbatch --signal`."""
+    return int(getattr(slurm_environment(trainer), "requeue_signal", None) or signal.SIGUSR1)
+
+
+def _signals_of(trainer: Any) -> dict[int, Reason]:
+    return {_requeue_signal(trainer): Reason.REQUEUE, signal.SIGTERM: Reason.SIGTERM, signal.SIGINT: Reason.CTRL_C}
+
+
+def _end_all(processes: list[subprocess.Popen]) -> None:
+    """Wait for processes to end, and kill any that hangs."""
+    until = time.monotonic() + _CHILDREN_SECONDS
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, until - time.monotonic()))
+        process.kill()

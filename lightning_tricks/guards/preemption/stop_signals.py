@@ -1,0 +1,87 @@
+"""Signals that ask a run to stop: the handler only notes the reason, in the process that installed it."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any
+
+SECOND_CTRL_C_SECONDS = 1.0  # a launcher may hand on the SIGINT that a terminal has sent to all processes already
+
+
+class Reason(IntEnum):
+    """Why a run stops. Where ranks have different reasons, the largest counts: a user's wish before a scheduler's."""
+
+    NONE = 0
+    TIME_LIMIT = 1
+    REQUEUE = 2
+    SIGTERM = 3
+    CTRL_C = 4
+
+
+class StopSignals:
+    """Handlers for the signals that ask a run to stop.
+
+    A second Ctrl-C, at least a second after the first, raises KeyboardInterrupt. A process that was forked from this
+    one inherits the handlers; there they act as those that they replaced.
+
+    Args:
+        reasons: by signal number. SIGUSR1 and its like are left to a handler that the program has installed already,
+            and every signal that is ignored stays so: `nohup` and a shell's `&` ask for that.
+    """
+
+    def __init__(self, reasons: Mapping[int, Reason]) -> None:
+        self._reasons = reasons
+        self._before: dict[int, Any] = {}
+        self._process = os.getpid()
+        self._first_ctrl_c: float | None = None
+        self.received = Reason.NONE
+
+    def install(self) -> None:
+        """Take the signals over; no effect outside the main thread, where Python allows no handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, reason in self._reasons.items():
+            before = signal.getsignal(number)
+            others = reason is Reason.REQUEUE and callable(before)
+            if before not in (None, signal.SIG_IGN) and not others:
+                self._before[number] = before
+                signal.signal(number, self._note)
+
+    def put_back(self) -> None:
+        """Install the handlers of before, except where somebody else has installed one since. Idempotent."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, before in list(self._before.items()):
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, before)
+                del self._before[number]
+
+    def put_back_ctrl_c(self) -> None:
+        """The same for SIGINT where Lightning ignores it: it does so while it shuts a run down."""
+        before = self._before.pop(signal.SIGINT, None)
+        if before is not None and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, before)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:
+            signal.signal(number, self._before.get(number, signal.SIG_DFL))
+            os.kill(os.getpid(), number)
+            return
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._first_ctrl_c is not None and now - self._first_ctrl_c >= SECOND_CTRL_C_SECONDS:
+                raise KeyboardInterrupt
+            if self._first_ctrl_c is None:
+                self._first_ctrl_c = now
+                _write("Ctrl-C: the step is finished and saved first; a second Ctrl-C stops at once")
+        self.received = max(self.received, self._reasons[number])
+
+
+def _write(line: str) -> None:
+    """Print from a signal handler, which may have interrupted another print."""
+    with suppress(OSError):  # nobody reads it
+        os.write(2, f"\n{line}\n".encode())

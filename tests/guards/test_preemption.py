@@ -1,0 +1,100 @@
+"""A run that is told to stop, at every place: its exit code, one new checkpoint, and nothing lost or done twice."""
+
+import json
+
+import pytest
+from preempted_run import STEPS, cases, make_data
+from two_processes import run
+
+HOWS = ("SIGTERM", "SIGUSR1", "SIGINT", "deadline")
+# the step after which one process stops
+PLACES = {
+    "setup": 0, "sanity check": 0, "compile": 1, "window": 3, "step": 3, "save": 3, "validation is due": 4,
+    "validation": 4, "loader": 5,
+}  # fmt: skip
+
+
+def code_of(how: str) -> int:
+    return 130 if how == "SIGINT" else 143
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    run(
+        cases,
+        1,
+        "ModelCheckpoint",
+        data,
+        folder,
+        [(place, how, (0,)) for place in (*PLACES, "last step") for how in HOWS],
+        world=1,
+    )
+    return folder
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("place", PLACES)
+def test_one_process(alone, place, how):
+    case = alone / f"{place}-{how}-0"
+    result = json.loads((case / "result0.json").read_text())
+    step = PLACES[place]
+    assert (result["code"], result["again"]) == (code_of(how), None)
+    assert result["files"] == ["last.ckpt"]
+    assert result["steps"] == [[step, step // 2]]  # what is due at that step is validated before
+    assert result["lines"] == 2 * step
+    for name in ("losses0.txt", "csv/metrics.csv"):
+        assert (case / name).read_text() == (alone / "unbroken" / name).read_text()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_in_the_last_step_the_run_ends_as_ever(alone, how):
+    result = json.loads((alone / f"last step-{how}-0" / "result0.json").read_text())
+    assert (result["code"], result["lines"]) == (None, 2 * STEPS)
+
+
+# With two processes a stop is agreed upon one step later, or after the validation in between. Each place has two of the
+# four reasons, and each reason comes to rank 0 alone, to rank 1 alone and to both.
+TOGETHER = {**PLACES, "compile": 2, "window": 4, "step": 4, "save": 4, "loader": 6}
+RANKS = ((0,), (1,), (0, 1))
+PAIRS = [
+    (place, HOWS[(i + 2 * j) % 4], (0,) if place == "save" else RANKS[(i + j) % 3])
+    for i, place in enumerate(TOGETHER)
+    for j in range(2)
+]
+
+
+@pytest.fixture(scope="module")
+def together(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("together")
+    run(cases, 2, "SafeCheckpoint", data, folder, [*PAIRS, ("last step", "SIGTERM", (1,))])
+    return folder
+
+
+@pytest.mark.parametrize(("place", "how", "ranks"), PAIRS)
+def test_two_processes(together, place, how, ranks):
+    case = together / f"{place}-{how}-{'-'.join(map(str, ranks))}"
+    results = [json.loads((case / f"result{rank}.json").read_text()) for rank in (0, 1)]
+    step = TOGETHER[place]
+    assert [(result["code"], result["again"]) for result in results] == [(code_of(how), None)] * 2
+    assert results[0]["steps"] == [[3, 1]] * (step > 3) + [[step, step // 2]]  # that of an interval, and the new one
+    assert [result["lines"] for result in results] == [2 * step] * 2
+    for name in ("losses0.txt", "losses1.txt", "csv/metrics.csv"):
+        assert (case / name).read_text() == (together / "unbroken" / name).read_text()
+
+
+def test_every_reason_and_every_choice_of_ranks_occurs():
+    assert {how for _, how, _ in PAIRS} == set(HOWS)
+    assert {ranks for _, _, ranks in PAIRS} == set(RANKS)
+
+
+def test_a_rank_that_is_told_in_the_last_step_lets_the_run_end(together):
+    codes = [json.loads((together / "last step-SIGTERM-1" / f"result{r}.json").read_text())["code"] for r in (0, 1)]
+    assert codes == [None, None]

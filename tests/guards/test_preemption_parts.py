@@ -1,0 +1,453 @@
+"""The parts of Preemption: whose signals they are, when a job ends, who is asked to run it again."""
+
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from torch.utils.data import DataLoader
+from two_processes import run
+
+from lightning_tricks import Preemption
+from lightning_tricks._errors import UsageError
+from lightning_tricks.guards.preemption import stop_signals
+from lightning_tricks.guards.preemption.agreement import Agreement
+from lightning_tricks.guards.preemption.loader_workers import shielded_workers
+from lightning_tricks.guards.preemption.preemption import Preempted
+from lightning_tricks.guards.preemption.slurm import job_id, requeue
+from lightning_tricks.guards.preemption.stop_signals import Reason, StopSignals
+from lightning_tricks.guards.preemption.time_limit import deadline, process_start, seconds_left_in_job
+
+NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+def handlers():
+    return [signal.getsignal(number) for number in NUMBERS]
+
+
+class Model(pl.LightningModule):
+    """Calls `act` in its third step."""
+
+    def __init__(self, act=lambda: None):
+        super().__init__()
+        self.layer, self.act = torch.nn.Linear(2, 1), act
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.act()
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder, act, *callbacks, preemption=None, loader=None, **options):
+    """The exception with which a fit of 6 steps ends, None if it comes to its end."""
+    warnings.simplefilter("ignore")
+    trainer = pl.Trainer(
+        max_steps=6, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, default_root_dir=folder,
+        enable_model_summary=False, callbacks=[preemption or Preemption(), *callbacks],
+        **{"enable_checkpointing": bool(callbacks), **options},
+    )  # fmt: skip
+    try:
+        trainer.fit(Model(act), loader or DataLoader(torch.ones(9, 2)))
+    except BaseException as error:
+        return error.with_traceback(None)
+    return None
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def step_of(path):
+    return torch.load(path, weights_only=True)["global_step"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_minutes": 0}, "Preemption.max_minutes=0: give more than 0"),
+        ({"max_minutes": math.nan}, "Preemption.max_minutes=nan"),
+        ({"slurm_margin_minutes": -1}, "Preemption.slurm_margin_minutes=-1: give 0 or more"),
+        ({"exit_code": 256}, "Preemption.exit_code=256: give a number from 0 to 255"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        Preemption(**options)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_exit_code_is_that_of_the_option(tmp_path, number):
+    stop = fit(tmp_path, lambda: os.kill(os.getpid(), number), preemption=Preemption(exit_code=0))
+    assert (type(stop), stop.code, stop.step) == (Preempted, 0, 3)
+
+
+def test_without_a_checkpoint_callback_the_checkpoint_is_in_the_root_folder(tmp_path, capfd):
+    stop = fit(tmp_path, terminate)
+    assert stop.checkpoint == str(tmp_path / "last.ckpt")
+    assert f"Stopped by SIGTERM after step 3: {tmp_path / 'last.ckpt'}" in capfd.readouterr().err
+    assert step_of(tmp_path / "last.ckpt") == 3
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["last.ckpt"]
+
+
+def test_an_older_checkpoint_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
+    fit(tmp_path, terminate, ModelCheckpoint(tmp_path))
+    before = (tmp_path / "last.ckpt").read_bytes()
+    real = pl.Trainer.save_checkpoint
+
+    def half(self, filepath, *args, **kwargs):
+        assert (tmp_path / "last.ckpt").read_bytes() == before
+        real(self, filepath, *args, **kwargs)
+        assert (tmp_path / "last.ckpt").read_bytes() == before
+
+    monkeypatch.setattr(pl.Trainer, "save_checkpoint", half)
+    fit(tmp_path, terminate, ModelCheckpoint(tmp_path, save_top_k=0), max_epochs=None)
+    assert step_of(tmp_path / "last.ckpt") == 3
+    assert (tmp_path / "last.ckpt").read_bytes() != before
+
+
+def test_a_save_in_the_background_has_its_name_before_the_process_leaves(tmp_path):
+    written = []
+
+    class Slow(AsyncCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            go = threading.Event()
+            threading.Timer(0.5, go.set).start()
+            inner = self.checkpoint_io.save_checkpoint
+            self.checkpoint_io.save_checkpoint = lambda *args, **kwargs: (go.wait(), inner(*args, **kwargs))
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+            self.checkpoint_io.save_checkpoint = inner if go.is_set() else self.checkpoint_io.save_checkpoint
+            written.append(Path(path).exists())
+
+    stop = fit(tmp_path, terminate, ModelCheckpoint(tmp_path, save_top_k=0), plugins=[Slow()])
+    assert isinstance(stop, Preempted)
+    assert written == [False]
+    assert step_of(tmp_path / "last.ckpt") == 3
+
+
+def test_a_callback_that_saves_by_itself_is_asked_to(tmp_path):
+    class Safe(pl.callbacks.Checkpoint):
+        def save_now(self, trainer):
+            trainer.save_checkpoint(tmp_path / "safe.ckpt")
+            return tmp_path / "safe.ckpt"
+
+    stop = fit(tmp_path, terminate, Safe())
+    assert stop.checkpoint == str(tmp_path / "safe.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["safe.ckpt"]
+
+
+def test_it_saves_what_every_other_callback_has_done_in_the_step(tmp_path):
+    class Counts(pl.Callback):
+        def __init__(self):
+            self.steps = 0
+
+        def on_train_batch_end(self, *_):
+            self.steps += 1
+
+        def state_dict(self):
+            return {"steps": self.steps}
+
+    counts = Counts()
+    fit(tmp_path, terminate, counts, enable_checkpointing=False)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"][counts.state_key] == {"steps": 3}
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path, monkeypatch):
+    seen = []
+
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # of the launcher: too early to be a second one
+        seen.append("still here")
+        monkeypatch.setattr(stop_signals, "SECOND_CTRL_C_SECONDS", 0.0)
+        os.kill(os.getpid(), signal.SIGINT)
+        seen.append("not reached")
+
+    before = handlers()
+    stop = fit(tmp_path, twice)
+    assert (type(stop), stop.code) == (SystemExit, 1)  # what Lightning makes of a KeyboardInterrupt
+    assert seen == ["still here"]
+    assert list(tmp_path.iterdir()) == []
+    assert handlers() == before
+
+
+def test_handlers_are_put_back_after_an_exception_and_after_the_end(tmp_path):
+    before, during = handlers(), []
+
+    def fail():
+        during.append(handlers())
+        raise RuntimeError("power cut")
+
+    assert isinstance(fit(tmp_path, fail), RuntimeError)
+    assert handlers() == before
+    assert fit(tmp_path, lambda: during.append(handlers())) is None
+    assert handlers() == before
+    assert all(now != then for seen in during for now, then in zip(seen, before, strict=True))
+
+
+def test_while_it_leaves_signals_are_of_no_effect_until_the_program_has_caught_it(tmp_path):
+    before = handlers()
+    stop = fit(tmp_path, terminate)
+    assert handlers() != before
+    terminate()
+    del stop
+    assert handlers() == before
+
+
+def test_lightnings_own_handlers_and_its_broadcast_are_back_after_the_fit(tmp_path):
+    trainer = pl.Trainer(
+        max_steps=1, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False, callbacks=[Preemption()], default_root_dir=tmp_path,
+    )  # fmt: skip
+    owners = [trainer._signal_connector, trainer.fit_loop.epoch_loop]
+    before = [dict(vars(owner)) for owner in owners]
+    trainer.fit(Model(), DataLoader(torch.ones(9, 2)))
+    assert [vars(owner).keys() for owner in owners] == [known.keys() for known in before]
+
+
+def test_handlers_that_others_have_installed_or_ignore_are_left_alone():
+    before = handlers()
+    try:
+        signal.signal(signal.SIGUSR1, theirs := lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ours = StopSignals(
+            {signal.SIGUSR1: Reason.REQUEUE, signal.SIGINT: Reason.CTRL_C, signal.SIGTERM: Reason.SIGTERM}
+        )
+        ours.install()
+        assert handlers()[1:] == [theirs, signal.SIG_IGN]
+        signal.signal(signal.SIGTERM, theirs)
+        ours.put_back()
+        assert handlers()[0] is theirs
+    finally:
+        for number, handler in zip(NUMBERS, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_outside_the_main_thread_it_only_knows_the_time(tmp_path):
+    before, ended = handlers(), []
+
+    def work():
+        preemption = Preemption()
+
+        def act():
+            ended.append(handlers())
+            preemption.deadline = 0.0
+
+        ended.append(fit(tmp_path, act, preemption=preemption))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert ended[0] == before
+    assert isinstance(ended[1], Preempted)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_forked_process_acts_as_without_the_handlers(number):
+    ours = StopSignals(dict.fromkeys(NUMBERS, Reason.SIGTERM))
+    ours.install()
+    try:
+        child = os.fork()
+        if child == 0:
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+            except KeyboardInterrupt:
+                os._exit(7)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+    finally:
+        ours.put_back()
+    if number == signal.SIGINT:
+        assert os.waitstatus_to_exitcode(status) == 7
+    else:
+        assert os.waitstatus_to_exitcode(status) == -number
+    assert ours.received is Reason.NONE
+
+
+class Waits(torch.utils.data.Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_loader_workers_outlive_signals_that_are_not_their_loaders(context):
+    with shielded_workers():
+        batches = iter(DataLoader(Waits(), batch_size=None, num_workers=1, multiprocessing_context=context))
+        worker = next(batches)
+        for number in NUMBERS:
+            subprocess.run(["kill", f"-{number}", str(worker)], check=True)
+        assert list(batches) == [worker, worker]
+
+
+def test_a_worker_that_hangs_ends_with_its_loader():
+    with shielded_workers():
+        loader = iter(DataLoader(Waits(), batch_size=None, num_workers=1, multiprocessing_context="fork"))
+        next(loader)
+        (worker,) = loader._workers
+        worker.terminate()
+        worker.join(60)
+        assert worker.exitcode == 0
+
+
+def test_the_time_of_a_process_counts_from_its_start():
+    code = (
+        "import time; before = time.monotonic()\n"
+        "from lightning_tricks.guards.preemption.time_limit import process_start\n"
+        "assert process_start() <= before, (process_start(), before)\n"
+        "assert process_start() > before - 60"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+
+
+def test_max_minutes_is_a_moment_after_the_start(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    assert deadline(None, 5.0) == math.inf
+    assert deadline(2.0, 5.0) == pytest.approx(process_start() + 120, abs=0.1)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 4000))
+    assert deadline(None, 5.0) == pytest.approx(time.monotonic() + 4000 - 300, abs=5)
+    assert deadline(1e-9, 5.0) < time.monotonic()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, math.inf),
+        ({"SLURM_JOB_END_TIME": "soon"}, math.inf),
+        ({"SLURM_JOB_END_TIME": "10000"}, 10000 - 300 - 1000),
+        ({"SLURM_JOB_END_TIME": "10000", "SLURM_JOB_START_TIME": "0"}, 10000 - 300 - 1000),
+        ({"SLURM_JOB_END_TIME": "2000", "SLURM_JOB_START_TIME": "0"}, 2000 - 200 - 1000),  # a tenth of a short job
+    ],
+)
+def test_the_end_of_a_slurm_job_less_a_margin(environment, expected):
+    assert seconds_left_in_job(environment, 5.0, now=1000.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "12"}, "12"),
+        ({"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}, "10_3"),
+    ],
+)
+def test_the_id_of_a_job(environment, expected):
+    assert job_id(environment) == expected
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A job of one task in SLURM, whose `scontrol` writes down how it was called."""
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
+    scontrol.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    for name, value in {"NTASKS": 1, "JOB_ID": 12, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_NAME": "train"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("MASTER_PORT", "0")
+    (tmp_path / "root").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "asked"),
+    [("SIGUSR1", 143, True), ("deadline", 143, True), ("SIGTERM", 143, False), ("SIGINT", 130, False)],
+)
+@pytest.mark.parametrize("array", [False, True])
+def test_on_slurm_a_job_whose_time_is_over_is_requeued_and_a_cancelled_one_is_not(
+    slurm, monkeypatch, capfd, how, code, asked, array
+):
+    if array:
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "10")
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    preemption = Preemption()
+
+    def act():
+        if how == "deadline":
+            preemption.deadline = 0.0
+        else:
+            os.kill(os.getpid(), getattr(signal, how))
+
+    root = slurm / "root"
+    stop = fit(root, act, ModelCheckpoint(root / "checkpoints"), preemption=preemption)
+    job = "10_3" if array else "12"
+    assert (type(stop), stop.code, stop.step) == (Preempted, code, 3)
+    called = (slurm / "called").read_text() if (slurm / "called").exists() else ""
+    assert called == (f"requeue {job}\n" if asked else "")
+    assert (f"SLURM job {job} is requeued" in capfd.readouterr().err) == asked
+    real = [path for path in root.rglob("*.ckpt") if not path.is_symlink()]
+    assert real == [root / "checkpoints" / "last.ckpt"]
+    assert step_of(real[0]) == 3
+    link = root / "hpc_ckpt_1.ckpt"  # from which Lightning goes on when it is started again
+    assert link.exists() == (how != "SIGINT")
+    if how != "SIGINT":
+        assert link.resolve() == real[0]
+        steps = []
+        del stop
+        assert fit(root, lambda: steps.append(1), ModelCheckpoint(root / "checkpoints", save_top_k=0)) is None
+        assert steps == []  # the third step is done
+
+
+def test_without_scontrol_it_says_what_to_type(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert requeue("12") == "SLURM job 12 is not requeued (No such file or directory): scontrol requeue 12"
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho slurm_requeue: Requested operation is disabled >&2\nexit 1\n")
+    scontrol.chmod(0o700)
+    line = "SLURM job 12 is not requeued (slurm_requeue: Requested operation is disabled): scontrol requeue 12"
+    assert requeue("12") == line
+
+
+def agree(rank):
+    torch.distributed.init_process_group("gloo")
+    ranks = Agreement(2)
+    assert ranks.later(0) == 0
+    assert ranks.later(rank) == 0  # of the call before
+    assert ranks.later(0) == 1
+    assert ranks.now(0) == 0
+    assert ranks.later(2 * rank) == 0
+    assert ranks.now(0) == 2  # it gave that to the call before
+    assert ranks.now(3 - rank) == 3
+    ranks.later(1)
+    ranks.close(in_order=True)
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_agree_on_the_largest_number_one_call_later():
+    run(agree)
+
+
+def test_one_process_agrees_with_itself_at_once():
+    alone = Agreement(1)
+    assert [alone.later(0), alone.later(2), alone.now(1)] == [0, 2, 1]
+
+
+def test_no_part_of_it_is_there_in_a_development_run(tmp_path):
+    seen = []
+    before = handlers()
+    trainer = pl.Trainer(
+        fast_dev_run=3, accelerator="cpu", devices=1, logger=False, callbacks=[Preemption()],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    trainer.fit(Model(lambda: seen.append(handlers()[1:])), DataLoader(torch.ones(9, 2)))
+    assert seen == [before[1:]]
