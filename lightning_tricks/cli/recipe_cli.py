@@ -22,7 +22,6 @@ from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.callbacks import InitFrom, PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli import same_checkpoint
-from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, finds_itself
 from lightning_tricks.cli.class_change import change_lines, watch_class_changes
 from lightning_tricks.cli.fit_options import FIT_OPTIONS, check_fit_options
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
@@ -213,7 +212,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
         if subcommand != "prepare":
             trainer: Any = self.trainer
             given = self.config_init[subcommand]
-            given["ckpt_path"] = self._choose_checkpoint(subcommand, given)
+            given["ckpt_path"] = same_checkpoint.choose_once(subcommand, given, trainer)
             self._init_from(given)
             check_folders(trainer)
             if hasattr(self.model, "check_run"):  # a module may know more
@@ -223,17 +222,6 @@ class RecipeCLI(lightning_cli.LightningCLI):
             if subcommand == "predict" and given.get("return_predictions") is None:
                 given["return_predictions"] = False  # they are in the file; all of them would fill the memory
         return super()._prepare_subcommand_kwargs(subcommand)
-
-    def _choose_checkpoint(self, command: str, given: Any) -> str | None:
-        """The checkpoint to start from; one that is looked for is looked for once, and compared when it is loaded."""
-        asked, resume = given.get("ckpt_path"), given.get("resume") or "none"
-        if not finds_itself(command, asked, resume):
-            return choose_checkpoint(command, asked, self.trainer)
-        same = same_checkpoint.handed_on()
-        if same is None:
-            same = same_checkpoint.hand_on(choose_checkpoint(command, asked, self.trainer, resume))
-        self.trainer.callbacks.insert(0, same)  # type: ignore[attr-defined]
-        return same.path
 
     def _init_from(self, given: Any) -> None:
         """Add the callback that starts a fit from another checkpoint's weights, where the recipe asks for it."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks.checkpoints.check_checkpoint import SHARDS_METADATA
 from lightning_tricks.checkpoints.record import RECORD_FILE
-from lightning_tricks.cli.choose_checkpoint import short
+from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, finds_itself, short
 
 _CHOICE = "LIGHTNING_TRICKS_CHOICE"  # environment variable: the choice of rank 0, for ranks that Lightning starts
 
@@ -63,6 +64,25 @@ class SameCheckpoint(pl.Callback):
                 f"ckpt_path={short(self.path)}: it was replaced while this run started, so another run writes to the "
                 "same folder: end one of them"
             )
+
+
+def choose_once(command: str, options: Mapping[str, Any], trainer: Any) -> str | None:
+    """The checkpoint that a command starts from; one that is looked for is compared by the Trainer at its load.
+
+    Args:
+        command: see `choose_checkpoint`.
+        options: the command's, with `ckpt_path` and `resume`.
+        trainer: gets a SameCheckpoint.
+
+    Raises:
+        UsageError: see `choose_checkpoint`.
+    """
+    asked, resume = options.get("ckpt_path"), options.get("resume") or "none"
+    if not finds_itself(command, asked, resume):
+        return choose_checkpoint(command, asked, trainer)
+    same = handed_on() or hand_on(choose_checkpoint(command, asked, trainer, resume))
+    trainer.callbacks.insert(0, same)
+    return same.path
 
 
 def hand_on(path: str | None) -> SameCheckpoint:
