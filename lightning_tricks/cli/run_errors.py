@@ -12,6 +12,7 @@ import torch
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._suggest import did_you_mean
+from lightning_tricks.checkpoints.other_weights import other_weights
 from lightning_tricks.mixins._plain_settings import subclasses
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -45,7 +46,7 @@ def _line(error: Exception) -> str | None:
     if type(error).__module__ == "torch.distributed" and not torch.distributed.is_initialized():
         return _no_start(said)
     if isinstance(error, RuntimeError) and said.startswith("Error(s) in loading state_dict"):
-        return _other_weights(said)
+        return other_weights(said)
     if isinstance(error, RuntimeError) and re.match(r"DataLoader worker \(pid", said):
         return (
             f"num_workers: {said.partition(' It is possible')[0].rstrip('.')}; most often the host ran out of memory: "
@@ -75,22 +76,6 @@ def _no_start(said: str) -> str:
     return (
         f"this process has waited in vain for the others to start ({said}): start all of them with the same "
         "command, or set trainer.strategy.init_args.timeout_seconds higher"
-    )
-
-
-def _other_weights(said: str) -> str:
-    """The line for a `load_state_dict` that found other names or shapes."""
-    module = re.match(r"Error\(s\) in loading state_dict for (\w+)", said)
-    found = []
-    for what, kind in (("lacks", "Missing"), ("has besides", "Unexpected")):
-        if names := re.search(rf"{kind} key\(s\) in state_dict: (.*?)\. ", f"{said} "):
-            first, *more = names[1].split(", ")
-            found.append(f"{what} {first}" + (f" and {len(more)} more" if more else ""))
-    if shapes := re.search(r"size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)", said):
-        found.append(f"has {shapes[1]} of shape {shapes[2]} in place of {shapes[3]}")
-    return (
-        f"ckpt_path: the checkpoint is of another model than the recipe's {module[1] if module else 'module'}: it "
-        f"{', '.join(found) or 'differs'}; give the recipe that wrote it, or another checkpoint"
     )
 
 

@@ -36,6 +36,10 @@ class Batches:
         return self.length
 
     def __iter__(self) -> Any:
+        torch.rand(1)  # as a DataLoader draws the seed of its workers
+        return self.batches()
+
+    def batches(self) -> Any:
         start = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         for i in range(start, self.length):
             yield torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
@@ -493,6 +497,18 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path, sized, accumulat
         assert validated + resumed.validations == whole.validations == [2, 4, 6, 8, 10, 12]
         # it did not save again at once
         assert steps(tmp_path / f"from {step}") == [later for later in (6, 9, 12) if later > step]
+
+
+def test_a_resumed_run_has_its_first_checkpoint_already(tmp_path):
+    fit(SafeCheckpoint(tmp_path / "a", every_n_train_steps=2), steps=2)
+    saver = SafeCheckpoint(tmp_path / "b", every_n_train_steps=2)
+
+    class SavesNow(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            saver.save_now(trainer)
+
+    fit([SavesNow(), saver], steps=4, ckpt_path=tmp_path / "a" / "last.ckpt")
+    assert steps(tmp_path / "b") == [4]
 
 
 def test_a_resumed_epoch_is_that_of_the_unbroken_run(tmp_path):
