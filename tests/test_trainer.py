@@ -1,4 +1,4 @@
-"""Lightning's private state: each answer of `_trainer.py` against the behaviour of a Trainer, and nobody else reads it.
+"""Lightning's private state: each answer of `_trainer/` against the behaviour of a Trainer, and nobody else reads it.
 
 A test that fails here after an update of Lightning names the function to read again.
 """
@@ -356,27 +356,6 @@ def test_the_sigterm_broadcast_comes_before_each_batch_of_several_processes(monk
     assert seen == ["broadcast", "batch", "batch"]  # the second batch belongs to one process again
 
 
-@pytest.mark.parametrize(("every", "limit"), [(2, 1), (3, 1), (2, 0)])
-def test_validation_is_due_before_a_validation_and_only_then(every, limit):
-    seen: list[bool | str] = []
-
-    class Asks(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            seen.append(_trainer.validation_is_due(trainer))
-
-        def on_validation_end(self, *_: Any) -> None:
-            seen.append("validated")
-
-    class Validates(Model):
-        def validation_step(self, *_: Any) -> None:
-            pass
-
-    options = {"val_check_interval": every, "limit_val_batches": limit, "num_sanity_val_steps": 0}
-    trainer_with(Asks(), **options).fit(Validates(), data(6), data(2))
-    due = [False] * (every - 1) + [True, "validated"]
-    assert seen == (due * (6 // every) if limit else [False] * 6)
-
-
 def test_slurm_environment_and_the_checkpoint_that_lightning_goes_on_from(tmp_path, monkeypatch):
     assert _trainer.slurm_environment(trainer_with()) is None
     for name, value in {"NTASKS": 1, "JOB_ID": 12, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_NAME": "train"}.items():
@@ -508,7 +487,7 @@ def private_reads(tree: ast.AST) -> Iterator[str]:
 
 def test_lightnings_private_state_is_read_in_one_file_only():
     package = Path(lightning_tricks.__file__).parent
-    files = [path for path in package.rglob("*.py") if path.name != "_trainer.py"]
+    files = [path for path in package.rglob("*.py") if path.parent.name != "_trainer"]
     found = [
         f"{path.relative_to(package)}, {read}"
         for path in files
@@ -543,21 +522,6 @@ class AtEachBatchEnd(pl.Callback):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:
             self.validated[-1] = True
-
-
-class Validated(Model):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    "options", [{"val_check_interval": 2}, {"check_val_every_n_epoch": 2}, {"limit_val_batches": 0}]
-)
-def test_validation_is_due_where_one_follows(options):
-    notes = AtEachBatchEnd(_trainer.validation_is_due)
-    trainer_with(notes, max_epochs=2, **options).fit(Validated(), data(5), data(1))
-    assert notes.answers == notes.validated
-    assert sum(notes.answers) == {"val_check_interval": 4, "check_val_every_n_epoch": 1}.get(next(iter(options)), 0)
 
 
 def test_an_epoch_is_over_at_its_last_batch_and_until_the_next_begins():

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_tricks._lightning import Module, Trainer
 from lightning_tricks._replaced import replaced
-from lightning_tricks._trainer import epoch_is_over, is_a, is_accumulating, validation_is_due
+from lightning_tricks._trainer import epoch_is_over, is_a, is_accumulating, validation_follows
 
 
 class WholeSteps:
@@ -33,7 +33,7 @@ class WholeSteps:
         if self._late_validation:
             self._late_validation = False
             self._validation_end(trainer, pl_module)
-        if validation_is_due(trainer):
+        if validation_follows(trainer):
             self._after_validation = batch
         elif epoch_is_over(trainer):
             self._after_epoch = batch

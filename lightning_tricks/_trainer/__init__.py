@@ -1,0 +1,48 @@
+"""Lightning's private state: the only folder that reads it, and that compares the class names of Lightning's objects.
+
+Each function names the place in Lightning 2.6.6 from which it was read. `tests/test_trainer.py` compares each answer
+with the behaviour of a Trainer, and fails where another version differs. No file here imports Lightning, because a
+Trainer may be of either package, `lightning` or `pytorch_lightning`.
+"""
+
+from lightning_tricks._trainer.loop import batch_progress as batch_progress
+from lightning_tricks._trainer.loop import epoch_is_over as epoch_is_over
+from lightning_tricks._trainer.loop import go_on_with_next_epoch as go_on_with_next_epoch
+from lightning_tricks._trainer.loop import is_accumulating as is_accumulating
+from lightning_tricks._trainer.loop import is_last_step as is_last_step
+from lightning_tricks._trainer.loop import is_restarting as is_restarting
+from lightning_tricks._trainer.loop import logging_step as logging_step
+from lightning_tricks._trainer.loop import prefetched_batches as prefetched_batches
+from lightning_tricks._trainer.loop import reopen_epoch as reopen_epoch
+from lightning_tricks._trainer.loop import set_consumed as set_consumed
+from lightning_tricks._trainer.loop import shift_micro_batches as shift_micro_batches
+from lightning_tricks._trainer.loop import validation_follows as validation_follows
+from lightning_tricks._trainer.module import attach_stand_in as attach_stand_in
+from lightning_tricks._trainer.module import compiled_steps as compiled_steps
+from lightning_tricks._trainer.module import configured_optimizers as configured_optimizers
+from lightning_tricks._trainer.module import optimizer_index as optimizer_index
+from lightning_tricks._trainer.module import set_device_mesh as set_device_mesh
+from lightning_tricks._trainer.module import set_running_hook as set_running_hook
+from lightning_tricks._trainer.module import trainer_of as trainer_of
+from lightning_tricks._trainer.module import uncopied as uncopied
+from lightning_tricks._trainer.module import unwrapped as unwrapped
+from lightning_tricks._trainer.package import HOOK_CALLERS as HOOK_CALLERS
+from lightning_tricks._trainer.package import SIGNATURE_CHECK as SIGNATURE_CHECK
+from lightning_tricks._trainer.package import is_a as is_a
+from lightning_tricks._trainer.package import lightning_file as lightning_file
+from lightning_tricks._trainer.processes import data_rank as data_rank
+from lightning_tricks._trainer.processes import dismiss_process_observer as dismiss_process_observer
+from lightning_tricks._trainer.processes import launched_processes as launched_processes
+from lightning_tricks._trainer.processes import running_call as running_call
+from lightning_tricks._trainer.processes import signal_connector as signal_connector
+from lightning_tricks._trainer.processes import sigterm_broadcast as sigterm_broadcast
+from lightning_tricks._trainer.processes import slurm_checkpoint as slurm_checkpoint
+from lightning_tricks._trainer.processes import slurm_environment as slurm_environment
+from lightning_tricks._trainer.savers_and_loggers import choose_version as choose_version
+from lightning_tricks._trainer.savers_and_loggers import chosen_version as chosen_version
+from lightning_tricks._trainer.savers_and_loggers import has_default_checkpoint_io as has_default_checkpoint_io
+from lightning_tricks._trainer.savers_and_loggers import has_versions as has_versions
+from lightning_tricks._trainer.savers_and_loggers import last_saved_step as last_saved_step
+from lightning_tricks._trainer.savers_and_loggers import next_version as next_version
+from lightning_tricks._trainer.savers_and_loggers import shows_hp_metric as shows_hp_metric
+from lightning_tricks._trainer.savers_and_loggers import steps_between_saves as steps_between_saves

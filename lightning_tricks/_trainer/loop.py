@@ -1,0 +1,122 @@
+"""The training loop: which micro-batch runs, whether it ends a step or an epoch, what comes next."""
+
+from typing import Any
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether the running micro-batch is followed by another one of the same optimizer step.
+
+    Read from `_TrainingEpochLoop._should_accumulate` (loops/training_epoch_loop.py).
+    """
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def is_last_step(trainer: Any) -> bool:
+    """Whether training stops after the running optimizer step, as far as that is known: at `max_steps`, or asked to.
+
+    The end of the last epoch does not count. Read from `_FitLoop.done` (loops/fit_loop.py).
+    """
+    loop = trainer.fit_loop
+    at_end = loop.max_steps != -1 and loop.epoch_loop.global_step >= loop.max_steps
+    return at_end or (trainer.should_stop and loop._can_stop_early)
+
+
+def validation_follows(trainer: Any) -> bool:
+    """In `on_train_batch_end`: whether validation comes before the next batch. If by time, every rank must ask.
+
+    Read from `_TrainingEpochLoop.on_advance_end` and `_EvaluationLoop.skip` (loops/training_epoch_loop.py,
+    loops/evaluation_loop.py).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    answer = bool(loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
+    if answer and loop.val_loop._combined_loader is not None:
+        answer = not loop.val_loop.skip  # a loader without batches
+    if trainer._val_check_time_interval is not None:
+        answer = trainer.strategy.broadcast(answer)  # the clocks of the ranks differ
+    return answer
+
+
+def logging_step(trainer: Any) -> int:
+    """The step at which `self.log` logs the running batch: the number of batches that have ended in a step.
+
+    With several optimizers `trainer.global_step` counts the steps of each, this does not. Read from
+    `_LoggerConnector.log_metrics` (trainer/connectors/logger_connector/logger_connector.py).
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def batch_progress(trainer: Any) -> Any:
+    """The counters of training micro-batches, `current` in this epoch and `total`, which a checkpoint restores.
+
+    Read from `_TrainingEpochLoop.batch_progress` (loops/training_epoch_loop.py), a `_BatchProgress`.
+    """
+    return trainer.fit_loop.epoch_loop.batch_progress
+
+
+def is_restarting(trainer: Any) -> bool:
+    """Whether training goes on from a checkpoint. Read from `_Loop.restarting` (loops/loop.py)."""
+    return bool(trainer.fit_loop.restarting)
+
+
+def epoch_is_over(trainer: Any) -> bool:
+    """Whether the running batch is the last one of its epoch, or the last one was and the next has not begun.
+
+    Read from `_TrainingEpochLoop._num_ready_batches_reached` (loops/training_epoch_loop.py).
+    """
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def go_on_with_next_epoch(trainer: Any) -> None:
+    """After a restart from the end of an epoch, begin the next one, with the hooks of its start.
+
+    Lightning does so where `max_epochs` counts; where `max_steps` does, it goes on within the epoch that has ended.
+    Call it in `on_train_start`. Read from `_FitLoop.restarting`, `reset` and `on_advance_start` (loops/fit_loop.py).
+    """
+    loop = trainer.fit_loop
+    if not loop._restarting:
+        return
+    for tracker in (loop.epoch_progress.current, loop.epoch_progress.total):
+        tracker.completed = tracker.processed
+    loop._restarting = loop.epoch_loop.restarting = False
+    loop.reset_restart_stage()
+    loop.epoch_loop.reset_restart_stage()
+
+
+def reopen_epoch(checkpoint: dict[str, Any]) -> None:
+    """Take the epoch of a checkpoint as one that has not ended, where only the run had ended in it.
+
+    Read from `_FitLoop.update_restart_stage` and `done` (loops/fit_loop.py).
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    for tracker in (progress["current"], progress["total"]):
+        tracker["started"] = tracker["ready"]
+        tracker["processed"] = tracker["completed"] = tracker["ready"] - 1
+
+
+def prefetched_batches(trainer: Any) -> int:
+    """Batches that were fetched before the running one ended: one where the loaders have no length.
+
+    Read from `_PrefetchDataFetcher.batches` (loops/fetchers.py).
+    """
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def set_consumed(trainer: Any, index: int) -> None:
+    """Tell a CombinedLoader that one of its loaders has run to its end before: an epoch lasts until all have.
+
+    Read from `_MaxSizeCycle._consumed` (utilities/combined_loader.py); its other modes have no such list.
+    """
+    consumed = getattr(trainer.fit_loop._combined_loader._iterator, "_consumed", None)
+    if consumed:
+        consumed[index] = True
+
+
+def shift_micro_batches(checkpoint: dict[str, Any], by: int) -> None:
+    """Change the number of training micro-batches that a checkpoint says are done, in its epoch and in all.
+
+    Read from `_Loop.state_dict` (loops/loop.py) and `_BatchProgress` (loops/progress.py).
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for tracker in (progress["current"], progress["total"]):
+        for name in tracker:
+            tracker[name] += by

@@ -1,0 +1,75 @@
+"""The LightningModule and its optimizers."""
+
+from typing import Any
+
+from lightning_tricks._trainer.package import is_a, lightning_file
+
+
+def trainer_of(module: Any) -> Any:
+    """The Trainer that a LightningModule is attached to; None for one that is not, and for any other module.
+
+    Read from `LightningModule.trainer` (core/module.py), which raises where there is none.
+    """
+    return getattr(module, "_trainer", None)
+
+
+def attach_stand_in(module: Any, stand_in: Any) -> None:
+    """Let `LightningModule.trainer` of a copy answer with a stand-in for its Trainer.
+
+    Written past its setter, which keeps a weak reference only, and without a Fabric, which its getter asks first
+    (core/module.py).
+    """
+    vars(module).update(_trainer=stand_in, _fabric=None)
+
+
+def set_running_hook(module: Any, name: str | None) -> str | None:
+    """Name the running hook, by which `self.log` decides when to log; returns the name from before.
+
+    Read from `_call_lightning_module_hook` (trainer/call.py). Faster than `Module.__setattr__`.
+    """
+    state = module.__dict__
+    before, state["_current_fx_name"] = state["_current_fx_name"], name
+    return before
+
+
+def configured_optimizers(module: Any) -> tuple[list[Any], list[Any]]:
+    """Optimizers and scheduler configurations that `configure_optimizers` returns, each in a list, checked.
+
+    Read from `_init_optimizers_and_lr_schedulers` (core/optimizer.py), which makes up a `_MockOptimizer` for a module
+    that has none; here the list is empty.
+    """
+    optimizer = lightning_file(module.trainer, "core.optimizer")
+    optimizers, schedulers = optimizer._init_optimizers_and_lr_schedulers(module)
+    return [found for found in optimizers if not is_a(found, "_MockOptimizer")], schedulers
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside a LightningOptimizer, or the one given (core/optimizer.py)."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def optimizer_index(trainer: Any, optimizer: Any) -> int:
+    """Index of an optimizer, wrapped or not, among the Trainer's."""
+    inner = unwrapped(optimizer)
+    return next(i for i, other in enumerate(trainer.optimizers) if unwrapped(other) is inner)
+
+
+def compiled_steps(module: Any) -> dict[str, Any] | None:
+    """The steps of a LightningModule from before `torch.compile(module)`; None where it is not compiled.
+
+    Read from `from_compiled` (utilities/compile.py).
+    """
+    return getattr(module, "_compiler_ctx", None)
+
+
+def uncopied(module: Any) -> list[Any]:
+    """Objects held by a LightningModule that a copy shares with it: its device mesh, and its `compiled_steps`.
+
+    Read from `LightningModule.__init__` (core/module.py).
+    """
+    return [getattr(module, "_device_mesh", None), compiled_steps(module)]
+
+
+def set_device_mesh(module: Any, mesh: Any) -> None:
+    """Let `LightningModule.device_mesh` answer, as ModelParallelStrategy does (strategies/model_parallel.py)."""
+    module._device_mesh = mesh

@@ -1,0 +1,81 @@
+"""The processes of a run: ranks, those that a launcher has started, signals, SLURM."""
+
+import subprocess
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning_tricks._trainer.package import is_a
+
+
+def data_rank(trainer: Any) -> tuple[int, int]:
+    """(rank, world size) among the processes that see different data; (0, 1) without a Trainer.
+
+    With tensor parallelism there are fewer of them than processes. `distributed_sampler_kwargs` is public.
+    """
+    kwargs = trainer.distributed_sampler_kwargs if trainer is not None else None
+    return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
+
+
+def running_call(frame: FrameType) -> Any:
+    """The bound method behind `fit`, `validate`, `test` or `predict`, if `frame` is the one that runs it; else None.
+
+    Each such call has a bound method of its own. Every exception of the call passes this frame. Read from
+    `_call_and_handle_interrupt` (trainer/call.py).
+    """
+    return frame.f_locals.get("trainer_fn") if frame.f_code.co_name == "_call_and_handle_interrupt" else None
+
+
+def launched_processes(trainer: Any) -> list[subprocess.Popen]:
+    """The other ranks' processes that this one has started, by `_SubprocessScriptLauncher`; those of torchrun are not.
+
+    Read from strategies/launchers/subprocess_script.py.
+    """
+    processes = getattr(trainer.strategy.launcher, "procs", [])  # multiprocessing's launcher has others
+    return [process for process in processes if isinstance(process, subprocess.Popen)]
+
+
+def dismiss_process_observer() -> None:
+    """Let the `launched_processes` end with any exit code: a thread of Lightning kills this process for one but 0.
+
+    Read from `_ChildProcessObserver` (fabric/strategies/launchers/subprocess_script.py).
+    """
+    for thread in threading.enumerate():
+        if is_a(thread, "_ChildProcessObserver"):
+            vars(thread)["_child_processes"] = []
+
+
+def signal_connector(trainer: Any) -> Any:
+    """The object whose `register_signal_handlers` installs Lightning's handlers after `setup`, before the sanity check.
+
+    Its `teardown` puts those of before back: the last thing that a Trainer does at its end, after an exception too.
+    Read from `_SignalConnector` (trainer/connectors/signal_connector.py) and `Trainer._teardown`.
+    """
+    return trainer._signal_connector
+
+
+def sigterm_broadcast(trainer: Any) -> tuple[Any, str] | None:
+    """Owner and name of the method by which rank 0 tells the others of a SIGTERM, in each micro-batch; None without it.
+
+    Read from `_TrainingEpochLoop._broadcast_sigterm_tensor` (loops/training_epoch_loop.py).
+    """
+    owner, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
+    return (owner, name) if hasattr(owner, name) else None
+
+
+def slurm_environment(trainer: Any) -> Any:
+    """Lightning's SLURMEnvironment if the Trainer runs in one, else None.
+
+    Read from `_AcceleratorConnector.cluster_environment` (trainer/connectors/accelerator_connector.py).
+    """
+    environment = trainer._accelerator_connector.cluster_environment
+    return environment if is_a(environment, "SLURMEnvironment") else None
+
+
+def slurm_checkpoint(trainer: Any) -> Path:
+    """The path of the next checkpoint from which a fit under SLURM without a `ckpt_path` goes on.
+
+    Read from `_CheckpointConnector.hpc_save_path` (trainer/connectors/checkpoint_connector.py).
+    """
+    return Path(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))

@@ -1,0 +1,47 @@
+"""What writes files: checkpoint callbacks, their plugin, loggers."""
+
+from typing import Any
+
+
+def has_default_checkpoint_io(trainer: Any) -> bool:
+    """Whether checkpoints are read and written by Lightning's own plugin, and by no other (strategies/strategy.py)."""
+    return type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO"
+
+
+def steps_between_saves(trainer: Any) -> list[int]:
+    """`every_n_train_steps` of each ModelCheckpoint that has one. Read from callbacks/model_checkpoint.py."""
+    every = [getattr(callback, "_every_n_train_steps", 0) for callback in trainer.checkpoint_callbacks]
+    return [steps for steps in every if steps]
+
+
+def last_saved_step(saver: Any) -> int:
+    """`trainer.global_step` when a ModelCheckpoint last saved, 0 if never. Read from callbacks/model_checkpoint.py."""
+    return int(getattr(saver, "_last_global_step_saved", 0))
+
+
+def has_versions(logger: Any) -> bool:
+    """Whether a logger writes into numbered folders `version_N`, as TensorBoardLogger and CSVLogger do."""
+    return hasattr(logger, "_get_next_version")
+
+
+def chosen_version(logger: Any) -> int | str | None:
+    """The version that a logger was given or has taken; None before that, and for a logger without versions.
+
+    Read from `_version` of loggers/tensorboard.py and loggers/csv_logs.py: their public `version` takes one when asked.
+    """
+    return getattr(logger, "_version", None)
+
+
+def choose_version(logger: Any, version: int | str) -> None:
+    """Give a logger its version, before it writes."""
+    logger._version = version
+
+
+def next_version(logger: Any) -> int:
+    """The first number above those of the folders that a logger finds (`_get_next_version`)."""
+    return int(logger._get_next_version())
+
+
+def shows_hp_metric(logger: Any) -> bool:
+    """Whether a TensorBoardLogger has written `hp_metric` beside the module's hyper-parameters (`log_hyperparams`)."""
+    return bool(getattr(logger, "hparams", None) and getattr(logger, "_default_hp_metric", False))
