@@ -9,14 +9,14 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks.checkpoints.check_checkpoint import replaced_path
 from lightning_tricks.checkpoints.record import Record
 from lightning_tricks.checkpoints.swap_in import remove, staging_path
 from lightning_tricks.guards.saving.last_link import LAST, move_last, record_or_none
-from lightning_tricks.guards.saving.retention import Records, Retention, last_of, to_delete, to_make_room
+from lightning_tricks.guards.saving.retention import Records, Retention, best_first, last_of, to_delete, to_make_room
 
 _PATTERN = "*.ckpt"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the process's limit
@@ -55,6 +55,12 @@ class CheckpointFolder:
         """The path of the checkpoint that `last` means."""
         name = last_of(self.records())
         return self.path / name if name else None
+
+    def is_beaten_by(self, path: str, score: Any, best: Record) -> bool:
+        """Whether a checkpoint in the folder of an earlier run, still there, has a better score than the best here."""
+        if score is None or Path(path).parent == self.path or not Path(path).exists():
+            return False
+        return best_first({"": best, "elsewhere": Record(score=float(score))}, self.retention.mode)[0] != ""
 
     def path_of(self, record: Record) -> Path:
         """The path for a new checkpoint, `step=N.ckpt`.

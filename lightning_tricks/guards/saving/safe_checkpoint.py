@@ -166,13 +166,10 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Wait for what is being written."""
-        self._let_go()
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Wait for what is being written."""
-        self._let_go()
-
-    def _let_go(self) -> None:
         self._refusals.close()
         io, self._io = self._io, None
         if io is None:
@@ -274,16 +271,9 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self.best_k_models, self.last_model_path = scores, str(self._folder.path / LAST)
         if self.monitor is None:
             self.best_model_path = str(self._folder.newest())
-        elif best and not self._is_better_elsewhere(records[best[0]]):
+        elif best and not self._folder.is_beaten_by(self.best_model_path, self.best_model_score, records[best[0]]):
             self.best_model_path, self.best_model_score = next(iter(scores.items()))
         self._untold = True
-
-    def _is_better_elsewhere(self, best: Record) -> bool:
-        """Whether the best checkpoint lies in the folder of an earlier run, and this one has none that is better."""
-        path = Path(self.best_model_path)
-        if self.best_model_score is None or path.parent == self._folder.path or not path.exists():
-            return False
-        return best_first({"": best, "elsewhere": Record(score=float(self.best_model_score))}, self.mode)[0] != ""
 
     def _commit_foreign(self, trainer: Trainer, path: Path) -> None:
         """Do what a CheckpointIO that does not call `on_commit` leaves undone."""
