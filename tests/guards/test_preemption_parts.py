@@ -1,6 +1,5 @@
 """The parts of Preemption: whose signals they are, when a job ends, who is asked to run it again."""
 
-import logging
 import math
 import os
 import signal
@@ -448,6 +447,5 @@ def test_no_part_of_it_is_there_in_a_development_run(tmp_path):
         fast_dev_run=3, accelerator="cpu", devices=1, logger=False, callbacks=[Preemption()],
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer.fit(Model(lambda: seen.append(handlers()[1:])), DataLoader(torch.ones(9, 2)))
     assert seen == [before[1:]]
