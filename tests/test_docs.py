@@ -26,6 +26,7 @@ GUIDES = {
     "precision",
     "strategies",
     "verify_resume",
+    "what_survives",
 }
 DOCS = sorted(page for page in ROOT.glob("docs/*.md") if page != INDEX)
 CARDS = [page for page in DOCS if page.stem not in GUIDES]
