@@ -216,6 +216,12 @@ def test_a_run_that_is_told_to_stop_saves_its_last_step(tmp_path):
     assert steps(tmp_path) == [3, 5]
 
 
+def test_a_run_that_ends_with_its_epochs_saves_its_last_step(tmp_path):
+    loader = DataLoader(torch.ones(5, 3))
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=3), steps=-1, loader=loader, max_epochs=1)
+    assert steps(tmp_path) == [3, 5]
+
+
 # ---- the folder
 
 
