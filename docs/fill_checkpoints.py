@@ -25,7 +25,7 @@ def fill(page: str, result: dict[str, Any]) -> str:
         f"{table(result)}\n\nTimes are in those of `torch.save` with fsync, or of `torch.load`, in the same round, "
         f"memory in sizes of the checkpoint: {result['parameters'] / 1e6:.0f}M parameters with AdamW's state, "
         f"{result['gib']:.2f} GiB. One thread, measured {described['date'][:10]} on a CPU with {described['cores']} "
-        f"cores that had other work: {packages}."
+        f"cores, load average {result['load_average'][0]:.1f} at the start: {packages}."
     )
     pattern = r"(<!-- checkpoints -->\n).*?(<!-- /checkpoints -->)"
     return re.sub(pattern, lambda m: f"{m[1]}{text}\n{m[2]}", page, flags=re.S)
