@@ -57,6 +57,21 @@ def test_workers_make_the_same_batches_from_a_position_on(kind):
         assert bits(served(loaders(kind), positions[index])) == whole[index:]
 
 
+class Noise(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.rand(())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_each_rank_has_random_numbers_of_its_own(num_workers):
+    ranks = [replayed(DataLoader(Noise(), num_workers=num_workers), 11, rank, 8, lambda: None) for rank in (0, 1)]
+    drawn = [float(batch) for loader in ranks for batch in loader]
+    assert len(set(drawn)) == 8
+
+
 def test_a_dataset_with_a_state_reads_few_rows_again():
     loader, copy = loaders("stateful"), served(loaders("stateful"))
     passed = iter(copy)
