@@ -17,6 +17,8 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from lightning_tricks.checkpoints.checksummed_file import FileForTorch
+
 # What Python's zipfile raises on an archive with changed bytes, besides the file system's errors.
 DAMAGED_ARCHIVE = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, LookupError, StopIteration,
@@ -25,24 +27,6 @@ DAMAGED_ARCHIVE = (
 _HEADER = 30  # bytes before an entry's name; the last four of them are the lengths of the name and of the extra field
 _BLOCK = 1 << 20  # bytes read at once
 _THREADS = 4  # that read; a process on each GPU does the same
-
-
-class _Stream:
-    """A file that `torch.save` writes to: keeps the error that torch would swallow."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self.file.flush()
 
 
 def write_archive(checkpoint: Mapping[str, Any], file: IO[bytes]) -> int:
@@ -54,13 +38,10 @@ def write_archive(checkpoint: Mapping[str, Any], file: IO[bytes]) -> int:
     Raises:
         OSError: what the file system says, such as a full disk.
     """
-    stream = _Stream(file)
-    try:
-        with _tensor_checksums():
-            torch.save(checkpoint, stream)  # type: ignore[arg-type]
+    stream = FileForTorch(file)
+    with stream.raising_its_error(), _tensor_checksums():
+        torch.save(checkpoint, stream)  # type: ignore[arg-type]
         file.flush()
-    except RuntimeError as error:
-        raise stream.error or error from None
     path = Path(file.name)
     return _checksum_between(path, _contents(path))
 

@@ -2,6 +2,9 @@
 
 import threading
 from collections.abc import Callable
+from typing import Any
+
+from lightning_tricks._trainer import is_a
 
 
 class BackgroundWriter:
@@ -38,3 +41,12 @@ class BackgroundWriter:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def wait_for_write(trainer: Any) -> None:
+    """Wait until a checkpoint that is written in the background has its name; raises what went wrong there."""
+    for writer in (trainer.strategy, trainer.strategy.checkpoint_io):
+        if hasattr(writer, "wait"):
+            writer.wait()
+        elif is_a(writer, "AsyncCheckpointIO"):
+            writer.teardown()  # its one way to wait; it starts anew with the next save

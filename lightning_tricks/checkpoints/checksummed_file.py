@@ -1,4 +1,4 @@
-"""Write a file and know the checksum of what was written, without reading it again."""
+"""Files that `torch.save` writes to: with the file system's own errors, and with a checksum of what was written."""
 
 import os
 import zlib
@@ -8,32 +8,52 @@ from pathlib import Path
 from typing import IO, Any
 
 
-class ChecksummedFile:
-    """A file that `torch.save` writes to: keeps the CRC-32 of all it gets, and the error that torch would swallow."""
+class FileForTorch:
+    """A file that `torch.save` writes to. Keeps an error of the file system, for which torch raises another one."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.checksum = file, 0
+        self.file = file
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Write all of it."""
-        self.checksum = zlib.crc32(data, self.checksum)
         try:
             return self.file.write(data)
         except OSError as error:
             self.error = error
             raise
 
-    def tell(self) -> int:
-        """Bytes written so far."""
-        return self.file.tell()
-
     def flush(self) -> None:
         """Give what is held back to the operating system."""
         self.file.flush()
 
+    @contextmanager
+    def raising_its_error(self) -> Iterator[None]:
+        """Raise the file system's error in the place of torch's."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.error or error from None
+
+
+class ChecksummedFile(FileForTorch):
+    """Keeps the CRC-32 of all that is written, so that nothing has to be read again."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.checksum = 0
+
+    def write(self, data: Any) -> int:
+        """Write all of it."""
+        self.checksum = zlib.crc32(data, self.checksum)
+        return super().write(data)
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self.file.tell()
+
     def close(self) -> None:
-        """Nothing: `open_checksummed` closes it."""
+        """Nothing, as `open_checksummed` closes the file; DeepSpeed and torch call it."""
 
 
 @contextmanager
@@ -45,9 +65,7 @@ def open_checksummed(file: Path) -> Iterator[ChecksummedFile]:
     """
     with file.open("wb") as opened:
         stream = ChecksummedFile(opened)
-        try:
+        with stream.raising_its_error():
             yield stream
-        except RuntimeError as error:
-            raise stream.error or error from None
         opened.flush()
         os.fsync(opened.fileno())

@@ -5,12 +5,13 @@ programs do not see it: torch and Lightning open the file as any other.
 """
 
 import json
+import os
 import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.archive import DAMAGED_ARCHIVE, archive_damage, write_archive
@@ -92,16 +93,19 @@ def to_json(record: Record) -> bytes:
     return json.dumps({"record": content, "crc32": zlib.crc32(json.dumps(content).encode())}).encode()
 
 
-def save_with_record(checkpoint: Mapping[str, Any], file: IO[bytes]) -> None:
-    """`torch.save` into a file opened for writing, as a stream, with the record behind it.
+def save_with_record(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """`torch.save` to a new file, as a stream, with the record behind it; when it returns, the disk has all of it.
 
     Raises:
         OSError: what the file system says, such as a full disk.
     """
-    record = replace(record_of(checkpoint), checksums={"": write_archive(checkpoint, file)})
-    comment = _START + to_json(record)
-    file.seek(-2, 1)  # over the length of the comment, which torch has set to 0
-    file.write(len(comment).to_bytes(2, "little") + comment)
+    with path.open("wb") as file:
+        record = replace(record_of(checkpoint), checksums={"": write_archive(checkpoint, file)})
+        comment = _START + to_json(record)
+        file.seek(-2, 1)  # over the length of the comment, which torch has set to 0
+        file.write(len(comment).to_bytes(2, "little") + comment)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def checksum_of(file: Path) -> int:

@@ -39,10 +39,8 @@ def write_file(checkpoint: dict[str, Any], file: Path) -> None:
     Raises:
         OSError: what the file system says, such as a full disk; `file` is as it was.
     """
-    with swap_in(file) as new, new.open("wb") as opened:
-        save_with_record(checkpoint, opened)
-        opened.flush()
-        os.fsync(opened.fileno())
+    with swap_in(file) as new:
+        save_with_record(checkpoint, new)
 
 
 def staging_path(path: Path) -> Path:

@@ -13,7 +13,7 @@ from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks._trainer import chosen_version, is_a
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 from lightning_tricks.checkpoints.verify_checkpoint import check_bytes, verify_checkpoint
-from lightning_tricks.cli.find_checkpoint import Candidate, Found, candidates, newest_whole, put_back
+from lightning_tricks.cli.find_checkpoint import Candidate, Found, candidates, newest_whole, restore_name
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
 
 
@@ -95,7 +95,7 @@ def _newest(option: str, command: str, trainer: Any) -> str | None:
         return None
     # A fit names the link, by which ModelCheckpoint knows that it may delete the file later. An evaluation beside a
     # running fit, which moves the link, names the file.
-    path = (found.chosen.link if command == "fit" else None) or put_back(found.chosen)
+    path = (found.chosen.link if command == "fit" else None) or restore_name(found.chosen)
     record = found.chosen.record
     kind = "the newest whole checkpoint" if found.passed_over else "the newest checkpoint"
     rank_zero_info(f"{option}: {short(path)}, {kind} in {where}")

@@ -124,7 +124,7 @@ def _newest_first(lists: list[list[Candidate]]) -> Iterator[Candidate]:
         yield max(lists, key=lambda left: left[-1].written_ns).pop()
 
 
-def put_back(candidate: Candidate) -> Path:
+def restore_name(candidate: Candidate) -> Path:
     """The path of the checkpoint; one that a kill left without its name has it again, also where all ranks call."""
     if candidate.place != candidate.path:
         with contextlib.suppress(FileNotFoundError):  # another rank was faster

@@ -205,7 +205,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
                 print(go_on(trainer, self._options(), stop.checkpoint), file=sys.stderr)
             raise
         finally:
-            same_checkpoint.forget()
+            same_checkpoint.clear_choice()
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Choose checkpoint and folder, and refuse what cannot run, before any data are prepared."""

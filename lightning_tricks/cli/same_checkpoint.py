@@ -80,25 +80,25 @@ def choose_once(command: str, options: Mapping[str, Any], trainer: Any) -> str |
     asked, resume = options.get("ckpt_path"), options.get("resume") or "none"
     if not finds_itself(command, asked, resume):
         return choose_checkpoint(command, asked, trainer)
-    same = handed_on() or hand_on(choose_checkpoint(command, asked, trainer, resume))
+    same = inherited_choice() or publish_choice(choose_checkpoint(command, asked, trainer, resume))
     trainer.callbacks.insert(0, same)
     return same.path
 
 
-def hand_on(path: str | None) -> SameCheckpoint:
+def publish_choice(path: str | None) -> SameCheckpoint:
     """Keep a choice for the processes that Lightning's launcher will start, which inherit the environment."""
     before = identity(path)
     os.environ[_CHOICE] = json.dumps([path, before])
     return SameCheckpoint(path, before)
 
 
-def handed_on() -> SameCheckpoint | None:
+def inherited_choice() -> SameCheckpoint | None:
     """The choice of the process that started this one; None in the first process of a host, and under torchrun."""
     if os.environ.get("LOCAL_RANK", "0") == "0" or _CHOICE not in os.environ:
         return None
     return SameCheckpoint(*json.loads(os.environ[_CHOICE]))
 
 
-def forget() -> None:
+def clear_choice() -> None:
     """Take the choice out of the environment, when the command has ended."""
     os.environ.pop(_CHOICE, None)

@@ -15,6 +15,7 @@ from lightning_tricks._find_modules import clean_name
 from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._tensors import local
 from lightning_tricks._trainer import is_accumulating
+from lightning_tricks.checkpoints.background_writer import wait_for_write
 from lightning_tricks.guards.saving.random_state import random_state
 
 CHECKPOINT = "half.ckpt"  # in the recorder's folder
@@ -92,9 +93,7 @@ class ResumeRecorder(pl.Callback):
 
     def _save(self, trainer: Trainer) -> None:
         trainer.save_checkpoint(self.folder / CHECKPOINT)
-        for writer in (trainer.strategy, trainer.strategy.checkpoint_io):
-            if hasattr(writer, "wait"):
-                writer.wait()
+        wait_for_write(trainer)
 
     def _kill_if_due(self) -> None:
         if self.kill and self.done == self.last_step:

@@ -21,7 +21,7 @@ from saved import assert_same, checkpoint, checkpoint_of, in_child, trained
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, verify_checkpoint
-from lightning_tricks.checkpoints.archive import _Stream
+from lightning_tricks.checkpoints.checksummed_file import FileForTorch
 from lightning_tricks.checkpoints.record import read_record
 
 
@@ -85,7 +85,7 @@ def test_the_file_has_its_name_when_its_owner_is_told(writer, tmp_path):
 
 def full_disk(monkeypatch, times: int) -> None:
     """Let the first writes of as many files fail in the middle, as a full disk does."""
-    left, write = [times], _Stream.write
+    left, write = [times], FileForTorch.write
 
     def failing(self, data):
         if left[0] and self.file.tell() > 200:
@@ -94,7 +94,7 @@ def full_disk(monkeypatch, times: int) -> None:
                 return write(self, data)
         return write(self, data)
 
-    monkeypatch.setattr(_Stream, "write", failing)
+    monkeypatch.setattr(FileForTorch, "write", failing)
 
 
 @pytest.mark.parametrize("answer", ["raise", "skip", "retry", None])

@@ -16,20 +16,20 @@ from saved import assert_same, checkpoint, checkpoint_of, trained
 from test_snapshot import overwrite
 
 from lightning_tricks.checkpoints import AtomicCheckpointIO, verify_checkpoint
-from lightning_tricks.checkpoints.archive import _Stream
 from lightning_tricks.checkpoints.background_writer import BackgroundWriter
+from lightning_tricks.checkpoints.checksummed_file import FileForTorch
 
 
 @pytest.fixture
 def gate(monkeypatch):
     """Keeps each write waiting at its first byte until the event is set."""
-    opened, write = threading.Event(), _Stream.write
+    opened, write = threading.Event(), FileForTorch.write
 
     def waiting(self, data):
         assert opened.wait(60)
         return write(self, data)
 
-    monkeypatch.setattr(_Stream, "write", waiting)
+    monkeypatch.setattr(FileForTorch, "write", waiting)
     yield opened
     opened.set()
 
@@ -105,10 +105,10 @@ def test_asking_for_errors_does_not_wait():
 SAVE = """
 import sys, torch
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.checkpoints.archive import _Stream
+from lightning_tricks.checkpoints.checksummed_file import FileForTorch
 import os, signal
 
-io, write = AtomicCheckpointIO(asynchronous=True), _Stream.write
+io, write = AtomicCheckpointIO(asynchronous=True), FileForTorch.write
 io.save_checkpoint({"state_dict": {"w": torch.zeros(1000)}, "lr_schedulers": []}, "at.ckpt")
 io.wait()
 def late(self, data):
@@ -120,7 +120,7 @@ def killed(self, data):
         self.file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
     return write(self, data)
-_Stream.write = {"late": late, "killed": killed}[sys.argv[1]]
+FileForTorch.write = {"late": late, "killed": killed}[sys.argv[1]]
 io.save_checkpoint({"state_dict": {"w": torch.ones(1000)}, "lr_schedulers": []}, "at.ckpt")
 if sys.argv[1] == "killed":
     io.wait()

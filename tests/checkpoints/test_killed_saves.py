@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from saved import checkpoint, in_child
 
 from lightning_tricks.checkpoints import AtomicCheckpointIO, verify_checkpoint
-from lightning_tricks.checkpoints.archive import _Stream
+from lightning_tricks.checkpoints.checksummed_file import FileForTorch
 
 
 def step_of(path: Path) -> int:
@@ -27,7 +27,7 @@ def step_of(path: Path) -> int:
 
 def at_each_moment(moment: Callable[[], None]) -> None:
     """Have `moment` called before each piece of a file is written, and around each call to the file system."""
-    write = _Stream.write
+    write = FileForTorch.write
 
     def streamed(self, data):
         if self.file.tell() % 3:
@@ -44,7 +44,7 @@ def at_each_moment(moment: Callable[[], None]) -> None:
 
         return called
 
-    _Stream.write = streamed
+    FileForTorch.write = streamed
     os.fsync, Path.replace, Path.rename = around(os.fsync), around(Path.replace), around(Path.rename)
 
 

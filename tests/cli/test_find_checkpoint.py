@@ -17,7 +17,7 @@ from two_processes import run as run_processes
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.record import save_with_record
 from lightning_tricks.cli import same_checkpoint
-from lightning_tricks.cli.find_checkpoint import candidates, newest_whole, put_back
+from lightning_tricks.cli.find_checkpoint import candidates, newest_whole, restore_name
 from lightning_tricks.cli.same_checkpoint import SameCheckpoint, identity
 
 KEEP = "[{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 1, save_top_k: -1, save_last: link}}]"
@@ -33,11 +33,10 @@ def _here(tmp_path, monkeypatch):
 def save(path: Path, step: int, number: int | None, time: int, **record) -> Path:
     """A small file with a record, or without one where it has no number, last written at second `time`."""
     content = {"global_step": step, "state_dict": {"w": torch.full((64,), float(step))}, "lr_schedulers": []}
-    with path.open("wb") as file:
-        if number is None:
-            torch.save(content, file)
-        else:
-            save_with_record({**content, "lightning_tricks": {"record": {"number": number, **record}}}, file)
+    if number is None:
+        torch.save(content, path)
+    else:
+        save_with_record({**content, "lightning_tricks": {"record": {"number": number, **record}}}, path)
     os.utime(path, (time, time))
     return path
 
@@ -75,9 +74,9 @@ def test_what_is_still_being_written_is_no_checkpoint_and_what_was_being_replace
     assert not names(tmp_path)
     save(tmp_path / ".last.ckpt.replaced", 1, 1, 10)
     found = newest_whole([tmp_path], lambda place: None)
-    assert put_back(found.chosen) == tmp_path / "last.ckpt"
+    assert restore_name(found.chosen) == tmp_path / "last.ckpt"
     assert names(tmp_path) == ["last.ckpt"]
-    assert put_back(found.chosen) == tmp_path / "last.ckpt", "a rank that comes later finds the same"
+    assert restore_name(found.chosen) == tmp_path / "last.ckpt", "a rank that comes later finds the same"
 
 
 def test_weights_that_are_not_finite_are_passed_over_without_reading_them(tmp_path):
@@ -238,17 +237,17 @@ def test_a_checkpoint_that_is_replaced_between_choice_and_load_is_refused():
 
 def test_a_rank_that_lightning_started_takes_the_choice_of_the_process_that_started_it(tmp_path, monkeypatch):
     path = save(tmp_path / "a.ckpt", 1, 1, 10)
-    chosen = same_checkpoint.hand_on(str(path))
+    chosen = same_checkpoint.publish_choice(str(path))
     assert json.loads(os.environ["LIGHTNING_TRICKS_CHOICE"]) == [str(path), identity(str(path))]
-    assert same_checkpoint.handed_on() is None, "rank 0 itself looks anew in its next command"
+    assert same_checkpoint.inherited_choice() is None, "rank 0 itself looks anew in its next command"
     monkeypatch.setenv("LOCAL_RANK", "1")
     save(path, 2, 2, 20)  # in the meantime
-    handed = same_checkpoint.handed_on()
+    handed = same_checkpoint.inherited_choice()
     assert (handed.path, handed.before) == (str(path), chosen.before)
     with pytest.raises(UsageError, match="it was replaced while this run started"):
         handed.on_load_checkpoint(None, None, {})
-    same_checkpoint.forget()
-    assert same_checkpoint.handed_on() is None
+    same_checkpoint.clear_choice()
+    assert same_checkpoint.inherited_choice() is None
 
 
 def other_choices(rank: int, folder: str) -> None:

@@ -333,8 +333,7 @@ def test_a_run_that_saved_less_than_it_trained_says_which_checkpoint_is_meant():
 
     Path("kept").mkdir()
     content = {"global_step": 4, "state_dict": {}}
-    with Path("kept/step=4.ckpt").open("wb") as file:
-        save_with_record(content, file)
+    save_with_record(content, Path("kept/step=4.ckpt"))
     assert lines("kept/step=4.ckpt")[:3] == [
         "No checkpoint was saved after step 4, and the run ended at step 5: the lines below take kept/step=4.ckpt",
         "Evaluate:    python -m lightning_tricks validate --ckpt_path kept/step=4.ckpt",

@@ -19,8 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tricks.callbacks import ExactResume, SafeCheckpoint
-from lightning_tricks.checkpoints import archive
-from lightning_tricks.checkpoints.checksummed_file import ChecksummedFile
+from lightning_tricks.checkpoints.checksummed_file import FileForTorch
 from lightning_tricks.data import TokenData
 from lightning_tricks.precision import BF16Mixed, FP16Mixed
 from lightning_tricks.schedules import ScheduleLR, WarmupCosine
@@ -56,8 +55,7 @@ class Killer:
 
     def watch_saves(self) -> None:
         """Be there in each write to a checkpoint, and before each call that brings it to the disk."""
-        for stream in (archive._Stream, ChecksummedFile):
-            replace(stream, "write", lambda write: lambda *args: (self.here("save"), write(*args))[1])
+        replace(FileForTorch, "write", lambda write: lambda *args: (self.here("save"), write(*args))[1])
         replace(os, "fsync", lambda fsync: lambda *args: (self.here("fsync"), fsync(*args))[1])
 
 

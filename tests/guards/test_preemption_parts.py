@@ -228,7 +228,7 @@ def test_handlers_that_others_have_installed_or_ignore_are_left_alone():
         ours.install()
         assert handlers()[1:] == [theirs, signal.SIG_IGN]
         signal.signal(signal.SIGTERM, theirs)
-        ours.put_back()
+        ours.restore()
         assert handlers()[0] is theirs
     finally:
         for number, handler in zip(NUMBERS, before, strict=True):
@@ -269,7 +269,7 @@ def test_a_forked_process_acts_as_without_the_handlers(number):
             os._exit(0)
         status = os.waitpid(child, 0)[1]
     finally:
-        ours.put_back()
+        ours.restore()
     if number == signal.SIGINT:
         assert os.waitstatus_to_exitcode(status) == 7
     else:

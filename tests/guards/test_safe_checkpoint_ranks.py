@@ -19,10 +19,10 @@ from lightning_tricks.data import ShardWriter, TokenData
 class Model(pl.LightningModule):
     """An embedding with dropout; notes each loss."""
 
-    def __init__(self, nan_on_rank: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding, self.dropout = torch.nn.Embedding(64, 64), torch.nn.Dropout(0.3)
-        self.losses, self.nan_on_rank = [], nan_on_rank
+        self.losses: list[tuple[int, float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.dropout(self.embedding(batch["input_ids"]))

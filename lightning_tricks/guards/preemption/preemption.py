@@ -90,9 +90,9 @@ class Preemption(pl.Callback):
         self.max_minutes, self.slurm_margin_minutes, self.exit_code = max_minutes, slurm_margin_minutes, exit_code
         self.deadline = math.inf  # on the clock of time.monotonic
         self._replacements = ExitStack()
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Reset the state that belongs to one fit."""
         self._replacements.close()
         self._signals: StopSignals | None = None
@@ -105,7 +105,7 @@ class Preemption(pl.Callback):
         """Take the signals over; all ranks must call."""
         if stage != "fit" or trainer.fast_dev_run:
             return
-        self._forget()
+        self._reset()
         if trainer.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
             rank_zero_warn("Preemption stays off: the processes have no torch.distributed to agree by")
             return
@@ -163,13 +163,13 @@ class Preemption(pl.Callback):
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Give the signals back, unless the process is leaving."""
         if self._signals is not None and not isinstance(exception, Preempted):
-            self._signals.put_back()
+            self._signals.restore()
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """The end of a fit that was not stopped."""
         if stage == "fit" and self._ranks is not None:
             self._ranks.close(in_order=True)
-            self._forget()
+            self._reset()
 
     def _asked(self) -> Reason:
         assert self._signals is not None
@@ -197,7 +197,7 @@ class Preemption(pl.Callback):
             self._say(trainer)
         code = 130 if self._reason is Reason.CTRL_C else 143
         stop = Preempted(code if self.exit_code is None else self.exit_code, trainer.global_step, self._checkpoint)
-        weakref.finalize(stop, self._signals.put_back).atexit = False  # until a program drops it, no signal is obeyed
+        weakref.finalize(stop, self._signals.restore).atexit = False  # until a program drops it, no signal is obeyed
         try:
             raise stop
         finally:
@@ -221,8 +221,8 @@ class Preemption(pl.Callback):
         def teardown() -> None:
             lightnings()
             if self._signals is not None and not self._leaving:
-                self._signals.put_back()
-                self._signals.put_back_ctrl_c()
+                self._signals.restore()
+                self._signals.restore_ctrl_c()
             self._replacements.close()
 
         return teardown

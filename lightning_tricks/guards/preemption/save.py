@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._trainer import is_a, last_saved_step, slurm_checkpoint
+from lightning_tricks._trainer import last_saved_step, slurm_checkpoint
+from lightning_tricks.checkpoints.background_writer import wait_for_write
 from lightning_tricks.checkpoints.swap_in import clear_staging, put_in_place
 
 LAST = "last.ckpt"  # what Lightning's `ckpt_path="last"` and ours look for
@@ -52,15 +53,6 @@ def _save_and_rename(trainer: Any, path: Path, barrier: Callable[[], None]) -> N
     if trainer.is_global_zero:
         put_in_place(path)
     barrier()
-
-
-def wait_for_write(trainer: Any) -> None:
-    """Wait until a checkpoint that is written in the background has its name; raises what went wrong there."""
-    for writer in (trainer.strategy, trainer.strategy.checkpoint_io):
-        if hasattr(writer, "wait"):
-            writer.wait()
-        elif is_a(writer, "AsyncCheckpointIO"):
-            writer.teardown()  # its one way to wait; it starts anew with the next save
 
 
 def link_for_slurm(trainer: Any, checkpoint: str) -> None:

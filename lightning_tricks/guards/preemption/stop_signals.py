@@ -51,7 +51,7 @@ class StopSignals:
                 self._before[number] = before
                 signal.signal(number, self._note)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Install the handlers of before, except where somebody else has installed one since. Idempotent."""
         if threading.current_thread() is not threading.main_thread():
             return
@@ -60,7 +60,7 @@ class StopSignals:
                 signal.signal(number, before)
                 del self._before[number]
 
-    def put_back_ctrl_c(self) -> None:
+    def restore_ctrl_c(self) -> None:
         """The same for SIGINT where Lightning ignores it: it does so while it shuts a run down."""
         before = self._before.pop(signal.SIGINT, None)
         if before is not None and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -189,8 +189,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._tell_loggers(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save if it is due, at the end of an accumulation window."""
-        if self._is_off(trainer) or is_accumulating(trainer) or not self._clock.advance(trainer.global_step):
+        """Save if it is due, when an optimizer step is done: at the end of an accumulation window."""
+        if self._is_off(trainer) or not self._clock.advance(trainer.global_step):
             return
         every = trainer.log_every_n_steps or 50  # type: ignore[attr-defined]
         if self.every_n_minutes is not None and (logging_step(trainer) + 1) % every == 0:

@@ -1,6 +1,5 @@
 """Save a Lightning checkpoint of a sharded module as a folder, each rank its shards."""
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,17 +65,10 @@ def write_shards(state: tuple[dict[str, Any], dict[str, Any]], folder: Path, gro
             return {}
         raise failure[0] from None
     if dist.get_rank(group) == 0:
-        _write_trainer_state(trainer_state, folder / TRAINER_STATE)
+        # with a record of its own, by which a folder is known to need `record.json` too
+        save_with_record(trainer_state, folder / TRAINER_STATE)
         files.checksums[TRAINER_STATE] = checksum_of(folder / TRAINER_STATE)
     return files.checksums
-
-
-def _write_trainer_state(trainer_state: dict[str, Any], file: Path) -> None:
-    """With a record of its own, by which a folder is known to need `record.json` too."""
-    with file.open("wb") as opened:
-        save_with_record(trainer_state, opened)
-        opened.flush()
-        os.fsync(opened.fileno())
 
 
 class _Files(FileSystem):
