@@ -17,6 +17,7 @@ from lightning_tricks.data.loader import IdGuard, Loader, SizedLoader
 from lightning_tricks.data.order import WindowOrder
 from lightning_tricks.data.positions import ENDLESS, DataPosition, micro_batch_positions
 from lightning_tricks.data.saved_tokenizer import check_same, find_record, tokenizer_record
+from lightning_tricks.data.skipped_samples import SkippedSamples, SkippingOrder
 from lightning_tricks.data.stream import TokenStream
 
 
@@ -26,7 +27,15 @@ class ShardData(pl.LightningDataModule):
     The arguments are those of the subclasses.
     """
 
-    def __init__(self, seq_len: int, micro_batch_size: int, num_workers: int, seed: int, document_ids: bool) -> None:
+    def __init__(
+        self,
+        seq_len: int,
+        micro_batch_size: int,
+        num_workers: int,
+        seed: int,
+        document_ids: bool,
+        skip_samples: list[list[int]] | None,
+    ) -> None:
         super().__init__()
         self.seq_len, self.micro_batch_size, self.num_workers = seq_len, micro_batch_size, num_workers
         self.seed, self.document_ids = seed, document_ids
@@ -39,7 +48,9 @@ class ShardData(pl.LightningDataModule):
         self.token_texts: list[bytes] | None = None
         self._tokenizer_record: dict[str, Any] | None = None
         self._guard = IdGuard()
-        self._position = DataPosition(micro_batch_size, {"seed": seed, "seq_len": seq_len})
+        self.skip_samples = skip_samples
+        identity = {"seed": seed, "seq_len": seq_len}
+        self._position = DataPosition(micro_batch_size, identity, SkippedSamples(skip_samples))
 
     def use(
         self, streams: dict[str, TokenStream], tokenizer: Tokenizer | None, fingerprint: str, tokenizer_name: str
@@ -76,7 +87,8 @@ class ShardData(pl.LightningDataModule):
         """Micro-batches from the run's position to its last step."""
         train = self.streams["train"]
         order = WindowOrder(len(train), self.seq_len, self.seed)
-        batches = TrainBatches(train, order, self.micro_batch_size, self.eot_id if self.document_ids else None)
+        served = SkippingOrder(order, self._position.skipped)
+        batches = TrainBatches(train, served, self.micro_batch_size, self.eot_id if self.document_ids else None)
         if self.trainer is not None:
             self._position.begin(self.trainer)
 
@@ -112,6 +124,13 @@ class ShardData(pl.LightningDataModule):
         if self.trainer is None:
             return {}
         return {**self._position.state_dict(self.trainer), "tokenizer": self._tokenizer_record}
+
+    def step_samples(self) -> list[tuple[int, int]] | None:
+        """First and last position of each run of samples in the running optimizer step, of all ranks together.
+
+        None without a Trainer, and while overfitting.
+        """
+        return None if self.trainer is None else self._position.step_samples(self.trainer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the row after those of the checkpoint.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_tricks.data.order import WindowOrder
+from lightning_tricks.data.skipped_samples import SkippingOrder
 from lightning_tricks.data.stream import TokenStream
 
 IGNORED = -100  # the ignore_index of torch's cross_entropy
@@ -33,13 +34,15 @@ def document_ids(input_ids: NDArray[np.int64], eot_id: int) -> NDArray[np.int32]
 
 
 class TrainBatches(Dataset[Batch]):
-    """Micro-batches by the sample position of their first row: rows position..position+micro_batch_size-1.
+    """Micro-batches by the number of their first row: rows number..number+micro_batch_size-1 of the order.
 
     Each is `input_ids` (B, T) and `labels` (B, T), int64; `labels[:, t]` is the token after `input_ids[:, t]`. With
     `eot_id`, also `document_ids` (B, T) int32.
     """
 
-    def __init__(self, stream: TokenStream, order: WindowOrder, micro_batch_size: int, eot_id: int | None) -> None:
+    def __init__(
+        self, stream: TokenStream, order: WindowOrder | SkippingOrder, micro_batch_size: int, eot_id: int | None
+    ) -> None:
         self.stream, self.order, self.micro_batch_size, self.eot_id = stream, order, micro_batch_size, eot_id
 
     def starts(self, position: int) -> NDArray[np.int64]:

@@ -8,8 +8,11 @@ micro-batches of an incomplete step were done when the checkpoint was written.
 import warnings
 from typing import Any
 
+import numpy as np
+
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import batch_progress, data_rank, is_restarting
+from lightning_tricks.data.skipped_samples import SkippedSamples
 
 ENDLESS = 1 << 48  # steps: more than any run takes, and a range of them costs nothing
 
@@ -78,10 +81,12 @@ class DataPosition:
         micro_batch_size: rows in one micro-batch of one process.
         identity: settings on which the meaning of a position depends (seed, data, seq_len). A checkpoint with other
             ones causes a warning, and the recipe's are used.
+        skipped: sample positions to pass over. Rows are counted without them; a checkpoint holds the position of the
+            next row, so that the run that goes on may pass over others.
     """
 
-    def __init__(self, micro_batch_size: int, identity: dict[str, Any]) -> None:
-        self.micro_batch_size, self.identity = micro_batch_size, identity
+    def __init__(self, micro_batch_size: int, identity: dict[str, Any], skipped: SkippedSamples) -> None:
+        self.micro_batch_size, self.identity, self.skipped = micro_batch_size, identity, skipped
         self._loaded: dict[str, Any] | None = None
         self._rows = self._steps = 0  # consumed when this run began, and its first step
 
@@ -97,7 +102,8 @@ class DataPosition:
 
     def state_dict(self, trainer: pl.Trainer) -> dict[str, Any]:
         """The state from which a later run goes on with the next row, however it splits the global batch."""
-        return {"samples": self.rows(trainer), "micro_batches": trainer.accumulate_grad_batches, **self.identity}
+        (position,) = self.skipped.positions(np.array([self.rows(trainer)])).tolist()
+        return {"samples": position, "micro_batches": trainer.accumulate_grad_batches, **self.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep a state for the next `begin`, by which time Lightning has restored its own counters too."""
@@ -112,7 +118,7 @@ class DataPosition:
             return
         self._loaded = None
         align_accumulation(trainer, state["micro_batches"])
-        self._rows, self._steps = state["samples"], steps_done(trainer)
+        self._rows, self._steps = self.skipped.index(state["samples"]), steps_done(trainer)
         changed = [f"{key} {state.get(key)} -> {now}" for key, now in self.identity.items() if state.get(key) != now]
         if changed:
             warnings.warn(
@@ -121,8 +127,17 @@ class DataPosition:
                 stacklevel=2,
             )
 
+    def step_samples(self, trainer: pl.Trainer) -> list[tuple[int, int]] | None:
+        """First and last position of each run of samples in the step after the last completed one.
+
+        None while overfitting, when the step does not tell the samples.
+        """
+        if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
+            return None
+        return self.skipped.runs(self.rows(trainer), self.rows_per_step(trainer))
+
     def positions(self, trainer: pl.Trainer, windows: int) -> range:
-        """Positions of this process's micro-batches from the last completed step on; a pass has `windows` rows."""
+        """First rows of this process's micro-batches from the last completed step on; a pass has `windows` rows."""
         (rank, world), micro_batches = data_rank(trainer), trainer.accumulate_grad_batches
         steps = steps_to_come(trainer, max(windows // self.rows_per_step(trainer), 1))
         return micro_batch_positions(self.rows(trainer), steps, micro_batches, self.micro_batch_size, rank, world)

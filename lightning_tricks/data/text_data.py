@@ -43,6 +43,7 @@ class TextData(ShardData):
         seed: of the order of the training rows.
         document_ids: add `document_ids`, so that attention can stay within documents.
         cache_dir: folder for the shards; None means $XDG_CACHE_HOME/lightning_tricks or ~/.cache/lightning_tricks.
+        skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
 
     Raises:
         UsageError: bad options, text that cannot be read, a cache that cannot be written.
@@ -62,8 +63,9 @@ class TextData(ShardData):
         seed: int = 0,
         document_ids: bool = False,
         cache_dir: str | None = None,
+        skip_samples: list[list[int]] | None = None,
     ) -> None:
-        super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids)
+        super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
         if files is not None and hf_dataset is not None:
             raise UsageError(f"files={files!r} and hf_dataset={hf_dataset!r}: give one of them")
         if not 0 < val_fraction < 1:

@@ -29,6 +29,7 @@ class TokenData(ShardData):
         document_ids: add `document_ids`, so that attention can stay within documents.
         eot_id: the end-of-text token; None takes the tokenizer's.
         shard_format: `auto` and `llm.c` read llm.c's header, `nanogpt` takes files as bare uint16.
+        skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
 
     Raises:
         UsageError: bad options, no such shard, a wrong magic, a file cut short, ids or a tokenizer that do not fit.
@@ -47,8 +48,9 @@ class TokenData(ShardData):
         document_ids: bool = False,
         eot_id: int | None = None,
         shard_format: Literal["auto", "llm.c", "nanogpt"] = "auto",
+        skip_samples: list[list[int]] | None = None,
     ) -> None:
-        super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids)
+        super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
         self.train, self.val, self.shard_format = train, val, shard_format
         self._given_tokenizer, self._tokenizer_name = open_tokenizer(tokenizer)
         self.vocab_size, self.eot_id = vocab_size, eot_id

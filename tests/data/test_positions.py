@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 from lightning_tricks.data import positions as module
 from lightning_tricks.data.positions import DataPosition, micro_batch_positions, steps_to_come
+from lightning_tricks.data.skipped_samples import SkippedSamples
+
+NONE = SkippedSamples(None)
 
 
 def rows_of_steps(start, steps, micro_batches, size, world):
@@ -84,7 +87,7 @@ def test_without_an_end_there_is_no_end():
 
 
 def position(size=2):
-    return DataPosition(size, {"seed": 0})
+    return DataPosition(size, {"seed": 0}, NONE)
 
 
 def test_rows_are_counted_by_step_and_global_batch():
@@ -159,10 +162,29 @@ def test_a_loaded_position_counts_for_one_fit_alone(monkeypatch):
         monkeypatch.setattr(module, name, stand_in)
     monkeypatch.setattr(module, "align_accumulation", lambda *_: None)
     trainer = SimpleNamespace(step=10, accumulate_grad_batches=1, overfit_batches=0, distributed_sampler_kwargs=None)
-    position = DataPosition(2, {})
+    position = DataPosition(2, {}, NONE)
     position.load_state_dict({"samples": 40, "micro_batches": 1})
     position.begin(trainer)
     assert position.rows(trainer) == 40
     trainer.step = 13
     position.begin(trainer)  # a second fit goes on with new rows
     assert position.rows(trainer) == 46
+
+
+def test_a_step_names_its_samples_past_those_that_are_skipped():
+    now = trainer(global_step=2, accumulate_grad_batches=2)
+    place = DataPosition(3, {}, SkippedSamples([[14, 15], [18, 30]]))
+    assert place.step_samples(now) == [(12, 13), (16, 17), (31, 32)]  # the third step of six
+    now.overfit_batches = 1
+    assert place.step_samples(now) is None
+
+
+def test_a_resumed_run_may_skip_other_samples():
+    before = DataPosition(2, {}, SkippedSamples([[1, 4]]))
+    state = before.state_dict(trainer(global_step=3))
+    assert state["samples"] == 10  # 0, 5, 6, 7, 8, 9 are done
+    resumed = DataPosition(2, {}, SkippedSamples([[3, 6], [11, 12]]))
+    resumed.load_state_dict(state)
+    now = trainer(global_step=3, fit_loop=loop(3, 3))
+    resumed.begin(now)
+    assert resumed.step_samples(now) == [(10, 10), (13, 13)]
