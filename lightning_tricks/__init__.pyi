@@ -21,6 +21,7 @@ from lightning_tricks.callbacks import Preemption as Preemption
 from lightning_tricks.callbacks import RankMonitor as RankMonitor
 from lightning_tricks.callbacks import SafeCheckpoint as SafeCheckpoint
 from lightning_tricks.callbacks import SampleText as SampleText
+from lightning_tricks.callbacks import StepGuard as StepGuard
 from lightning_tricks.callbacks import TensorBoardDashboard as TensorBoardDashboard
 from lightning_tricks.callbacks import TrainingProgressBar as TrainingProgressBar
 from lightning_tricks.callbacks import UpdateMonitor as UpdateMonitor

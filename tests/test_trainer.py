@@ -619,3 +619,49 @@ def test_a_run_that_ended_in_mid_epoch_goes_on_in_that_epoch(tmp_path):
     options = {"max_steps": 5, "max_epochs": 2}
     trainer_with(starts, **options).fit(Model(), data(3), ckpt_path=tmp_path / "two.ckpt", weights_only=False)
     assert starts.seen == [2, "epoch 1", 0, 1]
+
+
+class Noisy(Model):
+    """Notes its losses, which hold random numbers, and the batches at which its gradients are accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses, self.accumulating = [], []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch * torch.rand(()), batch_idx)
+        self.losses.append(loss.item())
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.accumulating.append(_trainer.is_accumulating(self.trainer))
+
+
+class Repeats(pl.Callback):
+    """Computes the second optimizer step again, and compares the gradients."""
+
+    def __init__(self) -> None:
+        self.kept, self.same = [], []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.kept.append((batch, batch_idx, torch.get_rng_state()))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step != 1:
+            return
+        before = [parameter.grad.clone() for parameter in pl_module.parameters()]
+        kept, counts = self.kept[2:], trainer.fit_loop.state_dict()
+        states = iter([state for *_, state in kept])
+        _trainer.repeat_micro_batches(
+            trainer, [pair[:2] for pair in kept], optimizer, lambda: torch.set_rng_state(next(states))
+        )
+        self.same = [torch.equal(a, p.grad) for a, p in zip(before, pl_module.parameters(), strict=True)]
+        assert trainer.fit_loop.state_dict() == counts
+
+
+def test_a_steps_micro_batches_run_again_with_the_same_gradients():
+    model, repeats = Noisy(), Repeats()
+    trainer_with(repeats, accumulate_grad_batches=2).fit(model, data(6))
+    assert repeats.same == [True, True]
+    assert model.losses[2:4] == model.losses[4:6]
+    assert model.accumulating == [True, False] * 4

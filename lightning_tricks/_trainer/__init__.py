@@ -14,6 +14,7 @@ from lightning_tricks._trainer.loop import is_restarting as is_restarting
 from lightning_tricks._trainer.loop import logging_step as logging_step
 from lightning_tricks._trainer.loop import prefetched_batches as prefetched_batches
 from lightning_tricks._trainer.loop import reopen_epoch as reopen_epoch
+from lightning_tricks._trainer.loop import repeat_micro_batches as repeat_micro_batches
 from lightning_tricks._trainer.loop import set_consumed as set_consumed
 from lightning_tricks._trainer.loop import shift_micro_batches as shift_micro_batches
 from lightning_tricks._trainer.loop import validation_follows as validation_follows

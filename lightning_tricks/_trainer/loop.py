@@ -1,5 +1,8 @@
 """The training loop: which micro-batch runs, whether it ends a step or an epoch, what comes next."""
 
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 
@@ -120,3 +123,35 @@ def shift_micro_batches(checkpoint: dict[str, Any], by: int) -> None:
     for tracker in (progress["current"], progress["total"]):
         for name in tracker:
             tracker[name] += by
+
+
+def repeat_micro_batches(
+    trainer: Any, batches: Sequence[tuple[Any, int]], optimizer: Any, before_each: Callable[[], None]
+) -> None:
+    """Run the forward and backward passes of an optimizer step once more, in automatic optimization.
+
+    With the hooks of a backward pass, but for those of a batch; the counters are as before.
+
+    Args:
+        batches: of the step, all of them, each with its index in the epoch.
+        optimizer: whose gradients are cleared first.
+        before_each: called before each forward pass.
+
+    Read from `_TrainingEpochLoop.advance` and `_AutomaticOptimization.run` (loops/training_epoch_loop.py,
+    loops/optimization/automatic.py).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    automatic, current = loop.automatic_optimization, loop.batch_progress.current
+    counts, ready = automatic.optim_progress.state_dict(), current.ready
+    try:
+        for left, (batch, batch_idx) in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
+            current.ready = ready - left
+            before_each()
+            kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
+            closure = automatic._make_closure(kwargs, optimizer, batch_idx)
+            holds_back = left and hasattr(trainer.strategy, "block_backward_sync")
+            with trainer.strategy.block_backward_sync() if holds_back else nullcontext():
+                closure()
+    finally:
+        current.ready = ready
+        automatic.optim_progress.load_state_dict(counts)

@@ -5,6 +5,7 @@ from lightning_tricks.guards.init_from import InitFrom as InitFrom
 from lightning_tricks.guards.lean_loop import LeanLoop as LeanLoop
 from lightning_tricks.guards.preemption.preemption import Preemption as Preemption
 from lightning_tricks.guards.saving.safe_checkpoint import SafeCheckpoint as SafeCheckpoint
+from lightning_tricks.guards.step_guard.step_guard import StepGuard as StepGuard
 from lightning_tricks.metrics.metric_buffer import MetricBuffer as MetricBuffer
 from lightning_tricks.monitors.compression_baseline import CompressionBaseline as CompressionBaseline
 from lightning_tricks.monitors.dashboard.tensorboard_dashboard import TensorBoardDashboard as TensorBoardDashboard

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer import batch_progress, is_accumulating, logging_step, steps_between_saves
-from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_numbers, to_host
+from lightning_tricks.metrics.not_finite import not_finite_line
+from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_over_ranks, to_host
 
 OverRanks = Literal["sum", "max"]
 SAVE_SECONDS = 1.0  # between two `logger.save()`, which waits for the disk; Lightning calls it at the end in any case
@@ -51,6 +53,7 @@ class MetricBuffer(pl.Callback):
         self._some_ranks: set[str] = set()  # names that `record_largest` was given
         self._derived: list[Callable[[list[Row]], Mapping[str, float]]] = []
         self._without_log_metrics: list[Any] = []  # loggers that were warned of
+        self._said_not_finite = False
         self._answered: tuple[int, bool] | None = None
         self._failed = False
 
@@ -145,6 +148,16 @@ class MetricBuffer(pl.Callback):
         self._some_ranks.update(names)
         self.record_all(tuple(names), torch.stack(values), "max")  # equally many on each rank, for the collective
 
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Inside the `with`, values replace those of the running step under the same names; shares of means too."""
+        before, self._current = self._current, Row()
+        try:
+            yield
+        finally:
+            before.replace(self._current)
+            self._current = before
+
     def at_flush(self, derive: Callable[[list[Row]], Mapping[str, float]]) -> None:
         """Call `derive` with each interval's rows, on every rank, and add the values that it returns to the last row.
 
@@ -229,6 +242,9 @@ class MetricBuffer(pl.Callback):
         self._read(rows)
         for values in [derive(rows) for derive in self._derived]:
             rows[-1].values.update(values)
+        if not self._said_not_finite and (line := not_finite_line(rows, self._trainer.callback_metrics)):
+            self._said_not_finite = True
+            rank_zero_warn(line)
         latest: dict[str, float] = {}
         for row in rows:
             no_rank_has = {name for name in self._some_ranks if row.values.get(name) == -math.inf}
@@ -279,13 +295,4 @@ class MetricBuffer(pl.Callback):
         if self._failed:  # the other ranks may be gone, so nobody can be asked
             rank_zero_warn("the last steps' metrics before the failure are those of rank 0 alone")
             return tensors
-        for join in ("sum", "max"):
-            indices = [index for index, kind in enumerate(joins) if kind == join]
-            if indices:
-                device = self._trainer.strategy.root_device
-                local = join_numbers([tensors[index].to(device, torch.float64) for index in indices])
-                joined = self._trainer.strategy.reduce(local, reduce_op=join)
-                parts = joined.split([tensors[index].numel() for index in indices])
-                for index, part in zip(indices, parts, strict=True):
-                    tensors[index] = part
-        return tensors
+        return join_over_ranks(tensors, joins, self._trainer.strategy)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,12 @@ class Row:
 
     def __bool__(self) -> bool:
         return bool(self.values or self.tensors or self.means)
+
+    def replace(self, other: "Row") -> None:
+        """Take the values of another computation of the step in place of this one's under the same names."""
+        self.values.update(other.values)
+        self.tensors.update(other.tensors)
+        self.means.update(other.means)
 
     def unread(self) -> dict[Names, Tensor]:
         """The tensors that wait, by the names of their numbers; of a mean its total and its count."""
@@ -55,3 +62,22 @@ def join_numbers(tensors: Sequence[Tensor]) -> Tensor:
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack(list(tensors)).to(dtype)
     return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
+
+
+def join_over_ranks(tensors: Sequence[Tensor], joins: Sequence[str | None], strategy: Any) -> list[Tensor]:
+    """The tensors, with sums or maxima over ranks: one collective for all sums, one for all maxima.
+
+    Args:
+        tensors: of any shapes; the same number on every rank, in the same order.
+        joins: `sum`, `max` or None for each.
+        strategy: the Trainer's, whose `reduce` every rank calls.
+    """
+    joined = list(tensors)
+    for join in ("sum", "max"):
+        indices = [index for index, kind in enumerate(joins) if kind == join]
+        if indices:
+            local = join_numbers([tensors[index].to(strategy.root_device, torch.float64) for index in indices])
+            parts = strategy.reduce(local, reduce_op=join).split([tensors[index].numel() for index in indices])
+            for index, part in zip(indices, parts, strict=True):
+                joined[index] = part
+    return joined

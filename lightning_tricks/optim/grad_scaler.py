@@ -31,6 +31,15 @@ def has_overflowed(scaler: GradScaler, optimizer: Optimizer) -> bool:
     return any(bool(found) for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
+def add_overflow(scaler: GradScaler, optimizer: Optimizer, found: Tensor) -> None:
+    """Let the scaler take the next step of `optimizer` for one that overflowed where `found`, a 0-dim tensor, is 1.
+
+    Its gradients are unscaled. No wait for the device.
+    """
+    for of_device in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        of_device.copy_(of_device.maximum(found.to(of_device.device)))
+
+
 @torch.no_grad()
 def unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
     """Divide the gradients of `optimizer` by the scale, in place, and note whether one was infinite or NaN on any rank.

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_tricks.metrics.metric_buffer as metric_buffer
 from lightning_tricks._errors import UsageError
-from lightning_tricks.callbacks import LRMonitor, MetricBuffer
+from lightning_tricks.callbacks import LRMonitor, MetricBuffer, StepGuard
 from lightning_tricks.metrics.row import to_host
 
 BATCHES = 12
@@ -862,3 +862,36 @@ def _fails_alone(rank: int, path: str) -> None:
 def test_a_rank_that_fails_asks_nobody(tmp_path):
     two_processes.run(_fails_alone, str(tmp_path))
     assert (tmp_path / "0").is_file()
+
+
+def test_values_of_a_step_that_is_computed_again_replace_the_first_ones_shares_of_means_too():
+    def give(trainer, buffer, loss):
+        buffer.record("kept", 1.0)
+        buffer.record("replaced", torch.tensor(2.0))
+        buffer.record_mean("mean", torch.tensor(10.0), 1)
+        with buffer.replacing():
+            buffer.record("replaced", torch.tensor(3.0))
+            buffer.record_mean("mean", torch.tensor(6.0), 2)
+            buffer.record_mean("mean", torch.tensor(2.0), 2)
+
+    (_, row), *_ = run(give)[0].rows
+    assert row == {"kept": 1.0, "replaced": 3.0, "mean": 2.0}
+
+
+class LogsNaN(Model):
+    def training_step(self, batch, batch_idx):
+        self.log("self/loss", math.nan if self.global_step >= 5 else 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("recorded", "guarded"), [(True, False), (True, True), (False, False)])
+def test_a_loss_that_is_nan_is_said_at_the_log_step_once_unless_a_guard_watches(recorded, guarded):
+    def give(trainer, buffer, loss):
+        buffer.record("train/loss", loss * (math.nan if recorded and trainer.global_step >= 6 else 1.0))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(give, Model() if recorded else LogsNaN(), callbacks=[StepGuard()] if guarded else [])
+    lines = [str(w.message) for w in caught if "loss is nan" in str(w.message)]
+    expected = [] if guarded else ["train/loss is nan at step 5: "] if recorded else ["self/loss is nan at step 7: "]
+    assert [line.partition("if the")[0] for line in lines] == expected

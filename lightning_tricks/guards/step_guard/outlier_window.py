@@ -1,0 +1,58 @@
+"""The last accepted values of some signals, and the limit above which a new value is an outlier: all on the device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class OutlierWindow:
+    """Mean and standard deviation of the last accepted values of each signal, such as loss and gradient norm.
+
+    Rejected values never enter: with a rule that lets them in, one NaN in the window makes every limit NaN until it
+    leaves, and one spike widens the limits for as long. Nothing is read on the host.
+
+    Args:
+        signals: how many values come at each step.
+        size: steps in the window.
+        active_after: accepted steps before finite values can be outliers.
+        sigmas: standard deviations above the mean at which an outlier begins.
+        device: of the values.
+
+    Source: the limit is that of `SkipStepOptimizer` in OLMo-core,
+        https://github.com/allenai/OLMo-core/blob/main/src/olmo_core/optim/skip_step_optimizer.py, whose window also
+        takes the rejected values.
+    """
+
+    def __init__(self, signals: int, size: int, active_after: int, sigmas: float, device: Any) -> None:
+        self.active_after, self.sigmas = active_after, sigmas
+        self.values = torch.zeros(signals, size, device=device)
+        self.accepted = torch.zeros((), dtype=torch.int64, device=device)
+        self._slots = torch.arange(size, device=device)
+
+    def limits(self) -> Tensor:
+        """The largest value of each signal that is no outlier: (signals,) fp32, infinite until the window is active."""
+        counted = self._slots < self.accepted
+        number = counted.sum()
+        mean = self.values.sum(1) / number.clamp(min=1)
+        squares = ((self.values - mean.unsqueeze(1)) * counted).square().sum(1)
+        # equal values have no deviation, and a mean that is rounded
+        deviation = (squares / (number - 1).clamp(min=1)).sqrt().maximum(1e-5 * mean.abs())
+        return torch.where(self.accepted < self.active_after, torch.inf, mean + self.sigmas * deviation)
+
+    def accept(self, values: Tensor, accepted: Tensor) -> None:
+        """Take a step's values, (signals,), into the window if `accepted`, a 0-dim bool tensor."""
+        slot = (self.accepted % self.values.shape[1]).unsqueeze(0)
+        kept = self.values.index_select(1, slot)
+        self.values.index_copy_(1, slot, torch.where(accepted, values.unsqueeze(1), kept))
+        self.accepted += accepted
+
+    def state_dict(self) -> dict[str, Any]:
+        """The accepted values, on the host."""
+        return {"values": self.values.cpu(), "accepted": int(self.accepted)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the values of a run whose window was as large; keep an empty window otherwise."""
+        if state["values"].shape == self.values.shape:
+            self.values.copy_(state["values"])
+            self.accepted.fill_(state["accepted"])

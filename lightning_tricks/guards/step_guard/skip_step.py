@@ -1,0 +1,43 @@
+"""Make an optimizer skip its next step where a number on the device says so, without a wait where that can be."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._replaced import replaced
+from lightning_tricks.optim.grad_scaler import add_overflow
+
+
+def decides_on_device(optimizer: Any) -> bool:
+    """Whether the optimizer's own kernel leaves weights and state as they are where its `found_inf` is 1.
+
+    So do fused Adam and AdamW. Fused SGD does not count: a skipped first step would leave its momentum without a value.
+    """
+    adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    return adam and all(group.get("fused") for group in optimizer.param_groups)
+
+
+@contextmanager
+def skipping(optimizer: Any, scaler: Any, skip: Tensor) -> Iterator[None]:
+    """Let the step of `optimizer` that comes inside the `with` change nothing if `skip` is 1, and as ever if it is 0.
+
+    Args:
+        optimizer: unwrapped; its gradients are ready.
+        scaler: the GradScaler of fp16, which has unscaled them, and which skips the step as one that overflowed; None
+            without one.
+        skip: 0-dim fp32 tensor on the gradients' device, 0 or 1. It is read on the host only for optimizers that
+            cannot decide on the device: they lose their gradients, and skip parameters that have none.
+    """
+    if scaler is not None:
+        add_overflow(scaler, optimizer, skip)
+        yield
+    elif decides_on_device(optimizer):
+        with replaced(optimizer, "found_inf", skip), replaced(optimizer, "grad_scale", None):
+            yield
+    else:
+        if bool(skip):
+            optimizer.zero_grad(set_to_none=True)
+        yield

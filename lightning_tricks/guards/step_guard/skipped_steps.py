@@ -1,0 +1,113 @@
+"""The skipped steps of a run, on the host: a line for each, their number, and the reason to stop the run."""
+
+import math
+from typing import NamedTuple
+
+from lightning_tricks._lightning import rank_zero_warn
+from lightning_tricks._samples import in_words
+from lightning_tricks.metrics.row import Row
+
+SAME, RETRIED, OUT_AGAIN = 1.0, 2.0, 3.0  # results of a step that was computed again
+_NUMBERS = ("skipped", "recheck", "rank", "loss", "loss_limit", "norm", "norm_limit", "in_a_row", "total")
+_RECHECKS = {
+    SAME: ", and the same when computed again: it is the data",
+    RETRIED: "; computed again it was another, which is used: a hardware fault, or kernels that are not deterministic",
+    OUT_AGAIN: "; computed again it was another, and out of bounds too: a hardware fault, or kernels that are not "
+    "deterministic",
+}
+_LINES = 5  # an interval, so that a run in trouble does not fill the terminal
+
+
+class Batch(NamedTuple):
+    """Where the batch of a step came from."""
+
+    samples: list[tuple[int, int]] | None  # sample positions, see `step_samples`
+    epoch: int
+    batch_idx: int
+
+    def __str__(self) -> str:
+        return f"batch {self.batch_idx} of epoch {self.epoch}" if self.samples is None else f"samples {self._samples()}"
+
+    def _samples(self) -> str:
+        return in_words(self.samples or [])
+
+
+class SkippedSteps:
+    """Reads what StepGuard recorded, when the interval's values have come to the host.
+
+    Args:
+        max_in_a_row: skipped steps in a row after which the run shall stop.
+        total: skipped steps of the runs that this one goes on from.
+    """
+
+    def __init__(self, max_in_a_row: int, total: int = 0) -> None:
+        self.max_in_a_row, self.total = max_in_a_row, total
+        self.reason_to_stop = ""
+        self._batches: dict[int, Batch] = {}  # by step, of the steps that the host has not heard of
+        self._in_a_row: dict[int, list[Batch]] = {}  # by index of the optimizer
+
+    @staticmethod
+    def names(index: int) -> tuple[str, ...]:
+        """Names under which an optimizer's numbers stand in the buffer."""
+        return tuple(f"_step_guard/{index}/{name}" for name in _NUMBERS)
+
+    def took(self, step: int, batch: Batch) -> None:
+        """Note where the batch of a step came from, until the host hears how it was judged."""
+        self._batches[step] = batch
+
+    def report(self, rows: list[Row]) -> dict[str, float]:
+        """Say a line for each skipped step among `rows`; returns `guard/skipped_steps`."""
+        lines = []
+        totals: dict[str, float] = {}
+        for row in rows:
+            batch = self._batches.pop(row.step, None)
+            for index in {int(name.split("/")[1]) for name in row.values if name.startswith("_step_guard/")}:
+                found = dict(zip(_NUMBERS, (row.values[name] for name in self.names(index)), strict=True))
+                totals[str(index)] = found["total"]
+                lines += self._judged(row.step, index, found, batch or Batch(None, 0, 0))
+        for line in lines[:_LINES]:
+            rank_zero_warn(line)
+        if lines[_LINES:]:
+            rank_zero_warn(f"StepGuard: {len(lines) - _LINES} more steps were out of bounds up to step {rows[-1].step}")
+        if not totals:
+            return {}
+        self.total = int(sum(totals.values()))
+        return {"guard/skipped_steps": float(self.total)}
+
+    def _judged(self, step: int, index: int, found: dict[str, float], batch: Batch) -> list[str]:
+        """The line of one step, if it was out of bounds."""
+        row = self._in_a_row.setdefault(index, [])
+        if not found["skipped"]:
+            row.clear()
+            return [f"StepGuard: step {step}: {_reason(found)}; {batch}"] if found["recheck"] else []
+        row.append(batch)
+        if found["in_a_row"] >= self.max_in_a_row:
+            first = step + 1 - int(found["in_a_row"])
+            self.reason_to_stop = (
+                f"StepGuard.max_skipped_steps={self.max_in_a_row}: all steps from {first} to {step} were skipped, the "
+                f"last one for its {_reason(found)}; {_joined(row)}. The weights are those of step {first}: go on from "
+                "them or from a checkpoint with a lower lr, with data.skip_samples, or with a higher limit"
+            )
+        return [f"StepGuard: step {step} is skipped: {_reason(found)}; {batch}"]
+
+
+def _reason(found: dict[str, float]) -> str:
+    """Which values are out of bounds, on which rank, and the same or not when computed again."""
+    parts = []
+    for name, label in (("loss", "loss"), ("norm", "gradient norm")):
+        if found[name] == math.inf:
+            parts.append(f"{label} not finite")
+        elif found[name] > -math.inf:
+            parts.append(f"{label} {found[name]:.4g} above {found[f'{name}_limit']:.4g}")
+    rank = f" on rank {int(found['rank']) - 1}" if found["rank"] > 1 else ""
+    return " and ".join(parts) + rank + _RECHECKS.get(found["recheck"], "")
+
+
+def _joined(batches: list[Batch]) -> str:
+    """Where the batches of consecutive steps came from."""
+    runs: list[tuple[int, int]] = []
+    for batch in batches:
+        for first, last in batch.samples or ():
+            joins = runs and runs[-1][1] + 1 == first
+            runs[-1:] = [(runs[-1][0], last)] if joins else [*runs[-1:], (first, last)]
+    return str(Batch(runs, 0, 0)) if runs else f"{batches[0]} to {batches[-1]}"

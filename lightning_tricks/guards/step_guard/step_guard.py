@@ -1,0 +1,237 @@
+"""Skip the optimizer steps that would do harm: not finite, or far above the steps before.
+
+A step is judged on the device, in the moment between the clip and the optimizer, and nothing waits for the answer: the
+optimizer's kernel reads it there. The host hears of it with the values of the logging interval.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._replaced import replaced
+from lightning_tricks._samples import step_samples
+from lightning_tricks._trainer import batch_progress, is_a, logging_step, optimizer_index, unwrapped
+from lightning_tricks.guards.saving.random_state import gather
+from lightning_tricks.guards.step_guard.judgement import Judgement, any_rank
+from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow
+from lightning_tricks.guards.step_guard.recheck import Recheck
+from lightning_tricks.guards.step_guard.skip_step import skipping
+from lightning_tricks.guards.step_guard.skipped_steps import OUT_AGAIN, RETRIED, SAME, Batch, SkippedSteps
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1
+from lightning_tricks.optim.grad_scaler import is_scaled
+
+
+class StepGuard(pl.Callback):
+    """Changes training: a step whose loss or gradient norm is out of bounds leaves weights and optimizer as they are.
+
+    Out of bounds is a value that is NaN or infinite, or that exceeds the mean of the last `window_steps` accepted steps
+    by more than `sigmas` standard deviations. Skipped steps never enter that mean. Each rank judges its own loss, and
+    the norm of all gradients before the clip; a step that one rank rejects is skipped by all. The schedule, the data
+    and the step counters go on. Each skipped step is named in one line at the next log step, with its values, its limit
+    and the sample positions of its batch; `guard/skipped_steps` is the number since the run began.
+
+    Fused Adam and AdamW skip on the device. Others cost one read of the device a step; so does `recheck`. Under fp16 a
+    skipped step counts as an overflow, which halves the scale, and overflows are left to the scaler.
+
+    Args:
+        sigmas: standard deviations above the mean at which a value is out of bounds; above 0.
+        window_steps: accepted steps over which mean and deviation are taken.
+        active_after_steps: accepted steps before finite values can be out of bounds.
+        max_skipped_steps: the run stops when so many steps in a row were skipped.
+        recheck: compute a step that is out of bounds once more, with the same batches, weights and random numbers. The
+            same bits again: it is the data, and the step is skipped. Other bits: a hardware fault or non-deterministic
+            kernels; the second result is used if it is within bounds. For automatic optimization without fp16. Buffers
+            that a forward pass changes, such as those of BatchNorm, change twice.
+
+    Raises:
+        UsageError: an option out of its range; when training starts, DeepSpeed, LBFGS, a fused optimizer under
+            Lightning's fp16, or `recheck` where it cannot be; in training, after `max_skipped_steps` in a row.
+
+    Source: 6 standard deviations of 128 steps: `SkipStepOptimizer` of OLMo-core, see `OutlierWindow`. Recheck: the
+        re-run state machine of Megatron-LM,
+        https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/rerun_state_machine.py.
+    """
+
+    def __init__(
+        self,
+        sigmas: float = 6.0,
+        window_steps: int = 128,
+        active_after_steps: int = 64,
+        max_skipped_steps: int = 10,
+        recheck: bool = False,
+    ) -> None:
+        if not sigmas > 0:
+            raise UsageError(f"StepGuard.sigmas={sigmas}: give a number of standard deviations above 0, such as 6")
+        if window_steps < 2 or not 2 <= active_after_steps <= window_steps:
+            raise UsageError(
+                f"StepGuard: window_steps={window_steps}, active_after_steps={active_after_steps}: a deviation needs 2 "
+                "steps, and the window must hold active_after_steps"
+            )
+        if max_skipped_steps < 1:
+            raise UsageError(f"StepGuard.max_skipped_steps={max_skipped_steps}: give 1 or more")
+        self.sigmas, self.window_steps, self.active_after_steps = sigmas, window_steps, active_after_steps
+        self.max_skipped_steps, self.recheck = max_skipped_steps, recheck
+        self._loaded: dict[str, Any] = {}  # the state of a checkpoint, for the next fit
+        self._replacements = ExitStack()  # until the batch ends
+        self._forget()
+
+    def _forget(self) -> None:
+        """Reset the state that belongs to one fit."""
+        self._windows: list[OutlierWindow] = []  # of each optimizer
+        self._counts: list[Tensor] = []  # of each optimizer: skipped steps in a row and in all, (2,) fp32
+        self._losses: list[Tensor] = []  # of the micro-batches since the last optimizer step
+        self._rechecking = Recheck() if self.recheck else None
+        self._skipped = SkippedSteps(self.max_skipped_steps)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Refuse a run whose steps cannot be skipped; find the buffer; go on with a checkpoint's windows."""
+        _refuse(trainer, pl_module, self.recheck)
+        self._forget()
+        self._buffer = MetricBuffer.of(trainer)
+        self._buffer.at_flush(self._skipped.report)
+        device = trainer.strategy.root_device
+        settings = 2, self.window_steps, self.active_after_steps, self.sigmas, device
+        self._windows = [OutlierWindow(*settings) for _ in trainer.optimizers]
+        self._counts = [torch.zeros(2, device=device) for _ in trainer.optimizers]
+        ranks, self._loaded = self._loaded.get("ranks", []), {}
+        if ranks:
+            own = ranks[trainer.global_rank if trainer.global_rank < len(ranks) else 0]
+            for window, counts, state in zip(self._windows, self._counts, own, strict=False):
+                window.load_state_dict(state)
+                counts.copy_(torch.tensor(state["counts"]))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        """Stop the run if too many steps in a row were skipped."""
+        if self._skipped.reason_to_stop:
+            raise UsageError(self._skipped.reason_to_stop)
+        if self._rechecking is not None:
+            self._rechecking.begin(batch, batch_idx, first=not self._losses)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
+        """Keep the loss, which the Trainer has divided by the number of micro-batches."""
+        self._losses.append(loss.detach())
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
+        """Judge the step after its clip, which comes next; in manual optimization at once."""
+        if not pl_module.automatic_optimization:
+            self._judge(trainer, pl_module, unwrapped(optimizer), _norm(trainer, optimizer))
+            return
+        module: Any = pl_module
+        clip = module.configure_gradient_clipping
+        keeps_norm = _keeps_norm(pl_module)
+
+        @wraps(clip)
+        def clip_and_judge(*args: Any, **kwargs: Any) -> None:
+            def norm_and_clip() -> Tensor:
+                norm = None if keeps_norm else _norm(trainer, optimizer)
+                clip(*args, **kwargs)
+                return module.grad_norm if norm is None else norm
+
+            self._judge(trainer, pl_module, unwrapped(optimizer), norm_and_clip(), norm_and_clip)
+
+        self._replacements.enter_context(replaced(pl_module, "configure_gradient_clipping", clip_and_judge))
+
+    @torch.no_grad()
+    def _judge(
+        self, trainer: Any, pl_module: Any, optimizer: Any, norm: Tensor, clip_again: Callable[[], Tensor] | None = None
+    ) -> None:
+        """Decide whether the step of `optimizer` that comes now is skipped."""
+        index, scaler = optimizer_index(trainer, optimizer), _scaler(trainer, optimizer)
+        window, counts = self._windows[index], self._counts[index]
+        limits = window.limits()
+        judged = used = self._judgement(norm, limits, scaler)
+        skip, result = any_rank(trainer, ~judged.within), torch.zeros_like(counts[0])
+        if self._rechecking is not None and clip_again is not None and bool(skip):
+            self._rechecking.run(trainer, pl_module, optimizer, self._buffer)
+            used = self._judgement(clip_again(), limits, scaler)
+            differs, skip = any_rank(trainer, ~judged.same_bits(used)), any_rank(trainer, ~used.within)
+            result = torch.where(differs == 0, SAME, torch.where(skip == 0, RETRIED, OUT_AGAIN))
+        window.accept(used.values, (skip == 0) & used.values.isfinite().all())
+        counts.copy_(torch.stack([(counts[0] + 1) * skip, counts[1] + skip]))
+        if trainer.log_every_n_steps:
+            batch = Batch(step_samples(trainer), trainer.current_epoch, batch_progress(trainer).current.ready - 1)
+            self._skipped.took(logging_step(trainer), batch)
+            numbers = torch.cat([torch.stack([skip, result]), judged.numbers(trainer.global_rank), counts])
+            self._buffer.record_all(self._skipped.names(index), numbers, "max" if trainer.world_size > 1 else None)
+        self._replacements.enter_context(skipping(optimizer, scaler, skip))
+
+    def _judgement(self, norm: Tensor, limits: Tensor, scaler: Any) -> Judgement:
+        losses, self._losses = self._losses, []
+        return Judgement(losses, norm, limits, scaler)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Put back the module's and the optimizer's attributes."""
+        self._replacements.close()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """Forget micro-batches that no optimizer step followed."""
+        self._losses = []
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        """Put back the module's and the optimizer's attributes."""
+        self._replacements.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The windows and the counts of every rank; every rank must call."""
+        if not self._windows:
+            return self._loaded
+        own = [
+            {**window.state_dict(), "counts": counts.tolist()}
+            for window, counts in zip(self._windows, self._counts, strict=True)
+        ]
+        return {"ranks": gather(own)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with them in the next fit."""
+        self._loaded = state_dict
+
+
+def _refuse(trainer: Any, pl_module: Any, recheck: bool) -> None:
+    """Refuse a run whose steps cannot be skipped, or not be computed again."""
+    if is_a(trainer.strategy, "DeepSpeedStrategy"):
+        raise UsageError(
+            "StepGuard: DeepSpeed's engine clips and steps by itself, and asks nobody in between: take StepGuard "
+            "out, or shard with FSDP2Strategy"
+        )
+    if any(isinstance(unwrapped(optimizer), torch.optim.LBFGS) for optimizer in trainer.optimizers):
+        raise UsageError("StepGuard: LBFGS computes several losses a step; take StepGuard out, or use AdamW")
+    if recheck and not pl_module.automatic_optimization:
+        raise UsageError("StepGuard.recheck=True: in manual optimization only the module can repeat a step; set false")
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if recheck and scaler is not None and scaler.is_enabled():
+        raise UsageError("StepGuard.recheck=True: fp16 has scaled the step's gradients; set false, or train in bf16")
+
+
+def _keeps_norm(pl_module: Any) -> bool:
+    """Whether the clip is GradientClippingMixin's own, which keeps the norm from before it."""
+    function = getattr(pl_module.configure_gradient_clipping, "__func__", None)
+    return getattr(type(pl_module), "keeps_grad_norm", False) and getattr(function, "__module__", "").startswith(
+        "lightning_tricks."
+    )
+
+
+def _norm(trainer: Any, optimizer: Any) -> Tensor:
+    if is_a(trainer.strategy, "FSDPStrategy"):
+        return clip_grad_norm_fsdp1(trainer.strategy.model, None)
+    return clip_grad_norm([parameter for group in optimizer.param_groups for parameter in group["params"]], None)
+
+
+def _scaler(trainer: Any, optimizer: Any) -> Any:
+    """The GradScaler that has unscaled the optimizer's gradients; None without one."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        return None
+    if is_scaled(scaler, optimizer):
+        raise UsageError(
+            f"StepGuard: fused {type(optimizer).__name__} under fp16 (trainer.precision={trainer.precision}) "
+            "unscales in its own step: set plugins to FP16Mixed instead of the precision, set fused to false, or "
+            "train in bf16"
+        )
+    return scaler

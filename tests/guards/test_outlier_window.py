@@ -1,0 +1,65 @@
+"""OutlierWindow: limits worked out by hand, and rejected values that never enter."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow
+
+
+def window(*values: float, size: int = 4, active_after: int = 2, sigmas: float = 2.0) -> OutlierWindow:
+    filled = OutlierWindow(1, size, active_after, sigmas, "cpu")
+    for value in values:
+        filled.accept(torch.tensor([value]), torch.tensor(True))
+    return filled
+
+
+@pytest.mark.parametrize(
+    ("values", "limit"),
+    [
+        ((), math.inf),
+        ((1.0,), math.inf),  # not active yet
+        ((1.0, 3.0), 2 + 2 * math.sqrt(2)),
+        ((1.0, 2.0, 3.0), 2 + 2 * 1.0),
+        ((100.0, 1.0, 2.0, 3.0, 4.0), 2.5 + 2 * math.sqrt(5 / 3)),  # the first has left the window
+        ((0.1, 0.1, 0.1), 0.1 * (1 + 2e-5)),  # no deviation: as much as rounding needs
+    ],
+)
+def test_limits_by_hand(values, limit):
+    assert window(*values).limits().item() == pytest.approx(limit, rel=1e-6)
+
+
+def test_a_rejected_value_leaves_no_trace():
+    kept = window(1.0, 3.0)
+    before = kept.state_dict()
+    kept.accept(torch.tensor([math.nan]), torch.tensor(False))
+    assert torch.equal(kept.state_dict()["values"], before["values"])
+    assert kept.state_dict()["accepted"] == 2
+
+
+def test_after_one_nan_none_of_the_next_200_values_is_out_of_bounds():
+    torch.manual_seed(0)
+    kept = OutlierWindow(1, 128, 64, 6.0, "cpu")
+    rejected = []
+    for step in range(400):
+        value = torch.randn(1) if step != 100 else torch.tensor([math.nan])
+        good = (value <= kept.limits()).all()
+        kept.accept(value, good)
+        rejected += [] if good else [step]
+    assert rejected == [100]
+
+
+def test_each_signal_has_its_own_limit():
+    two = OutlierWindow(2, 4, 2, 1.0, "cpu")
+    for values in ([1.0, 10.0], [3.0, 10.0]):
+        two.accept(torch.tensor(values), torch.tensor(True))
+    assert two.limits().tolist() == pytest.approx([2 + math.sqrt(2), 10.0001])
+
+
+def test_a_window_of_another_size_starts_anew():
+    small = window(1.0, 2.0)
+    small.load_state_dict(window(5.0, 6.0, 7.0, size=8).state_dict())
+    assert small.state_dict()["accepted"] == 2
+    small.load_state_dict(window(5.0, 6.0, 7.0).state_dict())
+    assert small.state_dict()["accepted"] == 3

@@ -1,0 +1,352 @@
+"""StepGuard: exactly the bad step leaves weights and optimizer as they are, and its line names it and its data."""
+
+import math
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from monitored import Run, decoding, fit, same_training
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from two_processes import run
+
+from lightning_tricks import BF16True, FP16Mixed, FSDP2Strategy, GradientClippingMixin, StepGuard
+from lightning_tricks._errors import UsageError
+
+STEPS, BAD = 12, 7
+EARLY = {"window_steps": 8, "active_after_steps": 4}
+OPTIMIZERS: dict[str, Any] = {
+    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.05, foreach=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
+}
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return list(torch.randn(count, 4, 8, generator=generator))
+
+
+class Line(pl.LightningModule):
+    """Fits a line; the batch of step BAD is spoilt: its data, its loss or its gradients."""
+
+    def __init__(self, spoilt: str, optimizer: str = "fused AdamW", bad_rank: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.spoilt, self.optimizer, self.bad_rank = spoilt, optimizer, bad_rank
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        here = self.global_step == BAD and self.bad_rank in (None, self.global_rank)
+        x = batch * math.nan if here and self.spoilt == "NaN batch" else batch
+        loss = loss_of(self.net, x)
+        if here and self.spoilt == "Inf loss":
+            return loss * math.inf
+        if here and self.spoilt == "loss x 100":
+            return loss + 99 * loss.detach()
+        if here and self.spoilt == "gradient x 1e4":
+            loss = loss.detach() + 1e4 * (loss - loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(batches(STEPS * 4), batch_size=None)
+
+
+class Clipping(GradientClippingMixin, Line):
+    pass
+
+
+def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+    return (net(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def without_the_step(optimizer: str, accumulate: int = 1, clip: float | None = None) -> list[Tensor]:
+    """The weights of a plain loop that never makes the update of step BAD."""
+    module = Line("", optimizer)
+    stepper = module.configure_optimizers()
+    data = iter(batches(STEPS * 4))
+    for step in range(STEPS):
+        stepper.zero_grad()
+        for _ in range(accumulate):
+            (loss_of(module.net, next(data)) / accumulate).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        if step != BAD:
+            stepper.step()
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def guarded(model: pl.LightningModule, *others: Any, **options: Any) -> tuple[Run, list[str]]:
+    """A run under StepGuard, and its lines."""
+    guard = StepGuard(**{**EARLY, **{k: options.pop(k) for k in list(options) if hasattr(StepGuard(), k)}})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = fit(model, *others, guard, max_steps=STEPS, **options)
+    return result, [str(w.message) for w in caught if "StepGuard" in str(w.message)]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("spoilt", ["NaN batch", "Inf loss", "gradient x 1e4"])
+def test_the_bad_step_leaves_the_weights_of_a_run_without_its_update(spoilt, optimizer):
+    result, lines = guarded(Line(spoilt, optimizer))
+    assert equal(result.weights, without_the_step(optimizer))
+    assert len(lines) == 1
+    assert lines[0].startswith(f"StepGuard: step {BAD} is skipped: ")
+    assert lines[0].endswith(f"; batch {BAD} of epoch 0")
+    assert result.of("guard/skipped_steps") == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("module", [Line, Clipping])
+def test_accumulated_and_clipped_steps_are_judged_by_the_norm_before_the_clip(module):
+    result, lines = guarded(module("gradient x 1e4"), accumulate_grad_batches=4, gradient_clip_val=0.5)
+    assert equal(result.weights, without_the_step("fused AdamW", 4, 0.5))
+    assert "gradient norm" in lines[0]
+    assert "loss" not in lines[0]
+    assert len(lines) == 1
+
+
+def test_a_line_names_values_and_limits():
+    _, lines = guarded(Line("gradient x 1e4"))
+    norm, limit = (float(word) for word in lines[0].partition("norm ")[2].split(";")[0].split(" above "))
+    assert norm > 1e3 > limit > 0
+    _, lines = guarded(Line("NaN batch"))
+    assert "loss not finite and gradient norm not finite;" in lines[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}])
+def test_a_healthy_run_is_unchanged(options):
+    assert same_training(decoding(StepGuard(**EARLY), **options), decoding(**options))
+
+
+def test_without_logging_it_skips_all_the_same():
+    result, lines = guarded(Line("NaN batch"), log_every_n_steps=0)
+    assert equal(result.weights, without_the_step("fused AdamW"))
+    assert lines == []
+
+
+def test_the_module_and_the_optimizer_keep_nothing_of_it():
+    model = Line("NaN batch")
+    result, _ = guarded(model)
+    assert "configure_gradient_clipping" not in vars(model)
+    assert not {"found_inf", "grad_scale"} & vars(result.trainer.optimizers[0]).keys()
+
+
+class Always(Line):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (math.nan if self.global_step >= 2 else 1.0)
+
+
+def test_after_so_many_in_a_row_it_stops_and_names_them():
+    with pytest.raises(
+        UsageError,
+        match=r"^StepGuard.max_skipped_steps=3: all steps from 2 to 5 were skipped, the last one for its loss not "
+        r"finite and gradient norm not finite; batch 2 of epoch 0 to batch 5 of epoch 0\. The weights are those",
+    ):
+        guarded(Always(""), max_skipped_steps=3, log_every_n_steps=3)
+
+
+def test_two_skipped_steps_that_are_not_in_a_row_do_not_stop_it():
+    class Twice(Line):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (math.nan if self.global_step in (5, 6, 8, 9) else 1.0)
+
+    _, lines = guarded(Twice(""), max_skipped_steps=3)
+    assert [int(line.split()[2]) for line in lines] == [5, 6, 8, 9]
+
+
+class ByHand(pl.LightningModule):
+    """Two optimizers in manual optimization; the second one's loss is spoilt at one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.one, self.two = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for index, (net, optimizer) in enumerate(zip((self.one, self.two), self.optimizers(), strict=True)):
+            loss = loss_of(net, batch) * (math.nan if index and batch_idx == BAD else 1.0)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [OPTIMIZERS["fused AdamW"](net.parameters()) for net in (self.one, self.two)]
+
+    train_dataloader = Line.train_dataloader
+
+
+def test_by_hand_each_optimizer_is_judged_by_its_own_loss():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = ByHand()
+        result = fit(model, StepGuard(**EARLY), max_steps=2 * STEPS)
+    lines = [str(w.message) for w in caught if "StepGuard" in str(w.message)]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"StepGuard: step {BAD} is skipped: loss not finite")
+    assert result.of("guard/skipped_steps")[-1] == 1
+    reference = ByHand()
+    optimizers = reference.configure_optimizers()
+    for step, batch in enumerate(batches(STEPS)):
+        for index, (net, optimizer) in enumerate(zip((reference.one, reference.two), optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            if not (index and step == BAD):
+                optimizer.step()
+    assert equal(result.weights, [parameter.detach() for parameter in reference.parameters()])
+
+
+@pytest.mark.parametrize("plugin", [BF16True, lambda: FP16Mixed(init_scale=1.0)], ids=["BF16True", "FP16Mixed"])
+@pytest.mark.parametrize("optimizer", ["fused AdamW", "momentum"])
+def test_under_other_precisions_the_bad_step_changes_no_weight(plugin, optimizer):
+    class Weights(pl.Callback):
+        seen: list[list[Tensor]] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.seen.append([parameter.detach().clone() for parameter in pl_module.parameters()])
+
+    weights = Weights()
+    weights.seen = []
+    _, lines = guarded(Line("gradient x 1e4", optimizer), weights, plugins=[plugin()])
+    assert len(lines) == 1
+    changed = [not equal(before, after) for before, after in zip(weights.seen, weights.seen[1:], strict=False)]
+    assert changed == [step != BAD for step in range(1, STEPS)]
+
+
+def train_as_rank(rank: int, spoilt: str) -> None:
+    expected = without_the_step("fused AdamW")
+    for strategy in ("ddp", FSDP2Strategy()):
+        model = Line(spoilt, bad_rank=1)
+        result, lines = guarded(model, accelerator="cpu", devices=2, strategy=strategy, use_distributed_sampler=False)
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+        # both ranks have the same batches, so their mean gradient is that of one process up to rounding
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, expected, strict=True))
+        assert result.of("guard/skipped_steps") == [0, 0, 0, 1, 1, 1]
+        assert [line.split("; ")[0].endswith(" on rank 1") for line in lines] == ([True] if rank == 0 else [])
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("spoilt", ["NaN batch", "loss x 100"])
+def test_a_step_that_one_rank_rejects_is_skipped_by_all(spoilt):
+    run(train_as_rank, spoilt)
+
+
+def window_state(guard: StepGuard) -> Any:
+    return guard.state_dict()["ranks"][0][0]
+
+
+def test_its_windows_and_counts_go_on_from_a_checkpoint():
+    whole = StepGuard(**EARLY)
+    guarded_steps(whole, STEPS)
+    first, second = StepGuard(**EARLY), StepGuard(**EARLY)
+    trainer, model = guarded_steps(first, 9)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()  # saved again before it has trained
+    model.train_dataloader = lambda: DataLoader(batches(STEPS)[9:], batch_size=None)
+    optimizer = trainer.optimizers[0]
+    model.configure_optimizers = lambda: optimizer
+    fit(model, second, max_steps=STEPS - 9)
+    expected, found = window_state(whole), window_state(second)
+    assert torch.equal(expected.pop("values"), found.pop("values"))
+    assert expected == found == {"accepted": STEPS - 1, "counts": [0.0, 1.0]}
+
+
+def guarded_steps(guard: StepGuard, steps: int) -> tuple[pl.Trainer, Line]:
+    model = Line("gradient x 1e4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fit(model, guard, max_steps=steps).trainer, model
+
+
+class Faulty(Line):
+    """Noise in each forward pass, so that the random numbers count; a fault in one forward pass of step BAD."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__("NaN batch" if fault == "data" else "")
+        self.fault, self.calls = fault, 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        loss = super().training_step(batch * (1 + 0.01 * torch.rand(())), batch_idx)
+        self.calls += self.global_step == BAD
+        faulty = (self.fault == "once" and self.calls == 2) or (self.fault == "often" and self.calls)
+        return loss * 1e6 * self.calls if faulty and self.global_step == BAD else loss
+
+
+class ClippingFaulty(GradientClippingMixin, Faulty):
+    pass
+
+
+@pytest.mark.parametrize("module", [Faulty, ClippingFaulty])
+def test_a_transient_fault_is_mended_and_told_from_bad_data(module):
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "recheck": True}
+    (clean, silent), (mended, once), (_, often), (skipped, data) = (
+        guarded(module(fault), **options) for fault in ("none", "once", "often", "data")
+    )
+    assert silent == []
+    assert same_training(mended, clean)
+    assert mended.of("guard/skipped_steps")[-1] == 0
+    (line,) = once
+    assert line.startswith(f"StepGuard: step {BAD}: loss ")
+    assert "; computed again it was another, which is used: a hardware fault, or kernels that are not" in line
+    (line,) = often
+    assert line.startswith(f"StepGuard: step {BAD} is skipped: ")
+    assert "; computed again it was another, and out of bounds too: a hardware fault" in line
+    (line,) = data
+    assert ", and the same when computed again: it is the data; batch 15 of epoch 0" in line
+    assert torch.equal(skipped.random_state, clean.random_state)
+    assert clean.trainer.callback_metrics["batches"] == mended.trainer.callback_metrics["batches"] == 2 * STEPS
+
+
+def recheck_as_rank(rank: int) -> None:
+    options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "use_distributed_sampler": False, "recheck": True}
+    fault = "once" if rank else "none"
+    clean, _ = guarded(Faulty("none"), **options)
+    torch.distributed.destroy_process_group()
+    mended, _ = guarded(Faulty(fault), **options)
+    assert same_training(mended, clean)
+
+
+def test_all_ranks_compute_again_what_one_rank_rejects():
+    run(recheck_as_rank)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"sigmas": 0}, "StepGuard.sigmas=0: give a number of standard deviations above 0"),
+        ({"window_steps": 1}, "StepGuard: window_steps=1, active_after_steps=64: a deviation needs 2 steps"),
+        ({"active_after_steps": 200}, "StepGuard: window_steps=128, active_after_steps=200: a deviation"),
+        ({"max_skipped_steps": 0}, "StepGuard.max_skipped_steps=0: give 1 or more"),
+    ],
+)
+def test_options_out_of_their_range(options, line):
+    with pytest.raises(UsageError, match=f"^{line}"):
+        StepGuard(**options)
+
+
+def test_runs_whose_steps_cannot_be_judged_are_refused():
+    class LBFGS(Line):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(UsageError, match=r"^StepGuard: LBFGS computes several losses a step"):
+        fit(LBFGS(""), StepGuard())
+    with pytest.raises(UsageError, match=r"^StepGuard.recheck=True: in manual optimization only the module"):
+        fit(ByHand(), StepGuard(recheck=True))
+    with pytest.raises(UsageError, match=r"^StepGuard.recheck=True: fp16 has scaled"):
+        fit(Line(""), StepGuard(recheck=True), plugins=[FP16Mixed()])
+    lightnings = pl.plugins.MixedPrecision("16-mixed", "cpu")
+    with pytest.raises(UsageError, match=r"^StepGuard: fused AdamW under fp16 .* set plugins to FP16Mixed"):
+        fit(Line(""), StepGuard(), plugins=[lightnings])
+    _, lines = guarded(Line("gradient x 1e4", "AdamW"), plugins=[pl.plugins.MixedPrecision("16-mixed", "cpu")])
+    assert lines == []  # the overflow is the scaler's
