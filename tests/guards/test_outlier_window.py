@@ -9,7 +9,7 @@ from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow
 
 
 def window(*values: float, size: int = 4, active_after: int = 2, sigmas: float = 2.0) -> OutlierWindow:
-    filled = OutlierWindow(1, size, active_after, sigmas, "cpu")
+    filled = OutlierWindow([0.0], size, active_after, sigmas, "cpu")
     for value in values:
         filled.accept(torch.tensor([value]), torch.tensor(True))
     return filled
@@ -40,7 +40,7 @@ def test_a_rejected_value_leaves_no_trace():
 
 def test_after_one_nan_none_of_the_next_200_values_is_out_of_bounds():
     torch.manual_seed(0)
-    kept = OutlierWindow(1, 128, 64, 6.0, "cpu")
+    kept = OutlierWindow([0.0], 128, 64, 6.0, "cpu")
     rejected = []
     for step in range(400):
         value = torch.randn(1) if step != 100 else torch.tensor([math.nan])
@@ -51,7 +51,7 @@ def test_after_one_nan_none_of_the_next_200_values_is_out_of_bounds():
 
 
 def test_each_signal_has_its_own_limit():
-    two = OutlierWindow(2, 4, 2, 1.0, "cpu")
+    two = OutlierWindow([0.0, 0.0], 4, 2, 1.0, "cpu")
     for values in ([1.0, 10.0], [3.0, 10.0]):
         two.accept(torch.tensor(values), torch.tensor(True))
     assert two.limits().tolist() == pytest.approx([2 + math.sqrt(2), 10.0001])
@@ -63,3 +63,10 @@ def test_a_window_of_another_size_starts_anew():
     assert small.state_dict()["accepted"] == 2
     small.load_state_dict(window(5.0, 6.0, 7.0).state_dict())
     assert small.state_dict()["accepted"] == 3
+
+
+def test_a_ratio_raises_the_limit_to_so_many_times_the_largest_value():
+    kept = OutlierWindow([0.0, 3.0], 4, 2, 2.0, "cpu")
+    for value in (1.0, 3.0, 2.0):
+        kept.accept(torch.tensor([value, value]), torch.tensor(True))
+    assert kept.limits().tolist() == pytest.approx([2 + 2 * 1.0, 9.0])

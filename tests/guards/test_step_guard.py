@@ -32,14 +32,16 @@ def batches(count: int) -> list[Tensor]:
 class Line(pl.LightningModule):
     """Fits a line; the batch of step BAD is spoilt: its data, its loss or its gradients."""
 
-    def __init__(self, spoilt: str, optimizer: str = "fused AdamW", bad_rank: int | None = None) -> None:
+    def __init__(
+        self, spoilt: str, optimizer: str = "fused AdamW", bad_rank: int | None = None, bad_step: int = BAD
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.spoilt, self.optimizer, self.bad_rank = spoilt, optimizer, bad_rank
+        self.spoilt, self.optimizer, self.bad_rank, self.bad_step = spoilt, optimizer, bad_rank, bad_step
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        here = self.global_step == BAD and self.bad_rank in (None, self.global_rank)
+        here = self.global_step == self.bad_step and self.bad_rank in (None, self.global_rank)
         x = batch * math.nan if here and self.spoilt == "NaN batch" else batch
         loss = loss_of(self.net, x)
         if here and self.spoilt == "Inf loss":
@@ -65,8 +67,10 @@ def loss_of(net: nn.Module, x: Tensor) -> Tensor:
     return (net(x) - x.sum(1, keepdim=True)).square().mean()
 
 
-def without_the_step(optimizer: str, accumulate: int = 1, clip: float | None = None) -> list[Tensor]:
-    """The weights of a plain loop that never makes the update of step BAD."""
+def without_the_step(
+    optimizer: str, accumulate: int = 1, clip: float | None = None, bad_step: int = BAD
+) -> list[Tensor]:
+    """The weights of a plain loop that never makes the update of one step."""
     module = Line("", optimizer)
     stepper = module.configure_optimizers()
     data = iter(batches(STEPS * 4))
@@ -76,7 +80,7 @@ def without_the_step(optimizer: str, accumulate: int = 1, clip: float | None = N
             (loss_of(module.net, next(data)) / accumulate).backward()
         if clip:
             nn.utils.clip_grad_norm_(module.parameters(), clip)
-        if step != BAD:
+        if step != bad_step:
             stepper.step()
     return [parameter.detach() for parameter in module.parameters()]
 
@@ -103,6 +107,12 @@ def test_the_bad_step_leaves_the_weights_of_a_run_without_its_update(spoilt, opt
     assert lines[0].startswith(f"StepGuard: step {BAD} is skipped: ")
     assert lines[0].endswith(f"; batch {BAD} of epoch 0")
     assert result.of("guard/skipped_steps") == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_very_first_step_may_be_bad(optimizer):
+    result, _ = guarded(Line("NaN batch", optimizer, bad_step=0))
+    assert equal(result.weights, without_the_step(optimizer, bad_step=0))
 
 
 @pytest.mark.parametrize("module", [Line, Clipping])
@@ -324,6 +334,7 @@ def test_all_ranks_compute_again_what_one_rank_rejects():
     ("options", "line"),
     [
         ({"sigmas": 0}, "StepGuard.sigmas=0: give a number of standard deviations above 0"),
+        ({"norm_ratio": -1}, "StepGuard.norm_ratio=-1: give a number from 0 on"),
         ({"window_steps": 1}, "StepGuard: window_steps=1, active_after_steps=64: a deviation needs 2 steps"),
         ({"active_after_steps": 200}, "StepGuard: window_steps=128, active_after_steps=200: a deviation"),
         ({"max_skipped_steps": 0}, "StepGuard.max_skipped_steps=0: give 1 or more"),

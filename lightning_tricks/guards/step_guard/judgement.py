@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce
 
-from lightning_tricks.optim.grad_scaler import loss_scale
-
 
 class Judgement:
     """The loss and the gradient norm of one step of this rank, and whether they are within bounds.
@@ -17,24 +15,25 @@ class Judgement:
         losses: of the step's micro-batches, 0-dim tensors whose sum is the step's loss; none of them: it counts as 0.
         norm: of all gradients before the clip, a 0-dim tensor on any device.
         limits: (2,) largest loss and largest norm.
-        scaler: the GradScaler that has multiplied the losses; None without one. An infinite norm is then an overflow,
-            which is the scaler's to skip.
+        scale: by which the losses were multiplied, a 0-dim tensor; None for 1.
+        overflows: whether a norm that is not finite is an overflow of fp16, which a scaler skips by itself.
 
     Attributes:
         values: (2,) loss and norm, in fp32.
         within: 0-dim bool.
     """
 
-    def __init__(self, losses: Sequence[Tensor], norm: Tensor, limits: Tensor, scaler: Any) -> None:
+    def __init__(
+        self, losses: Sequence[Tensor], norm: Tensor, limits: Tensor, scale: Tensor | None, overflows: bool
+    ) -> None:
         device = limits.device
         self._computed = torch.stack([number.to(device, torch.float32) for number in (*losses, norm)])
         loss = self._computed[:-1].sum()
-        if scaler is not None:
-            scale = loss_scale(scaler)
-            loss = loss if scale is None else loss / scale.to(device)
+        if scale is not None:
+            loss = loss / scale.to(device)
         self.values, self.limits = torch.stack([loss, self._computed[-1]]), limits
         self._fine = self.values.isfinite() & (self.values <= limits)
-        if scaler is not None:
+        if overflows:
             self._fine[1] |= ~self.values[1].isfinite() & loss.isfinite()
         self.within = self._fine.all()
 

@@ -1,5 +1,6 @@
 """The last accepted values of some signals, and the limit above which a new value is an outlier: all on the device."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ class OutlierWindow:
     leaves, and one spike widens the limits for as long. Nothing is read on the host.
 
     Args:
-        signals: how many values come at each step.
+        ratios: of each signal: so many times the window's largest value must an outlier exceed as well; 0 for none.
         size: steps in the window.
         active_after: accepted steps before finite values can be outliers.
         sigmas: standard deviations above the mean at which an outlier begins.
@@ -24,9 +25,10 @@ class OutlierWindow:
         takes the rejected values.
     """
 
-    def __init__(self, signals: int, size: int, active_after: int, sigmas: float, device: Any) -> None:
+    def __init__(self, ratios: Sequence[float], size: int, active_after: int, sigmas: float, device: Any) -> None:
         self.active_after, self.sigmas = active_after, sigmas
-        self.values = torch.zeros(signals, size, device=device)
+        self.ratios = torch.tensor(ratios, dtype=torch.float32, device=device)
+        self.values = torch.zeros(len(ratios), size, device=device)
         self.accepted = torch.zeros((), dtype=torch.int64, device=device)
         self._slots = torch.arange(size, device=device)
 
@@ -38,7 +40,8 @@ class OutlierWindow:
         squares = ((self.values - mean.unsqueeze(1)) * counted).square().sum(1)
         # equal values have no deviation, and a mean that is rounded
         deviation = (squares / (number - 1).clamp(min=1)).sqrt().maximum(1e-5 * mean.abs())
-        return torch.where(self.accepted < self.active_after, torch.inf, mean + self.sigmas * deviation)
+        limits = (mean + self.sigmas * deviation).maximum(self.ratios * self.values.amax(1))
+        return torch.where(self.accepted < self.active_after, torch.inf, limits)
 
     def accept(self, values: Tensor, accepted: Tensor) -> None:
         """Take a step's values, (signals,), into the window if `accepted`, a 0-dim bool tensor."""

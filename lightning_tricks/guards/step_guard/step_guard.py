@@ -25,7 +25,7 @@ from lightning_tricks.guards.step_guard.skip_step import skipping
 from lightning_tricks.guards.step_guard.skipped_steps import OUT_AGAIN, RETRIED, SAME, Batch, SkippedSteps
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1
-from lightning_tricks.optim.grad_scaler import is_scaled
+from lightning_tricks.optim.grad_scaler import is_scaled, loss_scale
 
 
 class StepGuard(pl.Callback):
@@ -42,6 +42,8 @@ class StepGuard(pl.Callback):
 
     Args:
         sigmas: standard deviations above the mean at which a value is out of bounds; above 0.
+        norm_ratio: a gradient norm must also exceed so many times the largest one of the window: norms of healthy steps
+            have long tails, and the clip tames them. 0: the rule of `sigmas` alone.
         window_steps: accepted steps over which mean and deviation are taken.
         active_after_steps: accepted steps before finite values can be out of bounds.
         max_skipped_steps: the run stops when so many steps in a row were skipped.
@@ -62,6 +64,7 @@ class StepGuard(pl.Callback):
     def __init__(
         self,
         sigmas: float = 6.0,
+        norm_ratio: float = 10.0,
         window_steps: int = 128,
         active_after_steps: int = 64,
         max_skipped_steps: int = 10,
@@ -69,6 +72,8 @@ class StepGuard(pl.Callback):
     ) -> None:
         if not sigmas > 0:
             raise UsageError(f"StepGuard.sigmas={sigmas}: give a number of standard deviations above 0, such as 6")
+        if not norm_ratio >= 0:
+            raise UsageError(f"StepGuard.norm_ratio={norm_ratio}: give a number from 0 on; 0 leaves sigmas alone")
         if window_steps < 2 or not 2 <= active_after_steps <= window_steps:
             raise UsageError(
                 f"StepGuard: window_steps={window_steps}, active_after_steps={active_after_steps}: a deviation needs 2 "
@@ -76,7 +81,8 @@ class StepGuard(pl.Callback):
             )
         if max_skipped_steps < 1:
             raise UsageError(f"StepGuard.max_skipped_steps={max_skipped_steps}: give 1 or more")
-        self.sigmas, self.window_steps, self.active_after_steps = sigmas, window_steps, active_after_steps
+        self.sigmas, self.norm_ratio = sigmas, norm_ratio
+        self.window_steps, self.active_after_steps = window_steps, active_after_steps
         self.max_skipped_steps, self.recheck = max_skipped_steps, recheck
         self._loaded: dict[str, Any] = {}  # the state of a checkpoint, for the next fit
         self._replacements = ExitStack()  # until the batch ends
@@ -97,7 +103,7 @@ class StepGuard(pl.Callback):
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._skipped.report)
         device = trainer.strategy.root_device
-        settings = 2, self.window_steps, self.active_after_steps, self.sigmas, device
+        settings = (0.0, self.norm_ratio), self.window_steps, self.active_after_steps, self.sigmas, device
         self._windows = [OutlierWindow(*settings) for _ in trainer.optimizers]
         self._counts = [torch.zeros(2, device=device) for _ in trainer.optimizers]
         ranks, self._loaded = self._loaded.get("ranks", []), {}
@@ -120,8 +126,19 @@ class StepGuard(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Judge the step after its clip, which comes next; in manual optimization at once."""
+        optimizer = unwrapped(optimizer)
+        strategy: Any = trainer.strategy
+        if is_a(strategy, "DeepSpeedStrategy"):
+
+            def refuses(norm: Tensor) -> bool:
+                return bool(self._judge(trainer, pl_module, optimizer, norm))
+
+            self._replacements.enter_context(strategy.judged_step(refuses))
+            return
+        scaler = _scaler(trainer, optimizer)
         if not pl_module.automatic_optimization:
-            self._judge(trainer, pl_module, unwrapped(optimizer), _norm(trainer, optimizer))
+            skip = self._judge(trainer, pl_module, optimizer, _norm(trainer, optimizer))
+            self._replacements.enter_context(skipping(optimizer, scaler, skip))
             return
         module: Any = pl_module
         clip = module.configure_gradient_clipping
@@ -134,23 +151,24 @@ class StepGuard(pl.Callback):
                 clip(*args, **kwargs)
                 return module.grad_norm if norm is None else norm
 
-            self._judge(trainer, pl_module, unwrapped(optimizer), norm_and_clip(), norm_and_clip)
+            skip = self._judge(trainer, pl_module, optimizer, norm_and_clip(), norm_and_clip)
+            self._replacements.enter_context(skipping(optimizer, scaler, skip))
 
         self._replacements.enter_context(replaced(pl_module, "configure_gradient_clipping", clip_and_judge))
 
     @torch.no_grad()
     def _judge(
         self, trainer: Any, pl_module: Any, optimizer: Any, norm: Tensor, clip_again: Callable[[], Tensor] | None = None
-    ) -> None:
-        """Decide whether the step of `optimizer` that comes now is skipped."""
-        index, scaler = optimizer_index(trainer, optimizer), _scaler(trainer, optimizer)
+    ) -> Tensor:
+        """1.0 if the step of `optimizer` that comes now is to be skipped, else 0.0: 0-dim, on the device."""
+        index = optimizer_index(trainer, optimizer)
         window, counts = self._windows[index], self._counts[index]
         limits = window.limits()
-        judged = used = self._judgement(norm, limits, scaler)
+        judged = used = self._judgement(trainer, norm, limits)
         skip, result = any_rank(trainer, ~judged.within), torch.zeros_like(counts[0])
         if self._rechecking is not None and clip_again is not None and bool(skip):
             self._rechecking.run(trainer, pl_module, optimizer, self._buffer)
-            used = self._judgement(clip_again(), limits, scaler)
+            used = self._judgement(trainer, clip_again(), limits)
             differs, skip = any_rank(trainer, ~judged.same_bits(used)), any_rank(trainer, ~used.within)
             result = torch.where(differs == 0, SAME, torch.where(skip == 0, RETRIED, OUT_AGAIN))
         window.accept(used.values, (skip == 0) & used.values.isfinite().all())
@@ -160,11 +178,13 @@ class StepGuard(pl.Callback):
             self._skipped.took(logging_step(trainer), batch)
             numbers = torch.cat([torch.stack([skip, result]), judged.numbers(trainer.global_rank), counts])
             self._buffer.record_all(self._skipped.names(index), numbers, "max" if trainer.world_size > 1 else None)
-        self._replacements.enter_context(skipping(optimizer, scaler, skip))
+        return skip
 
-    def _judgement(self, norm: Tensor, limits: Tensor, scaler: Any) -> Judgement:
+    def _judgement(self, trainer: Any, norm: Tensor, limits: Tensor) -> Judgement:
         losses, self._losses = self._losses, []
-        return Judgement(losses, norm, limits, scaler)
+        scaler = _enabled_scaler(trainer)
+        scale = None if scaler is None else loss_scale(scaler)
+        return Judgement(losses, norm, limits, scale, overflows=str(trainer.precision).startswith("16"))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Put back the module's and the optimizer's attributes."""
@@ -196,16 +216,18 @@ class StepGuard(pl.Callback):
 def _refuse(trainer: Any, pl_module: Any, recheck: bool) -> None:
     """Refuse a run whose steps cannot be skipped, or not be computed again."""
     if is_a(trainer.strategy, "DeepSpeedStrategy"):
-        raise UsageError(
-            "StepGuard: DeepSpeed's engine clips and steps by itself, and asks nobody in between: take StepGuard "
-            "out, or shard with FSDP2Strategy"
-        )
+        if not hasattr(trainer.strategy, "judged_step"):
+            raise UsageError(
+                f"StepGuard: {type(trainer.strategy).__name__} leaves clip and step to DeepSpeed's engine, which asks "
+                "nobody in between: take DeepSpeedZeROStrategy, or leave StepGuard out"
+            )
+        if recheck:
+            raise UsageError("StepGuard.recheck=True: DeepSpeed's engine cannot repeat a step; set it to false")
     if any(isinstance(unwrapped(optimizer), torch.optim.LBFGS) for optimizer in trainer.optimizers):
         raise UsageError("StepGuard: LBFGS computes several losses a step; take StepGuard out, or use AdamW")
     if recheck and not pl_module.automatic_optimization:
         raise UsageError("StepGuard.recheck=True: in manual optimization only the module can repeat a step; set false")
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if recheck and scaler is not None and scaler.is_enabled():
+    if recheck and _enabled_scaler(trainer) is not None:
         raise UsageError("StepGuard.recheck=True: fp16 has scaled the step's gradients; set false, or train in bf16")
 
 
@@ -223,12 +245,15 @@ def _norm(trainer: Any, optimizer: Any) -> Tensor:
     return clip_grad_norm([parameter for group in optimizer.param_groups for parameter in group["params"]], None)
 
 
+def _enabled_scaler(trainer: Any) -> Any:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
 def _scaler(trainer: Any, optimizer: Any) -> Any:
     """The GradScaler that has unscaled the optimizer's gradients; None without one."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is None or not scaler.is_enabled():
-        return None
-    if is_scaled(scaler, optimizer):
+    scaler = _enabled_scaler(trainer)
+    if scaler is not None and is_scaled(scaler, optimizer):
         raise UsageError(
             f"StepGuard: fused {type(optimizer).__name__} under fp16 (trainer.precision={trainer.precision}) "
             "unscales in its own step: set plugins to FP16Mixed instead of the precision, set fused to false, or "

@@ -2,8 +2,8 @@
 
 import argparse
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lightning_tricks._trainer import configured_optimizers, is_accumulating
 from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.strategies.deepspeed import settings
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import Layout, read_layout, read_weights
+from lightning_tricks.strategies.deepspeed.judged_step import judged_step
 from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed
 from lightning_tricks.strategies.deepspeed.save_deepspeed import states_to_save, write_states
 from lightning_tricks.strategies.verify_together import verify_together
@@ -197,6 +198,10 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         wrapped: Any = self.optimizers[0]
         wrapped.external_loss_scale = wrapped.loss_scale / factor
         wrapped.custom_loss_scaler = True
+
+    def judged_step(self, refuses: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
+        """Inside the `with`, the step that comes is skipped if `refuses` its gradient norm, see `judged_step`."""
+        return judged_step(self.deepspeed_engine, self.optimizers[0], refuses)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Let the engine clip and step."""
