@@ -1,10 +1,11 @@
-"""OutlierWindow: limits worked out by hand, and rejected values that never enter."""
+"""OutlierWindow and Judgement: limits worked out by hand, and rejected values that never enter."""
 
 import math
 
 import pytest
 import torch
 
+from lightning_tricks.guards.step_guard.judgement import Judgement
 from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow
 
 
@@ -70,3 +71,21 @@ def test_a_ratio_raises_the_limit_to_so_many_times_the_largest_value():
     for value in (1.0, 3.0, 2.0):
         kept.accept(torch.tensor([value, value]), torch.tensor(True))
     assert kept.limits().tolist() == pytest.approx([2 + 2 * 1.0, 9.0])
+
+
+@pytest.mark.parametrize(
+    ("losses", "norm", "overflows", "within"),
+    [
+        ([6.0, 10.0], 2.0, False, True),  # 16 / 8 is the limit
+        ([6.0, 10.1], 2.0, False, False),
+        ([6.0, 10.0], 2.1, False, False),
+        ([6.0, 10.0], math.inf, False, False),
+        ([6.0, 10.0], math.inf, True, True),  # the scaler's to skip
+        ([6.0, math.nan], math.inf, True, False),
+        ([], 2.0, False, True),
+    ],
+)
+def test_a_scaled_loss_is_judged_without_its_scale(losses, norm, overflows, within):
+    limits, scale = torch.tensor([2.0, 2.0]), torch.tensor(8.0)
+    judged = Judgement([torch.tensor(loss) for loss in losses], torch.tensor(norm), limits, scale, overflows)
+    assert bool(judged.within) is within

@@ -292,6 +292,13 @@ class Faulty(Line):
         return loss * 1e6 * self.calls if faulty and self.global_step == BAD else loss
 
 
+class Draws(pl.Callback):
+    """Draws a random number between the forward pass and the step."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        torch.rand(())
+
+
 class ClippingFaulty(GradientClippingMixin, Faulty):
     pass
 
@@ -300,7 +307,7 @@ class ClippingFaulty(GradientClippingMixin, Faulty):
 def test_a_transient_fault_is_mended_and_told_from_bad_data(module):
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "recheck": True}
     (clean, silent), (mended, once), (_, often), (skipped, data) = (
-        guarded(module(fault), **options) for fault in ("none", "once", "often", "data")
+        guarded(module(fault), Draws(), **options) for fault in ("none", "once", "often", "data")
     )
     assert silent == []
     assert same_training(mended, clean)

@@ -5,6 +5,7 @@ All runs of two processes are made once, by `zero`, as DeepSpeed takes long to i
 
 import errno
 import gc
+import math
 import os
 import resource
 import shutil
@@ -30,6 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_tricks
 from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks import StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.checksummed_file import ChecksummedFile
@@ -125,6 +127,18 @@ class Decaying(CausalLM):
         self.log("loss", self.model(input_ids=batch, labels=batch).loss, sync_dist=True)
 
 
+class Spoilt(Decaying):
+    """Under StepGuard; its gradients are too large at one step and NaN at the next."""
+
+    def configure_callbacks(self):
+        return [StepGuard(window_steps=4, active_after_steps=2)]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        factor = {2: 1e4, 3: math.nan}.get(self.global_step, 1.0)
+        return loss.detach() + factor * (loss - loss.detach())
+
+
 class Wide(CausalLM):
     """Large enough for its tensors to outweigh buffers; counts the bytes it is held in before each step."""
 
@@ -218,6 +232,9 @@ def one_process() -> dict[str, Any]:
     model = Decaying()
     train(model)
     runs["Decaying"] = (model.losses, model.lrs)
+    model = Spoilt()
+    train(model)
+    runs["Spoilt"] = (model.losses, model.lrs)
     runs["bytes"] = bytes_held()
     return runs
 
@@ -320,7 +337,15 @@ def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> N
         model = language_model(config=GPT2(**SHAPE))
         return fit(model, DeepSpeedZeROStrategy(stage), 2, batches(rank, 2), max_steps=3)["train/loss"]
 
+    def spoilt(precision: str) -> tuple[list[float], list[float]]:
+        model = Spoilt()
+        found, _ = losses(model, stage, precision=precision)
+        return found, model.lrs
+
     case(("losses", stage), from_rank_0)
+    case(("spoilt", stage), lambda: spoilt("32-true"))
+    if stage > 1:
+        case(("spoilt bf16", stage), lambda: spoilt("bf16-mixed"))
     case(("sgd", stage), lambda: plain(Sgd()))
     case(("quartered", stage), lambda: plain(Quartered(), gradient_clip_val=0.6))
     if stage > 1:
@@ -508,6 +533,19 @@ def test_in_manual_optimization_backward_passes_add_up(zero, one, stage):
 @STAGES
 def test_a_window_of_micro_batches_ends_with_the_epoch(zero, one, stage):
     close(zero(("window", stage)), one["window"])
+
+
+@STAGES
+def test_a_step_that_the_guard_refuses_changes_no_weight_and_the_schedule_goes_on(zero, one, stage):
+    losses, lrs = zero(("spoilt", stage))
+    expected, expected_lrs = one["Spoilt"]
+    close(losses, expected)
+    assert lrs == expected_lrs
+    assert expected != one["Decaying"][0]
+    if stage > 1:
+        losses, lrs = zero(("spoilt bf16", stage))
+        close(losses, expected, 2e-2)
+        assert lrs == expected_lrs
 
 
 @LATER
