@@ -1,4 +1,6 @@
-"""torch.compile sees one graph: of the whole model, and of each block, with and without checkpointing."""
+"""torch.compile sees one graph: of the whole model, and of all blocks alike, with and without checkpointing."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -14,10 +16,10 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-def trained(name, *, compiled, mode="none", documents=False, autocast=False):
+def trained(name, *, compiled, mode="none", documents=False, autocast=False, n_layers=1):
     """Logits and gradients of one step."""
     torch.manual_seed(0)
-    decoder = Decoder(CONFIGS[name])
+    decoder = Decoder(dataclasses.replace(CONFIGS[name], n_layers=n_layers))
     decoder.set_activation_checkpointing(mode)
     model = decoder
     if compiled == "whole":
@@ -33,11 +35,18 @@ def trained(name, *, compiled, mode="none", documents=False, autocast=False):
     return {"logits": logits.detach()} | {name: p.grad for name, p in decoder.named_parameters()}
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("compiled", ["whole", "blocks"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_one_graph_gives_the_same_logits_and_gradients(name, compiled, mode):
-    torch.testing.assert_close(trained(name, compiled=compiled, mode=mode), trained(name, compiled="no"))
+# each mode with each way to compile it, each architecture with some of them: checkpointing does not ask for it
+@pytest.mark.parametrize(("name", "mode"), [("llama", "none"), ("llama", "full"), ("gpt2", "selective")])
+def test_one_graph_of_the_model_gives_the_same_logits_and_gradients(name, mode):
+    torch.testing.assert_close(trained(name, compiled="whole", mode=mode), trained(name, compiled="no"))
+
+
+@pytest.mark.parametrize(("name", "mode"), [("gpt2", "none"), ("gpt2", "full"), ("llama", "selective")])
+def test_one_graph_of_all_blocks_gives_the_same_logits_and_gradients(name, mode):
+    torch._dynamo.utils.counters.clear()
+    found = trained(name, compiled="blocks", mode=mode, n_layers=2)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch.testing.assert_close(found, trained(name, compiled="no", n_layers=2))
 
 
 def test_compile_blocks_compiles_each_block_and_keeps_the_names(monkeypatch):

@@ -360,7 +360,7 @@ def test_it_trains_to_the_bit_as_torchao_converted_it(recipe):
 
 
 class Learning(Decoding):
-    """Next-token prediction of a fixed sequence, which a small decoder learns in thirty steps."""
+    """Next-token prediction of a fixed sequence, which a small decoder begins to learn in a few steps."""
 
     def __init__(self, **options) -> None:
         super().__init__(**options)
@@ -373,7 +373,7 @@ class Learning(Decoding):
         return loss
 
 
-def learn(own: Any, steps: int = 30, **options: Any) -> list[float]:
+def learn(own: Any, steps: int = 8, **options: Any) -> list[float]:
     model = Learning(config=WIDE, **options)
     fit(model, plugins=own, max_steps=steps)
     return model.losses
@@ -382,31 +382,38 @@ def learn(own: Any, steps: int = 30, **options: Any) -> list[float]:
 @pytest.fixture(scope="module")
 def in_bf16():
     losses = learn(BF16Mixed())
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.6 * losses[0]
     return losses
 
 
-@pytest.mark.parametrize("base", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_thirty_steps_end_near_bf16s_loss(recipe, base, in_bf16):
+# of bf16 weights one recipe of torchao's layer, and the one that casts the weight itself
+@pytest.mark.parametrize(
+    ("recipe", "base"),
+    [*((recipe, "bf16-mixed") for recipe in RECIPES), ("rowwise", "bf16-true"), ("mxfp8", "bf16-true")],
+)
+def test_every_step_has_nearly_bf16s_loss(recipe, base, in_bf16):
     losses = learn(plugin(recipe, base=base))
-    assert losses[-1] == pytest.approx(in_bf16[-1], rel=0.05)
+    assert losses == pytest.approx(in_bf16, rel=0.02)
     assert losses != in_bf16
 
 
-@pytest.mark.parametrize("recipe", ONE_QUICKLY)
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])  # a layer of torchao's, and ours
 def test_activation_checkpointing_changes_nothing(recipe):
-    plain, *others = (learn(plugin(recipe), 3, checkpointing=kind) for kind in ("none", "full", "selective"))
+    plain, *others = (learn(plugin(recipe), 2, checkpointing=kind) for kind in ("none", "full", "selective"))
     assert others == [plain, plain]
 
 
-@pytest.mark.parametrize("recipe", ONE_QUICKLY)
-@pytest.mark.parametrize("checkpointing", ["none", pytest.param("selective", marks=pytest.mark.slow)])
-def test_blocks_compile_once_for_all_without_graph_breaks_and_train_as_in_eager(recipe, checkpointing):
+@pytest.mark.parametrize(
+    ("recipe", "checkpointing", "backend"),
+    [*((recipe, "none", "eager") for recipe in RECIPES), ("tensorwise", "selective", "aot_eager")],
+)
+def test_blocks_compile_once_for_all_without_graph_breaks_and_train_as_in_eager(recipe, checkpointing, backend):
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     torch.manual_seed(0)
-    model, own, ids = Decoder(Llama(**{**SHAPE, "n_heads": 1})), plugin(recipe), torch.arange(64).view(4, 16) % 61
+    config = Llama(**{**SHAPE, "n_heads": 1})
+    own = plugin(recipe, exclude=["mlp"] if backend == "aot_eager" else [])  # it traces each op of the emulation
+    model, ids = Decoder(config), torch.arange(64).view(4, 16) % 61
     model.set_activation_checkpointing(checkpointing)
     own.convert_before_sharding(model)
     start, found = copy.deepcopy(model.state_dict()), []
