@@ -62,9 +62,15 @@ def same_training(one: Run, other: Run) -> bool:
 
 
 class Decoding(pl.LightningModule):
-    """A decoder in a module that is not the collection's own; dropout, so that a drawn random number would show."""
+    """A decoder in a module that is not the collection's own; dropout, so that a drawn random number would show.
 
-    def __init__(self, config: Any = LLAMA, checkpointing: Any = "none", compiled: str = "no", seed: int = 0) -> None:
+    The backend "eager" is enough for what depends on the graphs alone; "aot_eager" traces the backward pass as well.
+    """
+
+    def __init__(
+        self, config: Any = LLAMA, checkpointing: Any = "none", compiled: str = "no", seed: int = 0,
+        backend: str = "aot_eager",
+    ) -> None:  # fmt: skip
         super().__init__()
         torch.manual_seed(seed)
         self.model = Decoder(config)
@@ -72,11 +78,11 @@ class Decoding(pl.LightningModule):
         self.model.set_activation_checkpointing(checkpointing)
         for index, block in enumerate(self.model.blocks):
             if compiled == "in_place":
-                block.compile(backend="aot_eager")
+                block.compile(backend=backend)
             elif compiled == "wrapped":
-                self.model.blocks[index] = torch.compile(block, backend="aot_eager")
+                self.model.blocks[index] = torch.compile(block, backend=backend)
         if compiled == "whole":
-            self.model = torch.compile(self.model, backend="aot_eager")
+            self.model = torch.compile(self.model, backend=backend)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.dropout(self.model(batch)).float().square().mean()
@@ -90,6 +96,6 @@ class Decoding(pl.LightningModule):
 
 
 def decoding(*callbacks: pl.Callback, **options: Any) -> Run:
-    """Fit `Decoding`; its options are `config`, `checkpointing` and `compiled`, all others are the Trainer's."""
-    own = {name: options.pop(name) for name in ("config", "checkpointing", "compiled") if name in options}
+    """Fit `Decoding`; its options are `config`, `checkpointing`, `compiled` and `backend`, others the Trainer's."""
+    own = {name: options.pop(name) for name in ("config", "checkpointing", "compiled", "backend") if name in options}
     return fit(Decoding(**own), *callbacks, **options)
