@@ -1,5 +1,6 @@
 """The benchmarks compare like with like: every contender ends with the same weights after the same batches."""
 
+import copy
 import itertools
 
 import pytest
@@ -18,16 +19,29 @@ TOY = (
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def built(tmp_path_factory):
+    """Builds the recipe anew, as `load` does: its command line is read once, and its objects are made at each call."""
     folder = tmp_path_factory.mktemp("toy")
-    shards = write_tokens(folder, 256, 20_000)
+    cli = load("llama7b_1gpu", write_tokens(folder, 256, 20_000), folder, TOY)
+
+    def build():
+        torch.manual_seed(0)
+        own = copy.copy(cli)
+        own.instantiate_classes()
+        return own
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def trained(built):
     weights, marks = {}, {}
     for name, contender in CONTENDERS.items():
-        cli = load("llama7b_1gpu", shards, folder, TOY)
+        cli = built()
         seen = marks[name] = []
-        decoder = contender(cli, in_memory(cli, 32), 8, seen.append)
+        decoder = contender(cli, in_memory(cli, 8), 8, seen.append)
         weights[name] = torch.cat([p.detach().flatten() for p in decoder.parameters()])
-    start = CONTENDERS["bare"](load("llama7b_1gpu", shards, folder, TOY), [], 0, lambda index: None)
+    start = CONTENDERS["bare"](built(), [], 0, lambda index: None)
     return weights, marks, torch.cat([p.detach().flatten() for p in start.parameters()])
 
 
@@ -51,10 +65,9 @@ def test_a_meter_ends_where_it_is_told_and_takes_no_batch_more():
     assert next(batches) == 4
 
 
-def test_batches_in_memory_are_those_of_the_loader_repeated(tmp_path):
-    shards = write_tokens(tmp_path, 256, 20_000)
-    loaded = itertools.islice(own_loader(load("llama7b_1gpu", shards, tmp_path, TOY)), 3)
-    kept = list(itertools.islice(in_memory(load("llama7b_1gpu", shards, tmp_path, TOY), 2), 3))
+def test_batches_in_memory_are_those_of_the_loader_repeated(built):
+    loaded = itertools.islice(own_loader(built()), 3)
+    kept = list(itertools.islice(in_memory(built(), 2), 3))
     first, second, third = loaded
     assert torch.equal(kept[0]["input_ids"], first["input_ids"])
     assert torch.equal(kept[1]["labels"], second["labels"])

@@ -44,7 +44,7 @@ def _warnings_as_before():
 
 @pytest.mark.usefixtures("_warnings_as_before")
 def test_a_short_run_writes_each_contender_with_the_machine_it_ran_on(overhead, tmp_path, monkeypatch, capsys):
-    contenders = ("bare", "stock", "ours", "ours_watched_lean")
+    contenders = ("bare", "ours")  # how each of them trains is in test_contenders.py
     micro = dataclasses.replace(overhead.SIZES["micro"], warmup=2, contenders=contenders)
     monkeypatch.setitem(overhead.SIZES, "micro", micro)
     out = tmp_path / "new" / "overhead.json"
@@ -60,7 +60,7 @@ def test_a_short_run_writes_each_contender_with_the_machine_it_ran_on(overhead, 
         assert figures["wall_ms"] >= 0.95 * figures["cpu_ms"] > 0
         assert len(figures["wall_ratio"]["rounds"]) == 1
         assert f"| micro | {name} |" in printed
-    assert micro["figures"]["ours"]["cpu_ratio"]["rounds"] != micro["figures"]["stock"]["cpu_ratio"]["rounds"]
+    assert micro["figures"]["ours"]["cpu_ratio"]["rounds"] != [1.0]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_bad_options_are_refused_in_a_line(overhead, capsys, arguments, says):
 def test_the_cost_of_a_metric_is_measured_for_both_ways_of_logging(overhead, tmp_path, monkeypatch):
     from benchmarks import metric_cost
 
-    for name, steps in (("EVERY", 10), ("WARMUP", 10), ("STEPS", 40)):
+    for name, steps in (("EVERY", 10), ("WARMUP", 5), ("STEPS", 20)):
         monkeypatch.setattr(metric_cost, name, steps)
     out = tmp_path / "metric_cost.json"
     metric_cost.main(["--rounds", "1", "--out", str(out)])
