@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks._trainer import logging_step
 
-Make = Callable[[], pl.Callback | None]
+Make = Callable[[], pl.Callback | list[pl.Callback] | None]
 LOG_EVERY = 3  # steps; an epoch has as many
 
 
@@ -320,14 +320,15 @@ class Trial:
         self._make = make if fresh else functools.cache(make)
 
     def trainer(self, **options: Any) -> pl.Trainer:
-        monitor, self._reads, self._memory = self._make(), Reads(LOG_EVERY), Memory()
+        made, self._reads, self._memory = self._make(), Reads(LOG_EVERY), Memory()
+        monitors = made if isinstance(made, list) else [] if made is None else [made]
         first, last = self._reads.callbacks
         defaults = {
             "max_epochs": 2, "log_every_n_steps": LOG_EVERY, "num_sanity_val_steps": 0, "accelerator": "cpu",
             "devices": 1, "check_val_every_n_epoch": 2, "enable_checkpointing": False, "enable_model_summary": False,
-            "enable_progress_bar": isinstance(monitor, ProgressBar),
+            "enable_progress_bar": any(isinstance(monitor, ProgressBar) for monitor in monitors),
             "logger": [self._memory, TensorBoardLogger("logs", name="run", version=f"{self._number}")],
-            "callbacks": [first, last] if monitor is None else [first, monitor, last],
+            "callbacks": [first, *monitors, last],
         }  # fmt: skip
         return pl.Trainer(**{**defaults, **options})
 
@@ -512,13 +513,42 @@ def two_processes(trial: Trial) -> None:
     trial.fit(Model(), data=data, strategy="ddp", devices=2, accumulate_grad_batches=2, gradient_clip_val=0.5)
 
 
-IN_ONE_PROCESS = [
-    clips_by_norm, module_clips_itself, two_optimizers_by_hand, accumulates_with_a_short_last_window, clips_by_value,
-    own_methods, own_methods_by_hand, sparse_gradients, real_beside_complex, recomputes_in_bf16, never_logs,
-    compiled_blocks, compiled_network, compiled_module, scales_the_loss, fails_and_fits_again,
-    fails_by_hand_and_fits_again, fits_three_times,
+# With each monitor alone. Of several that replace one method, the first may put back what the second leaves behind; and
+# MFUMonitor brings the first step of a fit to the host at once, with the values of all others.
+ALONE = [clips_by_norm, own_methods, fails_and_fits_again, fits_three_times]
+# With all monitors at once; with each alone only where these are seen to change something.
+TOGETHER = [
+    module_clips_itself, two_optimizers_by_hand, accumulates_with_a_short_last_window, clips_by_value,
+    own_methods_by_hand, sparse_gradients, real_beside_complex, recomputes_in_bf16, never_logs, compiled_blocks,
+    compiled_network, compiled_module, scales_the_loss, fails_by_hand_and_fits_again,
 ]  # fmt: skip
 SEVERAL_FITS = [fails_and_fits_again, fails_by_hand_and_fits_again, fits_three_times]
+
+
+def groups_of(cases: dict[str, Make]) -> list[dict[str, Make]]:
+    """The cases in groups, as large as a Trainer allows: it takes one callback of each class."""
+    groups: list[dict[str, Make]] = []
+    number_of: collections.Counter[type] = collections.Counter()
+    for name, make in cases.items():
+        number = number_of[type(make())]
+        number_of[type(make())] += 1
+        groups += [{}] if number == len(groups) else []
+        groups[number][name] = make
+    return groups
+
+
+def all_of(group: dict[str, Make]) -> Make:
+    """Makes all callbacks of a group."""
+    return lambda: [make() for make in group.values()]
+
+
+def differences_of(situation: Callable[[Trial], None], group: dict[str, Make]) -> dict[str, Any]:
+    """How the callbacks of a group change a situation: of each alone, or of all where none does it alone."""
+    together = without(situation).differences(play(situation, all_of(group)))
+    if not together:
+        return {}
+    alone = {name: without(situation).differences(play(situation, make)) for name, make in group.items()}
+    return {name: differences for name, differences in alone.items() if differences} or {" and ".join(group): together}
 
 
 def play(situation: Callable[[Trial], None], make: Make = lambda: None, fresh: bool = False) -> Record:
@@ -545,11 +575,9 @@ def without(situation: Callable[[Trial], None]) -> Record:
     return play(situation)
 
 
-def report_of_two_processes(rank: int, cases: dict[str, Make], report: pathlib.Path) -> None:
-    """Play the situation of several processes with each callback; writes (differences, evidence) by name."""
-    plain = without(two_processes)
-    found = {}
-    for name, make in cases.items():
-        record = play(two_processes, make)
-        found[name] = sorted(map(str, plain.differences(record).items())), sorted(record.evidence - plain.evidence)
-    report.with_suffix(f".{rank}").write_text(json.dumps(found))
+def report_of_two_processes(rank: int, cases: dict[str, Make], alone: set[str], report: pathlib.Path) -> None:
+    """Play the situation of several processes; writes what all callbacks change, and the evidence of some alone."""
+    changes = [str(found) for group in groups_of(cases) if (found := differences_of(two_processes, group))]
+    plain = without(two_processes).evidence
+    evidence = {name: sorted(play(two_processes, cases[name]).evidence - plain) for name in alone}
+    report.with_suffix(f".{rank}").write_text(json.dumps([changes, evidence]))

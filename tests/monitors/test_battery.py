@@ -6,6 +6,7 @@ states are equal to the bit; no object, class or hook is left changed; nothing w
 
 import functools
 import inspect
+import itertools
 import json
 import os
 import pathlib
@@ -19,14 +20,18 @@ import pytest
 import torch
 import two_processes
 from battery import (
-    IN_ONE_PROCESS,
+    ALONE,
     SEVERAL_FITS,
+    TOGETHER,
     accumulates_with_a_short_last_window,
+    all_of,
     clips_by_norm,
     clips_by_value,
     compiled_network,
+    differences_of,
     fails_and_fits_again,
     fits_three_times,
+    groups_of,
     monitors_in,
     own_methods,
     play,
@@ -52,6 +57,7 @@ CASES = {
     for name, cls in MONITORS.items()
     for options in EXAMPLES.get(name, [{}])
 }
+GROUPS = groups_of(CASES)
 
 case = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
 
@@ -80,18 +86,28 @@ def test_each_monitor_can_be_made():
     assert set(EXAMPLES) <= set(MONITORS)
 
 
-@named(IN_ONE_PROCESS)
+@named(ALONE)
 @case
 def test_a_monitor_changes_nothing(make, situation):
     assert without(situation).differences(outcome(situation, make)) == {}
 
 
+@named(TOGETHER)
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{len(group)} monitors")
+def test_many_monitors_change_nothing(group, situation):
+    assert differences_of(situation, group) == {}
+
+
 @named(SEVERAL_FITS)
-@case
-def test_a_later_fit_knows_nothing_of_an_earlier_one(make, situation):
-    rows = outcome(situation, make).logged[-1]
-    if rows:
-        assert comparable(rows) == comparable(play(situation, make, fresh=True).logged[-1])
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{len(group)} monitors")
+def test_a_later_fit_knows_nothing_of_an_earlier_one(group, situation):
+    assert kept(situation, all_of(group)) == []
+
+
+def kept(situation, make):
+    """The rows that callbacks log in the last fit, where others of the same classes log other rows."""
+    rows, anew = (comparable(play(situation, make, fresh).logged[-1]) for fresh in (False, True))
+    return [pair for pair in itertools.zip_longest(rows, anew) if pair[0] != pair[1]]
 
 
 def comparable(rows):
@@ -105,13 +121,11 @@ def test_a_monitor_is_at_work(make):
         assert any(outcome(at, make).evidence - without(at).evidence for at in (clips_by_norm, scales_the_loss))
 
 
-def test_a_monitor_changes_nothing_in_two_processes(tmp_path):
-    two_processes.run(report_of_two_processes, CASES, tmp_path / "report")
-    reports = [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(2)]
-    for report in reports:
-        assert {name: differences for name, (differences, _) in report.items() if differences} == {}
-    silent = {name for name, (_, evidence) in reports[0].items() if not evidence}
-    assert not silent & ONLY_IN_TWO_PROCESSES
+def test_no_monitor_changes_anything_in_two_processes(tmp_path):
+    two_processes.run(report_of_two_processes, CASES, ONLY_IN_TWO_PROCESSES, tmp_path / "report")
+    (changes, evidence), (of_rank_1, _) = (json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(2))
+    assert changes == of_rank_1 == []
+    assert all(evidence[name] for name in ONLY_IN_TWO_PROCESSES)
 
 
 # --------------------------------------------------------------------- the battery's own test: callbacks that must fail
@@ -265,8 +279,8 @@ ROGUES = [
 @pytest.mark.parametrize(("rogue", "situation", "where"), ROGUES, ids=lambda each: getattr(each, "__name__", each))
 def test_the_battery_notices(rogue, situation, where, monkeypatch):
     patching = "patch" in inspect.signature(rogue).parameters
-    make = functools.partial(rogue, monkeypatch) if patching else rogue
-    found = without(situation).differences(play(situation, make))
+    played = play(situation, functools.partial(rogue, monkeypatch)) if patching else outcome(situation, rogue)
+    found = without(situation).differences(played)
     monkeypatch.undo()
     assert any(where in name for name in found), list(found)[:20]
 
@@ -300,9 +314,20 @@ class CountsOn(pl.Callback):
 
 @pytest.mark.parametrize(("rogue", "situation"), [(KeepsSums, fails_and_fits_again), (CountsOn, fits_three_times)])
 def test_the_battery_notices_what_is_kept_from_an_earlier_fit(rogue, situation):
-    assert without(situation).differences(play(situation, rogue)) == {}
-    once, anew = (play(situation, rogue, fresh) for fresh in (False, True))
-    assert once.logged[-1] != anew.logged[-1]
+    group = {"idle": pl.Callback, "rogue": rogue}
+    assert differences_of(situation, group) == {}
+    assert kept(situation, all_of(group))
+
+
+def test_the_battery_names_the_one_among_many_that_changes_something():
+    group = {"idle": pl.Callback, "rogue": HalvesGradients}
+    assert list(differences_of(clips_by_value, group)) == ["rogue"]
+
+
+def test_a_class_stands_once_in_a_group():
+    first, second = functools.partial(HooksIntoAGraph), HooksIntoAGraph
+    groups = groups_of({"a": first, "b": second, "c": pl.Callback})
+    assert [sorted(group) for group in groups] == [["a", "c"], ["b"]]
 
 
 def test_a_newcomer_is_found_in_a_folder_of_the_room_and_told_what_it_lacks(tmp_path, monkeypatch):
