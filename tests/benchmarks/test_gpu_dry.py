@@ -1,6 +1,7 @@
 """The GPU benchmark runs from end to end on a CPU at toy sizes, and a stage that fails costs no other."""
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli.parsers import one_parser  # noqa: F401, a fixture
 
-from benchmarks import gpu, gpu_checks, gpu_sizes, gpu_table, gpu_tests, gpu_train
+from benchmarks import gpu, gpu_checks, gpu_sizes, gpu_smoke, gpu_table, gpu_tests, gpu_train, precision
+
+pytestmark = pytest.mark.usefixtures("one_parser")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,9 +35,11 @@ def in_this_process(command, output, seconds):
 
 # Every stage runs, and every contender in one of them.
 FEWER = {
-    "llama1b": "ours", "precision_7b": "lightning_bf16,fp8_rowwise", "precision_1b": "bf16_mixed",
-    "precision_124m": "fp8_tensorwise,bf16_true", "fsdp2_124m": "one_device,fsdp2", "fsdp2_1b": "one_device_again",
+    "gpt2_124m": ["ours_watched,stock"], "llama1b": ["ours"], "precision_7b": ["lightning_bf16"],
+    "precision_1b": ["fp8_rowwise"], "precision_124m": ["fp8_tensorwise,bf16_true"], "llama7b_1gpu": ["bare", "ours"],
+    "fsdp2_124m": ["one_device,fsdp2"], "fsdp2_1b": ["bf16_mixed"],
 }  # fmt: skip
+SMALL = {"vocab_size": 272, "d_model": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": 32, "d_ff": 64}
 
 
 def contenders_of(stages):
@@ -42,12 +48,32 @@ def contenders_of(stages):
     }
 
 
+@pytest.fixture
+def little_garbage():
+    """What was imported is not looked through at each of the many collections that follow."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def small_models(monkeypatch):
+    """The proof of each format and the correctness checks with models and runs that are smaller still."""
+    decoder = precision.MODEL["model.init_args.decoder.init_args"] | SMALL
+    data = {"data.init_args.vocab_size": SMALL["vocab_size"], "data.init_args.seq_len": SMALL["max_seq_len"]}
+    monkeypatch.setattr(precision, "MODEL", precision.MODEL | data | {"model.init_args.decoder.init_args": decoder})
+    for name, value in {"STEPS": 9, "LOG_EVERY": 3, "FALL": 0.9}.items():
+        monkeypatch.setattr(gpu_smoke, name, value)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("little_garbage", "small_models")
 def test_a_dry_run_goes_through_every_stage_and_call(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "run_limited", in_this_process)
     every = contenders_of(gpu.STAGES)
-    for stage, contenders in FEWER.items():
-        monkeypatch.setitem(gpu.STAGES, stage, [(contenders, 60)])
+    for stage, processes in FEWER.items():
+        monkeypatch.setitem(gpu.STAGES, stage, [(contenders, 60) for contenders in processes])
     assert contenders_of(gpu.STAGES) == every
     for call, stages in gpu.GROUPS.items():
         with pytest.raises(SystemExit) as ended:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli.parsers import one_parser  # noqa: F401, a fixture
 from cli.test_run_folder import Toy, command_line, folders, step_of
-from cli.test_wrong_inputs import one_parser  # noqa: F401, a fixture for all tests here
 from lightning.pytorch.callbacks import ModelCheckpoint
 from preloaded import python
 from two_processes import free_port
@@ -21,6 +21,8 @@ from lightning_tricks.cli.find_checkpoint import candidates, newest_whole, resto
 from lightning_tricks.cli.same_checkpoint import SameCheckpoint, identity
 
 KEEP = "[{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 1, save_top_k: -1, save_last: link}}]"
+pytestmark = pytest.mark.usefixtures("one_parser")
+
 CHECKPOINTS = Path("runs/toy/version_0/checkpoints")
 
 

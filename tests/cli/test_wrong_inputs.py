@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli.parsers import one_parser  # noqa: F401, a fixture
 from cli.wrong_inputs import ROWS, SMALL, Row
 
 from lightning_tricks import __main__ as door
@@ -67,25 +68,7 @@ CHANGES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_parser() -> Any:
-    """Build each command's parser once: that takes longer than all that a row does with it."""
-    from lightning_tricks.cli import RecipeCLI
-
-    built: dict[frozenset[str], Any] = {}
-    names = ("parser", "_subcommand_parsers", "_subcommand_method_arguments")
-    real = RecipeCLI.setup_parser
-
-    def once(self: Any, *args: Any) -> None:
-        commands = frozenset(self.subcommands().keys() & self._given)
-        if commands not in built:
-            real(self, *args)
-            built[commands] = {name: getattr(self, name) for name in names}
-        vars(self).update(built[commands])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RecipeCLI, "setup_parser", once)
-        yield
+pytestmark = pytest.mark.usefixtures("one_parser")
 
 
 @pytest.fixture(scope="module", autouse=True)
