@@ -162,10 +162,8 @@ def test_a_block_that_did_not_run_has_no_figures():
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"config": GPT}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}, {"checkpointing": "full"},
-    {"compiled": "in_place"}, {"compiled": "wrapped"}, {"compiled": "whole"},
+    {}, {"config": GPT}, {"checkpointing": "full"}, {"compiled": "wrapped"}, {"compiled": "whole"},
     {"checkpointing": "selective", "compiled": "in_place"}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"},
-    {"log_every_n_steps": 0},
 ], ids=str)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*records nothing")
 def test_training_is_the_same_with_activations_attention_and_updates_watched(options):
@@ -176,34 +174,21 @@ def test_training_is_the_same_with_activations_attention_and_updates_watched(opt
     assert same_training(plain, watched)
     rooms = {name.split("/")[0] for name in watched.names()}
     seen = {"activations", "attention"} if options.get("compiled") != "whole" else set()
-    assert rooms == (set() if "log_every_n_steps" in options else {"updates"} | seen)
+    assert rooms == {"updates"} | seen
 
 
-@pytest.mark.parametrize("compiled", ["in_place", "wrapped"])
-def test_compiled_blocks_show_the_figures_of_eager_ones_and_compile_once(compiled):
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        run = decoding(ActivationMonitor(), compiled=compiled, max_steps=6)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # both blocks share one
-    eager = decoding(ActivationMonitor(), max_steps=6)
-    assert len(run.rows) == 3
-    for (_, found), (_, expected) in zip(run.rows, eager.rows, strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_blocks_inside_a_compiled_whole_give_one_line_and_one_graph():
+def test_blocks_inside_a_compiled_whole_give_one_line_a_monitor_and_one_graph():
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(error_on_recompile=True):
         warnings.simplefilter("always")
-        run = decoding(ActivationMonitor(), compiled="whole", max_steps=6)
-    lines = [str(w.message) for w in caught if "ActivationMonitor" in str(w.message)]
-    assert len(lines) == 1
-    assert lines[0] == (
+        run = decoding(ActivationMonitor(), AttentionMonitor(), compiled="whole", backend="eager", max_steps=6)
+    assert sorted(str(w.message) for w in caught if "records nothing" in str(w.message)) == [
         "ActivationMonitor records nothing: its blocks are inside a model that is compiled as a whole; "
-        "if you use torch.compile, compile each block"
-    )
+        "if you use torch.compile, compile each block",
+        "AttentionMonitor records nothing: its blocks are inside a model that is compiled as a whole; "
+        "compile each block instead",
+    ]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert run.names() == set()
 
@@ -224,7 +209,7 @@ def test_a_compiled_whole_that_breaks_at_each_block_compiles_no_more_than_withou
     class Whole(Decoding):
         def __init__(self):
             super().__init__()
-            self.model = torch.compile(Broken(), backend="aot_eager")
+            self.model = torch.compile(Broken(), backend="eager")
 
     runs, graphs = [], []
     for monitors in ([], [ActivationMonitor()]):
@@ -240,7 +225,7 @@ def test_blocks_inside_a_compiled_function_give_one_line_and_train_the_same():
     class Hidden(Decoding):
         def __init__(self):
             super().__init__()
-            self.forward = torch.compile(self.model.forward, backend="aot_eager")
+            self.forward = torch.compile(self.model.forward, backend="eager")
 
         def training_step(self, batch, batch_idx):
             return self.forward(batch).square().mean()

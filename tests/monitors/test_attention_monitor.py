@@ -153,8 +153,8 @@ def test_compiled_blocks_tell_what_eager_ones_do_and_compile_once(compiled):
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        run = decoding(AttentionMonitor(), ActivationMonitor(), compiled=compiled, max_steps=6)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        run = decoding(AttentionMonitor(), ActivationMonitor(), compiled=compiled, backend="eager", max_steps=6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # both blocks share one
     eager = decoding(AttentionMonitor(), ActivationMonitor(), max_steps=6)
     assert len(run.rows) == 3
     for (_, found), (_, expected) in zip(run.rows, eager.rows, strict=True):
@@ -167,19 +167,6 @@ def lines_of(run):
         warnings.simplefilter("always")
         result = run()
     return result, [str(w.message) for w in caught if "AttentionMonitor" in str(w.message)]
-
-
-def test_a_compiled_whole_gets_one_line_and_one_graph():
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        run, lines = lines_of(lambda: decoding(AttentionMonitor(), compiled="whole", max_steps=6))
-    assert lines == [
-        "AttentionMonitor records nothing: its blocks are inside a model that is compiled as a whole; "
-        "compile each block instead"
-    ]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert run.names() == set()
 
 
 def test_a_model_without_it_gets_one_line():
@@ -276,20 +263,20 @@ def sharded(rank, folder):
                 def compiling(model=model, configure=configure):
                     configure()
                     for block in model.decoder.blocks:
-                        block.compile(backend="aot_eager")
+                        block.compile(backend="eager")
 
                 model.configure_model = compiling
             monitors = [AttentionMonitor(), ActivationMonitor()] if watched else []
             strategy = FSDP2Strategy()
             loader = torch.utils.data.DataLoader(batches, batch_size=None)
-            run = fit(model, *monitors, data=loader, devices=2, strategy=strategy, logger=Memory(), max_steps=3,
+            run = fit(model, *monitors, data=loader, devices=2, strategy=strategy, logger=Memory(), max_steps=2,
                       log_every_n_steps=1)  # fmt: skip
             weights = [p.to_local() if isinstance(p, DTensor) else p for p in run.weights]
             found[compiled, watched] = (run.trainer.loggers[0].rows, weights)
     for compiled in (False, True):
         (_, plain), (rows, weights) = found[compiled, False], found[compiled, True]
         assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True)), compiled
-        assert len([name for _, row in rows for name in row if "max_logit" in name]) == 6
+        assert len([name for _, row in rows for name in row if "max_logit" in name]) == 4
         for (_, row), (_, expected) in zip(rows, torch.load(Path(folder, "alone.pt")), strict=True):
             own = {name: value for name, value in row.items() if name in expected}
             assert own == pytest.approx(expected, rel=1e-3), compiled
@@ -304,7 +291,7 @@ def test_shards_tell_what_one_process_tells_eager_and_compiled_and_train_the_sam
     torch.manual_seed(0)
     model = LanguageModel(LLAMA, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2))
     loader = torch.utils.data.DataLoader([{"input_ids": ids, "labels": ids}] * 4, batch_size=None)
-    run = fit(model, AttentionMonitor(), ActivationMonitor(), data=loader, max_steps=3, log_every_n_steps=1)
+    run = fit(model, AttentionMonitor(), ActivationMonitor(), data=loader, max_steps=2, log_every_n_steps=1)
     own = [(step, {n: v for n, v in row.items() if n.startswith(("att", "act"))}) for step, row in run.rows]
     torch.save(own, tmp_path / "alone.pt")
     run_in_two(sharded, str(tmp_path))
