@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -132,8 +133,12 @@ def newest_first() -> list[Path]:
     return sorted(CHECKPOINTS.glob("epoch*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-@pytest.mark.parametrize("damage", [truncate, empty, flip, Path.unlink])
-@pytest.mark.parametrize("option", ["--ckpt_path=last", "--resume=auto"])
+LAST, AUTO = "--ckpt_path=last", "--resume=auto"
+
+
+@pytest.mark.parametrize(
+    ("damage", "option"), [(truncate, AUTO), (empty, LAST), (flip, AUTO), (flip, LAST), (Path.unlink, AUTO)]
+)
 def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_goes_on_from_the_one_before(damage, option, caplog):
     fit()
     damage(newest_first()[0])  # and with it the link last.ckpt
@@ -292,20 +297,29 @@ def test_a_fine_tuning_that_is_killed_goes_on_by_the_same_command(caplog):
     )
 
 
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
-def test_two_processes_go_on_from_the_same_whole_checkpoint(launcher, text_file, tmp_path):
-    (tmp_path / "small.yaml").write_text(TWO.replace("TEXT", text_file))
+def two_processes(launcher: str, folder: Path, steps: int) -> subprocess.CompletedProcess:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     start = [python(), *(torchrun if launcher == "torchrun" else []), "-m", "lightning_tricks", "fit"]
-    for steps, damaged in ((2, False), (4, True)):
-        if damaged:
-            newest = max(
-                tmp_path.glob("runs/small/*/checkpoints/epoch*.ckpt"), key=lambda path: path.stat().st_mtime_ns
-            )
-            flip(newest)
-        command = [*start, "--config=small.yaml", f"--trainer.max_steps={steps}"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    command = [*start, "--config=small.yaml", f"--trainer.max_steps={steps}"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def two_steps(text_file, tmp_path_factory) -> Path:
+    """A run of two steps in two processes, whose newest checkpoint is damaged."""
+    folder = tmp_path_factory.mktemp("two") / "run"
+    folder.mkdir()
+    (folder / "small.yaml").write_text(TWO.replace("TEXT", text_file))
+    two_processes("lightning", folder, 2)
+    flip(max(folder.glob("runs/small/*/checkpoints/epoch*.ckpt"), key=lambda path: path.stat().st_mtime_ns))
+    return folder
+
+
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_two_processes_go_on_from_the_same_whole_checkpoint(launcher, two_steps, tmp_path):
+    done = two_processes(launcher, shutil.copytree(two_steps, tmp_path / "run", symlinks=True), 4)
     said = [line for line in done.stderr.splitlines() if "resume=auto" in line or "Going on" in line]
     assert len(said) == 3, said
     assert "passed over: runs/small/version_0/checkpoints/epoch=0-step=2.ckpt" in said[0]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cli.parsers import one_parser  # noqa: F401, a fixture
-from cli.wrong_inputs import ROWS, SMALL, Row
+from cli.wrong_inputs import PLAIN, ROWS, SMALL, Row
 
 from lightning_tricks import __main__ as door
 
@@ -31,6 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("wrong")
     (folder / "small.yaml").write_text(SMALL)
+    (folder / "plain.yaml").write_text(PLAIN)
     (folder / "text.txt").write_text(inspect.getsource(argparse)[:60_000])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -107,7 +108,7 @@ def test_a_wrong_input_is_one_line_with_option_value_and_remedy(row: Row, folder
         (folder / "edited.yaml").write_text(SMALL.replace(*row.edit, 1))
         args = ["fit", "--config", "edited.yaml", *args]
     elif not row.whole:
-        args = ["fit", "--config", "small.yaml", *args]
+        args = ["fit", "--config", row.recipe, *(["--data.cache_dir", "cold"] if row.cold else []), *args]
     if row.prepare is not None:
         row.prepare(folder, monkeypatch)
     lines = stderr_of([arg.replace("{folder}", str(folder)) for arg in args], capsys, monkeypatch)
@@ -117,11 +118,13 @@ def test_a_wrong_input_is_one_line_with_option_value_and_remedy(row: Row, folder
     assert lines[-1].startswith("error: ")
     for word in row.words:
         assert word in lines[-1]
+    assert not (folder / "cold").exists()
 
 
 def test_the_table_is_long_enough_and_names_each_row_once():
     assert len(ROWS) >= 80
     assert len({row.name for row in ROWS}) == len(ROWS)
+    assert sum(row.cold for row in ROWS) >= 10
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -139,30 +142,6 @@ def test_a_start_that_fails_says_whether_a_port_is_taken_or_others_are_missing(f
         lines = stderr_of(["fit", "--config", "small.yaml", *strategy, *devices], capsys, monkeypatch)
     expected = (f"MASTER_PORT={port}", "unset it") if taken else ("waited in vain", "timeout_seconds higher")
     assert all(word in lines[-1] for word in expected), lines
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["--model.schedule.warmup_steps", "3"],
-        ["--trainer.max_steps", "-1"],
-        ["--model.optimizer.lr", "-1e-3"],
-        ["--model.optimizer.betas", "[0.9, 1.5]"],
-        ["--model.weight_decay", "-1"],
-        ["--model.param_rules", "[{pattern: nosuch, lr_scale: 2}]"],
-        ["--data.seq_len", "64"],
-        ["--data.vocab_size", "400"],
-        ["--ckpt_path", "no_such.ckpt"],
-        ["--trainer.logger", "ResumingCSVLogger", "--trainer.logger.save_dir", "text.txt"],
-    ],
-    ids=lambda args: args[0],
-)
-def test_what_the_recipe_alone_shows_is_refused_before_tokenizing(folder, capsys, monkeypatch, args):
-    monkeypatch.chdir(folder)
-    cold = ["fit", "--config", "small.yaml", "--data.cache_dir", "cold"]
-    assert len(stderr_of([*cold, *args], capsys, monkeypatch)) == 1
-    assert not (folder / "cold").exists()
 
 
 def test_what_fails_in_a_run_and_can_be_mended_is_one_line_and_an_unknown_error_none():

@@ -2,6 +2,7 @@
 
 A row is a name, the arguments after `fit --config small.yaml` (or a whole command line, see `Row.whole`), and words
 that the line must hold: the option, its value, the remedy. `{folder}` in the arguments is the folder of the test.
+Options that have nothing to do with the model come after a recipe whose model has none: it is read much faster.
 """
 
 import os
@@ -33,6 +34,11 @@ trainer:
   limit_val_batches: 0
 """
 
+PLAIN = """\
+seed_everything: 0
+model: lightning.pytorch.demos.boring_classes.BoringModel
+""" + SMALL[SMALL.index("trainer:") :]
+
 Prepare = Callable[[Path, pytest.MonkeyPatch], object]
 
 
@@ -49,6 +55,8 @@ class Row:
         files: written before the run, by their names.
         prepare: called with the folder before the run, for what files cannot say.
         lines: at most so many on stderr; more than one where the data had to be tokenized first.
+        cold: where the text has not been tokenized yet, and must not be: the recipe alone shows the mistake.
+        recipe: after which the arguments come.
     """
 
     name: str
@@ -59,6 +67,8 @@ class Row:
     files: dict[str, str | bytes] = field(default_factory=dict)
     prepare: Prepare | None = None
     lines: int = 1
+    cold: bool = False
+    recipe: str = "small.yaml"
 
 
 def recipe(name: str, right: str, wrong: str, *words: str) -> Row:
@@ -74,6 +84,16 @@ def command(name: str, args: str, *words: str) -> Row:
 def option(args: str, *words: str) -> Row:
     """A row that is an option on the command line."""
     return Row(args, args, words)
+
+
+def plain(args: str, *words: str) -> Row:
+    """A row that is an option on the command line and has nothing to do with the model."""
+    return Row(args, args, words, recipe="plain.yaml")
+
+
+def cold(args: str, *words: str) -> Row:
+    """A row that is an option on the command line, and is refused before the text is tokenized."""
+    return Row(args, args, words, cold=True)
 
 
 def checkpoint(name: str, *words: str, command: str = "fit") -> Row:
@@ -149,8 +169,8 @@ ROWS = [
     command("a misspelt --config", "fit --confg small.yaml", "--confg", "did you mean config?"),
     command("--config without a file", "fit --config", "--config", "VALUE"),
     command("cp of no recipe", "cp tinny", "tinny", "did you mean tiny?"),
-    option("--trainer.max_step 3", "trainer.max_step", "did you mean trainer.max_steps?"),
-    option("--trainer.max_iters 3", "trainer.max_iters", "did you mean trainer.max_steps?"),
+    plain("--trainer.max_step 3", "trainer.max_step", "did you mean trainer.max_steps?"),
+    plain("--trainer.max_iters 3", "trainer.max_iters", "did you mean trainer.max_steps?"),
     option("--max_iters 3", "--max_iters", "did you mean trainer.max_steps?"),
     option("--epochs 3", "--epochs", "did you mean trainer.max_epochs?"),
     option("--learning_rate 1e-3", "--learning_rate", "did you mean model.optimizer.lr?"),
@@ -158,7 +178,7 @@ ROWS = [
     option("--model.learning_rate 1e-3", "LanguageModel", "learning_rate", "did you mean model.optimizer.lr?"),
     option("--model.lr 1e-3", "LanguageModel", "'lr'", "did you mean model.optimizer.lr?"),
     option("--model.optimizer.learning_rate 1e-3", "AdamW", "learning_rate", "did you mean lr?"),
-    option("--trainer.grad_clip 1", "trainer.grad_clip", "did you mean trainer.gradient_clip_val?"),
+    plain("--trainer.grad_clip 1", "trainer.grad_clip", "did you mean trainer.gradient_clip_val?"),
     option("--max_grad_norm 1", "--max_grad_norm", "did you mean trainer.gradient_clip_val?"),
     option("--gradient_accumulation_steps 4", "did you mean trainer.accumulate_grad_batches?"),
     option("--batch_size 4", "--batch_size", "did you mean data.micro_batch_size?"),
@@ -168,13 +188,13 @@ ROWS = [
     option("--model.decoder.num_hidden_layers 4", "Llama", "num_hidden_layers", "did you mean n_layers?"),
     option("--model.warmup 4", "LanguageModel", "warmup", "did you mean model.schedule.warmup_steps?"),
     option("--seed 1", "--seed", "did you mean seed_everything?"),
-    option("--resume last", "resume=last", "give auto", "--ckpt_path last"),
+    plain("--resume last", "resume=last", "give auto", "--ckpt_path last"),
     option("--resume_from x.ckpt", "--resume_from", "did you mean ckpt_path?"),
     option("--finetune x.ckpt", "--finetune", "did you mean init_from?"),
     recipe("resume yes", "seed_everything: 0", "seed_everything: 0\nresume: yes", "resume=True", "give auto"),
     command("validate --resume", "validate --config small.yaml --resume auto", "--resume is an option of fit", "last"),
     command("prepare --init_from", "prepare --config small.yaml --init_from x", "--init_from is an option of fit"),
-    option("--init_from a.ckpt --ckpt_path b.ckpt", "init_from=a.ckpt", "ckpt_path=b.ckpt", "give one of them"),
+    plain("--init_from a.ckpt --ckpt_path b.ckpt", "init_from=a.ckpt", "ckpt_path=b.ckpt", "give one of them"),
     option("--init_from no_such.ckpt", "init_from=no_such.ckpt", "no such file"),
     option("--init_from small.yaml", "init_from=small.yaml", "no checkpoint"),
     Row("init_from another model", "--init_from other.ckpt", ("init_from=other.ckpt", "has no 'decoder."), lines=3),
@@ -190,11 +210,11 @@ ROWS = [
     option("--model.schedule Linear", "model.schedule", "'Linear'", "did you mean WarmupLinear?"),
     option("--model.optimizer adam", "model.optimizer", "'adam'", "did you mean Adam?"),
     option("--model.optimizer adamw", "model.optimizer", "'adamw'", "did you mean AdamW?"),
-    option("--trainer.strategy fsdp2", "trainer.strategy=fsdp2", "did you mean FSDP2Strategy?"),
-    option("--trainer.strategy FSDP2Stratgy", "trainer.strategy=FSDP2Stratgy", "did you mean FSDP2Strategy?"),
-    option("--trainer.strategy.timeout_seconds 9", "trainer.strategy.timeout_seconds", "--trainer.strategy CLASS"),
-    option("--trainer.logger tensorboard", "trainer.logger", "did you mean ResumingTensorBoardLogger?"),
-    option("--trainer.callbacks [EMA]", "trainer.callbacks", "'EMA'", "my_module.MyClass"),
+    plain("--trainer.strategy fsdp2", "trainer.strategy=fsdp2", "did you mean FSDP2Strategy?"),
+    plain("--trainer.strategy FSDP2Stratgy", "trainer.strategy=FSDP2Stratgy", "did you mean FSDP2Strategy?"),
+    plain("--trainer.strategy.timeout_seconds 9", "trainer.strategy.timeout_seconds", "--trainer.strategy CLASS"),
+    plain("--trainer.logger tensorboard", "trainer.logger", "did you mean ResumingTensorBoardLogger?"),
+    plain("--trainer.callbacks [EMA]", "trainer.callbacks", "'EMA'", "my_module.MyClass"),
     option("--model no_such_module.Model", "model", "'no_such_module'", "install it"),
     Row(
         "every_n_steps",
@@ -211,7 +231,7 @@ ROWS = [
     recipe("seq_length", "seq_len: 32, micro", "seq_length: 32, micro", "data: TextData", "did you mean seq_len?"),
     recipe("trainr", "trainer:", "trainr:", "trainr.accelerator", "did you mean trainer.accelerator?"),
     recipe("shedule", "schedule:", "shedule:", "LanguageModel has no option 'shedule", "did you mean schedule?"),
-    option("--trainer.callbacks [MemoryMonitr]", "'MemoryMonitr'", "did you mean MemoryMonitor?"),
+    plain("--trainer.callbacks [MemoryMonitr]", "'MemoryMonitr'", "did you mean MemoryMonitor?"),
     option("--model.decoder.n_layer 2", "Llama has no option 'n_layer'", "did you mean n_layers?"),
     # The form of a recipe.
     command("no such file", "fit --config no_such.yaml", "--config", "no_such.yaml", "check the path"),
@@ -250,48 +270,49 @@ ROWS = [
     option("--model.optimizer.lr nan", "model.optimizer.lr=nan", "give a number"),
     option("--model.optimizer.lr .inf", "lr=inf", "give a finite number"),
     option("--model.optimizer.lr .nan", "optimizer.lr", "nan", "give another value"),
-    option("--model.optimizer.lr -1e-3", "optimizer.lr", "learning rate: -0.001", "give another value"),
+    cold("--model.optimizer.lr -1e-3", "optimizer.lr", "learning rate: -0.001", "give another value"),
     option("--model.optimizer.lr=-0.5", "optimizer.lr", "-0.5", "give another value"),
     option("--model.optimizer.betas 0.9", "model.optimizer.betas=0.9", "[0.9, 0.95]"),
     option("--model.optimizer.betas [0.9]", "model.optimizer.betas=[0.9]", "a list of 2 values"),
-    option("--model.optimizer.betas [0.9,2.0]", "optimizer.betas", "2.0", "give another value"),
+    cold("--model.optimizer.betas [0.9,2.0]", "optimizer.betas", "2.0", "give another value"),
     option("--model.optimizer.weight_decay 0.3", "weight_decay=0.3", "beside the optimizer"),
-    option("--model.weight_decay -1", "weight_decay=-1", "0 or more"),
+    cold("--model.weight_decay -1", "weight_decay=-1", "0 or more"),
     option("--model.activation_checkpointing ful", "activation_checkpointing=ful", "did you mean full?"),
     option("--model.decoder.n_heads three", "model.decoder.n_heads=three", "give a whole number"),
     option("--model.decoder [1]", "model.decoder=[1]", "class_path"),
     option("--data.seq_len 1.5", "data.seq_len=1.5", "give a whole number"),
     option("--data.micro_batch_size 0", "micro_batch_size=0", "at least 1"),
     option("--data.val_fraction 1.5", "val_fraction=1.5", "between 0 and 1"),
-    option("--trainer.max_steps soon", "trainer.max_steps=soon", "give a whole number"),
-    option("--trainer.max_steps", "--trainer.max_steps", "VALUE"),
-    option("--trainer.enable_checkpointing ja", "trainer.enable_checkpointing=ja", "true or false"),
-    option("--trainer.accumulate_grad_batches 0", "trainer.accumulate_grad_batches=0", "1 or more"),
-    option("--trainer.val_check_interval 0", "trainer.val_check_interval=0", "limit_val_batches: 0"),
-    option("--trainer.check_val_every_n_epoch 0", "trainer.check_val_every_n_epoch=0", "1 or more"),
-    option("--trainer.devices 0", "trainer.devices=0", "1 or more"),
-    option("--trainer.num_nodes 0", "num_nodes", "positive integer", "0"),
+    plain("--trainer.max_steps soon", "trainer.max_steps=soon", "give a whole number"),
+    plain("--trainer.max_steps", "--trainer.max_steps", "VALUE"),
+    plain("--trainer.enable_checkpointing ja", "trainer.enable_checkpointing=ja", "true or false"),
+    plain("--trainer.accumulate_grad_batches 0", "trainer.accumulate_grad_batches=0", "1 or more"),
+    plain("--trainer.val_check_interval 0", "trainer.val_check_interval=0", "limit_val_batches: 0"),
+    plain("--trainer.check_val_every_n_epoch 0", "trainer.check_val_every_n_epoch=0", "1 or more"),
+    plain("--trainer.devices 0", "trainer.devices=0", "1 or more"),
+    plain("--trainer.num_nodes 0", "num_nodes", "positive integer", "0"),
     option("--trainer.gradient_clip_val -1", "gradient_clip_val=-1", "above 0"),
-    option("--trainer.limit_train_batches -1", "-1", "limit_train_batches", "[0.0, 1.0]"),
-    option("--trainer.accelerator gpuu", "trainer.accelerator=gpuu", "did you mean gpu?"),
-    option("--trainer.precision fp16", "trainer.precision=fp16", "did you mean 16-mixed?"),
-    option("--trainer.precision 8", "trainer.precision=8", "give one of 64, 32, 16"),
+    plain("--trainer.limit_train_batches -1", "-1", "limit_train_batches", "[0.0, 1.0]"),
+    plain("--trainer.accelerator gpuu", "trainer.accelerator=gpuu", "did you mean gpu?"),
+    plain("--trainer.precision fp16", "trainer.precision=fp16", "did you mean 16-mixed?"),
+    plain("--trainer.precision 8", "trainer.precision=8", "give one of 64, 32, 16"),
     option(
         "--trainer.precision 32 --trainer.plugins [AutoPrecision]", "trainer.precision=32-true", "AutoPrecision",
         "leave trainer.precision out",
     ),
-    option("--seed_everything -1", "seed_everything=-1", "0 to 4294967295"),
-    option("--seed_everything 99999999999", "seed_everything=99999999999", "0 to 4294967295"),
-    option("--seed_everything x", "seed_everything=x", "give true or false or a whole number"),
+    plain("--seed_everything -1", "seed_everything=-1", "0 to 4294967295"),
+    plain("--seed_everything 99999999999", "seed_everything=99999999999", "0 to 4294967295"),
+    plain("--seed_everything x", "seed_everything=x", "give true or false or a whole number"),
     # Settings that do not fit each other: refused before a tokenizer is learned, or there would be more lines.
-    option("--model.schedule.warmup_steps 4", "warmup_steps=4", "trainer.max_steps=3", "shorten the warmup"),
-    option("--trainer.max_steps -1", "WarmupCosine", "set trainer.max_steps"),
+    cold("--model.schedule.warmup_steps 4", "warmup_steps=4", "trainer.max_steps=3", "shorten the warmup"),
+    cold("--trainer.max_steps -1", "WarmupCosine", "set trainer.max_steps"),
     option("--model.decoder.n_heads 3", "d_model=32", "n_heads=3", "change one"),
-    option("--data.seq_len 64", "data.seq_len=64", "max_seq_len=32", "shorten the one"),
-    option("--data.vocab_size 400", "vocabulary of 400", "vocab_size=300", "make them equal"),
+    cold("--data.seq_len 64", "data.seq_len=64", "max_seq_len=32", "shorten the one"),
+    cold("--data.vocab_size 400", "vocabulary of 400", "vocab_size=300", "make them equal"),
     Row(
         "a rule for no parameter", ["--model.param_rules", "[{pattern: nosuch, lr_scale: 2}]"],
         ("param_rules", "'nosuch'", "near names are"),
+        cold=True,
     ),
     *(
         Row(plugin, ["--trainer.plugins", f"[{plugin}]"], (word,), lines=3)
@@ -308,19 +329,22 @@ ROWS = [
     option("--data.files no_such.txt", "files", "no_such.txt", "check the path"),
     option("--data.tokenizer no_such.json", "tokenizer='no_such.json'", "check the path"),
     Row("an unreadable folder", "--data.files secret", ("files='secret'", "Permission denied"), prepare=unreadable),
-    Row("a file for the logs", f"{LOGGER}runs", ("save_dir=runs", "is a file", "another folder"), files={"runs": "x"}),
+    Row(
+        "a file for the logs", f"{LOGGER}runs", ("save_dir=runs", "is a file", "another folder"), files={"runs": "x"},
+        cold=True,
+    ),
     Row("a read-only folder", f"{LOGGER}readonly", ("save_dir=readonly", "Permission denied"), prepare=readonly),
     Row("a full disk", f"{LOGGER}full", ("save_dir=full", "No space left", "make room"), prepare=full_disk),
     Row("checkpoints to a file", f"{SAVER}runs", ("ModelCheckpoint.dirpath", "is a file"), files={"runs": "x"}),
     Row("checkpoints to a full disk", f"{SAVER}full", ("ModelCheckpoint.dirpath", "No space left"), prepare=full_disk),
     # Checkpoints.
-    option("--ckpt_path no_such.ckpt", "ckpt_path=no_such.ckpt", "no such file or folder"),
+    cold("--ckpt_path no_such.ckpt", "ckpt_path=no_such.ckpt", "no such file or folder"),
     Row("an empty ckpt_path", ["--ckpt_path", ""], ("ckpt_path=''", "leave the option out")),
-    option("--ckpt_path best", "ckpt_path=best", "give that file"),
-    option("--ckpt_path http://127.0.0.1:9/x.ckpt", "ckpt_path=http://127.0.0.1:9/x.ckpt", "download"),
-    option("--ckpt_path s3://bucket/x.ckpt", "ckpt_path=s3://bucket/x.ckpt", "download"),
-    option("--ckpt_path nosuch://bucket/x.ckpt", "ckpt_path=nosuch://bucket/x.ckpt", "download"),
-    option("--ckpt_path small.yaml", "ckpt_path", "small.yaml", "no checkpoint"),
+    plain("--ckpt_path best", "ckpt_path=best", "give that file"),
+    plain("--ckpt_path http://127.0.0.1:9/x.ckpt", "ckpt_path=http://127.0.0.1:9/x.ckpt", "download"),
+    plain("--ckpt_path s3://bucket/x.ckpt", "ckpt_path=s3://bucket/x.ckpt", "download"),
+    plain("--ckpt_path nosuch://bucket/x.ckpt", "ckpt_path=nosuch://bucket/x.ckpt", "download"),
+    plain("--ckpt_path small.yaml", "ckpt_path", "small.yaml", "no checkpoint"),
     checkpoint("missing", "lacks", "decoder.embed.weight", "give the recipe that wrote it"),
     checkpoint("missing", "lacks", "decoder.embed.weight", "give the recipe that wrote it", command="validate"),
     checkpoint("extra", "has besides", "more.weight", "give the recipe that wrote it"),
