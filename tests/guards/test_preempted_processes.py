@@ -130,14 +130,15 @@ def test_the_command_line_stops_and_the_printed_command_goes_on(unbroken, tmp_pa
     command = shlex.split(line.removeprefix("Go on:"))
     assert command == ["python", *FIT, "--ckpt_path", checkpoint]
     assert left_over(folder) == []
-    process = start(folder, *command[1:])
-    assert process.wait() == 0, process.communicate()[0]
-    assert losses(folder) == unbroken
+    if number == signal.SIGTERM:  # once is enough
+        process = start(folder, *command[1:])
+        assert process.wait() == 0, process.communicate()[0]
+        assert losses(folder) == unbroken
 
 
 @pytest.mark.parametrize(
     ("number", "ranks"),
-    [(signal.SIGTERM, [0]), (signal.SIGTERM, [1]), (signal.SIGTERM, "group"), (signal.SIGINT, "group")],
+    [(signal.SIGTERM, [0]), (signal.SIGTERM, [1]), (signal.SIGINT, "group")],
 )
 def test_processes_of_lightnings_launcher_leave_together(tmp_path, number, ranks):
     folder = tmp_path / "run"

@@ -483,9 +483,9 @@ def bitwise(model: Any) -> list[Any]:
     return [model.losses, [p.tolist() for p in model.parameters()]]
 
 
-@pytest.mark.parametrize("sized", [True, False])
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("sized", "accumulate", "asynchronous"), [(True, 1, False), (False, 1, True), (True, 4, True), (False, 4, False)]
+)
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path, sized, accumulate, asynchronous):
     options = {"accumulate_grad_batches": accumulate, "val_check_interval": 2 * accumulate, **VALIDATION}
 
