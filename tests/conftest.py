@@ -1,6 +1,8 @@
 """What every test shares: one torch thread a worker, no network, no process group of an earlier test, a little text."""
 
 import argparse
+import functools
+import importlib.metadata
 import inspect
 import logging
 import os
@@ -19,6 +21,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# Each Trainer asks every installed package for callbacks, which takes longer than the rest of its constructor. Here, as
+# Lightning, which no conftest imports, keeps the function itself.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one may take a second for any example
 hypothesis.settings.load_profile("any machine")
 

@@ -97,7 +97,7 @@ def stderr_of(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-def test_a_wrong_input_is_one_line_with_option_value_and_remedy(row: Row, folder, capsys, monkeypatch):
+def test_a_wrong_input_is_one_line_with_option_value_and_remedy(row: Row, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     for name, content in row.files.items():
@@ -108,7 +108,8 @@ def test_a_wrong_input_is_one_line_with_option_value_and_remedy(row: Row, folder
         (folder / "edited.yaml").write_text(SMALL.replace(*row.edit, 1))
         args = ["fit", "--config", "edited.yaml", *args]
     elif not row.whole:
-        args = ["fit", "--config", row.recipe, *(["--data.cache_dir", "cold"] if row.cold else []), *args]
+        cold = ["--data.cache_dir", str(tmp_path / "cold")] if row.cold else []
+        args = ["fit", "--config", row.recipe, *cold, *args]
     if row.prepare is not None:
         row.prepare(folder, monkeypatch)
     lines = stderr_of([arg.replace("{folder}", str(folder)) for arg in args], capsys, monkeypatch)
@@ -118,7 +119,7 @@ def test_a_wrong_input_is_one_line_with_option_value_and_remedy(row: Row, folder
     assert lines[-1].startswith("error: ")
     for word in row.words:
         assert word in lines[-1]
-    assert not (folder / "cold").exists()
+    assert not (tmp_path / "cold").exists()
 
 
 def test_the_table_is_long_enough_and_names_each_row_once():

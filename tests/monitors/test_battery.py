@@ -1,4 +1,4 @@
-"""No monitor changes training: each of them, in each situation of `battery.py`, against the same run without it.
+"""No monitor changes training: alone or with all others, in each situation of `battery.py`, against a run without any.
 
 A callback class in `lightning_tricks.monitors` is under the battery at once. Weights, optimizers, losses and random
 states are equal to the bit; no object, class or hook is left changed; nothing waits for a device between log steps.
