@@ -7,6 +7,7 @@ Trainer may be of either package, `lightning` or `pytorch_lightning`.
 
 from lightning_tricks._trainer.loop import batch_progress as batch_progress
 from lightning_tricks._trainer.loop import epoch_is_over as epoch_is_over
+from lightning_tricks._trainer.loop import fetch_hooks as fetch_hooks
 from lightning_tricks._trainer.loop import go_on_with_next_epoch as go_on_with_next_epoch
 from lightning_tricks._trainer.loop import is_accumulating as is_accumulating
 from lightning_tricks._trainer.loop import is_last_step as is_last_step

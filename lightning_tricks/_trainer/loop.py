@@ -96,6 +96,15 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
         tracker["processed"] = tracker["completed"] = tracker["ready"] - 1
 
 
+def fetch_hooks(trainer: Any) -> tuple[Any, str, str]:
+    """Owner and names of the methods that the loop calls before and after it asks the loaders for a training batch.
+
+    Each epoch takes them anew when it begins. Read from `_TrainingEpochLoop.on_run_start`
+    (loops/training_epoch_loop.py) and `_DataFetcher.__next__` (loops/fetchers.py).
+    """
+    return trainer.fit_loop.epoch_loop, "_on_before_fetch", "_on_after_fetch"
+
+
 def prefetched_batches(trainer: Any) -> int:
     """Batches that were fetched before the running one ended: one where the loaders have no length.
 

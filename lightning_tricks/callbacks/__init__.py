@@ -9,6 +9,7 @@ from lightning_tricks.guards.step_guard.step_guard import StepGuard as StepGuard
 from lightning_tricks.metrics.metric_buffer import MetricBuffer as MetricBuffer
 from lightning_tricks.monitors.compression_baseline import CompressionBaseline as CompressionBaseline
 from lightning_tricks.monitors.dashboard.tensorboard_dashboard import TensorBoardDashboard as TensorBoardDashboard
+from lightning_tricks.monitors.goodput.goodput_monitor import GoodputMonitor as GoodputMonitor
 from lightning_tricks.monitors.grad_norm_monitor import GradNormMonitor as GradNormMonitor
 from lightning_tricks.monitors.inside.activation_monitor import ActivationMonitor as ActivationMonitor
 from lightning_tricks.monitors.inside.attention_monitor import AttentionMonitor as AttentionMonitor

@@ -51,7 +51,7 @@ EXAMPLES: dict[str, list[dict]] = {
     "UpdateMonitor": [{"max_elements": 5}],  # so that it samples
 }
 ONLY_IN_TWO_PROCESSES = {"RankMonitor"}  # has no effect in one
-MEASURED = ("throughput/", "memory/")  # logged values that no two runs share
+MEASURED = ("throughput/", "memory/", "goodput/")  # logged values that no two runs share
 CASES = {
     "-".join([name, *map(str, options.values())]): functools.partial(cls, **options)
     for name, cls in MONITORS.items()

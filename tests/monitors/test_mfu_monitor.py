@@ -23,9 +23,10 @@ from lightning_tricks.accounting import recompute_flops_per_token, training_flop
 from lightning_tricks.accounting.peak_flops import device_peak
 from lightning_tricks.callbacks import MetricBuffer, MFUMonitor
 from lightning_tricks.metrics import metric_buffer
-from lightning_tricks.monitors.mfu import mfu_monitor, stopwatch
+from lightning_tricks.monitors import _stopwatch as stopwatch
+from lightning_tricks.monitors._stopwatch import Stopwatch
+from lightning_tricks.monitors.mfu import mfu_monitor
 from lightning_tricks.monitors.mfu.batch_flops import contents_of
-from lightning_tricks.monitors.mfu.stopwatch import Stopwatch
 
 PREFIX = "throughput/"
 PEAKS = sys.modules[device_peak.__module__]

@@ -16,8 +16,8 @@ from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, 
 from lightning_tricks.accounting.peak_flops import device_peak
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
+from lightning_tricks.monitors._stopwatch import Stopwatch, compilations_timed
 from lightning_tricks.monitors.mfu.batch_flops import BatchFlops, contents_of, find_batch_flops, flops_of_batch
-from lightning_tricks.monitors.mfu.stopwatch import Stopwatch, compilations_timed
 
 _COUNTS = ("_samples", "_positions", "_flops", "_recompute")
 

@@ -12,18 +12,23 @@ clock = time.perf_counter
 class Stopwatch:
     """Give every second to the kind of work that was entered last and not left yet, or else to `ground`.
 
-    A checkpoint written inside a validation is a checkpoint's time and not validation's. `ground` may be changed after
-    a `take`.
+    A checkpoint written inside a validation is a checkpoint's time and not validation's. Set `ground` only right
+    after a `take`; at any other time, `switch` it.
     """
 
     def __init__(self, ground: str) -> None:
         self.ground = ground
         self._inside: list[str] = []
-        self._seconds: dict[str, float] = {}  # the ground's under ""
+        self._seconds: dict[str, float] = {}
         self._since = clock()
 
+    def switch(self, ground: str) -> None:
+        """Go on with another ground, also in the midst of a kind that was entered."""
+        self._add()
+        self.ground = ground
+
     def enter(self, kind: str) -> None:
-        """Begin `kind`."""
+        """Begin `kind`, which is no ground."""
         self._add()
         self._inside.append(kind)
 
@@ -32,14 +37,19 @@ class Stopwatch:
         self._add()
         self._inside.pop()
 
+    def read(self) -> dict[str, float]:
+        """Seconds of every ground and every kind, since the start or since they were taken."""
+        self._add()
+        return dict(self._seconds)
+
     def take(self) -> tuple[float, dict[str, float]]:
         """Seconds of the ground and of every kind that has ended, since the last `take`."""
         self._add()
         ended = {kind: self._seconds.pop(kind) for kind in [*self._seconds] if kind not in self._inside}
-        return ended.pop("", 0.0), ended
+        return ended.pop(self.ground, 0.0), ended
 
     def _add(self) -> None:
-        kind, now = self._inside[-1] if self._inside else "", clock()
+        kind, now = self._inside[-1] if self._inside else self.ground, clock()
         self._seconds[kind] = self._seconds.get(kind, 0.0) + now - self._since
         self._since = now
 

@@ -1,0 +1,67 @@
+"""A small file beside the checkpoints: when the processes of a run ran. No checkpoint knows what came after it."""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks._lightning import rank_zero_warn
+from lightning_tricks.accounting.goodput import Interval
+
+FILE = "goodput.json"
+_SAVES = 8  # so many of the last saves are kept: a run goes on from one of its newest checkpoints
+
+
+class History:
+    """When the processes of a run ran and when they waited for saves, as (first, last) times of day.
+
+    Args:
+        run: names the run, so that no other run's file is taken for its own.
+        path: of the file; None until there is a place for it.
+    """
+
+    def __init__(self, run: str, path: Path | None = None) -> None:
+        self.run, self.path = run, path
+        self.earlier: Sequence[Interval] = ()  # of the processes before this one
+        self.saves: list[Interval] = []
+        self._has_warned = False
+
+    @classmethod
+    def read(cls, run: str, paths: Iterable[Path]) -> "History":
+        """The history in the first of the files that is of this run; an empty one if there is none."""
+        for path in paths:
+            try:
+                found: dict[str, Any] = json.loads(path.read_text())
+                if found["run"] == run:
+                    history = cls(run, path)
+                    history.earlier = [(first, last) for first, last in found["processes"]]
+                    history.saves = [(first, last) for first, last in found["saves"]]
+                    return history
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # none, or of another program, or cut off with the host's power: the split is lost, no more
+        return cls(run)
+
+    def place_beside(self, checkpoint: Any) -> None:
+        """Lay the file beside a checkpoint, unless it has a place already or the checkpoint is not on this host."""
+        if self.path is None and "://" not in str(checkpoint):
+            self.path = Path(checkpoint).absolute().parent / FILE
+
+    def add_save(self, save: Interval) -> None:
+        """Note a save."""
+        self.saves = [*self.saves, save][-_SAVES:]
+
+    def write(self, process: Interval) -> None:
+        """Replace the file, with this process in it. A kill leaves the old file; a full disk gives one warning."""
+        if self.path is None or not self.path.parent.is_dir():
+            return
+        content = {"run": self.run, "processes": [*self.earlier, process], "saves": self.saves}
+        part = self.path.with_name(f".{FILE}.part")
+        try:
+            part.write_text(json.dumps(content))
+            os.replace(part, self.path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            if not self._has_warned:
+                self._has_warned = True
+                rank_zero_warn(f"GoodputMonitor: {self.path} cannot be written: {error.strerror}")
