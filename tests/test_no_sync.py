@@ -9,6 +9,7 @@ from lightning_tricks import Llama
 from lightning_tricks.callbacks import (
     ActivationMonitor,
     AttentionMonitor,
+    GoodputMonitor,
     GradNormMonitor,
     LeanLoop,
     MemoryMonitor,
@@ -54,8 +55,8 @@ def fit(folder, accumulate, *callbacks):
         max_steps=22, accumulate_grad_batches=accumulate, gradient_clip_val=1.0, log_every_n_steps=10,
         logger=ResumingTensorBoardLogger(folder), enable_checkpointing=False, enable_model_summary=False,
         accelerator="cpu", callbacks=[
-            *callbacks, GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(), UpdateMonitor(),
-            AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(), LeanLoop(),
+            *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
+            UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(), LeanLoop(),
         ],
     )  # fmt: skip
     trainer.fit(model, DataLoader([batch] * (22 * accumulate), batch_size=None))

@@ -540,6 +540,32 @@ class Unsized(torch.utils.data.IterableDataset):
         return iter(torch.ones(self.rows, 2))
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_fetch_hooks_enclose_each_wait_for_a_training_batch(epochs):
+    events = []
+
+    class Batches(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            events.append("batch")
+            return torch.ones(2)
+
+    class Replaces(pl.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            owner, before, after = _trainer.fetch_hooks(trainer)
+            for name, event in ((before, "before"), (after, "after")):
+                assert callable(getattr(owner, name))
+                setattr(owner, name, lambda event=event: events.append(event))
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            events.append("step")
+
+    trainer_with(Replaces(), max_epochs=epochs).fit(Model(), DataLoader(Batches(), batch_size=None))
+    assert events == ["before", "batch", "after", "step"] * 2 * epochs
+
+
 def test_one_batch_is_prefetched_where_the_length_is_not_known():
     notes = AtEachBatchEnd(_trainer.prefetched_batches)
     trainer_with(notes).fit(Model(), DataLoader(Unsized(3)))

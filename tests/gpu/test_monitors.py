@@ -1,14 +1,23 @@
-"""The monitors of memory, activations, updates and attention logits on a CUDA device: no waiting, right counters."""
+"""The monitors of memory, activations, updates, attention logits and goodput on a CUDA device: no waiting."""
+
+import time
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_tricks._lightning import pl
-from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, MemoryMonitor, UpdateMonitor
+from lightning_tricks.callbacks import (
+    ActivationMonitor,
+    AttentionMonitor,
+    GoodputMonitor,
+    MemoryMonitor,
+    UpdateMonitor,
+)
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama
 from lightning_tricks.models.attention import max_logit
+from lightning_tricks.monitors.goodput.device_wait import device_wait_on
 from lightning_tricks.monitors.memory_monitor import device_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -51,7 +60,7 @@ def train(*callbacks, compile_blocks=False, steps=10):
 
 
 def monitors():
-    return [ActivationMonitor(), AttentionMonitor(), MemoryMonitor(), UpdateMonitor()]
+    return [ActivationMonitor(), AttentionMonitor(), GoodputMonitor(), MemoryMonitor(), UpdateMonitor()]
 
 
 class Eager(pl.Callback):
@@ -71,7 +80,7 @@ def test_measuring_waits_for_nothing(compile_blocks):
     silence = Silence()
     _, metrics = train(*monitors(), Eager(), silence, compile_blocks=compile_blocks)
     assert silence.steps == LAST - FIRST
-    assert {name.split("/")[0] for name in metrics} >= {"activations", "attention", "memory", "updates"}
+    assert {name.split("/")[0] for name in metrics} >= {"activations", "attention", "goodput", "memory", "updates"}
 
 
 @pytest.mark.usefixtures("_same_order_of_sums")
@@ -105,3 +114,21 @@ def test_the_maximum_of_logits_stays_within_its_slices():
     assert torch.cuda.max_memory_allocated() - before < 256 * 2**20
     rows = (q[:, :, -1:].float().unflatten(1, (4, 4)) @ k.float().unsqueeze(2).mT).amax() / 8
     assert found >= rows * 0.99
+
+
+def test_a_wait_for_data_counts_as_far_as_the_device_is_idle():
+    wait = device_wait_on(torch.device("cuda"))
+    torch.cuda.synchronize()
+
+    def fetch(seconds):
+        wait.begin()
+        time.sleep(seconds)
+        wait.end()
+
+    fetch(0.05)
+    torch.cuda.synchronize()
+    assert wait.take() >= 0.045
+    torch.cuda._sleep(2_000_000_000)  # cycles, about a second
+    fetch(0.05)
+    torch.cuda.synchronize()
+    assert wait.take() < 0.01  # it had work all the time

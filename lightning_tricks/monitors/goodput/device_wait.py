@@ -45,3 +45,8 @@ class DeviceWait:
         while self._pending and self._pending[0][1].query():
             first, last = self._pending.popleft()
             self._seconds += first.elapsed_time(last) / 1000  # milliseconds
+
+
+def device_wait_on(device: torch.device) -> DeviceWait | None:
+    """One for a CUDA device; None for others, where the wait of the host has to do."""
+    return DeviceWait() if device.type == "cuda" else None

@@ -12,7 +12,7 @@ from lightning_tricks.accounting.goodput import bill, fractions
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors._stopwatch import compilations_timed
-from lightning_tricks.monitors.goodput.device_wait import DeviceWait
+from lightning_tricks.monitors.goodput.device_wait import DeviceWait, device_wait_on
 from lightning_tricks.monitors.goodput.history import FILE, History
 from lightning_tricks.monitors.goodput.process_start import fit_start
 from lightning_tricks.monitors.goodput.run_time import RunTime
@@ -92,8 +92,7 @@ class GoodputMonitor(pl.Callback):
         """Time saves, waits for data and compilations from now on."""
         device = trainer.strategy.root_device
         self._fence = 0.0 if device.type == "cpu" else torch.zeros((), device=device)
-        if device.type == "cuda" and trainer.log_every_n_steps:  # type: ignore[attr-defined]
-            self._device_wait = DeviceWait()
+        self._device_wait = device_wait_on(device)
         watch = self._time.watch
         self._fit_scope.enter_context(fetches_timed(trainer, watch, self._device_wait))
         self._fit_scope.enter_context(saves_timed(trainer, watch, self._before_save, self._after_save))

@@ -1,0 +1,674 @@
+"""Where a run's wall time went: by hand with a clock of our own, over a kill and a resume, and in a real short run."""
+
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import two_processes
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from monitored import Memory
+from torch.multiprocessing import ProcessExitedException
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_tricks.accounting.goodput import PARTS
+from lightning_tricks.callbacks import GoodputMonitor, MetricBuffer, SafeCheckpoint
+from lightning_tricks.monitors import _stopwatch
+from lightning_tricks.monitors.goodput import goodput_monitor, process_start
+from lightning_tricks.monitors.goodput.device_wait import DeviceWait
+from lightning_tricks.monitors.goodput.goodput_monitor import SKIPPED, newly_skipped
+
+AGE = 10.0  # seconds of each process before its first fit
+
+
+class Clock:
+    """Stands still unless somebody lets time pass; serves as the steady clock and as the time of day."""
+
+    def __init__(self, now=1000.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+    def rule(self, setattr=setattr):
+        setattr(_stopwatch, "clock", self)
+        setattr(process_start, "wall_clock", self)
+        setattr(process_start, "process_age", lambda: AGE)
+        setattr(process_start, "_has_fitted", False)
+        return self
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock().rule(monkeypatch.setattr)
+
+
+class Data(torch.utils.data.Dataset):
+    """Each batch takes a second."""
+
+    def __init__(self, clock, batches=20):
+        self.clock, self.batches = clock, batches
+
+    def __len__(self):
+        return self.batches
+
+    def __getitem__(self, index):
+        if index >= self.batches:
+            raise IndexError
+        self.clock.now += 1.0
+        return torch.ones(2)
+
+
+class Stream(IterableDataset):
+    """The same without a length, so that Lightning fetches a batch ahead."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return (self.data[index] for index in range(len(self.data)))
+
+
+class Net(pl.LightningModule):
+    """5 seconds of set-up, 2 a micro-batch, 7 a batch of validation."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.layer, self.clock = torch.nn.Linear(2, 1), clock
+
+    def setup(self, stage):
+        self.clock.now += 5.0
+
+    def training_step(self, batch, batch_idx):
+        self.clock.now += 2.0
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.clock.now += 7.0
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SlowDisk(TorchCheckpointIO):
+    """A save takes 3 seconds."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def save_checkpoint(self, *args, **kwargs):
+        super().save_checkpoint(*args, **kwargs)
+        self.clock.now += 3.0
+
+
+class Spends(pl.Callback):
+    """Lets time pass in hooks."""
+
+    def __init__(self, clock, **seconds):
+        for hook, spent in seconds.items():
+            setattr(self, hook, lambda *_, spent=spent: setattr(clock, "now", clock.now + spent))
+
+
+class Log(Memory):
+    def last(self):
+        found = {}
+        for _, values in self.rows:
+            found.update({name[8:]: value for name, value in values.items() if name.startswith("goodput/")})
+        return found
+
+
+def trainer_with(clock, monitor, *callbacks, **options):
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    defaults = {
+        "max_steps": 6, "log_every_n_steps": 2, "limit_val_batches": 0, "num_sanity_val_steps": 0, "logger": Log(),
+        "enable_checkpointing": saves, "plugins": [SlowDisk(clock)], "devices": 1,
+    }  # fmt: skip
+    return pl.Trainer(
+        accelerator="cpu", callbacks=[monitor, *callbacks], enable_progress_bar=False, enable_model_summary=False,
+        **(defaults | options),
+    )  # fmt: skip
+
+
+def fit(clock, monitor=None, *callbacks, data=None, ckpt_path=None, **options):
+    monitor = monitor or GoodputMonitor()
+    trainer = trainer_with(clock, monitor, *callbacks, **options)
+    loader = DataLoader(data or Data(clock), batch_size=None)
+    trainer.fit(Net(clock), loader, DataLoader(torch.ones(8, 2)), ckpt_path=ckpt_path)
+    return monitor, trainer
+
+
+def save_every(steps, folder):
+    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=steps, save_top_k=-1)
+
+
+def spent(monitor):
+    """The parts that have any time."""
+    return {part: seconds for part, seconds in monitor.seconds.items() if abs(seconds) > 1e-6}
+
+
+def bills(caplog):
+    return [r.message.removeprefix("GoodputMonitor: ") for r in caplog.records if "GoodputMonitor: " in r.message]
+
+
+# ------------------------------------------------------------------------------------------------------- worked by hand
+
+
+def test_a_run_by_hand_adds_up(clock, tmp_path, caplog):
+    others = Spends(clock, on_validation_end=4.0, on_train_epoch_end=0.5, on_train_end=1.0)
+    with caplog.at_level("INFO"):
+        monitor, _ = fit(
+            clock, None, others, save_every(3, tmp_path), limit_val_batches=2, val_check_interval=4,
+            num_sanity_val_steps=1,
+        )  # fmt: skip
+    by_hand = {
+        "setup": AGE + 5 + 7 + 1 + 2,  # the module's, the sanity check, the first batch and the first step
+        "steps": 5 * 2,
+        "data": 5 * 1,
+        "validation": 2 * 7 + 4,  # with what callbacks do at its end
+        "checkpoint": 2 * 3,
+        "other": 0.5 + 1,
+    }
+    # the sanity check ends with the same hook
+    by_hand["setup"] += 4
+    assert spent(monitor) == pytest.approx(by_hand)
+    assert sum(by_hand.values()) == clock.now - 1000 + AGE  # the wall time, from the start of the process
+    assert bills(caplog) == [
+        "wall 1 min 10 s = steps 14.4 % + validation 25.9 % + checkpoints 8.6 % + data wait 7.2 % + set-up 41.7 % + "
+        "other 2.2 %"
+    ]
+
+
+def test_the_logged_fractions_add_up_at_each_log_step(clock, tmp_path):
+    _, trainer = fit(clock, None, save_every(3, tmp_path))
+    rows = [(step, values) for step, values in trainer.logger.rows if "goodput/steps" in values]
+    # after the save at step 3, the rows of steps 4 and 6; the second save comes after the last one
+    assert [step for step, _ in rows] == [1, 2, 3, 5]
+    for _, values in rows:
+        shares = {name[8:]: value for name, value in values.items() if name != "goodput/wall_seconds"}
+        assert list(shares) == list(PARTS)
+        assert math.fsum(shares.values()) == pytest.approx(1.0, abs=1e-9)
+    found = trainer.logger.last()
+    assert found["wall_seconds"] == pytest.approx(AGE + 5 + 6 * 3 + 3)
+    assert found["steps"] == pytest.approx(10 / 36)
+    assert float(trainer.callback_metrics["goodput/checkpoint"]) == pytest.approx(3 / 36)
+
+
+def test_micro_batches_of_the_first_step_are_set_up(clock):
+    monitor, _ = fit(clock, accumulate_grad_batches=2, max_steps=3)
+    assert spent(monitor) == pytest.approx({"setup": AGE + 5 + 2 * 3, "steps": 4 * 2, "data": 4})
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, Stream])
+def test_each_epoch_waits_for_its_first_batch(clock, wrap):
+    monitor, _ = fit(clock, data=wrap(Data(clock, 3)), max_steps=-1, max_epochs=2)
+    assert spent(monitor) == pytest.approx(
+        {"setup": AGE + 5 + 3 + (wrap is Stream), "steps": 10, "data": 5 - (wrap is Stream)}
+    )
+
+
+def test_compilations_are_apart_from_the_steps_that_they_stop(clock):
+    def compiler(graph, inputs):
+        clock.now += 20.0
+        return graph.forward
+
+    class Compiled(Net):
+        def __init__(self, clock):
+            super().__init__(clock)
+            self.run = torch.compile(lambda x: self.layer(x).square().mean(), backend=compiler)
+
+        def training_step(self, batch, batch_idx):
+            self.clock.now += 2.0
+            return self.run(batch)
+
+    torch._dynamo.reset()
+    monitor = GoodputMonitor()
+    trainer_with(clock, monitor).fit(Compiled(clock), DataLoader(Data(clock), batch_size=None))
+    assert spent(monitor) == pytest.approx({"setup": AGE + 5 + 3, "compile": 20, "steps": 10, "data": 5})
+
+
+class InBackground(SlowDisk):
+    """The disk needs 30 seconds more, for which somebody may wait."""
+
+    def wait(self):
+        self.clock.now += 30.0
+
+
+class WaitsAtTheEnd(pl.Callback):
+    """As SafeCheckpoint does."""
+
+    def on_train_end(self, trainer, pl_module):
+        trainer.strategy.checkpoint_io.wait()
+
+
+def test_a_wait_for_what_is_written_in_the_background_is_a_checkpoints(clock, tmp_path):
+    monitor, trainer = fit(clock, None, WaitsAtTheEnd(), save_every(3, tmp_path), plugins=[InBackground(clock)])
+    assert spent(monitor) == pytest.approx({"setup": 18, "steps": 10, "data": 5, "checkpoint": 6 + 30})
+    assert "wait" not in vars(trainer.strategy.checkpoint_io)
+
+
+# ------------------------------------------------------------------------------------------------------------- restarts
+
+
+class Kill(pl.Callback):
+    """SIGKILL in a step, before it changes anything."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def process(rank, folder, started_at, ckpt_path, kill_at, report):
+    """One process of a run that saves every 4 steps; it starts at a time of day."""
+    clock = Clock(started_at + AGE).rule()
+    monitor, _ = fit(
+        clock, None, save_every(4, folder), *([Kill(kill_at)] if kill_at else []), ckpt_path=ckpt_path, max_steps=12
+    )
+    Path(report).write_text(json.dumps({"seconds": monitor.seconds, "now": clock.now}))
+
+
+def killed(*args):
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        two_processes.run(process, *args, world=1)
+
+
+def test_two_kills_and_a_resume_lose_no_second(tmp_path):
+    report, checkpoint = tmp_path / "report", tmp_path / "step=4.ckpt"
+    # set-up 10 + 5 + 3 until 1018; steps 2 to 4 until 1027, a save until 1030; steps 5 and 6 until 1036; the batch and
+    # the step of the kill until 1039
+    killed(tmp_path, 1000.0, None, 6, report)
+    file = json.loads((tmp_path / "goodput.json").read_text())
+    assert file["processes"] == [[1000.0, 1030.0]]  # with the save; the log step at 1036 came within ten seconds
+    assert file["saves"] == [[1027.0, 1030.0]]
+    # a process that goes on from step 4 and is killed in its second step, before it logs or saves
+    killed(tmp_path, 2000.0, checkpoint, 5, report)
+    file = json.loads((tmp_path / "goodput.json").read_text())
+    assert file["processes"] == [[1000.0, 1030.0], [2000.0, 2015.0]]  # its start, when it took over
+    two_processes.run(process, tmp_path, 3000.0, checkpoint, None, report, world=1)
+    found = json.loads(report.read_text())
+    by_hand = {
+        "setup": (AGE + 5 + 3) + (AGE + 5 + 3),  # that of the process in between is lost
+        "steps": 3 * 2 + 7 * 2,
+        "data": 3 + 7,
+        "checkpoint": 3 + 2 * 3,
+        "lost": 15,  # what is known of the process in between; all of the first was saved
+        "down": 2000 - 1030 + 3000 - 2015,
+    }
+    assert {part: seconds for part, seconds in found["seconds"].items() if abs(seconds) > 1e-6} == pytest.approx(
+        by_hand
+    )
+    assert sum(by_hand.values()) == pytest.approx(found["now"] - 1000)  # since the very first start
+
+
+def test_steps_after_the_last_save_are_lost_to_a_restart(clock, tmp_path):
+    class Stop(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 9:
+                raise RuntimeError("power cut")
+
+    monitor = GoodputMonitor()
+    with pytest.raises(RuntimeError, match="power cut"):
+        fit(clock, monitor, Stop(), save_every(6, tmp_path), max_steps=12)
+    before = spent(monitor)
+    assert before == pytest.approx({"setup": 18, "steps": 8 * 2, "data": 9, "checkpoint": 3})
+    clock.now += 100.0
+    monitor, trainer = fit(clock, None, save_every(6, tmp_path), max_steps=12, ckpt_path=tmp_path / "step=6.ckpt")
+    # steps 7 to 9 and the wait for the tenth batch are lost; the process has fitted before, so it has no age
+    by_hand = {"setup": 18 + 8, "steps": 5 * 2 + 5 * 2, "data": 10, "checkpoint": 6, "lost": 10, "down": 100}
+    assert spent(monitor) == pytest.approx(by_hand)
+    assert sum(by_hand.values()) == clock.now - 1000 + AGE
+    assert trainer.logger.last()["lost"] == pytest.approx(10 / (sum(by_hand.values()) - 3))  # before the last save
+
+
+@pytest.mark.parametrize("damage", ["no file", "half a file", "another run's file", "a moved folder"])
+def test_without_its_file_a_run_knows_how_much_was_lost_but_not_to_what(clock, tmp_path, damage):
+    folder = tmp_path / "checkpoints"
+    fit(clock, None, save_every(3, folder), max_steps=5)
+    clock.now += 100.0
+    file = folder / "goodput.json"
+    if damage == "no file":
+        file.unlink()
+    elif damage == "half a file":
+        file.write_text(file.read_text()[:30])
+    elif damage == "another run's file":
+        file.write_text(json.dumps({**json.loads(file.read_text()), "run": "x"}))
+    else:
+        folder = folder.rename(tmp_path / "moved")
+    monitor, _ = fit(clock, None, max_steps=5, ckpt_path=folder / "step=3.ckpt")
+    found = spent(monitor)
+    # the save of 3 seconds, two steps with their batches, 100 seconds of silence
+    if damage == "a moved folder":
+        assert (found["checkpoint"], found["lost"], found["down"]) == pytest.approx((3, 6, 100))
+    else:
+        assert found["down"] == pytest.approx(109)
+        assert "lost" not in found
+        assert "checkpoint" not in found
+    assert sum(found.values()) == pytest.approx(clock.now - 1000 + AGE)
+
+
+def test_a_clock_that_was_set_back_takes_no_time_away(clock, tmp_path):
+    fit(clock, None, save_every(3, tmp_path), max_steps=3)
+    clock.now -= 500.0
+    monitor, _ = fit(clock, None, max_steps=5, ckpt_path=tmp_path / "step=3.ckpt")
+    assert min(monitor.seconds.values()) >= 0
+    assert spent(monitor) == pytest.approx({"setup": 18 + 8, "steps": 2 * 2 + 2, "data": 3})
+
+
+def test_a_process_older_than_its_checkpoint_counts_no_second_twice(clock, tmp_path, monkeypatch):
+    fit(clock, None, save_every(3, tmp_path), max_steps=3)  # from 990 to 1017
+    monkeypatch.setattr(process_start, "_has_fitted", False)
+    clock.now += 4.0
+    # as a process that started 10 seconds ago, within the first one's time, and waited for the checkpoint
+    monitor, _ = fit(clock, None, max_steps=5, ckpt_path=tmp_path / "step=3.ckpt")
+    assert sum(monitor.seconds.values()) == pytest.approx(clock.now - 1000 + AGE)
+
+
+def test_a_checkpoint_without_the_monitor_begins_a_bill(clock, tmp_path):
+    fit(clock, pl.Callback(), save_every(3, tmp_path), max_steps=3)
+    clock.now += 100.0
+    monitor, _ = fit(clock, None, max_steps=5, ckpt_path=tmp_path / "step=3.ckpt")
+    assert spent(monitor) == pytest.approx({"setup": AGE + 5 + 3, "steps": 2, "data": 1})
+
+
+def test_a_save_after_the_run_holds_the_run_to_its_end(clock, tmp_path):
+    _, trainer = fit(clock, max_steps=3)
+    clock.now += 50.0
+    trainer.save_checkpoint(tmp_path / "late.ckpt")
+    clock.now += 50.0
+    monitor, _ = fit(clock, None, max_steps=5, ckpt_path=tmp_path / "late.ckpt")
+    assert spent(monitor)["down"] == pytest.approx(103)
+    assert not (tmp_path / "goodput.json").exists()  # nothing was saved while the run went on
+
+
+def test_a_full_disk_stops_nothing_and_is_said_once(clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.warns(UserWarning, match=r"goodput.json cannot be written: No space") as caught:
+        monitor, _ = fit(clock, None, save_every(2, tmp_path))
+    assert len([w for w in caught if "goodput.json" in str(w.message)]) == 1
+    assert spent(monitor)["checkpoint"] == 9
+    assert not list(tmp_path.glob(".goodput*"))
+
+
+# ------------------------------------------------------------------------------------------------ data, skips, failures
+
+
+class Event:
+    """As a CUDA event on a device that works in its own time: `device.busy_until`."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def record(self):
+        self.at = max(self.device.now, self.device.busy_until)
+
+    def query(self):
+        return self.device.now >= self.at
+
+    def elapsed_time(self, other):
+        return 1000 * (other.at - self.at)
+
+
+def test_a_wait_counts_as_far_as_the_device_has_nothing_to_do():
+    device = SimpleNamespace(now=0.0, busy_until=0.0)
+    wait = DeviceWait(lambda: Event(device))
+
+    def step(fetch, work):
+        wait.begin()
+        device.now += fetch
+        wait.end()
+        device.busy_until = max(device.now, device.busy_until) + work
+
+    step(fetch=3, work=100)  # the device was idle for 3 seconds
+    step(fetch=40, work=100)  # it has work until 103, the host waits until 43
+    assert wait.take() == 3
+    step(fetch=400, work=100)  # until 203, the host until 443
+    device.now = 1000
+    assert wait.take() == 240
+    assert wait.take() == 0
+    assert not wait._pending
+
+
+def test_on_a_device_the_waits_are_those_of_its_events(clock, monkeypatch):
+    idle = iter([1.0, 0.0, 0.5, 0.0, 0.0])
+
+    class Elapsed:
+        def record(self):
+            pass
+
+        def query(self):
+            return True
+
+        def elapsed_time(self, last):
+            return 1000 * next(idle)
+
+    monkeypatch.setattr(goodput_monitor, "device_wait_on", lambda device: DeviceWait(Elapsed))
+    monitor, trainer = fit(clock)
+    # the host waited for 5 seconds after the set-up, the device for 1.5 of them
+    assert spent(monitor) == pytest.approx({"setup": AGE + 5 + 3, "steps": 5 * 3 - 1.5, "data": 1.5})
+    assert trainer.logger.last()["data"] == pytest.approx(1.5 / 33)
+
+
+class Skips(pl.Callback):
+    """Records how many steps were skipped so far, as a guard does."""
+
+    def __init__(self, steps, count=0, on_device=False):
+        self.steps, self.count, self.on_device = steps, count, on_device
+
+    def on_train_batch_end(self, trainer, *_):
+        self.count += trainer.global_step in self.steps
+        value = torch.tensor(self.count) if self.on_device else self.count
+        MetricBuffer.of(trainer).record(SKIPPED, value)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_skipped_step_is_not_productive(clock, on_device):
+    monitor, _ = fit(clock, None, Skips({3, 4, 6}, on_device=on_device), log_every_n_steps=2)
+    # the steps of three intervals: one after the set-up, two, two
+    assert spent(monitor) == pytest.approx({"setup": 18, "steps": 4, "skipped": 6, "data": 5})
+
+
+def test_skips_before_a_restart_are_not_counted_again(clock, tmp_path):
+    fit(clock, None, Skips({3}), save_every(3, tmp_path), max_steps=3)
+    monitor, _ = fit(clock, None, Skips({5}, count=1), max_steps=6, ckpt_path=tmp_path / "step=3.ckpt")
+    assert spent(monitor)["skipped"] == pytest.approx(2 + 2)
+
+
+def test_a_count_that_begins_anew_begins_at_zero():
+    assert newly_skipped([0, 0, 1, 1, 3], 0.0) == (3, 3)
+    assert newly_skipped([0, 1], 3.0) == (1, 1)
+    assert newly_skipped([], 3.0) == (0, 3.0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("power cut"), KeyboardInterrupt()])
+def test_the_line_comes_after_an_exception_too(clock, tmp_path, caplog, error):
+    class Stop(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 5:
+                raise error
+
+    with caplog.at_level("INFO"), pytest.raises((RuntimeError, SystemExit)):
+        fit(clock, None, Stop(), save_every(3, tmp_path))
+    assert bills(caplog) == [
+        "wall 34.0 s = steps 23.5 % + checkpoints 8.8 % + data wait 14.7 % + set-up 53.0 % + other 0.0 %"
+    ]
+    file = json.loads((tmp_path / "goodput.json").read_text())
+    assert file["processes"] == [[990.0, clock.now]]
+
+
+def test_a_fit_that_fails_before_training_has_a_line(clock, caplog):
+    class Stop(pl.Callback):
+        def on_fit_start(self, *_):
+            raise RuntimeError("no device")
+
+    with caplog.at_level("INFO"), pytest.raises(RuntimeError, match="no device"):
+        fit(clock, None, Stop())
+    assert bills(caplog) == ["wall 15.0 s = steps 0.0 % + set-up 100.0 % + other 0.0 %"]
+
+
+# ---------------------------------------------------------------------------------------------- several fits, other use
+
+
+def test_each_fit_without_a_checkpoint_has_a_bill_of_its_own(clock, tmp_path, caplog):
+    monitor, net = GoodputMonitor(), Net(clock)
+    loader = DataLoader(Data(clock, 3), batch_size=None)
+    trainer = trainer_with(clock, monitor, save_every(2, tmp_path), max_steps=-1, max_epochs=1)
+    with caplog.at_level("INFO"):
+        trainer.fit(net, loader)
+        first = spent(monitor)
+        clock.now += 1000.0  # a night
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(net, loader)
+    assert first == pytest.approx({"setup": AGE + 5 + 3, "steps": 4, "data": 2, "checkpoint": 3})
+    assert spent(monitor) == pytest.approx({"setup": 5 + 3, "steps": 4, "data": 2, "checkpoint": 6})
+    assert len(bills(caplog)) == 2
+    assert "save_checkpoint" not in vars(trainer)
+
+
+def test_validating_and_saving_after_the_run_change_no_figure(clock, tmp_path, caplog):
+    monitor, trainer = fit(clock)
+    before = monitor.seconds
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        trainer.validate(Net(clock), DataLoader(torch.ones(2, 2)), verbose=False)
+        trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert monitor.seconds == before
+    assert bills(caplog) == []
+
+
+def test_a_monitor_that_never_fitted_knows_nothing(clock, tmp_path):
+    monitor = GoodputMonitor()
+    trainer = trainer_with(clock, monitor, limit_val_batches=1)
+    trainer.validate(Net(clock), DataLoader(torch.ones(2, 2)), verbose=False)
+    assert monitor.seconds == {}
+    assert monitor.state_dict() == {}
+
+
+def test_without_a_logging_interval_there_is_still_a_bill(clock, caplog):
+    with caplog.at_level("INFO"):
+        monitor, trainer = fit(clock, log_every_n_steps=0)
+    assert spent(monitor) == pytest.approx({"setup": 18, "steps": 10, "data": 5})
+    assert len(bills(caplog)) == 1
+    assert trainer.logger.last() == {}
+
+
+def test_no_file_is_written_where_nothing_is_saved(clock, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fit(clock, logger=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_is_written_with_a_save_and_on_log_steps_ten_seconds_apart(clock, tmp_path):
+    stamps = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, *_):
+            file = tmp_path / "goodput.json"
+            stamps.append(json.loads(file.read_text())["processes"][-1][1] - 990 if file.exists() else None)
+
+    fit(clock, None, Looks(), ModelCheckpoint(tmp_path, every_n_train_steps=7, save_top_k=-1), max_steps=15)
+    # a step lasts 3 seconds; the first ends at 18, and step 7, which is saved until 39, at 36; log steps are the even
+    # ones: 8 ends at 42, 10 at 48, 12 at 54, and step 14, which is saved until 63, at 60
+    assert stamps == [None] * 7 + [39, 39, 39, 39, 39, 54, 54, 63]
+    assert json.loads((tmp_path / "goodput.json").read_text())["processes"] == [[990.0, clock.now]]
+
+
+# ---------------------------------------------------------------------------------------------------- the real clock
+
+
+def test_a_process_knows_its_age():
+    age = process_start.process_age()
+    assert age is None or 0 <= age <= time.clock_gettime(time.CLOCK_BOOTTIME)
+    if sys.platform == "linux":
+        born = Path("/proc/self").stat().st_ctime  # the process's folder is made with it, or when it is first looked at
+        assert age is not None
+        assert time.time() - age <= born + 0.5
+
+
+@pytest.mark.parametrize("text", ["", "1 (a) b) S 1", "1 (x) S " + "0 " * 40])
+def test_an_unknown_age_counts_from_the_import(tmp_path, monkeypatch, text):
+    (tmp_path / "stat").write_text(text)
+    monkeypatch.setattr(process_start, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(process_start, "_has_fitted", False)
+    assert process_start.process_age() is None
+    assert process_start.fit_start() == process_start._imported_at
+    assert process_start.fit_start() > process_start._imported_at  # now
+
+
+def test_a_notebook_counts_from_now(monkeypatch):
+    monkeypatch.setattr(process_start, "_has_fitted", False)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    before = time.time()
+    assert before <= process_start.fit_start() <= time.time()
+
+
+def test_a_real_run_adds_up_to_the_time_outside(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(process_start, "_has_fitted", True)  # so that it counts from the fit on
+
+    class Inner(pl.Callback):
+        """Lies within the time that is counted."""
+
+        def setup(self, *_, **__):
+            self.began = time.perf_counter()
+
+        def on_train_end(self, *_):
+            self.seconds = time.perf_counter() - self.began
+
+    clock, inner = Clock(), Inner()
+    outer = time.perf_counter()
+    with caplog.at_level("INFO"):
+        monitor, _ = fit(
+            clock, None, inner, SafeCheckpoint(tmp_path, every_n_train_steps=4, asynchronous=True), plugins=[],
+            max_steps=12, limit_val_batches=1, val_check_interval=5,
+        )  # fmt: skip
+    outer = time.perf_counter() - outer
+    wall = math.fsum(monitor.seconds.values())
+    assert inner.seconds <= wall <= outer  # on any machine
+    assert all(monitor.seconds[part] > 0 for part in ("setup", "steps", "validation", "checkpoint", "data", "other"))
+    assert min(monitor.seconds.values()) >= 0
+    (line,) = bills(caplog)
+    assert sum(round(10 * float(share)) for share in re.findall(r"([\d.]+) %", line)) == 1000
+
+
+# ------------------------------------------------------------------------------------------------------ two processes
+
+
+def train_two(rank, folder):
+    clock = Clock().rule()
+    if rank:
+        clock.now += 1.0
+        process_start.process_age = lambda: 500.0  # another rank's times do not count
+    monitor = GoodputMonitor()
+    trainer = trainer_with(
+        clock, monitor, save_every(3, folder), devices=2, strategy="ddp", use_distributed_sampler=False
+    )
+    trainer.fit(Net(clock), DataLoader(Data(clock), batch_size=None))
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    Path(folder, f"rank{rank}").write_text(json.dumps([found, monitor.seconds]))
+    monitor = GoodputMonitor()
+    trainer = trainer_with(clock, monitor, devices=2, strategy="ddp", use_distributed_sampler=False, max_steps=8)
+    clock.now += 100.0
+    trainer.fit(Net(clock), DataLoader(Data(clock), batch_size=None), ckpt_path=f"{folder}/step=6.ckpt")
+    if not rank:
+        assert monitor.seconds["down"] == pytest.approx(100)
+        assert sum(monitor.seconds.values()) == pytest.approx(clock.now - 990)
+
+
+def test_in_two_processes_the_times_are_those_of_rank_0(tmp_path):
+    two_processes.run(train_two, str(tmp_path))
+    found, seconds = json.loads((tmp_path / "rank0").read_text())
+    assert seconds["setup"] == pytest.approx(18)
+    assert found["goodput/setup"] == pytest.approx(18 / 36)
+    assert json.loads((tmp_path / "goodput.json").read_text())["processes"][0][0] == 990.0
+    state = torch.load(tmp_path / "step=6.ckpt", weights_only=True)["callbacks"]["GoodputMonitor"]
+    assert state["seconds"]["setup"] == pytest.approx(18)
