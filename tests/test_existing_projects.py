@@ -22,8 +22,8 @@ import lightning_tricks as lt
 
 def monitors() -> list[pl.Callback]:
     return [
-        lt.GradNormMonitor(), lt.LRMonitor(), lt.MFUMonitor(), lt.MemoryMonitor(), lt.ActivationMonitor(),
-        lt.UpdateMonitor(), lt.AttentionMonitor(), lt.TensorBoardDashboard(),
+        lt.GradNormMonitor(), lt.LRMonitor(), lt.MFUMonitor(), lt.MemoryMonitor(), lt.GoodputMonitor(),
+        lt.ActivationMonitor(), lt.UpdateMonitor(), lt.AttentionMonitor(), lt.TensorBoardDashboard(),
     ]  # fmt: skip
 
 

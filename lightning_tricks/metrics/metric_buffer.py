@@ -161,7 +161,8 @@ class MetricBuffer(pl.Callback):
     def at_flush(self, derive: Callable[[list[Row]], Mapping[str, float]]) -> None:
         """Call `derive` with each interval's rows, on every rank, and add the values that it returns to the last row.
 
-        This ends with the running fit, so ask in a hook that each fit calls, such as `setup`. Idempotent.
+        One that was asked for later sees the values of the earlier ones. This ends with the running fit, so ask in a
+        hook that each fit calls, such as `setup`. Idempotent.
         """
         if derive not in self._derived:
             self._derived.append(derive)
@@ -240,8 +241,8 @@ class MetricBuffer(pl.Callback):
             return
         rows, self._finished = self._finished, []
         self._read(rows)
-        for values in [derive(rows) for derive in self._derived]:
-            rows[-1].values.update(values)
+        for derive in self._derived:
+            rows[-1].values.update(derive(rows))
         if not self._said_not_finite and (line := not_finite_line(rows, self._trainer.callback_metrics)):
             self._said_not_finite = True
             rank_zero_warn(line)

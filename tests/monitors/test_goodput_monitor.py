@@ -21,7 +21,7 @@ from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks.accounting.goodput import PARTS
-from lightning_tricks.callbacks import GoodputMonitor, MetricBuffer, SafeCheckpoint
+from lightning_tricks.callbacks import GoodputMonitor, MetricBuffer, SafeCheckpoint, StepGuard
 from lightning_tricks.monitors import _stopwatch
 from lightning_tricks.monitors.goodput import goodput_monitor, process_start
 from lightning_tricks.monitors.goodput.device_wait import DeviceWait
@@ -476,6 +476,17 @@ def test_a_skipped_step_is_not_productive(clock, on_device):
     monitor, _ = fit(clock, None, Skips({3, 4, 6}, on_device=on_device), log_every_n_steps=2)
     # the steps of three intervals: one after the set-up, two, two
     assert spent(monitor) == pytest.approx({"setup": 18, "steps": 4, "skipped": 6, "data": 5})
+
+
+def test_a_step_that_step_guard_skips_is_not_productive(clock):
+    class Poisoned(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (math.nan if batch_idx == 3 else 1.0)
+
+    monitor = GoodputMonitor()
+    with pytest.warns(UserWarning, match="step 3 is skipped"):
+        trainer_with(clock, monitor, StepGuard()).fit(Poisoned(clock), DataLoader(Data(clock), batch_size=None))
+    assert spent(monitor) == pytest.approx({"setup": 18, "steps": 8, "skipped": 2, "data": 5})
 
 
 def test_skips_before_a_restart_are_not_counted_again(clock, tmp_path):

@@ -13,6 +13,8 @@ class DeviceWait:
     Two events enclose each wait in the device's queue. The device passes the first when it has done what was queued
     before, and the second when it has that and the host has the batch: between them it had nothing to do. A wait that
     the device does not notice, because it still has work, counts nothing.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.streams.Event.html.
     """
 
     def __init__(self, new_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)) -> None:

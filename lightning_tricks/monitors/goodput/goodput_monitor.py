@@ -19,7 +19,7 @@ from lightning_tricks.monitors.goodput.run_time import RunTime
 from lightning_tricks.monitors.goodput.timed import fetches_timed, saves_timed
 
 WRITE_SECONDS = 10.0  # at least, between two writes of the file at log steps
-SKIPPED = "guard/skipped_steps"  # a row's count of the steps so far that changed nothing
+SKIPPED = "guard/skipped_steps"  # a count of the steps so far that changed nothing, in each row or in the last one
 
 
 def newly_skipped(counts: list[float], before: float) -> tuple[int, float]:
@@ -54,8 +54,8 @@ class GoodputMonitor(pl.Callback):
     tell how long the device was idle for want of data. On others it is the time that the host waited.
 
     A `fit` without a checkpoint begins a new run. A sanity check counts as set-up. What other callbacks do at the end
-    of a validation counts as validation. Steps that log `guard/skipped_steps` (a count that rises) are taken to have a
-    mean step's time.
+    of a validation counts as validation. Steps that StepGuard has skipped (`guard/skipped_steps` in the buffer
+    rises) are taken to have a mean step's time.
 
     Source: the parts follow Google's ML Goodput Measurement,
         https://github.com/AI-Hypercomputer/ml-goodput-measurement/blob/main/README.md. It counts a mean step of the
@@ -86,7 +86,6 @@ class GoodputMonitor(pl.Callback):
         self._history = History(self._time.run)
         self._written, self._steps, self._skipped = 0.0, 0, 0.0
         self._buffer = MetricBuffer.of(trainer)
-        self._buffer.at_flush(self._flushed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Time saves, waits for data and compilations from now on."""
@@ -101,6 +100,7 @@ class GoodputMonitor(pl.Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Go on with the run of the checkpoint, which some strategies read only after `on_fit_start`."""
         self._go_on()
+        self._buffer.at_flush(self._flushed)  # after those that find out how many steps were skipped
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Training is over; callbacks may save or wait now."""
