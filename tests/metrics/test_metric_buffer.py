@@ -441,6 +441,13 @@ class AtFlush(pl.Callback):
         MetricBuffer.of(trainer).at_flush(self.derive)
 
 
+def test_at_flush_sees_what_was_derived_before_it():
+    later = AtFlush(lambda rows: {"doubled": 2 * rows[-1].values["sum"]})
+    earlier = AtFlush(lambda rows: {"sum": sum(row.values["_x"] for row in rows)})
+    logger, _ = run(lambda trainer, buffer, loss: buffer.record("_x", loss), callbacks=[earlier, later], max_steps=4)
+    assert logger.rows == [(3, {"sum": 36.0, "doubled": 72.0})]
+
+
 def test_at_flush_sees_the_intervals_rows_and_its_result_joins_the_last():
     seen = []
 
