@@ -180,7 +180,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         assert self.decoder is not None, "call configure_model() first, or let a Trainer do it"
         return self.decoder(input_ids, document_ids)
 
-    def _sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def token_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Loss in nats, summed, and number of the labels that count; both scalars on the device."""
         assert self.decoder is not None
         labels = batch["labels"]
@@ -189,7 +189,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that the step's gradient is that of the mean over all its tokens."""
-        nats, tokens = self._sums(batch)
+        nats, tokens = self.token_sums(batch)
         if self._buffer is not None:
             self._buffer.record_mean("train/loss", nats, tokens)
         return self.token_mean(nats, tokens, capacity=batch["labels"].numel())
@@ -201,7 +201,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to the sums."""
-        nats, tokens = self._sums(batch)
+        nats, tokens = self.token_sums(batch)
         self.token_loss.update(nats, tokens)
         if "n_bytes" in batch:
             self.bits_per_byte.update(nats, batch["n_bytes"])

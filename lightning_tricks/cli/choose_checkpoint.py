@@ -25,7 +25,7 @@ def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "non
     checksums. Lines say which one that is, and which newer ones were passed over and why.
 
     Args:
-        command: `fit`, `validate`, `test` or `predict`.
+        command: `fit`, `validate`, `test`, `predict` or `autopsy`.
         given: value of `--ckpt_path`: None, `none`, `last`, or anything else, which is returned as it is.
         trainer: its first logger and its `ModelCheckpoint` callbacks say where checkpoints are.
         resume: `auto` starts a fit without `given` from the newest checkpoint, or afresh where there is none at all.
@@ -35,10 +35,10 @@ def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "non
             but none is whole; the value is empty, `best`, an incomplete checkpoint, or an address without one.
     """
     if given is None and command != "fit":
-        raise UsageError(
-            f"{command} needs a checkpoint: give --ckpt_path FILE, --ckpt_path last for the newest checkpoint of this "
-            "recipe, or --ckpt_path none for the weights that the module starts with"
-        )
+        last = "--ckpt_path last for the newest checkpoint of this recipe"
+        start = f"{last}, or --ckpt_path none for the weights that the module starts with"
+        ways = f"or {last}" if command == "autopsy" else start
+        raise UsageError(f"{command} needs a checkpoint: give --ckpt_path FILE, {ways}")
     if given is None and resume == "auto" and not trainer.fast_dev_run:
         return _newest("resume=auto", command, trainer)
     if given is None or str(given) == "none":

@@ -28,7 +28,7 @@ def check_fit_options(args: Sequence[str]) -> None:
         UsageError: see above.
     """
     typed = {arg.partition("=")[0].removeprefix("--") for arg in args if arg.startswith("--")}
-    command = next((arg for arg in args if arg in ("validate", "test", "predict", "prepare")), None)
+    command = next((arg for arg in args if arg in ("validate", "test", "predict", "prepare", "autopsy")), None)
     for name in FIT_OPTIONS.keys() & typed if command else ():
         remedy = "" if command == "prepare" else f"; {command} takes --ckpt_path FILE or last"
         raise UsageError(f"--{name} is an option of fit{remedy}")

@@ -45,7 +45,7 @@ _LINES = [
      "{at}no module named {module!r}: start the command in the folder that holds it, or install it"),
     (r"argument (?:-\w/)?--(?P<name>\S+): expected one argument", "--{name} has no value: write --{name} VALUE"),
     (r"expected \"subcommand\" to be one of",
-     "no command: write fit, validate, test, predict or prepare before the options"),
+     "no command: write fit, validate, test, predict, prepare or autopsy before the options"),
 ]  # fmt: skip
 
 

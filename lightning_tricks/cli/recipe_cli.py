@@ -1,4 +1,4 @@
-"""`fit`, `validate`, `test`, `predict` and `prepare` on a YAML recipe: LightningCLI, with one line for a mistake.
+"""`fit`, `validate`, `test`, `predict`, `prepare`, `autopsy` on a recipe: LightningCLI, with one line for a mistake.
 
 The module owns its optimizer, and a checkpoint never overrides the recipe. Methods stand in the order of their calls.
 """
@@ -22,6 +22,8 @@ from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.callbacks import InitFrom, PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli import same_checkpoint
+from lightning_tricks.cli.autopsy_trainer import AutopsyTrainer
+from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
 from lightning_tricks.cli.class_change import change_lines, watch_class_changes
 from lightning_tricks.cli.fit_options import FIT_OPTIONS, check_fit_options
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
@@ -54,8 +56,8 @@ def _without_advertisements() -> Iterator[None]:
         log.removeFilter(wanted)
 
 
-class RecipeTrainer(pl.Trainer):
-    """Lightning's Trainer, and our own `prepare`, which needs no object of this class."""
+class RecipeTrainer(AutopsyTrainer):
+    """Lightning's Trainer, `autopsy`, and our own `prepare`, which needs no object of this class."""
 
     # The class stands before `str`, so that jsonargparse takes `FSDP2Strategy` for a class and `ddp` for a name.
     def __init__(self, *args: Any, strategy: pl.strategies.Strategy | str = "auto", **kwargs: Any) -> None:
@@ -109,8 +111,9 @@ class RecipeCLI(lightning_cli.LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's commands, and `prepare`."""
-        return {**lightning_cli.LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
+        """Lightning's commands, `prepare` and `autopsy`."""
+        own = {"prepare": {"model", "datamodule"}, "autopsy": {"model", "datamodule"}}
+        return {**lightning_cli.LightningCLI.subcommands(), **own}
 
     def add_default_arguments_to_parser(self, parser: Any) -> None:
         """Lightning's `seed_everything`, and options of `fit` that may stand in a recipe, which other commands read."""
@@ -160,6 +163,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
         if self.subcommand == "prepare":
             return self.trainer_class  # a class will do: the recipe's devices need not exist here
         config = self._get(self.config_init, "trainer")
+        if self.subcommand == "autopsy":
+            return AutopsyTrainer.of_recipe(config)
         self._add_callbacks(config)
         try:
             trainer: Any = super().instantiate_trainer(**kwargs)
@@ -209,7 +214,10 @@ class RecipeCLI(lightning_cli.LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Choose checkpoint and folder, and refuse what cannot run, before any data are prepared."""
-        if subcommand != "prepare":
+        if subcommand == "autopsy":
+            given = self.config_init[subcommand]
+            given["ckpt_path"] = choose_checkpoint(subcommand, given["ckpt_path"], self.trainer)
+        elif subcommand != "prepare":
             trainer: Any = self.trainer
             given = self.config_init[subcommand]
             given["ckpt_path"] = same_checkpoint.choose_once(subcommand, given, trainer)

@@ -3,6 +3,8 @@
 Batches are addressed by position: `positions.py` says which positions come next, `batches.py` what a batch holds.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,6 +101,16 @@ class ShardData(pl.LightningDataModule):
 
         return Loader(batches, positions, self.num_workers, self._guard)
 
+    def training_rows(self) -> TrainBatches:
+        """The training rows, each by its sample position, those that a run passes over too; after `setup`."""
+        train = self.streams["train"]
+        order = WindowOrder(len(train), self.seq_len, self.seed)
+        return TrainBatches(train, order, 1, self.eot_id if self.document_ids else None)
+
+    def source_files(self, positions: Sequence[int]) -> list[Path | None]:
+        """The text file behind each position of the training stream; None where it is not known, as for bare shards."""
+        return [None] * len(positions)
+
     def val_dataloader(self) -> Loader | list[Any]:
         """Every validation token but the first as a label once; an empty list when there is no validation stream."""
         if "val" not in self.streams:
@@ -131,6 +143,19 @@ class ShardData(pl.LightningDataModule):
         None without a Trainer, and while overfitting.
         """
         return None if self.trainer is None else self._position.step_samples(self.trainer)
+
+    def samples_of_step(self, step: int, state: dict[str, Any]) -> list[tuple[int, int]]:
+        """First and last position of each run of samples that an optimizer step took, of all ranks together.
+
+        Args:
+            step: counted from 1; one after the checkpoint's is taken as if the run had gone on without a change.
+            state: this module's in a checkpoint of the run.
+
+        Raises:
+            UsageError: the checkpoint's run took other data; the step came before these data.
+        """
+        self.check_tokenizer({"": state})
+        return self._position.samples_of_step(step, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the row after those of the checkpoint.

@@ -12,6 +12,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.data.readers import expand, is_rows, read_file, read_pieces, read_rows
 
 Documents = Callable[[], Iterator[str]]
+Located = Callable[[], Iterator[tuple[Path, str]]]
 _MANY_FILES = 100
 
 
@@ -24,19 +25,25 @@ class Corpus:
         fingerprint: changes when the documents may have changed; part of the cache's key.
         n_bytes: approximate size of the text, for the progress bar; None when unknown.
         documents: called for each pass, yields the non-empty documents in a fixed order.
+        located: likewise, each with its file; None where they come from no files.
     """
 
     description: str
     fingerprint: str
     n_bytes: int | None
     documents: Documents
+    located: Located | None = None
 
 
-def _corpus_of_files(description: str, paths: list[Path], setting: str, documents: Documents) -> Corpus:
+def _corpus_of_files(description: str, paths: list[Path], setting: str, located: Located) -> Corpus:
     """A corpus whose fingerprint changes with `setting` and with any file's path, size or time of change."""
     stats = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
     fingerprint = hashlib.sha256(repr((stats, (setting,))).encode()).hexdigest()
-    return Corpus(description, fingerprint, sum(size for _, size, _ in stats), documents)
+
+    def documents() -> Iterator[str]:
+        return (text for _, text in located())
+
+    return Corpus(description, fingerprint, sum(size for _, size, _ in stats), documents, located)
 
 
 def standard_library() -> Corpus:
@@ -51,7 +58,7 @@ def standard_library() -> Corpus:
     if not paths:
         raise UsageError(f"files: no standard library sources under {root}; give text files of your own")
 
-    def documents() -> Iterator[str]:
+    def documents() -> Iterator[tuple[Path, str]]:
         seen = set()
         for path in paths:
             try:
@@ -60,7 +67,7 @@ def standard_library() -> Corpus:
                 raise UsageError(f"files: {path} cannot be read ({error.strerror or error})") from error
             if text.strip() and text not in seen:
                 seen.add(text)
-                yield text
+                yield path, text
 
     version = platform.python_version()
     return _corpus_of_files(f"the standard library of Python {version}", paths, version, documents)
@@ -80,7 +87,7 @@ def text_files(patterns: list[str], text_field: str) -> Corpus:
     plain = [path for path in paths if not is_rows(path)]
     piece = min(max(sum(path.stat().st_size for path in plain) // 200, 2 << 10), 64 << 10)
 
-    def documents() -> Iterator[str]:
+    def documents() -> Iterator[tuple[Path, str]]:
         for path in paths:
             if is_rows(path):
                 texts = read_rows(path, text_field)
@@ -88,7 +95,7 @@ def text_files(patterns: list[str], text_field: str) -> Corpus:
                 texts = read_file(path)
             else:
                 texts = read_pieces(path, piece)
-            yield from (text for text in texts if text.strip())
+            yield from ((path, text) for text in texts if text.strip())
 
     return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, text_field, documents)
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import batch_progress, data_rank, is_restarting
+from lightning_tricks.data.batch_history import BatchHistory, Span
 from lightning_tricks.data.skipped_samples import SkippedSamples
 
 ENDLESS = 1 << 48  # steps: more than any run takes, and a range of them costs nothing
@@ -89,6 +91,8 @@ class DataPosition:
         self.micro_batch_size, self.identity, self.skipped = micro_batch_size, identity, skipped
         self._loaded: dict[str, Any] | None = None
         self._rows = self._steps = 0  # consumed when this run began, and its first step
+        self._history = BatchHistory()  # of the runs that this one goes on from
+        self._since, self._begun = 0, False  # step from which this run takes these data, and whether it has begun
 
     def rows_per_step(self, trainer: pl.Trainer) -> int:
         """Rows that all processes together take for one step."""
@@ -102,8 +106,20 @@ class DataPosition:
 
     def state_dict(self, trainer: pl.Trainer) -> dict[str, Any]:
         """The state from which a later run goes on with the next row, however it splits the global batch."""
-        (position,) = self.skipped.positions(np.array([self.rows(trainer)])).tolist()
-        return {"samples": position, "micro_batches": trainer.accumulate_grad_batches, **self.identity}
+        state = {"samples": self._position(self.rows(trainer)), "micro_batches": trainer.accumulate_grad_batches}
+        return {**state, "history": self.history(trainer).state(), **self.identity}
+
+    def history(self, trainer: pl.Trainer) -> BatchHistory:
+        """The samples of each step of this run and those before it; empty while overfitting."""
+        if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
+            return BatchHistory()
+        rows = self.rows_per_step(trainer)
+        first = self._position(self._rows + (self._since - self._steps) * rows)
+        return self._history.extended(Span(self._since, first, rows, self.skipped.ranges))
+
+    def _position(self, index: int) -> int:
+        (position,) = self.skipped.positions(np.array([index])).tolist()
+        return position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep a state for the next `begin`, by which time Lightning has restored its own counters too."""
@@ -115,17 +131,35 @@ class DataPosition:
             if is_restarting(trainer):
                 # a checkpoint of other data: its steps count as if they had been made with this global batch
                 align_accumulation(trainer, trainer.accumulate_grad_batches)
+                if not self._begun:
+                    self._since = steps_done(trainer)
+            self._begun = True
             return
-        self._loaded = None
+        self._loaded, self._begun = None, True
         align_accumulation(trainer, state["micro_batches"])
-        self._rows, self._steps = self.skipped.index(state["samples"]), steps_done(trainer)
-        changed = [f"{key} {state.get(key)} -> {now}" for key, now in self.identity.items() if state.get(key) != now]
+        self._rows = self.skipped.index(state["samples"])
+        self._steps = self._since = steps_done(trainer)
+        changed = self._changed(state)
+        self._history = BatchHistory() if changed else BatchHistory.of_state(state.get("history", []))
         if changed:
             warnings.warn(
                 f"The checkpoint's batches came from other data settings ({', '.join(changed)}); the recipe's are "
                 "used, so rows may repeat or be left out in this pass.",
                 stacklevel=2,
             )
+
+    def _changed(self, state: dict[str, Any]) -> list[str]:
+        """The settings of a checkpoint's data that are not these."""
+        return [f"{key} {state.get(key)} -> {now}" for key, now in self.identity.items() if state.get(key) != now]
+
+    def samples_of_step(self, step: int, state: dict[str, Any]) -> list[tuple[int, int]]:
+        """See `ShardData.samples_of_step`."""
+        if changed := self._changed(state):
+            raise UsageError(
+                f"the checkpoint's batches came from other data settings ({', '.join(changed)}): give the recipe and "
+                "the data of its run"
+            )
+        return BatchHistory.of_state(state.get("history", [])).runs(step)
 
     def step_samples(self, trainer: pl.Trainer) -> list[tuple[int, int]] | None:
         """First and last position of each run of samples in the step after the last completed one.

@@ -1,5 +1,6 @@
 """Many shards as one array of tokens, read at any position; windows may cross from one shard into the next."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,25 @@ class TokenStream:
             done += len(part)
         return out
 
+    def place(self, position: int) -> tuple[Path, int]:
+        """The shard that holds `position`, and the token's index in it."""
+        shard, offset = self._locate(position)
+        return self.paths[shard], offset
+
     def describe(self, position: int) -> str:
         """Name the shard that holds `position` and the token's index in it, for messages."""
-        shard, offset = self._locate(position)
-        return f"shard {self.paths[shard]}, token {offset}"
+        path, offset = self.place(position)
+        return f"shard {path}, token {offset}"
+
+    def count_before(self, token: int, positions: Sequence[int]) -> list[int]:
+        """How often a token stands in the stream before each of the positions; reads up to the last of them."""
+        counts, seen, start = {}, 0, 0
+        for position in sorted(positions):
+            while start < position:
+                part = self.read(start, min(position - start, _CHUNK))
+                seen, start = seen + int(np.count_nonzero(part == token)), start + len(part)
+            counts[position] = seen
+        return [counts[position] for position in positions]
 
     def first_at_least(self, bound: int, limit: int) -> int | None:
         """Position of the first id >= `bound` among the first `limit` tokens, None when there is none.

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from lightning_tricks.data.cache import build_once, default_cache_dir
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
 from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
 from lightning_tricks.data.stream import TokenStream
-from lightning_tricks.data.tokenize import FORMAT_VERSION, tokenize_corpus
+from lightning_tricks.data.tokenize import FORMAT_VERSION, tokenize_corpus, training_files
+
+SEARCHED_BYTES = 4_000_000_000  # of text, in which the file of a document is looked for
 
 
 class TextData(ShardData):
@@ -117,6 +120,18 @@ class TextData(ShardData):
         self.vocab_size, self.eot_id = self.meta["vocab_size"], end_of_text(tokenizer)
         name = self._tokenizer_name or f"BPE of {self.vocab_size} tokens learned from {self.meta['source']}"
         self.use(streams, tokenizer, self.folder.name, name)
+
+    def source_files(self, positions: Sequence[int]) -> list[Path | None]:
+        """The text file behind each position of the training stream; reads the text up to the last of them.
+
+        None for a Hugging Face dataset, and for text so long that to read it again would take minutes.
+        """
+        corpus = self._corpus
+        if self.eot_id is None or corpus.n_bytes is None or corpus.n_bytes > SEARCHED_BYTES:
+            return [None] * len(positions)
+        numbers = self.streams["train"].count_before(self.eot_id, positions)
+        files = training_files(corpus, self.val_fraction, set(numbers))
+        return [files.get(number) for number in numbers]
 
     def data_summary(self) -> str:
         """One line on the training data; after `setup`."""

@@ -9,8 +9,9 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,22 @@ def tokenize_corpus(
         json.dump(meta, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
+
+
+def training_files(corpus: Corpus, val_fraction: float, numbers: Collection[int]) -> dict[int, Path]:
+    """The files of training documents, by their numbers in the stream from 0; the text is read up to the last of them.
+
+    Empty where the documents come from no files.
+    """
+    found: dict[int, Path] = {}
+    if corpus.located is None or not numbers:
+        return found
+    threshold = validation_threshold(corpus.documents(), val_fraction)
+    training = (path for path, document in corpus.located() if document_hash(document) >= threshold)
+    for number, path in enumerate(islice(training, max(numbers) + 1)):
+        if number in numbers:
+            found[number] = path
+    return found
 
 
 def _sample(corpus: Corpus, threshold: int) -> Iterator[str]:

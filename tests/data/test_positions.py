@@ -94,7 +94,8 @@ def test_rows_are_counted_by_step_and_global_batch():
     ranks = {"rank": 1, "num_replicas": 4}
     now = trainer(global_step=10, accumulate_grad_batches=3, distributed_sampler_kwargs=ranks)
     assert position().rows(now) == 10 * 2 * 3 * 4
-    assert position().state_dict(now) == {"samples": 240, "micro_batches": 3, "seed": 0}
+    span = {"step": 0, "sample": 0, "rows": 24, "skipped": []}
+    assert position().state_dict(now) == {"samples": 240, "micro_batches": 3, "history": [span], "seed": 0}
 
 
 def test_after_a_change_of_the_global_batch_the_rows_before_it_still_count():

@@ -1,0 +1,136 @@
+"""Rebuild the batch of one optimizer step, and rank its documents by how far each stands out."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.load_weights import matched
+from lightning_tricks.checkpoints.read_file import read_file
+from lightning_tricks.checkpoints.read_folder import read_folder
+from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
+from lightning_tricks.commands.autopsy.adam_update import AdamUpdate, moments_of
+from lightning_tricks.commands.autopsy.documents import Document, documents_of, rows_of
+from lightning_tricks.commands.autopsy.gradients import Gradients, norm
+from lightning_tricks.commands.autopsy.report import SHOWN, Finding, Report, visible
+from lightning_tricks.commands.autopsy.suspicion import suspicions
+from lightning_tricks.data.base import ShardData
+from lightning_tricks.language_model import LanguageModel
+
+
+def autopsy(
+    module: Any,
+    data: Any,
+    checkpoint_path: str | Path,
+    step: int,
+    *,
+    device: torch.device | str = "cpu",
+    max_steps: int = -1,
+    clip_val: float | None = None,
+    clip_algorithm: str | None = None,
+    weights_only: bool | None = None,
+) -> Report:
+    """What each document of a step's batch did to the step, in one process, whatever number the run had.
+
+    The samples are those that all ranks and micro-batches of the step took together, by the checkpoint's own record of
+    the global batch. Everything is computed in fp32.
+
+    Args:
+        module: a LanguageModel that is not built yet; it gets the checkpoint's weights.
+        data: the TextData or TokenData of the run.
+        checkpoint_path: file or folder of shards; its step need not be the one before `step`.
+        step: counted from 1: the run's first optimizer step is step 1.
+        device: to compute on.
+        max_steps: of the run, -1 for no end.
+        clip_val: the Trainer's `gradient_clip_val`, for AdamW's update.
+        clip_algorithm: the Trainer's `gradient_clip_algorithm`.
+        weights_only: as in `torch.load`, of the checkpoint.
+
+    Raises:
+        UsageError: another kind of module or data; a checkpoint without the data's state, or of other data; a step
+            that the run has not; no whole checkpoint.
+    """
+    _check_kinds(module, data)
+    path = verify_checkpoint(checkpoint_path)
+    checkpoint = read_folder(path, weights_only) if path.is_dir() else read_file(path, weights_only)
+    data.prepare_data()
+    data.setup("fit")
+    runs = _samples(data, checkpoint, path, step, max_steps)
+    _build(module, data, checkpoint, path, torch.device(device))
+    moments = moments_of(checkpoint, module)
+    update = None if moments is None else AdamUpdate(moments, clip_val, clip_algorithm)
+    rows = data.training_rows()
+    samples, batches = rows_of(rows, runs)
+    documents = documents_of(rows, samples, batches, data.eot_id)
+    gradients = Gradients(module, module.token_sums, batches, documents, data.micro_batch_size)
+    whole = gradients.whole()
+    figures = [gradients.figures(index, whole, update) for index in range(len(documents))]
+    suspicion = suspicions([f.loss for f in figures], [f.norm for f in figures], [d.tokens for d in documents])
+    findings = [
+        Finding(document, figures[i], suspicion[i], _text(data, document), _shard(data, document), file)
+        for i, (document, file) in enumerate(
+            zip(documents, data.source_files([document.token for document in documents]), strict=True)
+        )
+    ]
+    findings.sort(key=lambda finding: finding.suspicion.score, reverse=True)
+    updated = None if update is None else norm(list(update(whole.gradient, whole.norm)))
+    loss = whole.nats / whole.tokens if whole.tokens else math.nan
+    done = int(checkpoint.get("global_step", 0))
+    return Report(step, runs, whole.tokens, loss, whole.norm, updated, str(checkpoint_path), done, findings)
+
+
+def _check_kinds(module: Any, data: Any) -> None:
+    """Refuse what has no sum of nats, or no sample positions."""
+    if not isinstance(module, LanguageModel):
+        raise UsageError(
+            f"autopsy: model={type(module).__name__} is no LanguageModel, whose decoder gives the loss of each document"
+        )
+    if not module.automatic_optimization:
+        raise UsageError(f"autopsy: {type(module).__name__} steps its optimizers itself, so its steps have no batch")
+    if not isinstance(data, ShardData):
+        kind = "none" if data is None else type(data).__name__
+        raise UsageError(f"autopsy: data={kind}: its batches have no sample positions; TextData's and TokenData's have")
+
+
+def _samples(data: Any, checkpoint: Any, path: Path, step: int, max_steps: int) -> Sequence[tuple[int, int]]:
+    """The samples of the step, by the state of the data in the checkpoint."""
+    kind = type(data).__qualname__
+    state = checkpoint.get(kind)
+    if not isinstance(state, dict) or "samples" not in state:
+        raise UsageError(
+            f"ckpt_path={path}: it holds no state of {kind}, so nothing tells which samples a step took: give a "
+            "checkpoint of a run on these data that was saved whole (not save_weights_only)"
+        )
+    done = int(checkpoint.get("global_step", 0))
+    if max_steps >= 0 and step > max(max_steps, done):
+        raise UsageError(f"step={step}: the run ends with step {max(max_steps, done)} (trainer.max_steps={max_steps})")
+    return data.samples_of_step(step, state)
+
+
+def _build(module: Any, data: Any, checkpoint: Any, path: Path, device: torch.device) -> None:
+    """Build the decoder on the device and load the checkpoint's weights, as fp32."""
+    if "decoder_config" not in checkpoint:
+        raise UsageError(f"ckpt_path={path}: it holds no decoder, so it is not of a LanguageModel")
+    module.compile_blocks = False  # each document has another length, and would be compiled anew
+    with device:
+        module.configure_model()
+    module.on_load_checkpoint(checkpoint)
+    module.load_state_dict(matched(module, checkpoint["state_dict"], path), strict=False)  # names have been compared
+    module.eval()
+    data.check_ids(module.config.vocab_size)
+
+
+def _text(data: Any, document: Document) -> str:
+    """The beginning of a document; its token ids where no tokenizer is known."""
+    ids = document.ids[:SHOWN].tolist()
+    if data.tokenizer is None:
+        return "token ids " + visible(" ".join(map(str, ids)))
+    text = data.tokenizer.decode(ids, skip_special_tokens=False)
+    return visible(text) + ("..." if len(text) <= SHOWN and document.tokens > SHOWN else "")
+
+
+def _shard(data: Any, document: Document) -> tuple[Path, int]:
+    return data.streams["train"].place(document.token)

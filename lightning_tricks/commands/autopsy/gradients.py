@@ -1,0 +1,176 @@
+"""The gradient of a batch and of each of its documents, and that of the batch without the document.
+
+Losses add up over tokens, so the gradient of the batch is the sum of the gradients of its documents, exactly: that of
+one document is a backward pass in which the labels of all others are ignored. Sums of nats are added; a step's gradient
+is their sum over the number of its tokens.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tricks.commands.autopsy.documents import Document, joined
+from lightning_tricks.data.batches import Batch
+
+Gradient = list[Tensor]
+Sums = Callable[[Batch], tuple[Tensor, Tensor]]  # nats and number of tokens of a batch
+Update = Callable[[Gradient, float], Iterator[Tensor]]  # an optimizer's step from a gradient and its norm
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The whole batch.
+
+    Args:
+        nats: summed loss.
+        tokens: with a loss.
+        gradient: of the mean over its tokens, one tensor for each parameter.
+        norm: of the gradient.
+        left_out: documents whose gradient is not finite, and which are in none of these figures.
+    """
+
+    nats: float
+    tokens: int
+    gradient: Gradient
+    norm: float
+    left_out: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One document in its batch.
+
+    Args:
+        loss: nats per token.
+        norm: of the document's part of the batch's gradient: of its summed loss over the batch's tokens.
+        share: of the batch's gradient norm that it brings; the shares of all documents add up to 1.
+        norm_without: of the gradient of the batch's other documents.
+        cosine: between the gradients with the document and without.
+        update_without: norm of the optimizer's update without it; None where that is not computed.
+        update_change: norm of the difference of the two updates, over that with the document.
+    """
+
+    loss: float
+    norm: float
+    share: float
+    norm_without: float
+    cosine: float
+    update_without: float | None = None
+    update_change: float | None = None
+
+
+class Gradients:
+    """Gradients of a module for the rows of one batch.
+
+    Args:
+        module: on its device, in fp32.
+        sums: its loss.
+        rows: of the batch, each of one row.
+        documents: of the rows.
+        rows_at_once: for the gradient of the whole batch.
+    """
+
+    def __init__(
+        self, module: nn.Module, sums: Sums, rows: Sequence[Batch], documents: Sequence[Document], rows_at_once: int
+    ) -> None:
+        self.module, self.sums, self.rows, self.documents = module, sums, rows, documents
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.device = self.parameters[0].device
+        self.rows_at_once = rows_at_once
+
+    def whole(self) -> Whole:
+        """The batch without documents whose own gradient is not finite."""
+        found = self._whole(frozenset())
+        if math.isfinite(found.norm):
+            return found
+        broken = (i for i, document in enumerate(self.documents) if not math.isfinite(norm(self._of(document)[1])))
+        return self._whole(frozenset(broken))
+
+    def _whole(self, left_out: frozenset[int]) -> Whole:
+        nats, gradient = self._sum(self._batches(left_out))
+        tokens = sum(d.tokens for i, d in enumerate(self.documents) if i not in left_out)
+        torch._foreach_div_(gradient, max(tokens, 1))
+        return Whole(nats, tokens, gradient, norm(gradient), left_out)
+
+    def _batches(self, left_out: frozenset[int]) -> Iterator[Batch]:
+        """The rows, some at once; of a row with a document that is left out, each other document alone."""
+        split = {self.documents[index].row for index in left_out}
+        rows = [row for index, row in enumerate(self.rows) if index not in split]
+        for first in range(0, len(rows), self.rows_at_once):
+            yield joined(rows[first : first + self.rows_at_once], self.device)
+        for index, document in enumerate(self.documents):
+            if document.row in split and index not in left_out:
+                yield self._alone(document)
+
+    def _alone(self, document: Document) -> Batch:
+        return joined([document.alone(self.rows[document.row])], self.device)
+
+    def _sum(self, batches: Iterable[Batch]) -> tuple[float, Gradient]:
+        """Summed loss and its gradient."""
+        self.module.zero_grad(set_to_none=True)
+        nats = 0.0
+        for batch in batches:
+            loss, _ = self.sums(batch)
+            loss.backward()
+            nats += loss.item()
+        gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        self.module.zero_grad(set_to_none=True)
+        return nats, gradient
+
+    def _of(self, document: Document) -> tuple[float, Gradient]:
+        return self._sum([self._alone(document)])
+
+    def figures(self, index: int, whole: Whole, update: Update | None = None) -> Figures:
+        """What a document does to the batch; the figures of one whose gradient is not finite are NaN.
+
+        Args:
+            index: among the documents.
+            whole: of `whole`.
+            update: the optimizer's.
+        """
+        document = self.documents[index]
+        nats, gradient = self._of(document)
+        loss = nats / document.tokens
+        if index in whole.left_out:
+            return Figures(loss, math.nan, math.nan, whole.norm, math.nan)
+        torch._foreach_div_(gradient, whole.tokens)
+        own, share = norm(gradient), dot(gradient, whole.gradient) / whole.norm**2 if whole.norm else math.nan
+        rest = whole.tokens - document.tokens
+        if not rest:
+            return Figures(loss, own, share, math.nan, math.nan)
+        without = gradient  # in its memory: there is no third gradient
+        torch._foreach_mul_(without, -1.0)
+        torch._foreach_add_(without, whole.gradient)
+        torch._foreach_mul_(without, whole.tokens / rest)
+        norm_without = norm(without)
+        both = whole.norm * norm_without
+        cosine = dot(whole.gradient, without) / both if both else math.nan
+        if update is None:
+            return Figures(loss, own, share, norm_without, cosine)
+        pairs = zip(update(whole.gradient, whole.norm), update(without, norm_without), strict=True)
+        return Figures(loss, own, share, norm_without, cosine, *_update_change(pairs))
+
+
+def _update_change(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """Norm of the update without a document, and of its difference from that with it, relative to that."""
+    sums = [torch.stack([a.square().sum(), b.square().sum(), (b - a).square().sum()]) for a, b in pairs]
+    before, after, difference = (math.sqrt(math.fsum(column)) for column in torch.stack(sums).T.tolist())
+    return after, difference / before if before else math.nan
+
+
+def norm(gradient: Gradient) -> float:
+    """L2 norm of all tensors together."""
+    return math.sqrt(_total([part.square().sum() for part in gradient]))
+
+
+def dot(one: Gradient, other: Gradient) -> float:
+    """Scalar product of all tensors together."""
+    return _total([(a * b).sum() for a, b in zip(one, other, strict=True)])
+
+
+def _total(parts: list[Tensor]) -> float:
+    """The sum, in float64 on the host: one transfer."""
+    return math.fsum(torch.stack(parts).tolist()) if parts else 0.0

@@ -1,0 +1,145 @@
+"""The answer of `autopsy`: a table of the most suspicious documents, and all figures as JSON."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks.commands.autopsy.documents import Document
+from lightning_tricks.commands.autopsy.gradients import Figures
+from lightning_tricks.commands.autopsy.suspicion import Suspicion
+
+SHOWN = 100  # characters of a document's text
+
+
+@dataclass(frozen=True)
+class Finding:
+    """All that is known of one document.
+
+    Args:
+        document: the tokens, and where they stand.
+        figures: what it does to the batch.
+        suspicion: how far it stands out.
+        text: of its first tokens, with control characters made visible.
+        shard: the file that holds it, and the index of its first token there.
+        file: the text file that it was made of; None where that is not known.
+    """
+
+    document: Document
+    figures: Figures
+    suspicion: Suspicion
+    text: str
+    shard: tuple[Path, int]
+    file: Path | None
+
+    def __str__(self) -> str:
+        """Its cells in the table, and two lines of place and text."""
+        f, d = self.figures, self.document
+        update = "" if f.update_without is None else f" {f.update_without:10.3g} {_percent(f.update_change)}"
+        place = f"sample {d.sample}, tokens {d.first + 1} to {d.stop}; {self.shard[0]}, token {self.shard[1]}"
+        place += f"; {self.file}" if self.file else ""
+        return (
+            f"{self.suspicion.score:6.1f}  {self.suspicion.reason:10}  {f.loss:6.3f} {d.tokens:7d} {f.norm:10.3g}"
+            f" {_percent(f.share)}  {f.norm_without:11.3g} {f.cosine:7.3f}{update}\n      {place}\n      {self.text}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain types; None for what is not finite."""
+        d, s = self.document, self.suspicion
+        place = {"sample": d.sample, "first_token": d.first + 1, "last_token": d.stop, "stream_token": d.token}
+        source = {"shard": str(self.shard[0]), "shard_token": self.shard[1], "file": self.file and str(self.file)}
+        numbers = {"score": s.score, "score_of_loss": s.loss, "score_of_gradient": s.gradient, **asdict(self.figures)}
+        return {**place, **source, "tokens": d.tokens, "text": self.text, "reason": s.reason, **_finite(numbers)}
+
+
+@dataclass(frozen=True)
+class Report:
+    """The batch of a step, and what each document did to it.
+
+    Args:
+        step: counted from 1.
+        samples: first and last position of each unbroken run of samples.
+        tokens: with a loss, of the documents whose gradient is finite, as the figures below.
+        loss: nats per token.
+        norm: of the gradient, before any clip.
+        update: norm of AdamW's update, without weight decay; None where it was not computed.
+        checkpoint: whose weights were used.
+        checkpoint_step: optimizer steps done in it.
+        findings: of all documents, the most suspicious first.
+    """
+
+    step: int
+    samples: Sequence[tuple[int, int]]
+    tokens: int
+    loss: float
+    norm: float
+    update: float | None
+    checkpoint: str
+    checkpoint_step: int
+    findings: Sequence[Finding]
+
+    def table(self, top: int) -> str:
+        """The batch in a few lines, and the `top` most suspicious documents."""
+        head = "        score  of        nats/token  tokens   gradient  share  without: norm  cosine"
+        head += "     update  change" if self.update is not None else ""
+        rows = [f"{place:4d}  {finding}" for place, finding in enumerate(self.findings[:top], start=1)]
+        return "\n".join([*self._summary(), "", *([head, *rows] if rows else [])])
+
+    def _summary(self) -> list[str]:
+        runs = " and ".join(f"{first} to {last}" for first, last in self.samples)
+        count = sum(last - first + 1 for first, last in self.samples)
+        update = "" if self.update is None else f", norm of AdamW's update {self.update:.3g}"
+        broken = sum(math.isinf(finding.suspicion.score) for finding in self.findings)
+        lines = [
+            f"step {self.step} (in the logs: step {self.step - 1}) took the samples {runs}: {count} rows, "
+            f"{len(self.findings)} documents, {sum(finding.document.tokens for finding in self.findings)} tokens",
+            f"weights: {self.checkpoint}, {self._distance()}",
+            f"batch: {self.loss:.4f} nats per token, gradient norm {self.norm:.4g}{update}",
+        ]
+        if broken:
+            lines.append(f"{broken} documents have a gradient that is not finite: the batch's figures are without them")
+        return lines
+
+    def _distance(self) -> str:
+        away = self.checkpoint_step - (self.step - 1)
+        if away == 0:
+            return f"of step {self.checkpoint_step}: those that the step began with"
+        return f"of step {self.checkpoint_step}: {abs(away)} steps {'after' if away > 0 else 'before'} the step began"
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures of all documents as plain types."""
+        return {
+            "step": self.step,
+            "samples": [list(run) for run in self.samples],
+            "tokens": self.tokens,
+            "checkpoint": self.checkpoint,
+            "checkpoint_step": self.checkpoint_step,
+            **_finite({"loss": self.loss, "gradient_norm": self.norm, "update_norm": self.update}),
+            "documents": [finding.to_json() for finding in self.findings],
+        }
+
+    def write(self, file: Path) -> None:
+        """Write `to_json` to a file."""
+        file.write_text(json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def visible(text: str, length: int = SHOWN) -> str:
+    r"""The first characters of a text on one line, each that cannot be printed as its escape.
+
+    Example:
+        >>> print(visible("two\nlines\x00", 20))
+        two\nlines\x00
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:length])
+    return shown + ("..." if len(text) > length else "")
+
+
+def _percent(fraction: float | None) -> str:
+    return f"{math.nan if fraction is None else 100 * fraction:5.0f}%"
+
+
+def _finite(numbers: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity."""
+    return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
