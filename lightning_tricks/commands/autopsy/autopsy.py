@@ -1,7 +1,6 @@
 """Rebuild the batch of one optimizer step, and rank its documents by how far each stands out."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning_tricks.commands.autopsy.adam_update import AdamUpdate, moments_of
 from lightning_tricks.commands.autopsy.documents import Document, documents_of, rows_of
 from lightning_tricks.commands.autopsy.gradients import Gradients, norm
 from lightning_tricks.commands.autopsy.report import SHOWN, Finding, Report, visible
+from lightning_tricks.commands.autopsy.samples import samples_of_step
 from lightning_tricks.commands.autopsy.suspicion import suspicions
 from lightning_tricks.data.base import ShardData
 from lightning_tricks.language_model import LanguageModel
@@ -35,8 +35,8 @@ def autopsy(
 ) -> Report:
     """What each document of a step's batch did to the step, in one process, whatever number the run had.
 
-    The samples are those that all ranks and micro-batches of the step took together, by the checkpoint's own record of
-    the global batch. Everything is computed in fp32.
+    The samples are those that all ranks and micro-batches of the step took together, by the record of the
+    global batch in the checkpoint, or in a later one beside it. Everything is computed in fp32.
 
     Args:
         module: a LanguageModel that is not built yet; it gets the checkpoint's weights.
@@ -58,12 +58,12 @@ def autopsy(
     checkpoint = read_folder(path, weights_only) if path.is_dir() else read_file(path, weights_only)
     data.prepare_data()
     data.setup("fit")
-    runs = _samples(data, checkpoint, path, step, max_steps)
+    asked = samples_of_step(data, checkpoint, path, step, max_steps)
     _build(module, data, checkpoint, path, torch.device(device))
     moments = moments_of(checkpoint, module)
     update = None if moments is None else AdamUpdate(moments, clip_val, clip_algorithm)
     rows = data.training_rows()
-    samples, batches = rows_of(rows, runs)
+    samples, batches = rows_of(rows, asked.runs)
     documents = documents_of(rows, samples, batches, data.eot_id)
     gradients = Gradients(module, module.token_sums, batches, documents, data.micro_batch_size)
     whole = gradients.whole()
@@ -79,7 +79,7 @@ def autopsy(
     updated = None if update is None else norm(list(update(whole.gradient, whole.norm)))
     loss = whole.nats / whole.tokens if whole.tokens else math.nan
     done = int(checkpoint.get("global_step", 0))
-    return Report(step, runs, whole.tokens, loss, whole.norm, updated, str(checkpoint_path), done, findings)
+    return Report(step, asked, whole.tokens, loss, whole.norm, updated, path, done, findings)
 
 
 def _check_kinds(module: Any, data: Any) -> None:
@@ -93,21 +93,6 @@ def _check_kinds(module: Any, data: Any) -> None:
     if not isinstance(data, ShardData):
         kind = "none" if data is None else type(data).__name__
         raise UsageError(f"autopsy: data={kind}: its batches have no sample positions; TextData's and TokenData's have")
-
-
-def _samples(data: Any, checkpoint: Any, path: Path, step: int, max_steps: int) -> Sequence[tuple[int, int]]:
-    """The samples of the step, by the state of the data in the checkpoint."""
-    kind = type(data).__qualname__
-    state = checkpoint.get(kind)
-    if not isinstance(state, dict) or "samples" not in state:
-        raise UsageError(
-            f"ckpt_path={path}: it holds no state of {kind}, so nothing tells which samples a step took: give a "
-            "checkpoint of a run on these data that was saved whole (not save_weights_only)"
-        )
-    done = int(checkpoint.get("global_step", 0))
-    if max_steps >= 0 and step > max(max_steps, done):
-        raise UsageError(f"step={step}: the run ends with step {max(max_steps, done)} (trainer.max_steps={max_steps})")
-    return data.samples_of_step(step, state)
 
 
 def _build(module: Any, data: Any, checkpoint: Any, path: Path, device: torch.device) -> None:

@@ -9,9 +9,14 @@ from typing import Any
 
 from lightning_tricks.commands.autopsy.documents import Document
 from lightning_tricks.commands.autopsy.gradients import Figures
+from lightning_tricks.commands.autopsy.samples import Samples
 from lightning_tricks.commands.autopsy.suspicion import Suspicion
 
 SHOWN = 100  # characters of a document's text
+SCORE = (
+    "score: how far loss or gradient, for the document's length, lies above the batch's median, in robust standard "
+    "deviations"
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Report:
 
     Args:
         step: counted from 1.
-        samples: first and last position of each unbroken run of samples.
+        samples: of the step.
         tokens: with a loss, of the documents whose gradient is finite, as the figures below.
         loss: nats per token.
         norm: of the gradient, before any clip.
@@ -71,12 +76,12 @@ class Report:
     """
 
     step: int
-    samples: Sequence[tuple[int, int]]
+    samples: Samples
     tokens: int
     loss: float
     norm: float
     update: float | None
-    checkpoint: str
+    checkpoint: Path
     checkpoint_step: int
     findings: Sequence[Finding]
 
@@ -85,11 +90,11 @@ class Report:
         head = "        score  of        nats/token  tokens   gradient  share  without: norm  cosine"
         head += "     update  change" if self.update is not None else ""
         rows = [f"{place:4d}  {finding}" for place, finding in enumerate(self.findings[:top], start=1)]
-        return "\n".join([*self._summary(), "", *([head, *rows] if rows else [])])
+        return "\n".join([*self._summary(), *(["", head, *rows, "", SCORE] if rows else [])])
 
     def _summary(self) -> list[str]:
-        runs = " and ".join(f"{first} to {last}" for first, last in self.samples)
-        count = sum(last - first + 1 for first, last in self.samples)
+        runs = " and ".join(f"{first} to {last}" for first, last in self.samples.runs)
+        count = sum(last - first + 1 for first, last in self.samples.runs)
         update = "" if self.update is None else f", norm of AdamW's update {self.update:.3g}"
         broken = sum(math.isinf(finding.suspicion.score) for finding in self.findings)
         lines = [
@@ -98,6 +103,10 @@ class Report:
             f"weights: {self.checkpoint}, {self._distance()}",
             f"batch: {self.loss:.4f} nats per token, gradient norm {self.norm:.4g}{update}",
         ]
+        if self.samples.told_by is None:
+            lines.append("the samples are those of a run that goes on with the global batch of this checkpoint")
+        elif self.samples.told_by != self.checkpoint:
+            lines.append(f"the samples are told by {self.samples.told_by}")
         if broken:
             lines.append(f"{broken} documents have a gradient that is not finite: the batch's figures are without them")
         return lines
@@ -112,9 +121,10 @@ class Report:
         """All figures of all documents as plain types."""
         return {
             "step": self.step,
-            "samples": [list(run) for run in self.samples],
+            "samples": [list(run) for run in self.samples.runs],
+            "samples_told_by": self.samples.told_by and str(self.samples.told_by),
             "tokens": self.tokens,
-            "checkpoint": self.checkpoint,
+            "checkpoint": str(self.checkpoint),
             "checkpoint_step": self.checkpoint_step,
             **_finite({"loss": self.loss, "gradient_norm": self.norm, "update_norm": self.update}),
             "documents": [finding.to_json() for finding in self.findings],
