@@ -20,8 +20,11 @@ from lightning_tricks import LanguageModel, Llama, TextData, TokenData
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
+from lightning_tricks.checkpoints.load_weights import load_weights
 from lightning_tricks.commands.autopsy.autopsy import autopsy
+from lightning_tricks.commands.autopsy.documents import documents_of, joined, rows_of
 from lightning_tricks.data.shards import HEADER_INTS
+from lightning_tricks.optim import build_optimizer
 
 DECODER = {"vocab_size": 300, "d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}
 CLIP = 0.5
@@ -111,7 +114,7 @@ def trained(tmp_path_factory, text_file) -> Run:
 
 
 def samples(report: Any) -> list[int]:
-    return [sample for first, last in report.samples for sample in range(first, last + 1)]
+    return [sample for first, last in report.samples.runs for sample in range(first, last + 1)]
 
 
 def test_the_batch_of_each_step_is_the_one_that_the_run_took(trained):
@@ -160,8 +163,6 @@ def plant(run: Run, step: int, seed: int, garbage: Callable[..., Any]) -> tuple[
 
 def trained_documents(run: Run, step: int) -> list[Any]:
     """The documents of a step's batch that have at least 8 tokens."""
-    from lightning_tricks.commands.autopsy.documents import documents_of, rows_of
-
     data = text_data(run.folder)
     data.setup()
     state = torch.load(run.checkpoint(ALL), weights_only=True)["TextData"]
@@ -179,8 +180,7 @@ def shard(trained, tmp_path):
 
 
 def test_a_planted_corrupt_document_is_ranked_first_20_of_20_before_and_after_a_change_of_world_size(trained, shard):
-    steps = [*range(2, TWO + 1, 2)] + [*range(TWO + 1, ALL)][:10]
-    assert len(steps) == 20
+    steps = [*range(2, TWO + 1, 2), *range(TWO + 2, ALL + 1)][:20]
     found = []
     for seed, step in enumerate(steps):
         garbage = (noise, one_token, two_tokens)[seed % 3]
@@ -189,3 +189,236 @@ def test_a_planted_corrupt_document_is_ranked_first_20_of_20_before_and_after_a_
         found.append((first.sample, first.first) == planted)
         shard()
     assert found == [True] * 20
+
+
+def test_a_document_s_figures_are_those_of_the_batch_computed_without_it(trained):
+    report = trained.report(13, 12)
+    finding = report.findings[0]
+    data = text_data(trained.folder)
+    data.setup()
+    module = loaded(trained.checkpoint(12))
+    whole = joined([data.training_rows()[sample] for sample in samples(report)], torch.device("cpu"))
+    row, document = samples(report).index(finding.document.sample), finding.document
+    only = {**whole, "labels": torch.full_like(whole["labels"], -100)}
+    only["labels"][row, document.first : document.stop] = whole["labels"][row, document.first : document.stop]
+    rest = {**whole, "labels": torch.where(only["labels"] == -100, whole["labels"], -100)}
+    tokens = whole["labels"].numel()
+    (nats, both), (own_nats, own), (_, without) = (gradient_of(module, batch) for batch in (whole, only, rest))
+    cosine = torch.nn.functional.cosine_similarity
+    assert report.loss == pytest.approx(nats / tokens)
+    assert finding.figures.loss == pytest.approx(own_nats / document.tokens)
+    assert finding.figures.norm == pytest.approx(float(own.norm()) / tokens, rel=1e-4)
+    assert finding.figures.norm_without == pytest.approx(float(without.norm()) / (tokens - document.tokens), rel=1e-4)
+    assert finding.figures.cosine == pytest.approx(float(cosine(both, without, dim=0)), rel=1e-4)
+    assert finding.figures.share == pytest.approx(float(own @ both / both.square().sum()), rel=1e-3)
+    assert sum(other.figures.share for other in report.findings) == pytest.approx(1.0, rel=1e-4)
+
+
+def loaded(path: Path) -> LanguageModel:
+    module = model()
+    module.configure_model()
+    load_weights(module, path)
+    return module
+
+
+def gradient_of(module: LanguageModel, batch: Any) -> tuple[float, torch.Tensor]:
+    module.zero_grad()
+    nats, _ = module.token_sums(batch)
+    nats.backward()
+    return float(nats), torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_the_update_is_the_one_that_torch_s_adamw_makes_after_the_clip(trained, algorithm):
+    value = CLIP if algorithm == "norm" else 0.001
+    options = {"clip_val": value, "clip_algorithm": algorithm}
+    report = autopsy(model(), text_data(trained.folder), trained.checkpoint(12), 13, **options)
+    data = text_data(trained.folder)
+    data.setup()
+    document = report.findings[0].document
+    whole = joined([data.training_rows()[sample] for sample in samples(report)], torch.device("cpu"))
+    rest = {**whole, "labels": whole["labels"].clone()}
+    rest["labels"][samples(report).index(document.sample), document.first : document.stop] = -100
+    before, after = (adamw_step(trained.checkpoint(12), batch, value, algorithm) for batch in (whole, rest))
+    figures = report.findings[0].figures
+    assert report.update == pytest.approx(float(before.norm()), rel=1e-3)
+    assert figures.update_without == pytest.approx(float(after.norm()), rel=1e-3)
+    assert figures.update_change == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-2)
+
+
+def adamw_step(path: Path, batch: Any, clip: float, algorithm: str) -> torch.Tensor:
+    """What the optimizer of a checkpoint does to the weights, without its decay."""
+    module = loaded(path)
+    optimizer = build_optimizer(module, module.optimizer)
+    optimizer.load_state_dict(torch.load(path, weights_only=True)["optimizer_states"][0])
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    old = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    gradient_of(module, batch)
+    tokens = int((batch["labels"] != -100).sum())
+    for parameter in module.parameters():
+        parameter.grad /= tokens
+    if algorithm == "norm":
+        torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+    else:
+        torch.nn.utils.clip_grad_value_(module.parameters(), clip)
+    optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]) - old
+
+
+def test_without_a_state_of_adamw_there_is_no_update(trained, tmp_path):
+    content = torch.load(trained.checkpoint(12), weights_only=True)
+    torch.save(content | {"optimizer_class": "Muon"}, tmp_path / "other.ckpt")
+    report = autopsy(model(), text_data(trained.folder), tmp_path / "other.ckpt", 12)
+    assert report.update is report.findings[0].figures.update_without is None
+    assert "update" not in report.table(2)
+
+
+def test_a_folder_of_shards_gives_the_report_of_the_file(trained, tmp_path):
+    folder = of_file(trained.checkpoint(26), tmp_path / "folder.ckpt", loaded(trained.checkpoint(26)))
+    of_folder = autopsy(model(), text_data(trained.folder), folder, 21, clip_val=CLIP).to_json()
+    of_the_file = trained.report(21, 26).to_json()
+    changes = {"checkpoint", "samples_told_by"}
+    assert {k: v for k, v in of_folder.items() if k not in changes} == {
+        k: v for k, v in of_the_file.items() if k not in changes
+    }
+
+
+def test_documents_whose_gradient_is_not_finite_come_first_and_the_rest_is_measured_without_them(trained, tmp_path):
+    clean = trained.report(12, 12)
+    token = next(  # one that a single document of the batch reads
+        token for token in range(1, 300) if sum(token in finding.document.ids for finding in clean.findings) == 1
+    )
+    content = torch.load(trained.checkpoint(12), weights_only=True)
+    content["state_dict"]["decoder.embed.weight"][token] = math.inf
+    torch.save(content, tmp_path / "broken.ckpt")
+    report = autopsy(model(), text_data(trained.folder), tmp_path / "broken.ckpt", 12, clip_val=CLIP)
+    broken = [finding for finding in report.findings if finding.suspicion.reason == "not finite"]
+    assert 1 <= len(broken) < len(report.findings)
+    assert report.findings[: len(broken)] == broken
+    assert any(token in finding.document.ids for finding in broken)
+    assert math.isfinite(report.loss)
+    assert math.isfinite(report.norm)
+    assert sum(f.figures.share for f in report.findings[len(broken) :]) == pytest.approx(1.0, rel=1e-4)
+    assert f"{len(broken)} documents have a gradient that is not finite" in report.table(1)
+    written = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert written["documents"][0]["score"] is None
+
+
+def test_each_document_is_found_in_its_shard_and_its_file(trained):
+    report = trained.report(21, 26)
+    data = text_data(trained.folder)
+    data.setup()
+    for finding in report.findings:
+        path, index = finding.shard
+        tokens = np.fromfile(path, dtype="<u2", offset=4 * HEADER_INTS)[index : index + finding.document.tokens]
+        assert tokens.tolist() == finding.document.ids.tolist()
+        text = data.tokenizer.decode(tokens.tolist())
+        with finding.file.open() as file:
+            assert any(text in json.loads(line)["text"] for line in file)
+    assert {finding.file.name for finding in report.findings} == {"a.jsonl", "b.jsonl"}
+
+
+@pytest.fixture
+def recipe(trained, monkeypatch) -> list[str]:
+    """The command line of a recipe that trains as the run has."""
+    monkeypatch.chdir(trained.folder)
+    decoder = {"class_path": "Llama", "init_args": DECODER}
+    init_args = {"files": "text", "cache_dir": "cache", "seq_len": 64, "micro_batch_size": 2, "vocab_size": 300}
+    settings = {
+        "model": {"class_path": "LanguageModel", "init_args": {"decoder": decoder}},
+        "data": {"class_path": "TextData", "init_args": {**init_args, "val_fraction": 0.02, "seed": 3}},
+        "trainer": {
+            "accelerator": "cpu", "devices": 64, "strategy": "ddp", "max_steps": ALL, "gradient_clip_val": CLIP,
+            "callbacks": ["MemoryMonitor"],
+            "logger": {"class_path": "ResumingCSVLogger", "init_args": {"save_dir": "runs", "name": "test"}},
+        },
+    }  # fmt: skip
+    (trained.folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    return ["autopsy", "--config", "recipe.yaml"]
+
+
+def test_the_command_prints_the_most_suspicious_and_writes_all(trained, recipe, shard, tmp_path, capsys):
+    sample, first = plant(trained, 27, 0, noise)
+    door.run([*recipe, "--ckpt_path", "last", "--step", "27", "--top", "2", "--json", str(tmp_path / "all.json")])
+    printed = capsys.readouterr().out
+    written = json.loads((tmp_path / "all.json").read_text())
+    place = f"sample {sample}, tokens {first + 1} to "
+    assert printed.startswith("step 27 (in the logs: step 26) took the samples 232 to 243: 12 rows, ")  # 160 + 6 * 12
+    assert f"{CHECKPOINTS}/step=32.ckpt, of step 32: 6 steps after the step began" in printed
+    assert printed.count("sample ") == 2
+    assert place in printed.split("   2  ")[0]
+    assert len(written["documents"]) > 12
+    assert written["documents"][0]["sample"] == sample
+    assert sum(document["tokens"] for document in written["documents"]) == 12 * 64
+    scores = [document["score"] for document in written["documents"]]
+    assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--step 12", r"^autopsy needs a checkpoint: give --ckpt_path FILE, or --ckpt_path last for"),
+        ("--step 12 --ckpt_path none", r"^ckpt_path=none: autopsy needs the checkpoint of a run"),
+        ("--step 12 --ckpt_path no.ckpt", r"^ckpt_path=no.ckpt: there is no such file or folder"),
+        ("--ckpt_path last", r"step"),
+        ("--ckpt_path last --step x", r"^step=x: give a whole number"),
+        ("--ckpt_path last --step 0", r"^step=0: .* from step 1 on \(steps are counted from 1\)"),
+        ("--ckpt_path last --step 33", r"^step=33: the run ends with step 32 \(trainer.max_steps=32\)"),
+        ("--ckpt_path last --step 12 --top -1", r"^top=-1: give the number"),
+        ("--ckpt_path last --step 12 --json no/all.json", r"^json=no/all.json: there is no such folder"),
+        ("--ckpt_path last --step 12 --data.seed 4", r"other data settings \(seed 3 -> 4\): give the recipe"),
+        ("--ckpt_path last --step 12 --model.decoder.d_model 64", r"the checkpoint's decoder has d_model=32"),
+        ("--ckpt_path last --step 12 --init_from x", r"^--init_from is an option of fit; autopsy takes"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(recipe, options, message):
+    with pytest.raises(UsageError, match=message) as raised:
+        door.run([*recipe, *options.split()])
+    assert "\n" not in str(raised.value)
+
+
+def changed(trained: Run, tmp_path: Path, **entries: Any) -> Path:
+    content = torch.load(trained.checkpoint(12), weights_only=True) | entries
+    torch.save({key: value for key, value in content.items() if value is not None}, tmp_path / "changed.ckpt")
+    return tmp_path / "changed.ckpt"
+
+
+def test_modules_data_and_checkpoints_that_lack_something_are_refused(trained, tmp_path):
+    data = text_data(trained.folder)
+    manual = model()
+    manual.automatic_optimization = False
+    bare = TokenData(str(trained.shard), seq_len=64, micro_batch_size=2, seed=3, eot_id=0)
+    cases = [
+        (pl.LightningModule(), data, {}, "model=LightningModule is no LanguageModel"),
+        (manual, data, {}, "LanguageModel steps its optimizers itself"),
+        (model(), None, {}, "data=none: its batches have no sample positions"),
+        (model(), pl.LightningDataModule(), {}, "data=LightningDataModule: its batches have no sample positions"),
+        (model(), bare, {}, "it holds no state of TokenData"),
+        (model(), data, {"TextData": None}, "it holds no state of TextData"),
+        (model(), data, {"decoder_config": None}, "it holds no decoder"),
+    ]
+    for module, given, entries, message in cases:
+        with pytest.raises(UsageError, match=message):
+            autopsy(module, given, changed(trained, tmp_path, **entries), 5)
+
+
+def test_a_step_that_no_checkpoint_has_done_is_that_of_a_run_that_goes_on_unchanged(trained, tmp_path):
+    alone = shutil.copy(trained.checkpoint(12), tmp_path / "alone.ckpt")
+    report = autopsy(model(), text_data(trained.folder), alone, 21)
+    assert report.samples.runs == [(160, 167)]
+    assert "the samples are those of a run that goes on with the global batch of this checkpoint" in report.table(0)
+    assert trained.report(21, 12).samples.runs == [(160, 171)]  # told by step=26.ckpt beside it
+    assert "8 steps before the step began" in trained.report(21, 12).table(0)
+
+
+def test_shards_without_a_tokenizer_show_token_ids_and_each_row_is_a_document_without_an_end_of_text(trained, tmp_path):
+    bare = TokenData(str(trained.shard), seq_len=64, micro_batch_size=2, seed=3, vocab_size=300)
+    bare.setup()
+    span = {"step": 0, "sample": 0, "rows": 8, "skipped": []}
+    identity = {"data": bare._position.identity["data"], "seed": 3, "seq_len": 64}
+    state = {"samples": 96, "micro_batches": 1, "history": [span], **identity}
+    path = changed(trained, tmp_path, TextData=None, TokenData=state)
+    report = autopsy(model(), bare, path, 2)
+    assert [finding.document.tokens for finding in report.findings] == [64] * 8
+    assert all(finding.text.startswith("token ids ") and finding.file is None for finding in report.findings)

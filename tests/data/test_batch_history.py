@@ -1,0 +1,98 @@
+"""The samples of each step, over changes of the global batch, of the skipped samples, and of the data."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.data import positions as module
+from lightning_tricks.data.batch_history import BatchHistory, Span
+from lightning_tricks.data.positions import DataPosition
+from lightning_tricks.data.skipped_samples import SkippedSamples
+
+PARTS = st.lists(
+    st.tuples(
+        st.integers(1, 5),  # steps until the next checkpoint
+        st.integers(1, 4),  # rows of a micro-batch
+        st.integers(1, 3),  # micro-batches
+        st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=3),  # skipped from this part on
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch):
+    monkeypatch.setattr(module, "steps_done", lambda trainer: trainer.step)
+    monkeypatch.setattr(module, "is_restarting", lambda trainer: trainer.restarts)
+    monkeypatch.setattr(module, "align_accumulation", lambda *_: None)
+
+
+def trainer(**values):
+    defaults = {"step": 0, "accumulate_grad_batches": 1, "overfit_batches": 0, "distributed_sampler_kwargs": None}
+    return SimpleNamespace(**(defaults | {"restarts": False} | values))
+
+
+@given(PARTS)
+def test_the_last_checkpoint_tells_the_samples_of_every_step_as_the_runs_took_them(parts):
+    state, taken, done = None, [], 0
+    for steps, size, micro_batches, skipped in parts:
+        position = DataPosition(size, {"seed": 0}, SkippedSamples([[a, a + more] for a, more in skipped]))
+        if state is not None:
+            position.load_state_dict(state)
+        now = trainer(step=done, accumulate_grad_batches=micro_batches, restarts=state is not None)
+        position.begin(now)
+        for _ in range(steps):
+            taken.append(position.step_samples(now))
+            now.step += 1
+        state, done = position.state_dict(now), now.step
+    assert [position.samples_of_step(step + 1, state) for step in range(done)] == taken
+
+
+def test_a_run_that_never_changes_has_one_span_however_often_it_resumes():
+    state = None
+    for done in (0, 4, 8):
+        position = DataPosition(2, {}, SkippedSamples(None))
+        if state is not None:
+            position.load_state_dict(state)
+        now = trainer(step=done, accumulate_grad_batches=4, restarts=state is not None)
+        position.begin(now)
+        now.step = done + 4
+        state = position.state_dict(now)
+    assert state["history"] == [{"step": 0, "sample": 0, "rows": 8, "skipped": []}]
+
+
+def test_steps_of_other_data_are_not_told():
+    state = {"samples": 80, "micro_batches": 1, "history": [Span(0, 0, 8).__dict__], "seed": 1}
+    position = DataPosition(8, {"seed": 0}, SkippedSamples(None))
+    with pytest.raises(UsageError, match=r"other data settings \(seed 1 -> 0\): give the recipe"):
+        position.samples_of_step(5, state)
+    position.load_state_dict(state)
+    now = trainer(step=10, restarts=True)
+    with pytest.warns(UserWarning, match="other data settings"):
+        position.begin(now)
+    later = position.state_dict(now)
+    assert later["history"] == [{"step": 10, "sample": 80, "rows": 8, "skipped": []}]
+    assert position.samples_of_step(11, later) == [(80, 87)]
+    with pytest.raises(UsageError, match=r"step=10: the run took these data from step 11 on \(before it, the run took"):
+        position.samples_of_step(10, later)
+
+
+def test_after_a_checkpoint_without_a_state_of_these_data_the_history_begins_there():
+    position = DataPosition(8, {}, SkippedSamples(None))
+    now = trainer(step=5, restarts=True)
+    position.begin(now)
+    assert position.state_dict(now)["history"] == [{"step": 5, "sample": 40, "rows": 8, "skipped": []}]
+    now.step = 9
+    position.begin(now)  # a second fit of the same Trainer
+    assert position.state_dict(now)["history"] == [{"step": 5, "sample": 40, "rows": 8, "skipped": []}]
+
+
+def test_while_overfitting_no_step_has_samples_of_its_own():
+    state = DataPosition(8, {}, SkippedSamples(None)).state_dict(trainer(step=5, overfit_batches=2))
+    assert state["history"] == []
+    with pytest.raises(UsageError, match=r"step=3: the checkpoint does not tell the samples of any step"):
+        BatchHistory.of_state(state["history"]).runs(3)
