@@ -252,7 +252,7 @@ def test_the_update_is_the_one_that_torch_s_adamw_makes_after_the_clip(trained, 
 
 
 def adamw_step(path: Path, batch: Any, clip: float, algorithm: str) -> torch.Tensor:
-    """What the optimizer of a checkpoint does to the weights, without its decay."""
+    """What the optimizer of a checkpoint does to the weights, without its decay and in units of its learning rate."""
     module = loaded(path)
     optimizer = build_optimizer(module, module.optimizer)
     optimizer.load_state_dict(torch.load(path, weights_only=True)["optimizer_states"][0])
@@ -268,7 +268,8 @@ def adamw_step(path: Path, batch: Any, clip: float, algorithm: str) -> torch.Ten
     else:
         torch.nn.utils.clip_grad_value_(module.parameters(), clip)
     optimizer.step()
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]) - old
+    step = torch.cat([parameter.detach().flatten() for parameter in module.parameters()]) - old
+    return step / optimizer.param_groups[0]["lr"]
 
 
 def test_without_a_state_of_adamw_there_is_no_update(trained, tmp_path):

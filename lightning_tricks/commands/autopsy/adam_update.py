@@ -21,7 +21,7 @@ class Moments:
         mean: AdamW's `exp_avg`.
         square: AdamW's `exp_avg_sq`.
         steps: done.
-        group: its learning rate, betas and eps.
+        group: its betas, eps and `lr_scale`, the factor of its learning rate.
     """
 
     mean: Tensor
@@ -30,11 +30,14 @@ class Moments:
     group: Mapping[str, Any]
 
     def update(self, gradient: Tensor) -> Tensor:
-        """The step that AdamW takes against a gradient, without the weight decay, which no document changes."""
+        """The step that AdamW takes against a gradient, in units of the learning rate, which may be 0 just now.
+
+        Without the weight decay, which no document changes.
+        """
         (beta1, beta2), steps = self.group["betas"], self.steps + 1
         mean = self.mean.lerp(gradient, 1 - beta1) / (1 - beta1**steps)
         square = (beta2 * self.square + (1 - beta2) * gradient.square()) / (1 - beta2**steps)
-        return float(self.group["lr"]) * mean / (square.sqrt() + self.group["eps"])
+        return self.group.get("lr_scale", 1.0) * mean / (square.sqrt() + self.group["eps"])
 
 
 @dataclass(frozen=True)

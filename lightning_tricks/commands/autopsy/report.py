@@ -42,12 +42,12 @@ class Finding:
     def __str__(self) -> str:
         """Its cells in the table, and two lines of place and text."""
         f, d = self.figures, self.document
-        update = "" if f.update_without is None else f" {f.update_without:10.3g} {_percent(f.update_change)}"
+        update = "" if f.update_without is None else f"{f.update_without:16.4g}  {_percent(f.update_change)}"
         place = f"sample {d.sample}, tokens {d.first + 1} to {d.stop}; {self.shard[0]}, token {self.shard[1]}"
         place += f"; {self.file}" if self.file else ""
         return (
-            f"{self.suspicion.score:6.1f}  {self.suspicion.reason:10}  {f.loss:6.3f} {d.tokens:7d} {f.norm:10.3g}"
-            f" {_percent(f.share)}  {f.norm_without:11.3g} {f.cosine:7.3f}{update}\n      {place}\n      {self.text}"
+            f"{self.suspicion.score:5.1f}  {self.suspicion.reason:10}  {f.loss:6.3f} {d.tokens:7d} {f.norm:10.3g}"
+            f" {_percent(f.share)} {f.norm_without:15.4g} {f.cosine:7.3f}{update}\n      {place}\n      {self.text}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Report:
         tokens: with a loss, of the documents whose gradient is finite, as the figures below.
         loss: nats per token.
         norm: of the gradient, before any clip.
-        update: norm of AdamW's update, without weight decay; None where it was not computed.
+        update: norm of AdamW's update in units of the learning rate, without weight decay; None where not computed.
         checkpoint: whose weights were used.
         checkpoint_step: optimizer steps done in it.
         findings: of all documents, the most suspicious first.
@@ -87,15 +87,15 @@ class Report:
 
     def table(self, top: int) -> str:
         """The batch in a few lines, and the `top` most suspicious documents."""
-        head = "        score  of        nats/token  tokens   gradient  share  without: norm  cosine"
-        head += "     update  change" if self.update is not None else ""
+        head = "      score  reason        loss  tokens   gradient  share    norm without  cosine"
+        head += "  update without  change" if self.update is not None else ""
         rows = [f"{place:4d}  {finding}" for place, finding in enumerate(self.findings[:top], start=1)]
         return "\n".join([*self._summary(), *(["", head, *rows, "", SCORE] if rows else [])])
 
     def _summary(self) -> list[str]:
         runs = " and ".join(f"{first} to {last}" for first, last in self.samples.runs)
         count = sum(last - first + 1 for first, last in self.samples.runs)
-        update = "" if self.update is None else f", norm of AdamW's update {self.update:.3g}"
+        update = "" if self.update is None else f", AdamW's update {self.update:.4g} learning rates"
         broken = sum(math.isinf(finding.suspicion.score) for finding in self.findings)
         lines = [
             f"step {self.step} (in the logs: step {self.step - 1}) took the samples {runs}: {count} rows, "

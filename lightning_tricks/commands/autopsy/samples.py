@@ -63,7 +63,7 @@ def samples_of_step(data: Any, checkpoint: Mapping[str, Any], path: Path, step: 
 
 def _later_states(path: Path, kind: str, step: int) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The data's state in each checkpoint of the folder that has done the step."""
-    for other in sorted(path.parent.glob("*.ckpt")):
+    for other in sorted(other for other in path.parent.glob("*.ckpt") if not other.is_symlink()):
         try:
             content = load_file(other / TRAINER_STATE if other.is_dir() else other, weights_only=True)
         except (UsageError, OSError):
