@@ -4,6 +4,7 @@ from lightning_tricks.accounting import count_flops as count_flops
 from lightning_tricks.accounting import peak_flops as peak_flops
 from lightning_tricks.accounting import recompute_flops_per_token as recompute_flops_per_token
 from lightning_tricks.accounting import training_flops_per_token as training_flops_per_token
+from lightning_tricks.callbacks import EMA as EMA
 from lightning_tricks.callbacks import ActivationMonitor as ActivationMonitor
 from lightning_tricks.callbacks import AttentionMonitor as AttentionMonitor
 from lightning_tricks.callbacks import CompressionBaseline as CompressionBaseline
@@ -23,6 +24,7 @@ from lightning_tricks.callbacks import RankMonitor as RankMonitor
 from lightning_tricks.callbacks import SafeCheckpoint as SafeCheckpoint
 from lightning_tricks.callbacks import SampleText as SampleText
 from lightning_tricks.callbacks import StepGuard as StepGuard
+from lightning_tricks.callbacks import TailAverage as TailAverage
 from lightning_tricks.callbacks import TensorBoardDashboard as TensorBoardDashboard
 from lightning_tricks.callbacks import TrainingProgressBar as TrainingProgressBar
 from lightning_tricks.callbacks import UpdateMonitor as UpdateMonitor

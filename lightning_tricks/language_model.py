@@ -231,19 +231,23 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         hparams_file: Any = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
+        average: str | None = None,
         **kwargs: Any,
     ) -> Self:
         """The model of a checkpoint, with the decoder that the checkpoint describes; other arguments as in Lightning.
 
         Args:
             checkpoint_path: a file, or a folder of shards that `FSDP2Strategy` saved.
+            average: name of an average to take in place of the weights, such as `ema`.
             **kwargs: constructor arguments, such as `optimizer` and `schedule` to train the model.
 
         Raises:
-            UsageError: the checkpoint is not complete, or not of a LanguageModel.
+            UsageError: the checkpoint is not complete, or not of a LanguageModel, or has no such average.
         """
+        if average is not None and "://" in str(checkpoint_path):
+            raise UsageError(f"average={average}: {checkpoint_path} is not on a file system: copy it to one first")
         if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
-            checkpoint, checkpoint_path = read_without_optimizers(Path(checkpoint_path), weights_only)
+            checkpoint, checkpoint_path = read_without_optimizers(Path(checkpoint_path), weights_only, average)
             settings = {**checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), **kwargs}
             if "decoder" not in settings and _takes_decoder(cls, settings):
                 if "decoder_config" not in checkpoint:

@@ -7,12 +7,15 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import Llama
 from lightning_tricks.callbacks import (
+    EMA,
     ActivationMonitor,
     AttentionMonitor,
     GoodputMonitor,
     GradNormMonitor,
     LeanLoop,
     MemoryMonitor,
+    StepGuard,
+    TailAverage,
     TensorBoardDashboard,
     TrainingProgressBar,
     UpdateMonitor,
@@ -56,7 +59,8 @@ def fit(folder, accumulate, *callbacks):
         logger=ResumingTensorBoardLogger(folder), enable_checkpointing=False, enable_model_summary=False,
         accelerator="cpu", callbacks=[
             *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
-            UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(), LeanLoop(),
+            UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(), LeanLoop(), StepGuard(),
+            EMA(), TailAverage(validate=False),
         ],
     )  # fmt: skip
     trainer.fit(model, DataLoader([batch] * (22 * accumulate), batch_size=None))

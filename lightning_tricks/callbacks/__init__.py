@@ -1,5 +1,7 @@
 """The public names of every callback: those of `monitors` watch, those of `guards` act."""
 
+from lightning_tricks.guards.averages.ema import EMA as EMA
+from lightning_tricks.guards.averages.tail_average import TailAverage as TailAverage
 from lightning_tricks.guards.exact_resume.exact_resume import ExactResume as ExactResume
 from lightning_tricks.guards.init_from import InitFrom as InitFrom
 from lightning_tricks.guards.lean_loop import LeanLoop as LeanLoop

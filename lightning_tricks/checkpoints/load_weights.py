@@ -9,15 +9,17 @@ from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
+from lightning_tricks.checkpoints.averages import AVERAGES, with_average
 from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
 from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.checkpoints.read_folder import read_by_name
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 
 _SAFETENSORS = ".safetensors"
+_TAKEN = "average"  # key of the average that has taken the place of the weights
 
 
-def load_weights(module: nn.Module, path: str | Path) -> str:
+def load_weights(module: nn.Module, path: str | Path, average: str | None = None) -> str:
     """Load weights into a module that is not sharded, by name; every byte is checked first where there are checksums.
 
     Names may have the prefixes of `torch.compile` and of other wrappers or not.
@@ -26,15 +28,16 @@ def load_weights(module: nn.Module, path: str | Path) -> str:
         module: any; a LightningModule with `strict_loading = False` takes the names that both have.
         path: a checkpoint of Lightning or of this collection, whole or of weights alone; a folder of shards, written by
             any number of processes; a file of `torch.save(module.state_dict())`; a file `.safetensors`.
+        average: name of an average that the checkpoint holds beside its weights, to load in their place, such as `ema`.
 
     Returns:
         One line that tells what was loaded and what was left out.
 
     Raises:
         UsageError: nothing there; a damaged file; DeepSpeed's folder; the first weight that only one of the two has, or
-            that has another shape.
+            that has another shape; no such average.
     """
-    checkpoint = read_weights(path)
+    checkpoint = read_weights(path, average=average)
     weights = matched(module, checkpoint["state_dict"], path)
     module.load_state_dict(weights, strict=False)  # the names have been compared
     return summary(module, checkpoint, path)
@@ -56,23 +59,36 @@ def check_source(path: str | Path) -> Path:
     return place
 
 
-def read_weights(path: str | Path, read_shards: Callable[[Path], dict[str, Any]] | None = None) -> dict[str, Any]:
+def read_weights(
+    path: str | Path, read_shards: Callable[[Path], dict[str, Any]] | None = None, average: str | None = None
+) -> dict[str, Any]:
     """A checkpoint with its weights as `state_dict`, without optimizer state if it is a folder.
 
     Args:
         path: see `load_weights`.
         read_shards: reads a folder into shards of this rank; None reads it whole.
+        average: see `load_weights`.
 
     Raises:
         UsageError: see `load_weights`; a file of torch without weights.
     """
+    checkpoint = _read(path, read_shards, average is not None)
+    if average is None:
+        return checkpoint
+    return {**with_average(checkpoint, average, path), _TAKEN: average}
+
+
+def _read(path: str | Path, read_shards: Callable[[Path], dict[str, Any]] | None, averages: bool) -> dict[str, Any]:
     place = check_source(path)
     if place.suffix == _SAFETENSORS:
         from safetensors.torch import load_file as load_safetensors
 
         return {"state_dict": load_safetensors(place)}
     if place.is_dir():
-        return (read_shards or _read_whole)(check_checkpoint(place))
+        folder = check_checkpoint(place)
+        if read_shards is not None:
+            return read_shards(folder)
+        return read_by_name(folder, weights_only=True, optimizers=False, averages=averages)
     content = load_file(place, weights_only=True)
     if isinstance(content, dict):
         for name in ("state_dict", "model"):
@@ -81,10 +97,6 @@ def read_weights(path: str | Path, read_shards: Callable[[Path], dict[str, Any]]
         if content and all(isinstance(value, Tensor) for value in content.values()):
             return {"state_dict": content}
     raise UsageError(f"{path} holds no weights: neither a checkpoint nor a state_dict")
-
-
-def _read_whole(folder: Path) -> dict[str, Any]:
-    return read_by_name(folder, weights_only=True, optimizers=False)
 
 
 def matched(module: nn.Module, given: Mapping[str, Any], path: Any) -> dict[str, Any]:
@@ -121,7 +133,9 @@ def summary(module: nn.Module, checkpoint: Mapping[str, Any], path: Any) -> str:
     own = [clean_name(name) for name in module.state_dict()]
     theirs = [clean_name(name) for name in checkpoint["state_dict"]]
     line = f"{path}: {len(set(own) & set(theirs)):,} of its {len(theirs):,} weights loaded"
-    left = []
+    taken = checkpoint.get(_TAKEN)
+    line += f", of their average {taken}" if taken else ""
+    left = [f"the average {name}" for name in checkpoint.get(AVERAGES, {}) if name != taken]
     if "optimizer_states" in checkpoint:
         name = checkpoint.get("optimizer_class")
         left.append("the optimizer's state" + (f" ({name})" if name else ""))

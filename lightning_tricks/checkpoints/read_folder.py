@@ -19,6 +19,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.averages import AVERAGES, with_average
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_checkpoint
 from lightning_tricks.checkpoints.folder_metadata import SafePlanner, SafeReader, read_metadata
 from lightning_tricks.checkpoints.read_file import load_file, read_file, refused_object
@@ -64,7 +65,11 @@ def _allocate_whole(path: KeyPath, size: torch.Size, dtype: torch.dtype) -> Tens
 
 
 def read_by_name(
-    folder: Path, weights_only: bool | None, allocate: AllocateTensor = _allocate_whole, optimizers: bool = True
+    folder: Path,
+    weights_only: bool | None,
+    allocate: AllocateTensor = _allocate_whole,
+    optimizers: bool = True,
+    averages: bool = True,
 ) -> dict[str, Any]:
     """`read_folder`, but optimizer state is by name as in the folder, and the caller makes the tensors to read into.
 
@@ -75,6 +80,7 @@ def read_by_name(
         weights_only: see `read_folder`.
         allocate: makes a DTensor where this process shall read its shards only; by default each tensor is whole.
         optimizers: whether to read their state.
+        averages: whether to read averages of the weights.
     """
     metadata = read_metadata(check_checkpoint(folder))
     trainer_state = load_file(folder / TRAINER_STATE, weights_only)
@@ -82,7 +88,7 @@ def read_by_name(
     numbers = {key: int(found[1]) for key, path in paths.items() if (found := _OPTIMIZER.fullmatch(str(path[0])))}
     flat: dict[str, Any] = {}
     for key, path in paths.items():
-        if optimizers or key not in numbers:
+        if (optimizers or key not in numbers) and (averages or path[0] != AVERAGES):
             entry = metadata.state_dict_metadata[key]
             is_tensor = isinstance(entry, TensorStorageMetadata)  # an object replaces None when it is read
             flat[key] = allocate(path, entry.size, entry.properties.dtype) if is_tensor else None
@@ -92,6 +98,8 @@ def read_by_name(
     if weights is None:
         raise UsageError(f"{folder} holds no state_dict: it is a checkpoint of another program")
     checkpoint = {**trainer_state, "state_dict": weights}
+    if AVERAGES in tree:
+        checkpoint[AVERAGES] = tree[AVERAGES]
     if "lr_schedulers" in trainer_state:  # otherwise only the weights were saved
         indices = sorted(set(numbers.values())) if optimizers else []
         checkpoint["optimizer_states"] = [tree[f"optimizer_{index}"] for index in indices]
@@ -113,18 +121,34 @@ def _fill(flat: dict[str, Any], folder: Path, metadata: Any, weights_only: bool 
         raise UsageError(f"damaged: {folder} cannot be read ({type(error).__name__}: {reason})") from error
 
 
-def read_without_optimizers(path: Path, weights_only: bool | None) -> tuple[dict[str, Any], Any]:
+def read_without_optimizers(
+    path: Path, weights_only: bool | None, average: str | None = None
+) -> tuple[dict[str, Any], Any]:
     """A checkpoint, file or folder, and a form of it that Lightning's `load_from_checkpoint` can open.
 
+    Args:
+        path: the file or folder.
+        weights_only: see `read_folder`.
+        average: name of an average to take in the place of the weights, see `with_average`.
+
     Returns:
-        The checkpoint, without optimizer state if it is a folder; and the path, or for a folder one file in memory.
+        The checkpoint, without optimizer state if it is a folder; and the path, or where the path is not what is to be
+        opened, one file in memory.
 
     Raises:
-        UsageError: see `verify_checkpoint` and `read_file`.
+        UsageError: see `verify_checkpoint`, `read_file` and `with_average`.
     """
     if not check_checkpoint(path).is_dir():
-        return read_file(path, weights_only), path
-    checkpoint = read_by_name(verify_checkpoint(path), weights_only, optimizers=False)
+        checkpoint = read_file(path, weights_only)
+        if average is None:
+            return checkpoint, path
+    else:
+        folder = verify_checkpoint(path)
+        checkpoint = read_by_name(folder, weights_only, optimizers=False, averages=average is not None)
+    if average is not None:
+        checkpoint = with_average(checkpoint, average, path)
+        checkpoint.pop("optimizer_states", None)
+        checkpoint.pop(AVERAGES)
     file = io.BytesIO()
     torch.save(checkpoint, file)
     file.seek(0)

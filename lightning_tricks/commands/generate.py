@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.averages import with_average
 from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.checkpoints.read_folder import read_by_name
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
@@ -29,12 +30,18 @@ def generate(args: list[str]) -> None:
     """Print the prompt and its continuation, token by token.
 
     Raises:
-        UsageError: there is no complete checkpoint of a LanguageModel at the path; it has no tokenizer; a bad option.
+        UsageError: there is no complete checkpoint of a LanguageModel at the path; it has no tokenizer, or no such
+            average; a bad option.
     """
     options = _parse(args)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     path = verify_checkpoint(options.ckpt_path)
-    checkpoint = read_by_name(path, True, optimizers=False) if path.is_dir() else load_file(path, weights_only=True)
+    if path.is_dir():
+        checkpoint = read_by_name(path, True, optimizers=False, averages=options.average is not None)
+    else:
+        checkpoint = load_file(path, weights_only=True)
+    if options.average is not None:
+        checkpoint = with_average(checkpoint, options.average, path)
     tokenizer, decoder = tokenizer_from_checkpoint(checkpoint), decoder_from_checkpoint(checkpoint)
     prompt = tokenizer.encode(options.prompt)
     if not prompt and tokenizer.eot_id is None:
@@ -72,6 +79,7 @@ def _parse(args: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--ckpt_path", required=True, help="a checkpoint: a file, or a folder of shards")
+    parser.add_argument("--average", help="take this average in place of the weights: ema, tail_average")
     parser.add_argument("--prompt", default="", help="the text to continue; empty (the default): a document's start")
     parser.add_argument("--max_new_tokens", type=int, help=f"default: {DEFAULT_NEW_TOKENS}, or as many as fit")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token; default %(default)s")

@@ -20,14 +20,16 @@ class InitFrom(pl.Callback):
 
     Args:
         path: see `load_weights`, the same for a module without a Trainer.
+        average: name of an average that the checkpoint holds beside its weights, to start from in their place, such as
+            `ema`.
 
     Raises:
         UsageError: when the fit starts: see `load_weights`; a strategy that would not see the weights (DeepSpeed,
             FSDP1, Lightning's ModelParallelStrategy).
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, average: str | None = None) -> None:
+        self.path, self.average = Path(path), average
 
     def check(self) -> None:
         """Refuse a path without weights, before any data are prepared.
@@ -71,7 +73,7 @@ class InitFrom(pl.Callback):
                 strategy.optimizers = optimizers
 
         shards = hasattr(strategy, "shards_modules")
-        checkpoint = read_weights(self.path, read_shards if shards else None)
+        checkpoint = read_weights(self.path, read_shards if shards else None, self.average)
         if hasattr(module, "check_weights"):
             module.check_weights(checkpoint)
         weights = matched(module, checkpoint["state_dict"], self.path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoints.shards import of_file
 
-from lightning_tricks import LanguageModel, TextData
+from lightning_tricks import EMA, LanguageModel, TextData
 from lightning_tricks import __main__ as door
 from lightning_tricks import generate as generate_tokens
 from lightning_tricks._errors import UsageError
@@ -26,7 +26,7 @@ def trained(request, tmp_path_factory, text_file):
     model = LanguageModel(config, optimizer=lambda groups: torch.optim.AdamW(groups, lr=3e-3))
     data = TextData([text_file], vocab_size=300, seq_len=32, cache_dir=str(folder / "cache"), val_fraction=0.5)
     trainer = pl.Trainer(
-        max_steps=5, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_steps=5, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[EMA(decay=0.5)], enable_progress_bar=False,
         enable_model_summary=False, limit_val_batches=0,
     )  # fmt: skip
     trainer.fit(model, datamodule=data)

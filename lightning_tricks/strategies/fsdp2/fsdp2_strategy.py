@@ -17,6 +17,7 @@ from lightning_tricks._find_modules import match_modules, repeated_blocks
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer import is_a, set_device_mesh
 from lightning_tricks.checkpoints import AtomicCheckpointIO
+from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.read_file import read_file
 from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.strategies.agreement import on_rank_0
@@ -262,6 +263,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         path = self.broadcast(filepath)
         if not self._save_distributed_checkpoint:
             self._checkpoint_io = self._checkpoint_io or AtomicCheckpointIO()
+            if AVERAGES in checkpoint:
+                checkpoint = {**checkpoint, AVERAGES: self._to_save(checkpoint[AVERAGES])}
             on_rank_0(lambda: self.checkpoint_io.save_checkpoint(checkpoint, path))
         elif "://" in str(path):
             raise UsageError(f"{path}: shards go to a file system; set save_distributed_checkpoint to False")

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
+from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
 from lightning_tricks.checkpoints.checksummed_file import open_checksummed
 from lightning_tricks.checkpoints.record import checksum_of, save_with_record
@@ -25,9 +26,12 @@ def shards_to_save(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     shards = {"state_dict": checkpoint["state_dict"]}
     states = checkpoint.get("optimizer_states", [])
     shards |= {f"optimizer_{number}": state for number, state in enumerate(states)}
+    shards |= {AVERAGES: checkpoint[AVERAGES]} if AVERAGES in checkpoint else {}
     if dist.get_rank() != 0:
         return _only_sharded(shards), {}
-    return shards, {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    return shards, {
+        key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states", AVERAGES)
+    }
 
 
 def _only_sharded(tree: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks._lightning import rank_zero_warn
+from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.read_folder import KeyPath, by_index, read_by_name
 from lightning_tricks.strategies.agreement import on_all_ranks
 
@@ -76,8 +77,8 @@ def read_shards(folder: Path, module: nn.Module, optimizers: bool, weights_only:
 
     def allocate(path: KeyPath, size: torch.Size, dtype: torch.dtype) -> Tensor:
         # .../state/NAME/exp_avg belongs to a parameter; state of another shape, such as `step`, is not sharded
-        if path[0] in ("state_dict", "model"):
-            like = weights.get(clean_name(str(path[1])))
+        if path[0] in ("state_dict", "model", AVERAGES):
+            like = weights.get(clean_name(str(path[-1])))
         else:
             like = parameters.get(str(path[2])) if path[1] == "state" else None
         if isinstance(like, DTensor) and like.shape == size:

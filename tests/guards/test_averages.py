@@ -1,0 +1,437 @@
+"""EMA and TailAverage: values by hand, training as without them, the weights back after every validation, resumes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks import EMA, InitFrom, SafeCheckpoint, TailAverage
+from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights
+from lightning_tricks.guards.averages.averaged_weights import AveragedWeights
+from lightning_tricks.guards.averages.ema import decay_at
+from lightning_tricks.precision import BF16True
+
+
+class Counter(pl.LightningModule):
+    """Its weight is the number of optimizer steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.seen: dict[int, float] = {}  # the weight in validation, by step
+
+    def training_step(self, batch, batch_idx):
+        return -self.weight.sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.seen[self.trainer.global_step] = self.weight[0].item()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Net(pl.LightningModule):
+    """Dropout, batch norm, tied weights and a frozen parameter; what is seen in validation, test and predict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.losses: list[float] = []
+        self.seen: list[Any] = []
+        self.act: Any = lambda: None  # in the last batch of a validation
+
+    def forward(self, batch):
+        return self.last(torch.dropout(self.norm(self.first(batch)), 0.1, self.training)) * self.frozen
+
+    def training_step(self, batch, batch_idx):
+        loss = (self(batch.float()) - batch.roll(1, 1)).pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(copy_of(self))
+        self.log("val/loss", self(batch).pow(2).mean())
+        self.act()
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=0.05)
+
+
+class Manual(Net):
+    """Two optimizers, and two micro-batches a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([p], lr=0.1) for p in (self.first.weight, self.last.bias)]
+
+
+class Predicting(Net):
+    def predict_step(self, batch, batch_idx):
+        self.seen.append(copy_of(self))
+
+
+def copy_of(module):
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def data(count=24):
+    rows = torch.randn(count, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(rows, batch_size=4)
+
+
+def trainer_of(*callbacks, steps=10, **options):
+    options = {"val_check_interval": 2, "num_sanity_val_steps": 1, "limit_val_batches": 1, **options}
+    options["plugins"] = [AtomicCheckpointIO(), *options.get("plugins", [])]
+    return pl.Trainer(
+        max_steps=steps, accelerator="cpu", logger=False, callbacks=list(callbacks), enable_progress_bar=False,
+        enable_checkpointing=any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks),
+        enable_model_summary=False, **{"devices": 1, **options},
+    )  # fmt: skip
+
+
+def fit(module, *callbacks, ckpt_path=None, **options):
+    trainer = trainer_of(*callbacks, **options)
+    torch.manual_seed(1)
+    trainer.fit(module, data(), data(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def average_of(callback):
+    """The first weight's average, term by term."""
+    return {term: average[0].clone() for term, average in callback.terms.items()}
+
+
+# ---- the values
+
+
+def test_an_ema_moves_by_its_decay_after_each_step():
+    module = Counter()
+    fit(module, EMA(decay=0.5, warmup=False), steps=4, val_check_interval=1)
+    # 0, then half of the way to 1, 2, 3, 4
+    assert module.seen == {0: 0.0, 1: 0.5, 2: 1.25, 3: 2.125, 4: 3.0625}
+    assert module.weight.tolist() == [4.0] * 3
+
+
+def test_the_decay_grows_from_a_tenth_to_its_value():
+    assert [decay_at(update, 0.999, True) for update in (0, 1, 8)] == [1 / 10, 2 / 11, 9 / 18]
+    assert decay_at(8989, 0.999, True) < 0.999
+    assert decay_at(8990, 0.999, True) == decay_at(0, 0.999, False) == 0.999
+    module = Counter()
+    fit(module, EMA(), steps=2, val_check_interval=1)
+    assert module.seen[1] == pytest.approx(0.9)
+    assert module.seen[2] == pytest.approx(0.9 * 2 / 11 + 2 * 9 / 11)
+
+
+def test_a_horizon_is_another_word_for_the_decay():
+    assert EMA(horizon_steps=150).decay == 1 - 1 / 150
+
+
+def test_a_blend_mixes_the_average_with_the_weights():
+    module = Counter()
+    fit(module, EMA(decay=0.5, warmup=False, blend=0.25), steps=2, val_check_interval=1)
+    assert module.seen == {0: 0.0, 1: 0.875, 2: 0.25 * 1.25 + 0.75 * 2}
+
+
+def test_a_tail_average_ends_as_the_mean_over_the_last_steps():
+    module = Counter()
+    fit(module, TailAverage(horizon_steps=4), steps=10, val_check_interval=1)
+    # windows end at 2, 6 and 10; until 2 the mean since the start, between 6 and 10 from one mean towards the other
+    means = {0: 0, 1: 1, 2: 1.5, 6: 4.5, 7: 0.75 * 4.5 + 0.25 * 7, 8: 0.5 * 4.5 + 0.5 * 7.5, 10: 8.5}
+    assert {step: module.seen[step] for step in means} == pytest.approx(means)
+
+
+def test_a_tail_average_may_take_in_every_second_step_only():
+    module = Counter()
+    fit(module, TailAverage(horizon_steps=4, every_n_steps=2, blend=0.5), steps=8, val_check_interval=1)
+    means = {1: 0, 2: 2, 3: 2, 4: 3, 6: 0.5 * 3 + 0.5 * 6, 7: 4.5, 8: 7}
+    assert {step: module.seen[step] for step in means} == pytest.approx(
+        {step: 0.5 * step + 0.5 * mean for step, mean in means.items()}
+    )
+
+
+def test_a_window_without_nan_does_not_hear_of_an_earlier_one():
+    module = nn.Linear(2, 2)
+    weights = AveragedWeights(module)
+    average = weights.copies()
+    average[0].fill_(torch.nan)
+    weights.move(average, 1.0)
+    assert torch.equal(average[0], module.weight)
+
+
+def test_the_average_of_bf16_weights_is_kept_in_fp32_and_moves():
+    module = nn.Linear(8, 8).bfloat16()
+    nn.init.ones_(module.weight)
+    weights = AveragedWeights(module)
+    average = weights.copies()
+    nn.init.constant_(module.weight, 1.5)
+    for _ in range(1000):
+        weights.move(average, 0.001)
+    assert average[0].dtype == torch.float32
+    assert average[0][0, 0].item() == pytest.approx(1.5 - 0.5 * 0.999**1000, rel=1e-5)
+
+
+def test_large_weights_of_bf16_are_copied_a_part_at_a_time(monkeypatch):
+    from lightning_tricks.guards.averages import averaged_weights
+
+    monkeypatch.setattr(averaged_weights, "_BUCKET_BYTES", 4 * 64)
+    module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)), nn.Linear(9, 9, bias=False)).bfloat16()
+    weights = AveragedWeights(module)
+    assert [len(bucket) for bucket in weights._buckets] == [1, 1, 1, 1]
+    average = weights.copies()
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    weights.move(average, 1.0)
+    assert all(not tensor.any() for tensor in average)
+
+
+# ---- training goes on as without it
+
+KINDS = {
+    "ema": lambda: EMA(decay=0.9),
+    "blend": lambda: EMA(decay=0.9, blend=0.6),
+    "tail": lambda: TailAverage(horizon_steps=3),
+    "only_saved": lambda: EMA(decay=0.9, validate=False),
+}
+
+
+@pytest.mark.parametrize("plugin", [None, BF16True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_that_without_it_to_the_bit_and_validation_is_not(kind, plugin):
+    plain, averaged = Net(), Net()
+    plugins = {"plugins": [plugin()]} if plugin else {}
+    fit(plain, **plugins)
+    numbers = torch.rand(4)
+    trainer = fit(averaged, KINDS[kind](), **plugins)
+    assert averaged.losses == plain.losses
+    assert same(copy_of(averaged), copy_of(plain))
+    assert torch.equal(torch.rand(4), numbers)
+    assert [same(a, b) for a, b in zip(averaged.seen[1:], plain.seen[1:], strict=True)] == [kind == "only_saved"] * 5
+    name = "tail_average" if kind == "tail" else "ema"
+    share = trainer.callback_metrics.get(f"val/{name}_share")
+    assert share == {"blend": 0.6, "only_saved": None}.get(kind, 1.0) or float(share) == pytest.approx(0.6)
+
+
+def test_what_is_averaged_are_trained_weights_and_running_statistics_under_all_of_their_names():
+    weights = AveragedWeights(Net())
+    assert sorted(weights.names) == [
+        ["first.bias"], ["first.weight", "last.weight"], ["last.bias"], ["norm.bias"], ["norm.running_mean"],
+        ["norm.running_var"], ["norm.weight"],
+    ]  # fmt: skip
+
+
+def test_several_optimizers_that_accumulate_by_themselves_move_it_once_a_step():
+    module, ema = Manual(), EMA()
+    fit(module, ema, steps=6)
+    assert ema._updates == 3
+    assert ema.step == 6
+
+
+def test_test_predict_and_a_later_validation_use_the_average_and_leave_the_weights():
+    module, ema = Predicting(), EMA(decay=0.9)
+    trainer = fit(module, ema)
+    before, average = copy_of(module), average_of(ema)["mean"]
+    for run in (trainer.validate, trainer.test, trainer.predict):
+        module.seen.clear()
+        run(module, data(), **({} if run == trainer.predict else {"verbose": False}))
+        assert all(torch.equal(seen["first.weight"], average) for seen in module.seen)
+        assert module.seen
+        assert same(copy_of(module), before)
+        assert torch.equal(average_of(ema)["mean"], average)
+    other = Predicting()
+    trainer.validate(other, data(), verbose=False)  # has no average
+    assert same(other.seen[0], copy_of(other))
+    assert trainer.callback_metrics["val/ema_share"] == 0
+
+
+@pytest.mark.parametrize("kind", ["ema", "blend"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_weights_are_back_after_an_exception_in_validation(kind, error):
+    module, callback = Net(), KINDS[kind]()
+
+    def fail():
+        if module.trainer.global_step == 4:
+            raise error("in validation")
+
+    module.act = fail
+    with pytest.raises((error, SystemExit)):
+        fit(module, callback)
+    plain = Net()
+    fit(plain, steps=4)
+    assert same(copy_of(module), copy_of(plain))
+    unbroken = KINDS[kind]()
+    fit(Net(), unbroken, steps=4)
+    assert torch.equal(average_of(callback)["mean"], average_of(unbroken)["mean"])
+    assert "save_checkpoint" not in vars(module.trainer)
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("kind", ["ema", "blend", "tail"])
+def test_a_checkpoint_holds_the_weights_and_the_average_beside_them_whenever_it_is_saved(kind, tmp_path):
+    module, plain = Net(), Net()
+    during = []
+
+    def save():
+        if module.trainer.global_step == 4:
+            during.append(copy_of(module))
+            module.trainer.save_checkpoint(tmp_path / "in_validation.ckpt")
+            during.append(copy_of(module))
+
+    module.act = save
+    fit(module, KINDS[kind](), SafeCheckpoint(tmp_path, every_n_train_steps=4), steps=8)
+    fit(plain, steps=4)
+    for name in ("in_validation.ckpt", "step=4.ckpt"):
+        assert same(torch.load(tmp_path / name)["state_dict"], copy_of(plain))
+        loaded = Net()
+        average = "tail_average" if kind == "tail" else "ema"
+        line = load_weights(loaded, tmp_path / name, average=average)
+        assert f"10 of its 10 weights loaded, of their average {average}; left out: the optimizer's state" in line
+        assert same(copy_of(loaded), during[0])
+    assert same(*during)
+
+
+class SavesEarly(pl.Callback):
+    """Saves in front of the callbacks behind it."""
+
+    def __init__(self, path: Any, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("plugin", [None, BF16True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["ema", "tail"])
+def test_a_resumed_run_has_the_average_of_the_unbroken_one_to_the_bit(kind, plugin, tmp_path):
+    options = {"steps": 12, "plugins": [plugin()] if plugin else []}
+    unbroken, whole = Net(), KINDS[kind]()
+    fit(unbroken, SavesEarly(tmp_path / "early.ckpt", 6), whole, SafeCheckpoint(tmp_path, 6), **options)
+    one, other = (torch.load(tmp_path / name)["averages"] for name in ("early.ckpt", "step=6.ckpt"))
+    assert str(one) == str(other)
+    module, resumed = Net(), KINDS[kind]()
+    saver = SafeCheckpoint(tmp_path / "resumed")  # puts the random state back
+    fit(module, resumed, saver, ckpt_path=tmp_path / "step=6.ckpt", **options)
+    assert same(copy_of(module), copy_of(unbroken))
+    assert (resumed.progress(), resumed.parts) == (whole.progress(), whole.parts)
+    for term, average in whole.terms.items():
+        assert all(torch.equal(a, b) for a, b in zip(average, resumed.terms[term], strict=True)), term
+    assert all(same(a, b) for a, b in zip(module.seen, unbroken.seen[-3:], strict=True))
+
+
+def test_a_validation_of_a_checkpoint_uses_its_average(tmp_path):
+    module, ema = Net(), EMA(decay=0.9)
+    fit(module, ema, SafeCheckpoint(tmp_path))
+    other = Net()
+    trainer_of(EMA()).validate(other, data(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert torch.equal(other.seen[0]["first.weight"], average_of(ema)["mean"])
+    assert same(copy_of(other), copy_of(module))
+
+
+def test_a_new_run_may_begin_with_the_average(tmp_path):
+    module, ema = Net(), EMA(decay=0.9)
+    fit(module, ema, SafeCheckpoint(tmp_path))
+    started = Net()
+    fit(started, InitFrom(tmp_path / "last.ckpt", average="ema"), EMA(), steps=1, val_check_interval=1)
+    expected = Net()
+    load_weights(expected, tmp_path / "last.ckpt", "ema")
+    fit(expected, steps=1)
+    assert same(copy_of(started), copy_of(expected))
+    assert started.losses == expected.losses
+
+
+def test_a_checkpoint_without_an_average_begins_one_and_says_so(tmp_path):
+    fit(Net(), SafeCheckpoint(tmp_path), steps=4)
+    ema = EMA(decay=0.9)
+    with pytest.warns(UserWarning, match=r"EMA: the checkpoint .*last.ckpt holds no average: it begins with the weigh"):
+        fit(Net(), ema, ckpt_path=tmp_path / "last.ckpt", steps=6)
+    assert ema._updates == 2
+    with pytest.raises(UsageError, match=r"^average=ema: .*last.ckpt holds no such .*: it was saved without one$"):
+        load_weights(Net(), tmp_path / "last.ckpt", average="ema")
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EMA(decay=1.0), "EMA: decay=1.0: give a number between 0 and 1, such as 0.999"),
+        (lambda: EMA(decay=-0.5), "EMA: decay=-0.5: give"),
+        (lambda: EMA(horizon_steps=1), "EMA: horizon_steps=1: give more than 1 step"),
+        (lambda: EMA(decay=0.9, horizon_steps=9), "EMA: decay=0.9 and horizon_steps=9 say the same: give one of them"),
+        (lambda: EMA(blend=0), "EMA: blend=0: give a share of the average, above 0, up to 1"),
+        (lambda: TailAverage(blend=1.5), "TailAverage: blend=1.5: give a share"),
+        (lambda: TailAverage(horizon_steps=0), "TailAverage: horizon_steps=0: give at least 1"),
+        (lambda: TailAverage(100, 30), "TailAverage: every_n_steps=30 does not divide horizon_steps=100: give a div"),
+        (lambda: TailAverage(100, 0), "TailAverage: every_n_steps=0 does not divide"),
+    ],
+)
+def test_a_wrong_option_is_one_line(make, message):
+    with pytest.raises(UsageError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+
+
+def test_two_that_would_have_one_name_or_both_validate_are_refused():
+    with pytest.raises(UsageError, match=r"^EMA: the Trainer has two, whose averages would have one name: remove one$"):
+        fit(Net(), EMA(), EMA(decay=0.9, validate=False))
+    with pytest.raises(UsageError, match=r"^EMA: validate=True, and TailAverage would validate with its average too"):
+        fit(Net(), EMA(), TailAverage())
+    module = Net()
+    fit(module, EMA(), TailAverage(validate=False), steps=2)
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"])
+def test_a_strategy_with_weights_in_another_form_is_refused(name):
+    strategy = type(f"My{name}", (type(name, (), {}),), {})()
+    with pytest.raises(UsageError, match=rf"^EMA: My{name} keeps weights in a form that cannot be averaged and saved"):
+        EMA().setup(SimpleNamespace(strategy=strategy, callbacks=[]), Net(), "fit")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda saved: saved.pop("last.bias"), "an average of 'last.bias' (4,), which is trained here, and has none: "),
+        (
+            lambda saved: saved.update({"last.bias": torch.ones(2)}),
+            "'last.bias' (4,), which is trained here, and has o",
+        ),
+    ],
+)
+def test_an_average_of_other_weights_is_refused_by_name(change, words, tmp_path):
+    fit(Net(), EMA(), SafeCheckpoint(tmp_path), steps=2)
+    checkpoint = torch.load(tmp_path / "last.ckpt")
+    change(checkpoint["averages"]["ema"]["weights"]["mean"])
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    with pytest.raises(UsageError) as caught:
+        fit(Net(), EMA(), ckpt_path=tmp_path / "other.ckpt", steps=4)
+    assert str(caught.value).startswith(f"ckpt_path={tmp_path / 'other.ckpt'}: it should have ")
+    assert words in str(caught.value)
+    with pytest.raises(UsageError, match=r"^average=emma: .* holds no such average of the weights: it holds ema$"):
+        load_weights(Net(), tmp_path / "last.ckpt", average="emma")
