@@ -6,11 +6,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from checkpoints.saved import assert_same
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.callbacks import EMA, InitFrom, SafeCheckpoint, TailAverage
+from lightning_tricks.callbacks import EMA, ExactResume, InitFrom, SafeCheckpoint, TailAverage
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights
 from lightning_tricks.guards.averages.averaged_weights import AveragedWeights
 from lightning_tricks.guards.averages.ema import decay_at
@@ -329,14 +330,13 @@ class SavesEarly(pl.Callback):
 @pytest.mark.parametrize("plugin", [None, BF16True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["ema", "tail"])
 def test_a_resumed_run_has_the_average_of_the_unbroken_one_to_the_bit(kind, plugin, tmp_path):
-    options = {"steps": 12, "plugins": [plugin()] if plugin else []}
-    unbroken, whole = Net(), KINDS[kind]()
-    fit(unbroken, SavesEarly(tmp_path / "early.ckpt", 6), whole, SafeCheckpoint(tmp_path, 6), **options)
-    one, other = (torch.load(tmp_path / name)["averages"] for name in ("early.ckpt", "step=6.ckpt"))
-    assert str(one) == str(other)
+    options = {"plugins": [plugin()] if plugin else []}
+    unbroken, whole, saver = Net(), KINDS[kind](), SafeCheckpoint(tmp_path, every_n_train_steps=5)
+    fit(unbroken, SavesEarly(tmp_path / "early.ckpt", 5), ExactResume(), whole, saver, **options)
+    one, other = (torch.load(tmp_path / name)["averages"] for name in ("early.ckpt", "step=5.ckpt"))
+    assert_same(one, other)
     module, resumed = Net(), KINDS[kind]()
-    saver = SafeCheckpoint(tmp_path / "resumed")  # puts the random state back
-    fit(module, resumed, saver, ckpt_path=tmp_path / "step=6.ckpt", **options)
+    fit(module, ExactResume(), resumed, ckpt_path=tmp_path / "step=5.ckpt", **options)
     assert same(copy_of(module), copy_of(unbroken))
     assert (resumed.progress(), resumed.parts) == (whole.progress(), whole.parts)
     for term, average in whole.terms.items():
@@ -351,6 +351,13 @@ def test_a_validation_of_a_checkpoint_uses_its_average(tmp_path):
     trainer_of(EMA()).validate(other, data(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
     assert torch.equal(other.seen[0]["first.weight"], average_of(ema)["mean"])
     assert same(copy_of(other), copy_of(module))
+
+
+def test_a_run_that_was_done_keeps_the_average_of_its_checkpoint(tmp_path):
+    fit(Net(), EMA(decay=0.9), SafeCheckpoint(tmp_path), steps=2)
+    trainer = fit(Net(), EMA(decay=0.9), ckpt_path=tmp_path / "last.ckpt", steps=2)
+    trainer.save_checkpoint(tmp_path / "again.ckpt")
+    assert_same(*(torch.load(tmp_path / name)["averages"] for name in ("last.ckpt", "again.ckpt")))
 
 
 def test_a_new_run_may_begin_with_the_average(tmp_path):

@@ -75,6 +75,7 @@ class EMA(WeightAverage):
         super().__init__(blend, validate)
         self.decay = decay if horizon_steps is None else 1 - 1 / horizon_steps
         self.horizon_steps, self.warmup = horizon_steps, warmup
+        self._updates = 0  # of the average
 
     def begin(self, trainer: Any) -> None:
         """Begin with the weights as they are."""

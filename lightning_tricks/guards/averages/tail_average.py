@@ -59,13 +59,14 @@ class TailAverage(WeightAverage):
             )
         super().__init__(blend, validate)
         self.horizon_steps, self.every_n_steps = horizon_steps, every_n_steps
+        self._taken = self._windows = 0  # weights in the running window, windows that have ended
 
     def begin(self, trainer: Any) -> None:
         """Begin with the weights as they are, which count until the first are taken in."""
         assert self.weights is not None
         self.terms = {_LAST: self.weights.copies(), _RUNNING: self.weights.copies()}
         self.parts = {_LAST: 1.0}
-        self._taken, self._windows = 0, 0  # weights in the running window; windows that have ended
+        self._taken = self._windows = 0
 
     def advance(self, trainer: Any) -> None:
         """Take in the weights if it is their turn, and end the window where it ends."""

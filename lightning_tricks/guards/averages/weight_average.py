@@ -135,6 +135,8 @@ class WeightAverage(pl.Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Add the average, beside the weights that are trained."""
         if self.weights is None:
+            if self._loaded is not None:  # of a run that has nothing left to train
+                checkpoint.setdefault(AVERAGES, {})[self.NAME] = self._loaded
             return
         if trainer.state.fn == "fit":
             self._catch_up(trainer)  # a callback in front of this one may save

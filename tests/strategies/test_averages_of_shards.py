@@ -1,0 +1,226 @@
+"""EMA and TailAverage of a sharded module: each rank averages its shards, and any other layout goes on with them."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import two_processes
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
+from foreign import PLUGINS, CausalLM, rows
+
+from lightning_tricks.callbacks import EMA, InitFrom, SafeCheckpoint, TailAverage
+from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, read_folder
+from lightning_tricks.guards.averages.swap import Swap, drop_gathered
+from lightning_tricks.strategies import FSDP2Strategy
+
+AVERAGES = {
+    "ema": lambda: EMA(decay=0.8),
+    "tail_average": lambda: TailAverage(horizon_steps=4),
+}
+
+
+class Model(CausalLM):
+    """Tied weights; keeps the losses of validations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.lm_head.weight = self.model.model.embed_tokens.weight
+        self.validated: list[float] = []
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.model(input_ids=batch, labels=batch).loss
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        self.validated.append(loss.item())
+
+
+def fit(*callbacks, world: int = 1, rank: int = 0, strategy: Any = None, plugin: str | None = None, **options: Any):
+    """Train to step six, with a validation after each third one, where an epoch ends."""
+    model, steps = Model(), options.pop("steps", 6)
+    given = [PLUGINS[plugin]()] if plugin else []
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, max_steps=steps, logger=False, strategy=strategy or "auto",
+        plugins=given if strategy else [*given, AtomicCheckpointIO()], limit_val_batches=1,
+        callbacks=list(callbacks), enable_checkpointing=any(isinstance(c, SafeCheckpoint) for c in callbacks),
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(model, rows(rank, world), rows(rank, world), **options)
+    drop_gathered(model)  # by the last validation
+    return model, trainer
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def averages_of(callback: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Every average, gathered, by term and name."""
+    return {
+        term: {name: whole(value) for name, value in callback.weights.by_name(average).items()}
+        for term, average in callback.terms.items()
+    }
+
+
+def shards_of(callback: Any) -> list[torch.Tensor]:
+    return [tensor for average in callback.terms.values() for tensor in average]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Recorder(pl.Callback):
+    """The gathered weights after each step."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, torch.Tensor]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        self.found.append({name: whole(value) for name, value in pl_module.named_parameters()})
+
+
+class Start(pl.Callback):
+    """The average before the first step."""
+
+    def on_train_start(self, trainer, pl_module):
+        average = trainer.callbacks[0]
+        self.found, self.progress = averages_of(average), average.progress()
+
+
+def trained_by_two(rank: int, folder: Path, expected: dict[str, Any]) -> None:
+    plain, _ = fit(world=2, rank=rank, strategy=FSDP2Strategy())
+    for kind, (averages, validated) in expected.items():
+        callback, recorder = AVERAGES[kind](), Recorder()
+        saver = SafeCheckpoint(folder / kind, every_n_train_steps=3, keep_last=9)
+        model, _ = fit(callback, recorder, saver, world=2, rank=rank, strategy=FSDP2Strategy())
+        assert model.losses == plain.losses, "the average has changed the training"
+        assert equal([p.to_local() for p in model.parameters()], [p.to_local() for p in plain.parameters()])
+        assert model.validated == pytest.approx(validated, rel=1e-5)
+        assert model.validated[1:] != plain.validated[1:]
+        for term, found in averages_of(callback).items():
+            for name, value in found.items():
+                torch.testing.assert_close(value, averages[term][name], rtol=1e-4, atol=1e-5, msg=f"{kind} {name}")
+        if kind == "ema":  # the same arithmetic on the whole weights of each step
+            for name, average in averages_of(callback)["mean"].items():
+                if name != "model.lm_head.weight":
+                    by_hand = expected_ema(recorder.found, name)
+                    torch.testing.assert_close(average, by_hand, rtol=1e-6, atol=1e-8)
+        held, numbers = sum(t.numel() for t in shards_of(callback)), sum(p.numel() for p in model.parameters())
+        assert held <= 0.6 * numbers * len(callback.terms), "each rank averages its own shards"
+        swap = Swap(callback.weights, callback.terms, callback._shares())
+        with CommDebugMode() as communication:
+            callback.weights.move(next(iter(callback.terms.values())), 0.1)
+            swap.enter()
+            swap.leave()
+        assert communication.get_total_counts() == 0
+        resumed = AVERAGES[kind]()
+        path = folder / kind / "step=3.ckpt"
+        other, _ = fit(resumed, world=2, rank=rank, strategy=FSDP2Strategy(), ckpt_path=path)
+        assert (other.losses, other.validated) == (model.losses[3:], model.validated[2:])
+        assert equal(shards_of(resumed), shards_of(callback)), f"{kind}: the resumed average differs"
+        assert (resumed.progress(), resumed.parts) == (callback.progress(), callback.parts)
+
+
+START: dict[str, torch.Tensor] = {name: p.detach().clone() for name, p in Model().named_parameters()}
+
+
+def expected_ema(weights: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:
+    average = START[name].clone()
+    for update, found in enumerate(weights):
+        average.lerp_(found[name], 1 - min(0.8, (1 + update) / (10 + update)))
+    return average
+
+
+def other_layouts_of_two(rank: int, folder: Path) -> None:
+    """One file, the background, bf16 and fp8 weights, and a new run that begins with the average."""
+    for name, strategy, plugin, io in (
+        ("file", {"save_distributed_checkpoint": False}, None, None),
+        ("background", {}, None, AtomicCheckpointIO(asynchronous=True)),
+        ("bf16", {}, "bf16_true", None),
+        ("fp8", {}, "fp8_tensorwise", None),
+    ):
+        ema, saver = EMA(decay=0.8), SafeCheckpoint(folder / name, every_n_train_steps=3, asynchronous=bool(io))
+        model, _ = fit(ema, saver, world=2, rank=rank, strategy=FSDP2Strategy(**strategy), plugin=plugin)
+        if plugin:
+            plain, _ = fit(world=2, rank=rank, strategy=FSDP2Strategy(), plugin=plugin)
+            assert model.losses == plain.losses, name
+            assert model.validated[1:] != plain.validated[1:], name
+        assert all(average.dtype == torch.float32 for average in shards_of(ema))
+        resumed = EMA(decay=0.8)
+        path = folder / name / "step=3.ckpt"
+        fit(resumed, world=2, rank=rank, strategy=FSDP2Strategy(), plugin=plugin, ckpt_path=path)
+        assert equal(shards_of(resumed), shards_of(ema)), name
+        save(rank, folder / name / "expected.pt", averages_of(ema)["mean"])
+    started, look = EMA(), Recorder()
+    init_from = InitFrom(folder / "background" / "last.ckpt", average="ema")
+    fit(started, init_from, look, world=2, rank=rank, strategy=FSDP2Strategy(), steps=1)
+    save(rank, folder / "started.pt", look.found[0])
+
+
+def save(rank: int, path: Path, content: Any) -> None:
+    if rank == 0:
+        torch.save(content, path)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """What one process has averaged and validated, and the folders of two that did the same."""
+    folder, expected = tmp_path_factory.mktemp("averages"), {}
+    for kind, make in AVERAGES.items():
+        callback = make()
+        model, _ = fit(callback)
+        expected[kind] = (averages_of(callback), model.validated)
+    two_processes.run(trained_by_two, folder, expected)
+    return folder
+
+
+@pytest.mark.slow
+def test_two_ranks_average_their_shards_to_what_one_process_has_and_resume_to_the_bit(written):
+    assert {path.name for path in (written / "ema").iterdir()} == {"step=3.ckpt", "step=6.ckpt", "last.ckpt"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [None, FSDP2Strategy], ids=["plain", "fsdp2"])
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_one_process_goes_on_with_the_averages_of_two(written, kind, strategy):
+    path = written / kind / "step=3.ckpt"
+    there = read_folder(path)["averages"]["tail_average" if kind == "tail_average" else "ema"]
+    here, start = AVERAGES[kind](), Start()
+    fit(here, start, strategy=strategy() if strategy else None, ckpt_path=path, steps=4)
+    for term, found in start.found.items():
+        assert equal(list(found.values()), [there["weights"][term][name] for name in found])
+    assert start.progress == there["progress"]
+
+
+@pytest.mark.slow
+def test_a_model_takes_the_average_from_a_folder_in_place_of_its_weights(written):
+    model, path = Model(), written / "ema" / "last.ckpt"
+    line = load_weights(model, path, average="ema")
+    assert line.startswith(f"{path}: 21 of its 21 weights loaded, of their average ema; left out: ")
+    found = read_folder(path)
+    assert equal(
+        list(model.state_dict().values()), [found["averages"]["ema"]["weights"]["mean"][n] for n in model.state_dict()]
+    )
+    assert not equal(list(model.state_dict().values()), list(found["state_dict"].values()))
+
+
+@pytest.mark.slow
+def test_a_file_the_background_bf16_and_fp8_hold_the_average_too(tmp_path):
+    two_processes.run(other_layouts_of_two, tmp_path)
+    for name in ("file", "background", "bf16", "fp8"):
+        checkpoint = AtomicCheckpointIO().load_checkpoint(tmp_path / name / "last.ckpt")
+        found, expected = checkpoint["averages"]["ema"]["weights"]["mean"], torch.load(tmp_path / name / "expected.pt")
+        assert found.keys() == expected.keys()
+        assert equal(list(found.values()), list(expected.values())), name
+        assert all(type(value) is torch.Tensor for value in found.values()), name
+    one, _ = fit(InitFrom(tmp_path / "background" / "last.ckpt", average="ema"), steps=1)
+    for name, value in torch.load(tmp_path / "started.pt").items():
+        torch.testing.assert_close(dict(one.named_parameters())[name].detach(), value, rtol=1e-4, atol=1e-5)
