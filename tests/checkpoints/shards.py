@@ -26,4 +26,5 @@ def of_file(file: Path, folder: Path, module: nn.Module) -> Path:
     rest = torch.load(file, weights_only=False)
     names = [name for name, _ in module.named_parameters()]
     states = {f"optimizer_{i}": named(state, names) for i, state in enumerate(rest.pop("optimizer_states"))}
-    return write_shards(folder, {"state_dict": rest.pop("state_dict"), **states}, rest)
+    averages = {"averages": rest.pop("averages")} if "averages" in rest else {}
+    return write_shards(folder, {"state_dict": rest.pop("state_dict"), **states, **averages}, rest)

@@ -26,8 +26,8 @@ def trained(request, tmp_path_factory, text_file):
     model = LanguageModel(config, optimizer=lambda groups: torch.optim.AdamW(groups, lr=3e-3))
     data = TextData([text_file], vocab_size=300, seq_len=32, cache_dir=str(folder / "cache"), val_fraction=0.5)
     trainer = pl.Trainer(
-        max_steps=5, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[EMA(decay=0.5)], enable_progress_bar=False,
-        enable_model_summary=False, limit_val_batches=0,
+        max_steps=5, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, limit_val_batches=0, callbacks=[EMA(decay=0.5)],
     )  # fmt: skip
     trainer.fit(model, datamodule=data)
     trainer.save_checkpoint(folder / "run.ckpt")
@@ -63,6 +63,26 @@ def test_a_folder_of_shards_writes_what_the_file_writes(trained, tmp_path, capsy
     _, model, path = trained
     folder = of_file(path, tmp_path / "folder.ckpt", model)
     assert run(capsys, "--ckpt_path", folder) == run(capsys, "--ckpt_path", path)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_the_average_writes_in_place_of_the_weights(trained, tmp_path, capsys, kind):
+    data, model, path = trained
+    checkpoint = torch.load(path, weights_only=True)
+    if kind == "folder":
+        path = of_file(path, tmp_path / "folder.ckpt", model)
+    loaded = LanguageModel.load_from_checkpoint(path, average="ema")
+    averages = checkpoint["averages"]["ema"]["weights"]["mean"]
+    assert all(torch.equal(weight, averages[name]) for name, weight in loaded.named_parameters())
+    assert any(not torch.equal(weight, averages[name]) for name, weight in model.named_parameters())
+    prompt = data.tokenizer.encode("def parse").ids
+    ids = [int(token) for token in generate_tokens(loaded.eval().decoder, torch.tensor([prompt]), 8)]
+    options = ("--prompt", "def parse", "--temperature", "0", "--max_new_tokens", 8)
+    printed = run(capsys, "--ckpt_path", path, "--average", "ema", *options)
+    ids = ids[: ids.index(data.eot_id)] if data.eot_id in ids else ids
+    assert printed == data.tokenizer.decode([*prompt, *ids]) + "\n"
+    with pytest.raises(UsageError, match=r"^average=tail_average: .* holds no such average.*: it holds ema$"):
+        door.run(["generate", "--ckpt_path", str(path), "--average", "tail_average"])
 
 
 def test_without_a_prompt_it_starts_a_document(trained, capsys):

@@ -140,7 +140,7 @@ def expected_ema(weights: list[dict[str, torch.Tensor]], name: str) -> torch.Ten
 
 
 def other_layouts_of_two(rank: int, folder: Path) -> None:
-    """bf16 weights in one file; fp8 weights in a folder that is written in the background; a run that begins anew."""
+    """bf16 weights in one file; fp8 weights in a folder that is written in the background; DDP; a new run."""
     for name, whole_file, plugin in (("file", True, "bf16_true"), ("background", False, "fp8_tensorwise")):
         shared = {"world": 2, "rank": rank, "plugin": plugin}
         ema, saver = EMA(decay=0.8), SafeCheckpoint(folder / name, every_n_train_steps=3, asynchronous=not whole_file)
@@ -153,6 +153,11 @@ def other_layouts_of_two(rank: int, folder: Path) -> None:
         fit(resumed, strategy=FSDP2Strategy(), ckpt_path=folder / name / "step=3.ckpt", **shared)
         assert equal(shards_of(resumed), shards_of(ema)), name
         save(rank, folder / name / "expected.pt", averages_of(ema)["mean"])
+    ema, saver = EMA(decay=0.8), SafeCheckpoint(folder / "ddp", every_n_train_steps=3)
+    model, _ = fit(ema, saver, world=2, rank=rank, strategy="ddp")
+    resumed = EMA(decay=0.8)
+    fit(resumed, world=2, rank=rank, strategy="ddp", ckpt_path=folder / "ddp" / "step=3.ckpt")
+    assert equal(shards_of(resumed), shards_of(ema))  # on each rank
     look, init_from = Recorder(), InitFrom(folder / "background" / "last.ckpt", average="ema")
     fit(look, init_from, world=2, rank=rank, strategy=FSDP2Strategy(), steps=1)
     save(rank, folder / "started.pt", look.found[0])
