@@ -2,9 +2,9 @@
 
     python -m benchmarks.healthy_runs --out healthy_runs.json
 
-A decoder of 0.2M parameters learns Python's own sources for 2,000 steps of 2,048 tokens from each of five seeds, with a warmup and a
-learning rate at which it learns quickly. Each run also tells how near its steps came to the limits: the largest
-distance of a loss and of a gradient norm from the mean of the last 128 steps, in standard deviations.
+A decoder of 0.2M parameters learns Python's own sources for 2,000 steps of 2,048 tokens from each of five seeds, with a
+warmup and a learning rate at which it learns quickly. Each run also tells how near its steps came to the limits: the
+largest distance of a loss and of a gradient norm from the mean of the last 128 steps, in standard deviations.
 """
 
 import argparse
