@@ -10,7 +10,9 @@ from lightning_tricks.callbacks import AttentionMonitor as AttentionMonitor
 from lightning_tricks.callbacks import CompressionBaseline as CompressionBaseline
 from lightning_tricks.callbacks import ExactResume as ExactResume
 from lightning_tricks.callbacks import GoodputMonitor as GoodputMonitor
+from lightning_tricks.callbacks import GCControl as GCControl
 from lightning_tricks.callbacks import GradNormMonitor as GradNormMonitor
+from lightning_tricks.callbacks import HangWatchdog as HangWatchdog
 from lightning_tricks.callbacks import InitFrom as InitFrom
 from lightning_tricks.callbacks import LeanLoop as LeanLoop
 from lightning_tricks.callbacks import LRMonitor as LRMonitor

@@ -1,11 +1,56 @@
 """The end of a process that may hang on its way out."""
 
 import faulthandler
+import multiprocessing
+import os
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+
+CHILDREN_SECONDS = 5.0  # for the processes of a launcher to end by themselves
+_goodbyes: list[Callable[[], None]] = []
 
 
 def end_within(seconds: float) -> None:
     """End this process after `seconds` if it still runs: a process group may hang at its end when a peer has died."""
     with suppress(RuntimeError, ValueError, OSError):  # no stderr, or one that is no file
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
+
+
+def call_at_end_now(goodbye: Callable[[], None]) -> Callable[[], None]:
+    """Let `end_now` call a function, in any thread; returns a function that takes this back."""
+    _goodbyes.append(goodbye)
+
+    def withdraw() -> None:
+        with suppress(ValueError):
+            _goodbyes.remove(goodbye)
+
+    return withdraw
+
+
+def end_now(code: int, children: Sequence[subprocess.Popen] = ()) -> None:
+    """End this process from any thread, while others may be stuck, with its data workers and `children`.
+
+    Nothing of Python's way out is done: it would wait for what is stuck.
+
+    Args:
+        code: of the process.
+        children: are given `CHILDREN_SECONDS` to end by themselves, then killed.
+    """
+    end_within(2 * CHILDREN_SECONDS)  # where nobody reads what is written here
+    for goodbye in list(_goodbyes):
+        with suppress(Exception):
+            goodbye()
+    for worker in multiprocessing.active_children():
+        worker.kill()  # one that is stuck would not notice that its parent is gone
+    deadline = time.monotonic() + CHILDREN_SECONDS
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, deadline - time.monotonic()))
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)

@@ -40,6 +40,11 @@ from lightning_tricks._trainer.processes import signal_connector as signal_conne
 from lightning_tricks._trainer.processes import sigterm_broadcast as sigterm_broadcast
 from lightning_tricks._trainer.processes import slurm_checkpoint as slurm_checkpoint
 from lightning_tricks._trainer.processes import slurm_environment as slurm_environment
+from lightning_tricks._trainer.running import awaited_loader as awaited_loader
+from lightning_tricks._trainer.running import evaluation_progress as evaluation_progress
+from lightning_tricks._trainer.running import is_evaluating as is_evaluating
+from lightning_tricks._trainer.running import is_running as is_running
+from lightning_tricks._trainer.running import running_part as running_part
 from lightning_tricks._trainer.savers_and_loggers import choose_version as choose_version
 from lightning_tricks._trainer.savers_and_loggers import chosen_version as chosen_version
 from lightning_tricks._trainer.savers_and_loggers import has_default_checkpoint_io as has_default_checkpoint_io

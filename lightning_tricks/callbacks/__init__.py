@@ -3,6 +3,8 @@
 from lightning_tricks.guards.averages.ema import EMA as EMA
 from lightning_tricks.guards.averages.tail_average import TailAverage as TailAverage
 from lightning_tricks.guards.exact_resume.exact_resume import ExactResume as ExactResume
+from lightning_tricks.guards.gc_control import GCControl as GCControl
+from lightning_tricks.guards.hang_watchdog.hang_watchdog import HangWatchdog as HangWatchdog
 from lightning_tricks.guards.init_from import InitFrom as InitFrom
 from lightning_tricks.guards.lean_loop import LeanLoop as LeanLoop
 from lightning_tricks.guards.preemption.preemption import Preemption as Preemption

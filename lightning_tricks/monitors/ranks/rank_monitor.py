@@ -4,10 +4,11 @@ import os
 import socket
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._exit import call_at_end_now
 from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._trainer import is_a, launched_processes
 from lightning_tricks.monitors.ranks.connection import Connection, Member, say
@@ -45,6 +46,7 @@ class RankMonitor(pl.Callback):
             raise UsageError(f"RankMonitor.grace_seconds={grace_seconds}: give 0 or more")
         self.grace_seconds = grace_seconds
         self._watch: _Watch | None = None
+        self._at_end = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Connect the ranks; all of them must call."""
@@ -57,6 +59,8 @@ class RankMonitor(pl.Callback):
         address, rank_0 = trainer.strategy.broadcast(mine)
         self._watch = _Watch(Connection(me, address, rank_0), hub, self.grace_seconds)
         self._watch.start()
+        # a guard that ends this process has said why: the other ranks shall not take that for a death
+        self._at_end.callback(call_at_end_now(self._watch.close))
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """The end of this rank, in order."""
@@ -79,6 +83,7 @@ class RankMonitor(pl.Callback):
         ExceptHook(watch.fit, hide, self.grace_seconds, launched_processes(trainer)).install()
 
     def _leave(self) -> None:
+        self._at_end.close()
         if self._watch is not None:
             self._watch.close()
             self._watch.join(1.0)
