@@ -27,6 +27,7 @@ class Board:
 
     def __init__(self, rank: int, world: int, token: str, store: Any) -> None:
         self.rank, self.world = rank, world
+        self.was_open = store is not None
         self._store = dist.PrefixStore(f"hang_watchdog/{token}", store) if store is not None else None
 
     @property

@@ -1,13 +1,9 @@
 """A run that stands still says on every rank where it stands, and names the rank that the others wait for."""
 
 import uuid
-from functools import partial
-from typing import Any
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._exit import end_now
 from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._trainer import dismiss_process_observer, launched_processes
 from lightning_tricks.guards.hang_watchdog.board import Board, own_store
 from lightning_tricks.guards.hang_watchdog.even_validation import check_lengths
 from lightning_tricks.guards.hang_watchdog.place import this_process
@@ -73,7 +69,7 @@ class HangWatchdog(pl.Callback):
         token, rank_0 = trainer.strategy.broadcast((uuid.uuid4().hex, process))
         board = Board(trainer.global_rank, trainer.world_size, token, own_store())
         limits = Limits(self.limit_seconds, self.first_step_seconds, self.checkpoint_seconds)
-        self._watch = Watch(trainer, process, rank_0, limits, self.abort, board, partial(_end, trainer))
+        self._watch = Watch(trainer, process, rank_0, limits, self.abort, board)
         self._watch.start()
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -105,9 +101,3 @@ class HangWatchdog(pl.Callback):
         if self._watch is not None:
             self._watch.close(error)
         self._watch = None
-
-
-def _end(trainer: Any) -> None:
-    """End this process, and what it has started. Called from the watching thread."""
-    dismiss_process_observer()  # it would kill this process, and leave its data workers
-    end_now(1, launched_processes(trainer))

@@ -5,12 +5,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_tricks._trainer import is_running
+from lightning_tricks._exit import end_now
+from lightning_tricks._trainer import dismiss_process_observer, is_running, launched_processes
 from lightning_tricks.guards.hang_watchdog.board import Board
 from lightning_tricks.guards.hang_watchdog.place import (
     ENDED,
@@ -24,6 +25,8 @@ from lightning_tricks.guards.hang_watchdog.place import (
 from lightning_tricks.guards.hang_watchdog.verdict import verdict
 
 ANSWER_SECONDS = 5.0  # how long a rank waits for the places of the others
+TIMER_SECONDS = 6.0  # beyond the limit: the others have named this rank then
+SILENT_SECONDS = 5.0  # after the answers: for the timer of a rank that gives none
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,6 @@ class Watch(threading.Thread):
         limits: see there.
         abort: end this process after the report of a hang.
         board: on which the ranks talk.
-        end: ends this process and what it has started.
     """
 
     def __init__(
@@ -79,12 +81,11 @@ class Watch(threading.Thread):
         limits: Limits,
         abort: bool,
         board: Board,
-        end: Callable[[], None],
     ) -> None:
         super().__init__(daemon=True, name="hang-watchdog")
         self._trainer, self._limits, self._abort = trainer, limits, abort
         self._process, self._rank_0, self._place = process, rank_0, process
-        self._board, self._end = board, end
+        self._board = board
         self._thread = threading.get_ident()
         self._closed = threading.Event()
         self._since = time.monotonic()
@@ -100,16 +101,18 @@ class Watch(threading.Thread):
         if self._closed.is_set():
             return
         self._closed.set()
+        self.join(2 * ANSWER_SECONDS)
         detail = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}" if error else ""
         self._place = replace(self._place, part=FAILED if error else ENDED, evaluating=False, detail=detail)
         self._tell()
-        self.join(2 * ANSWER_SECONDS)
         self._disarm()
 
     # ---- the thread's own
 
     def run(self) -> None:
         """Look at the place at least ten times within the limit."""
+        self._arm(self._limits.first_seconds)
+        self._tell()
         every = pause = min(5.0, self._limits.seconds / 10)
         try:
             while not self._closed.wait(pause):
@@ -157,13 +160,14 @@ class Watch(threading.Thread):
         place, seconds = self._place, time.monotonic() - self._since
         detail = f": {place.detail}" if place.detail else ""
         say(f"HangWatchdog: {place.name} has been {place.text()} for {seconds:.3g} s ({why}){detail}\n{stacks()}")
-        silent = self._name_the_one_behind() if self._board.is_open else {}
-        if not self._abort or self._closed.is_set():
-            return
-        say(f"HangWatchdog: {place.name} is ended, with exit code 1")
-        self._wait_for_reports(silent)
-        _kill(silent, place.host)
-        self._end()
+        if self._abort:
+            dismiss_process_observer()  # it would kill this process as soon as another one has ended
+        silent = self._name_the_one_behind() if self._board.was_open else {}
+        if self._abort and not self._closed.is_set():
+            say(f"HangWatchdog: {place.name} is ended, with exit code 1")
+            self._wait_for_reports(silent)
+            _kill(silent, place.host)
+            end_now(1, launched_processes(self._trainer))
 
     def _name_the_one_behind(self) -> dict[int, Place | None]:
         """Wait for the places of the other ranks and say which one is behind; returns those that do not answer."""
@@ -174,7 +178,7 @@ class Watch(threading.Thread):
             known = {rank: Place.from_dict(each["place"]) for rank, each in told.items()}
             places = {rank: place for rank, place in known.items() if _answers(told[rank], self._answered)}
             silent = {rank: known.get(rank) for rank in range(self._place.world) if rank not in places}
-            if not silent or not self._board.is_open or time.monotonic() > deadline:
+            if not silent or not self._board.is_open or self._closed.is_set() or time.monotonic() > deadline:
                 break
             self._closed.wait(0.1)
         if self._board.is_open:
@@ -193,13 +197,14 @@ class Watch(threading.Thread):
         while self._board.is_open and time.monotonic() < deadline:
             told = self._board.told()
             if all(each["ended"] or rank in silent or _has_left(each) for rank, each in told.items()):
-                return
+                break
             time.sleep(0.05)
+        if silent:
+            time.sleep(SILENT_SECONDS)
 
     def _arm(self, left: float) -> None:
-        later = max(0.0, left) + max(1.0, min(10.0, self._limits.seconds / 4))
         with suppress(RuntimeError, ValueError, OSError):  # no stderr, or one that is no file
-            faulthandler.dump_traceback_later(later, exit=self._abort, file=sys.__stderr__ or 2)
+            faulthandler.dump_traceback_later(left + TIMER_SECONDS, exit=self._abort, file=sys.__stderr__ or 2)
 
     @staticmethod
     def _disarm() -> None:
