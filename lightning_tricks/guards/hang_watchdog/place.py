@@ -63,9 +63,11 @@ class Place:
         return f"rank {self.rank} of {self.world} on {self.host}"
 
     @property
-    def order(self) -> tuple[int, int]:
-        """How far the rank has come: micro-batches, and the part of the running one."""
-        return self.micro_batches, _ORDER.index(self.part) if self.part in _ORDER else len(_ORDER)
+    def order(self) -> tuple[int, ...]:
+        """How far the rank has come: compared with that of another one."""
+        batches = self.validation_batches if self.evaluating else 0
+        part = _ORDER.index(self.part) if self.part in _ORDER else len(_ORDER)
+        return self.micro_batches, self.validations, self.evaluating, batches, part
 
     def progress(self) -> tuple[Any, ...]:
         """What changes while a run goes on."""

@@ -52,8 +52,8 @@ class Limits:
         """
         if place.part == "checkpoint":
             return "checkpoint_seconds", self.checkpoint_seconds
-        first_validation = not place.validations and place.validation_batches <= 1
-        if first_validation if place.evaluating else place.step <= first_step:
+        first_batch = place.part == "validation" and not place.validations and place.validation_batches <= 1
+        if first_batch if place.evaluating else place.step <= first_step:
             return "first_step_seconds", self.first_seconds
         return "limit_seconds", self.seconds
 

@@ -1,0 +1,114 @@
+"""GCControl: collections at its steps and at no others, and the collector as it was afterwards."""
+
+import gc
+import weakref
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hung_run import Module, Stands, trainer_with
+from torch.utils.data import DataLoader
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks import GCControl
+
+
+@pytest.fixture(autouse=True)
+def collector():
+    """The collector, as each test found it."""
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    if frozen:
+        gc.freeze()
+    (gc.enable if enabled else gc.disable)()
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+class Looks(pl.Callback):
+    """Makes a cycle each step, notes which of them are gone, and what the collector has been told."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.fail_at = fail_at
+        self.cycles, self.gone, self.frozen, self.enabled = [], [], [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.gone.append(sum(cycle() is None for cycle in self.cycles))
+        self.frozen.append(gc.get_freeze_count())
+        self.enabled.append(gc.isenabled())
+        if batch_idx == self.fail_at:
+            raise ValueError("bad batch")
+        self.cycles.append(weakref.ref(Cycle()))
+
+
+def fit(*callbacks, **options):
+    trainer = trainer_with(*callbacks, **{"max_steps": 9, "limit_val_batches": 0, **options})
+    trainer.fit(Module(Stands("")), DataLoader([torch.ones(4)] * 40))
+    return trainer
+
+
+def test_it_collects_after_the_first_step_and_after_every_nth():
+    looks = Looks()
+    fit(looks, GCControl(every_n_steps=4))
+    assert looks.gone == [0, 1, 1, 1, 4, 4, 4, 4, 8]
+    assert looks.enabled == [False] * 9
+    assert gc.isenabled()
+
+
+def test_with_accumulation_it_counts_optimizer_steps():
+    looks = Looks()
+    fit(looks, GCControl(every_n_steps=2), accumulate_grad_batches=2, max_steps=3)
+    assert looks.gone == [0, 0, 2, 2, 4, 4]
+
+
+def test_what_lives_at_the_start_and_after_the_first_step_is_left_out_of_collections():
+    looks = Looks()
+    kept: list[object] = []
+
+    class Compiles(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            kept.extend([] for _ in range(5000 if batch_idx == 0 else 0))
+
+    fit(looks, Compiles(), GCControl())
+    assert looks.frozen[0] > 1000
+    assert looks.frozen[1] >= looks.frozen[0] + 5000
+    assert set(looks.frozen[2:]) == {looks.frozen[1]}
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_after_an_exception_the_collector_is_as_it_was(was_enabled):
+    (gc.enable if was_enabled else gc.disable)()
+    with pytest.raises(ValueError, match="bad batch"):
+        fit(Looks(fail_at=3), GCControl())
+    assert gc.isenabled() is was_enabled
+    assert gc.get_freeze_count() == 0
+    fit(GCControl())
+    assert gc.isenabled() is was_enabled
+
+
+def test_what_the_program_has_frozen_itself_stays_frozen_and_nothing_is_added():
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    looks = Looks()
+    fit(looks, GCControl())
+    assert max(looks.frozen) <= frozen  # of frozen objects, some are freed
+    assert 0 < gc.get_freeze_count() <= frozen
+
+
+def test_training_is_the_same_to_the_bit():
+    weights = []
+    for callbacks in ([], [GCControl(2)]):
+        torch.manual_seed(1)
+        weights.append([*fit(*callbacks).model.parameters(), torch.get_rng_state()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_an_interval_below_one_is_refused():
+    with pytest.raises(UsageError, match="GCControl.every_n_steps=0: give 1 or more"):
+        GCControl(every_n_steps=0)

@@ -1,0 +1,357 @@
+"""HangWatchdog in one process and in two: the place is named, the rank that is behind as well, and nothing changes."""
+
+import multiprocessing
+import sys
+import threading
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import two_processes
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that the tests start
+from hung_run import STEP, Module, Rows, Stands, fit, trainer_with
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks import HangWatchdog
+from lightning_tricks.guards.hang_watchdog import watch
+from lightning_tricks.guards.hang_watchdog.even_validation import uneven
+from lightning_tricks.guards.hang_watchdog.place import FAILED, Place, started_at, this_process
+from lightning_tricks.guards.hang_watchdog.verdict import verdict
+from lightning_tricks.guards.hang_watchdog.watch import Limits
+from lightning_tricks.strategies import FSDP2Strategy
+
+LONG = 120.0  # seconds, for something that happens soon or never
+
+
+class Reports:
+    """What the watch says; `wait_for` returns when it has said something with a text."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.said: list[str] = []
+        self._new = threading.Condition()
+        monkeypatch.setattr(watch, "say", self._say)
+
+    def _say(self, text: str) -> None:
+        with self._new:
+            self.said.append(text)
+            self._new.notify_all()
+
+    def wait_for(self, text: str) -> str:
+        found = lambda: next((said for said in self.said if text in said.splitlines()[0]), None)  # noqa: E731
+        with self._new:
+            assert self._new.wait_for(found, LONG), self.said
+        return found()
+
+
+@pytest.fixture
+def reports(monkeypatch):
+    return Reports(monkeypatch)
+
+
+def watchdog(limit: float = 0.2, **options) -> HangWatchdog:
+    return HangWatchdog(limit_seconds=limit, first_step_seconds=60.0, checkpoint_seconds=limit, **options)
+
+
+SAVE = [pl.callbacks.ModelCheckpoint]
+PLACES = {
+    "training loader": "waiting for the training loader before step 4",
+    "between steps": "between steps, after step 3",
+    "forward": "in the forward of step 4",
+    "backward": "in the backward of step 4",
+    "optimizer": "in the optimizer of step 3",
+    "validation loader": "waiting for the validation loader, batch 1, after step 3",
+    "validation": "in the validation after step 3, batch 2",
+    "checkpoint": "in the checkpoint after step 3",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_that_lasts_is_named_with_the_stacks_of_all_threads(tmp_path, reports, place):
+    hung = []
+
+    def hang() -> None:
+        hung.append(reports.wait_for(PLACES[place]))
+
+    stands = Stands(place, hang)
+    if place == "optimizer":  # it comes within the third step
+        original = stands.at
+        stands.at = lambda at: (setattr(stands, "steps", stands.steps + (at == "optimizer")), original(at))[1]
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=STEP)
+    trainer = fit(stands, watchdog(), saver, enable_checkpointing=True)
+    assert trainer.global_step == 6
+    (report,) = hung
+    first, stacks = report.split("\n", 1)
+    assert first.startswith("HangWatchdog: rank 0 of 1 on ")
+    assert "(limit_seconds=0.2)" in first or (place == "checkpoint" and "(checkpoint_seconds=0.2)" in first)
+    assert "<locals>.hang" in stacks
+    assert "Thread MainThread (most recent call last):" in stacks
+
+
+class WaitsForTheEnd(pl.Callback):
+    """Waits, after the fourth step, until the watch has said that the run goes on."""
+
+    def __init__(self, reports: Reports) -> None:
+        self.reports = reports
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == STEP + 1:
+            self.reports.wait_for("goes on, after")
+
+
+def test_in_manual_optimization_the_places_are_the_same_and_the_end_of_a_hang_is_told(reports):
+    for place in ("forward", "backward"):
+        stands = Stands(place, lambda place=place: reports.wait_for(PLACES[place]))
+        fit(stands, watchdog(), WaitsForTheEnd(reports), manual=True)
+        assert [said for said in reports.said if said.startswith("HangWatchdog: rank 0 of 1 on ")]
+        reports.said.clear()
+
+
+class Waits(Dataset):
+    """The worker of the second row waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.may_go_on = multiprocessing.get_context("fork").Event()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int):
+        assert index != 1 or self.may_go_on.wait(LONG)
+        return torch.ones(4)
+
+
+def test_a_loader_with_workers_is_named_with_them_and_the_one_that_has_the_next_batch(reports):
+    rows = Waits()
+
+    def release() -> None:
+        reports.wait_for("over Waits, 2 workers, 2 alive; worker 1 (process ")
+        rows.may_go_on.set()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    loaders = {"short": DataLoader([torch.ones(4)] * 4), "long": DataLoader(rows, num_workers=2)}
+    loaders["long"].multiprocessing_context = "fork"
+    module = Module(Stands(""))
+    module.training_step = lambda batch, batch_idx: module(batch["long"])
+    trainer_with(watchdog(), max_steps=4, limit_val_batches=0).fit(module, loaders)
+    thread.join()
+    report = next(said for said in reports.said if "over Waits" in said)
+    assert "DataLoader (number 1 of 2, from 0) over Waits" in report.splitlines()[0]
+
+
+def test_the_first_step_the_first_validation_batch_and_a_checkpoint_have_limits_of_their_own():
+    limits = Limits(1.0, 2.0, 3.0)
+    at = lambda **values: limits.of(Place(0, 1, "here", 1, **values), first_step=5)[0]  # noqa: E731
+    assert at(part="forward", step=5) == "first_step_seconds"
+    assert at(part="loader", step=6) == at(part="", step=6) == "limit_seconds"
+    assert at(part="validation", evaluating=True, validation_batches=1, step=6) == "first_step_seconds"
+    assert at(part="loader", evaluating=True, validation_batches=1, step=5) == "limit_seconds"
+    assert at(part="validation", evaluating=True, validation_batches=2, step=5) == "limit_seconds"
+    assert at(part="validation", evaluating=True, validation_batches=1, validations=1, step=6) == "limit_seconds"
+    assert at(part="checkpoint", step=5) == at(part="checkpoint", evaluating=True) == "checkpoint_seconds"
+    assert [limits.of(Place(0, 1, "here", 1, part=part, step=6), 5)[1] for part in ("", "checkpoint")] == [1.0, 3.0]
+
+
+def test_a_first_step_that_takes_long_is_not_reported(reports):
+    class First(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 0:
+                own = next(c for c in trainer.callbacks if isinstance(c, HangWatchdog))._watch
+                seen = own._since
+                while time.monotonic() < seen + 1.0:  # five limits
+                    time.sleep(0.05)
+
+    fit(Stands(""), HangWatchdog(0.2, 60.0), First())
+    assert not [said for said in reports.said if "step 1" in said or "before the first step" in said]
+
+
+def test_training_is_the_same_to_the_bit_and_nothing_is_left_over():
+    weights = []
+    for callbacks in ([], [HangWatchdog()]):
+        torch.manual_seed(1)
+        trainer = fit(Stands(""), *callbacks)
+        weights.append([p.detach() for p in trainer.model.parameters()] + [torch.get_rng_state()])
+    assert all(map(torch.equal, *weights))
+    assert "hang-watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+class Fails(pl.Callback):
+    """Fails in a step and, where it is asked to, once more in the hook that tells callbacks so."""
+
+    def __init__(self, twice: bool) -> None:
+        self.twice = twice
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        raise ValueError("bad batch")
+
+    def on_exception(self, trainer, pl_module, exception):
+        if self.twice:
+            raise KeyError("in the hook")
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_after_a_fit_that_failed_the_watch_ends_also_where_no_hook_tells_it(reports, twice):
+    """With `abort` it would end a program that has caught the exception."""
+    callback = watchdog(0.5, abort=True)
+    with pytest.raises((ValueError, KeyError)):
+        fit(Stands(""), Fails(twice), callback)
+    thread = next((each for each in threading.enumerate() if each.name == "hang-watchdog"), None)
+    assert twice or thread is None
+    if thread is not None:
+        thread.join(LONG)
+        assert not thread.is_alive()
+    assert reports.said == []
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"limit_seconds": 0.0}, "HangWatchdog.limit_seconds=0.0: give more than 0 seconds"),
+        ({"checkpoint_seconds": -1}, "HangWatchdog.checkpoint_seconds=-1: give more than 0 seconds"),
+        ({"first_step_seconds": 3.0}, "HangWatchdog.first_step_seconds=3.0: give at least limit_seconds=300.0"),
+    ],
+)
+def test_a_limit_that_makes_no_sense_is_refused(options, line):
+    with pytest.raises(UsageError, match=line):
+        HangWatchdog(**options)
+
+
+def place(rank: int, world: int = 3, **values) -> Place:
+    return Place(rank, world, "node7", 100 + rank, **{"step": 7, "micro_batches": 8, **values})
+
+
+def named(*places: Place, silent: dict | None = None) -> str:
+    return verdict({each.rank: each for each in places}, silent or {}, 3)
+
+
+def test_the_rank_that_began_the_fewest_collectives_is_behind():
+    waits = {"part": "backward", "collectives": 12, "in_collective": False}
+    behind = place(1, part="backward", collectives=11, detail="hook.py:3 in slow")
+    line = "rank 1 of 3 on node7 is behind: in the backward of step 8: hook.py:3 in slow"
+    assert named(place(0, **waits), behind, place(2, **waits)) == line
+
+
+def test_without_that_count_the_rank_at_the_earliest_place_is_behind():
+    ranks = [place(0, part="backward"), place(1, part="loader", micro_batches=7, step=6, detail="DataLoader")]
+    line = "rank 1 of 3 on node7 is behind: waiting for the training loader before step 7: DataLoader"
+    assert named(*ranks, place(2, part="forward")) == line
+    assert named(place(0, part="optimizer"), place(1, part="forward"), place(2, part="backward")).startswith("rank 1 ")
+    assert named(*(place(rank, part="validation", evaluating=True) for rank in (0, 1)), place(2, part="")).startswith(
+        "rank 2 of 3"
+    )
+
+
+def test_at_one_place_the_rank_that_is_not_in_a_collective_is_behind():
+    waits = {"part": "forward", "in_collective": True, "detail": "distributed_c10d.py:1 in all_gather"}
+    ranks = [place(0, **waits), place(1, part="forward", detail="model.py:8 in forward"), place(2, **waits)]
+    assert named(*ranks) == "rank 1 of 3 on node7 is behind: in the forward of step 8: model.py:8 in forward"
+
+
+def test_where_all_are_alike_no_rank_is_accused():
+    line = "no rank is behind the others: waiting for the training loader before step 8"
+    assert named(*(place(rank, part="loader", detail="DataLoader") for rank in range(3))) == line
+
+
+def test_a_rank_that_gives_no_answer_is_named_with_the_place_it_told_last():
+    line = named(place(0, part="backward"), silent={1: place(1, part="forward"), 2: None})
+    reason = "stopped, gone, or in C code that holds Python's lock"
+    assert line == (
+        f"rank 1 of 3 on node7 gives no sign of life, last seen in the forward of step 8: {reason}; "
+        f"rank 2 of 3 gives no sign of life: {reason}"
+    )
+
+
+def test_a_rank_that_has_left_is_named_with_its_error():
+    left = place(1, part=FAILED, detail="ValueError: bad batch")
+    line = "rank 1 of 3 on node7 has left its run after step 7: ValueError: bad batch"
+    assert named(place(0, part="backward"), left, place(2)) == line
+    ended = place(2, part="ended")
+    assert named(place(0, part="forward"), place(1), ended).startswith("rank 2 of 3 on node7 is at the end of its run")
+
+
+def test_an_uneven_validation_is_told_from_one_that_is_slow():
+    inside = {"part": "validation", "evaluating": True, "validations": 1}
+    done = place(2, validations=2, validation_batches=3, collectives=20)
+    ranks = [place(rank, validation_batches=4, collectives=30, **inside) for rank in (0, 1)]
+    assert named(*ranks, done) == (
+        "uneven validation: rank 2 of 3 on node7 had 3 batches, ranks 0, 1 are at batch 4: give every rank the same "
+        "number, such as by Trainer.limit_val_batches"
+    )
+    slow = [place(0, validations=2, validation_batches=3), place(1, validation_batches=2, **inside)]
+    assert named(*slow) == "rank 1 of 3 on node7 is behind: in the validation after step 7, batch 2"
+
+
+def test_different_lengths_are_one_line_with_the_ranks_that_differ():
+    assert uneven([[4], [4], [4]]) is None
+    assert uneven([[float("inf")]] * 2) is None
+    line = uneven([[4, 2], [3, 2], [4, 2], [4, float("inf")]])
+    assert "(rank 0: 4, 2, rank 1: 3, 2, rank 3: 4, unknown)" in line
+    assert line.endswith("such as by Trainer.limit_val_batches=2")
+
+
+def test_a_process_is_known_by_the_time_of_its_start():
+    own = this_process(1, 2)
+    assert own.started
+    assert own.started == started_at(own.pid)
+    assert started_at(2**22 + 1) == ""  # no such process
+
+
+class Sized(Dataset):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int):
+        return torch.ones(4)
+
+
+def ranks(rank: int, folder: Path) -> None:
+    """Several cases in one start of two processes; what the watch says is appended to a file of each rank."""
+    own, other = folder / f"said{rank}", folder / f"said{1 - rank}"
+    own.touch()
+
+    def say(text: str) -> None:
+        with own.open("a") as file:
+            file.write(text + "\n")
+
+    watch.say = say
+
+    def wait_for_both(text: str) -> None:
+        deadline = time.monotonic() + LONG
+        while not all(file.exists() and text in file.read_text() for file in (own, other)):
+            assert time.monotonic() < deadline, text
+            time.sleep(0.02)
+
+    options = {"devices": 2, "use_distributed_sampler": False}
+    line = "rank 1 of 2 on {} is behind: waiting for the training loader before step 4: DataLoader over Rows"
+    stands = Stands("training loader" if rank else "", lambda: wait_for_both("is behind: waiting for the training"))
+    fit(stands, watchdog(1.0), strategy="ddp", **options)
+    # under FSDP2 both ranks are in the forward, one of them in a collective of it
+    stands = Stands("forward" if rank else "", lambda: wait_for_both("is behind: in the forward of step 4"))
+    fit(stands, watchdog(1.0), strategy=FSDP2Strategy(), limit_val_batches=0, **options)
+    for strategy in ("ddp", FSDP2Strategy()):
+        trainer = trainer_with(HangWatchdog(3.0, 20.0, abort=True), strategy=strategy, **{**options, "limit_val_batches": 1.0})
+        loaders = DataLoader(Rows(Stands(""), "")), DataLoader(Sized(5 - 2 * rank))
+        if strategy == "ddp":  # no rank waits for another one in its validation
+            trainer.fit(Module(Stands("")), *loaders)
+            assert trainer.global_step == 6
+            continue
+        with pytest.raises(UsageError, match=r"different numbers of validation batches \(rank 0: 5, rank 1: 3\)"):
+            trainer.fit(Module(Stands("")), *loaders)
+        assert trainer.global_step == STEP
+    assert line.format(this_process(0, 2).host) in own.read_text()
+
+
+def test_two_ranks_both_dump_and_name_the_one_behind_and_different_lengths_are_refused(tmp_path):
+    two_processes.run(ranks, tmp_path)
+    for rank in (0, 1):
+        said = (tmp_path / f"said{rank}").read_text()
+        assert f"HangWatchdog: rank {rank} of 2 on " in said
+        assert said.count("Thread MainThread (most recent call last):") >= 2
+        assert "rank 1 of 2 on" in said.split("is behind: in the forward")[0].splitlines()[-1]

@@ -1,0 +1,101 @@
+"""Whole programs that stand still, with `abort`: which line they print, and that no process of them is left over."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from preloaded import python
+from two_processes import free_port
+
+PROGRAM = Path(__file__).with_name("hung_run.py")
+LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_GLOBAL_SEED")
+
+
+def left_over(folder: Path) -> list[int]:
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.readlink(f"/proc/{pid}/cwd") == str(folder):
+                found.append(int(pid))
+        except OSError:
+            pass
+    return found
+
+
+def run(folder: Path, launcher: str, **options: object) -> tuple[int, str]:
+    """The exit code of the program, and what it printed; its end, and that of all its processes, is waited for."""
+    defaults = {"how": "wait", "rank": 1, "devices": 2, "strategy": "ddp", "workers": 0}
+    command = [str(PROGRAM), json.dumps({**defaults, **options})]
+    if launcher == "torchrun":
+        port = str(free_port())
+        command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, *command]
+    packages = ["pytorch_lightning"] if launcher == "pytorch_lightning" else []
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    paths = [str(PROGRAM.parents[2]), *sys.path[:0], environment.get("PYTHONPATH", "")]
+    process = subprocess.Popen(
+        [python(*packages), *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )  # fmt: skip
+    out = process.communicate()[0]  # which ends when the last process that may print has ended
+    assert left_over(folder) == []
+    return process.returncode, out
+
+
+def lines(out: str) -> list[str]:
+    return [line.removeprefix("HangWatchdog: ") for line in out.splitlines() if line.startswith("HangWatchdog: ")]
+
+
+def stacks_of_both(out: str) -> bool:
+    return out.count("Thread MainThread (most recent call last):") == 2
+
+
+def test_a_loader_whose_worker_sleeps_is_named_and_all_processes_end_under_lightnings_launcher(tmp_path):
+    """The worker itself, too, which is stuck and does not notice that its parent is gone."""
+    code, out = run(tmp_path, "lightning", place="training loader", workers=1)
+    assert code == 1, out
+    behind = "waiting for the training loader before step 4: DataLoader over Rows, 1 workers, 1 alive; worker 0"
+    assert sum("rank 1 of 2 on" in line and f"is behind: {behind}" in line for line in lines(out)) == 2, out
+    assert sum("is ended, with exit code 1" in line for line in lines(out)) == 2
+    assert stacks_of_both(out)
+    assert "gone without a word" not in out  # RankMonitor does not take it for a death
+
+
+def test_a_rank_that_stands_still_is_named_under_pytorch_lightning_as_well(tmp_path):
+    code, out = run(tmp_path, "pytorch_lightning", place="forward")
+    assert code == 1, out
+    assert sum("is behind: in the forward of step 4: threading.py" in line for line in lines(out)) == 2, out
+    assert stacks_of_both(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "rank"), [("torchrun", 1), ("lightning", 0)])
+def test_a_rank_that_is_stopped_is_named_and_killed(tmp_path, launcher, rank):
+    """Rank 0 of Lightning's launcher holds the store by which the ranks talk."""
+    code, out = run(tmp_path, launcher, place="forward", how="stop", rank=rank)
+    assert code, out
+    assert f"rank {rank} of 2 on" in out
+    assert sum(f"rank {rank} of 2 on" in line and "gives no sign of life" in line for line in lines(out)) == 1, out
+    assert out.count("is ended, with exit code 1") == 1
+    assert ("last seen in the forward of step 4" in out) is (launcher == "torchrun") or "last seen" in out
+
+
+@pytest.mark.slow
+def test_a_rank_in_c_code_with_pythons_lock_shows_its_stack_and_ends(tmp_path):
+    code, out = run(tmp_path, "lightning", place="forward", how="lock")
+    assert code == 1, out
+    assert any("rank 1 of 2 on" in line and "gives no sign of life" in line for line in lines(out)), out
+    timer = out.split("Timeout (0:00:", 1)[1]
+    assert "in lock\n" in timer
+
+
+def test_an_uneven_validation_of_unknown_lengths_is_named_under_fsdp2(tmp_path):
+    code, out = run(tmp_path, "torchrun", place="uneven validation", strategy="fsdp2")
+    assert code, out
+    (line,) = {line for line in lines(out) if line.startswith("uneven validation: ")}
+    assert line.startswith("uneven validation: rank 1 of 2 on ")
+    assert " had 3 batches, rank 0 of 2 on " in line
+    assert " is at batch 4: give every rank the same number" in line
+    assert stacks_of_both(out)
