@@ -691,3 +691,122 @@ def test_a_steps_micro_batches_run_again_with_the_same_gradients():
     assert repeats.same == [True, True]
     assert model.losses[2:4] == model.losses[4:6]
     assert model.accumulating == [True, False] * 4
+
+
+class Looks(pl.Callback):
+    """Notes the places at which a Trainer is, in calls that Lightning makes there; each of `ask(stack)`."""
+
+    def __init__(self, ask: Any) -> None:
+        self.ask, self.answers = ask, {}
+
+    def look(self, place: str) -> None:
+        frame, stack = sys._getframe(1), []
+        while frame is not None:
+            stack.append(frame)
+            frame = frame.f_back
+        self.answers[place] = self.ask(stack)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.look("between steps")
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.look("optimizer" if trainer.lightning_module.automatic_optimization else "")
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.look("validation")
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self.look("checkpoint")
+
+
+class LooksInSteps(Model):
+    """The module's own places."""
+
+    def __init__(self, looks: Looks, optimizers: int = 1) -> None:
+        super().__init__(optimizers)
+        self.looks = [looks]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.looks[0].look("forward")
+        for layer in self.layers:
+            layer.weight.register_hook(lambda _: self.looks[0].look("backward"))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class LookedAt(torch.utils.data.Dataset):
+    def __init__(self, looks: Looks, place: str) -> None:
+        self.looks, self.place = looks, place
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        self.looks.look(self.place)
+        return torch.ones(2)
+
+
+def looked(tmp_path: Path, ask: Any, optimizers: int = 1, number: int = 1) -> dict[str, Any]:
+    looks = Looks(ask)
+    trainer = trainer_with(looks, ModelCheckpoint(tmp_path, every_n_train_steps=1), num_sanity_val_steps=0)
+    train, val = (
+        [DataLoader(LookedAt(looks, f"{kind} loader {index}")) for index in range(number)]
+        for kind in ("training", "validation")
+    )
+    module = LooksInSteps(looks, optimizers)
+    module.transfer_batch_to_device = lambda batch, *_: torch.ones(1, 2)
+    module.validation_step = lambda batch, batch_idx, dataloader_idx=0: None
+    trainer.fit(module, train if number > 1 else train[0], val)
+    looks.look("after the fit")
+    return looks.answers
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_running_part_is_the_place_of_a_stack(tmp_path, optimizers):
+    found = looked(tmp_path, _trainer.running_part, optimizers)
+    found.pop("", None)
+    expected = {
+        "between steps": "", "forward": "forward", "backward": "backward", "validation": "validation",
+        "checkpoint": "checkpoint", "training loader 0": "loader", "validation loader 0": "loader",
+        "after the fit": "",
+    }  # fmt: skip
+    assert found == expected | ({"optimizer": "optimizer"} if optimizers == 1 else {})
+
+
+def test_is_evaluating_in_a_validation_and_is_running_until_the_end_of_the_call(tmp_path):
+    evaluating = looked(tmp_path / "1", _trainer.is_evaluating)
+    assert {place for place, answer in evaluating.items() if answer} == {"validation", "validation loader 0"}
+    trainers: list[Any] = []
+    ask = lambda stack: [_trainer.is_running(trainer, stack) for trainer in (*trainers, None)]  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelCheckpoint, "setup", lambda self, trainer, *_, **__: trainers.append(trainer))
+        running = looked(tmp_path / "2", ask)
+    assert running.pop("after the fit") == [False, False]
+    assert set(map(tuple, running.values())) == {(True, False)}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_awaited_loader_is_the_one_that_fetches(tmp_path, number):
+    ask = lambda stack: (found := _trainer.awaited_loader(stack)) and (found[0].dataset.place, *found[1:])  # noqa: E731
+    found = looked(tmp_path, ask, number=number)
+    loaders = {place: answer for place, answer in found.items() if "loader" in place}
+    names = [f"{kind} loader {index}" for kind in ("training", "validation") for index in range(number)]
+    assert loaders == {name: (name, int(name[-1]), number) for name in names}
+    assert found["forward"] is None
+
+
+def test_evaluation_progress_counts_the_batches_of_a_validation():
+    counts = []
+
+    class Counts(pl.Callback):
+        def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+            counts.append(_trainer.evaluation_progress(trainer).current.ready)
+
+    model = Model()
+    model.validation_step = lambda batch, batch_idx: None
+    trainer = trainer_with(Counts(), num_sanity_val_steps=0)
+    trainer.fit(model, data(2), data(3))
+    trainer.validate(model, data(2))
+    assert counts == [1, 2, 3, 1, 2]

@@ -1,4 +1,4 @@
-"""A run that stands still at one place, for the tests of HangWatchdog. As a program: `hung_run.py PLACE RANK OPTIONS`."""
+"""A run that stands still at one place, for the tests of HangWatchdog. As a program: `hung_run.py JSON`."""
 
 import ctypes
 import json

@@ -336,7 +336,9 @@ def ranks(rank: int, folder: Path) -> None:
     stands = Stands("forward" if rank else "", lambda: wait_for_both("is behind: in the forward of step 4"))
     fit(stands, watchdog(1.0), strategy=FSDP2Strategy(), limit_val_batches=0, **options)
     for strategy in ("ddp", FSDP2Strategy()):
-        trainer = trainer_with(HangWatchdog(3.0, 20.0, abort=True), strategy=strategy, **{**options, "limit_val_batches": 1.0})
+        trainer = trainer_with(
+            HangWatchdog(3.0, 20.0, abort=True), strategy=strategy, **{**options, "limit_val_batches": 1.0}
+        )
         loaders = DataLoader(Rows(Stands(""), "")), DataLoader(Sized(5 - 2 * rank))
         if strategy == "ddp":  # no rank waits for another one in its validation
             trainer.fit(Module(Stands("")), *loaders)
