@@ -23,6 +23,7 @@ from lightning_tricks.callbacks import PrecisionMonitor as PrecisionMonitor
 from lightning_tricks.callbacks import PredictionWriter as PredictionWriter
 from lightning_tricks.callbacks import Preemption as Preemption
 from lightning_tricks.callbacks import RankMonitor as RankMonitor
+from lightning_tricks.callbacks import RunLedger as RunLedger
 from lightning_tricks.callbacks import SafeCheckpoint as SafeCheckpoint
 from lightning_tricks.callbacks import SampleText as SampleText
 from lightning_tricks.callbacks import StepGuard as StepGuard

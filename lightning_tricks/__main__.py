@@ -27,6 +27,7 @@ Train and evaluate language models from YAML recipes, with PyTorch Lightning.
   consolidate FOLDER FILE   make one checkpoint file of a sharded one
   autopsy    rank the documents of one optimizer step: --config RECIPE.yaml --ckpt_path FILE --step N
   verify-resume --config RECIPE.yaml   train some steps straight, and with kill -9 and a resume: are they equal?
+  ledger diff A B   the first step, and the first thing, in which two runs with RunLedger differ; ledger check A
 
   COMMAND --help prints all that a command takes; --help and --version work alone.
 

@@ -23,6 +23,7 @@ from lightning_tricks.monitors.mfu.mfu_monitor import MFUMonitor as MFUMonitor
 from lightning_tricks.monitors.precision.precision_monitor import PrecisionMonitor as PrecisionMonitor
 from lightning_tricks.monitors.prediction_writer import PredictionWriter as PredictionWriter
 from lightning_tricks.monitors.ranks.rank_monitor import RankMonitor as RankMonitor
+from lightning_tricks.monitors.run_ledger.run_ledger import RunLedger as RunLedger
 from lightning_tricks.monitors.sample_text import SampleText as SampleText
 from lightning_tricks.monitors.training_progress_bar import TrainingProgressBar as TrainingProgressBar
 from lightning_tricks.monitors.update_monitor import UpdateMonitor as UpdateMonitor

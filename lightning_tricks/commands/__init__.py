@@ -6,5 +6,6 @@ COMMANDS = {
     "cp": "recipes",
     "consolidate": "consolidate",
     "generate": "generate",
+    "ledger": "ledger",
     "verify-resume": "verify_resume_command",
 }

@@ -1,0 +1,76 @@
+"""The sum over the bits of a step's batch: it sees each value and its place, and not how the batch was split."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._tensors import local
+from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, integers, odd_factors, salt, words
+
+BASE = 0x2545F4914F6CDD1D  # odd; row i of a global batch has the factor BASE**i
+_KEPT = 64  # factors of so many shapes, for batches of varying length
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """The dense tensors in any nesting of mappings, sequences and objects with attributes."""
+    if isinstance(batch, Tensor):
+        batch = local(batch)
+        if batch.layout == torch.strided and not batch.is_nested and batch.numel():
+            yield batch
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from tensors_in(part)
+    elif isinstance(batch, list | tuple):
+        for part in batch:
+            yield from tensors_in(part)
+    elif hasattr(batch, "__dict__") and not isinstance(batch, type):
+        yield from tensors_in(vars(batch))
+
+
+class BatchSum:
+    """Sums of the tensors of a micro-batch, and their sum over a step.
+
+    The factor of a value is that of its row in the global batch times that of its place in the row. The first is a
+    power of BASE, so that each micro-batch can be summed as if it were the first, and be moved to its place later, on
+    the host.
+    """
+
+    def __init__(self) -> None:
+        self._factors: dict[Any, Tensor] = {}
+
+    def of_micro_batch(self, batch: Any) -> tuple[list[Tensor], int]:
+        """Two halves of the sum of each tensor, on its device, and the number of rows of the micro-batch."""
+        sums, rows = [], 0
+        for number, tensor in enumerate(tensors_in(batch)):
+            rows = rows or (len(tensor) if tensor.dim() else 1)
+            bits = words(tensor) if tensor.dim() > 1 else integers(tensor)
+            sums.append(halves((bits * self._factors_for(bits, number)).sum()))
+        return sums, rows
+
+    def _factors_for(self, bits: Tensor, number: int) -> Tensor:
+        key = (number, bits.shape, bits.device)
+        if key not in self._factors:
+            if len(self._factors) >= _KEPT:
+                self._factors.clear()
+            rows = len(bits) if bits.dim() else 1
+            columns = torch.arange(bits.numel() // rows, device=bits.device)
+            powers = torch.full((rows,), BASE, device=bits.device)
+            powers[0] = 1
+            factors = powers.cumprod(0)[:, None] * odd_factors(columns, salt(f"tensor {number}"))
+            self._factors[key] = factors.reshape(bits.shape)
+        return self._factors[key]
+
+
+def step_sum(sums: list[int], rows: int, rank: int, world: int) -> int:
+    """A rank's share of the sum of a step, of which the shares of all ranks are the sum modulo 2**64.
+
+    Args:
+        sums: of each micro-batch.
+        rows: in one micro-batch. Micro-batch m holds rows from `(m * world + rank) * rows` on of the global batch.
+        rank: among the processes that see different data.
+        world: their number.
+    """
+    places = ((number * world + rank) * rows for number in range(len(sums)))
+    return sum(pow(BASE, place, MODULUS) * value for place, value in zip(places, sums, strict=True)) % MODULUS

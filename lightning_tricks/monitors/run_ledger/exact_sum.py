@@ -1,0 +1,67 @@
+"""Sums over the bits of a tensor, modulo 2**64: exact, the same in any order, and on the device without a wait.
+
+A sum of floats hides a flipped low bit. Here the bits are read as integers and each integer has an odd factor: a change
+of one bit changes the sum by 2**b times an odd number, which is never 0 modulo 2**64. Changes of several bits cancel
+each other only where the factors, which are random, happen to agree. Integer sums do not depend on their order, so
+those of several processes add up to that of one.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+MODULUS = 2**64
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def salt(name: str) -> int:
+    """A number of 64 bits for a name, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def signed(number: int) -> int:
+    """The int64 with the bits of `number` modulo 2**64."""
+    return (number + MODULUS // 2) % MODULUS - MODULUS // 2
+
+
+def odd_factors(index: Tensor, salt: int) -> Tensor:
+    """A random odd int64 for each number of `index`, a function of that number and the salt alone.
+
+    The mixer is splitmix64, on the device of `index`.
+
+    Source: Vigna's public-domain code, https://prng.di.unimi.it/splitmix64.c.
+    """
+    z = (index + signed(salt)) * signed(_GOLDEN)
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * signed(factor)  # the mask makes the shift unsigned
+    return (z ^ ((z >> 31) & ((1 << 33) - 1))) | 1
+
+
+def integers(tensor: Tensor) -> Tensor:
+    """The bits of each element as an integer of its size, in the same memory; a complex one as two."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg().view(_INTEGERS[tensor.element_size()])
+
+
+def words(tensor: Tensor) -> Tensor:
+    """The bits as int64, several neighbours of the last dimension in one where the memory allows: a faster sum."""
+    whole = integers(tensor)
+    ratio = 8 // whole.element_size()
+    if ratio == 1 or whole.dim() == 0 or whole.stride(-1) != 1 or whole.shape[-1] % ratio:
+        return whole
+    if whole.storage_offset() % ratio or any(stride % ratio for stride in whole.stride()[:-1]):
+        return whole
+    return whole.view(torch.int64)
+
+
+def halves(total: Tensor) -> Tensor:
+    """One int64 as two int32, low and high, in the same memory: a MetricBuffer keeps each to the last bit."""
+    return total.reshape(1).view(torch.int32)
+
+
+def whole(low: float, high: float) -> int:
+    """The number from 0 to 2**64 - 1 of two halves."""
+    return (int(high) % 2**32 << 32) + int(low) % 2**32

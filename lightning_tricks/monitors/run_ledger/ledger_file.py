@@ -1,0 +1,144 @@
+"""The file of a ledger: JSON lines, each with a checksum over itself and the line before. Imports no torch.
+
+Lines are only ever appended. Each start of the run, a resume too, writes a line `start` with the number of its first
+step; from there on the steps may stand in the file for the second time, and the later ones are those of the run. A kill
+in the middle of a write leaves an unfinished last line, which the next start cuts off.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks._errors import UsageError
+
+NAME = "ledger.jsonl"
+_CHAIN = ', "chain": "'
+_FIRST = b'{"start": '  # how every ledger begins
+
+
+def chained(line: dict[str, Any], before: str) -> tuple[str, str]:
+    """The text of a line behind one whose chain is `before`, and its own chain."""
+    text = json.dumps(line)[:-1]
+    chain = _checksum(text, before)
+    return f'{text}{_CHAIN}{chain}"}}\n', chain
+
+
+def _checksum(text: str, before: str) -> str:
+    return hashlib.blake2b(f"{before} {text}".encode(), digest_size=8).hexdigest()
+
+
+def parse(text: str, before: str) -> tuple[dict[str, Any] | None, str, bool]:
+    """A line as (its values, its chain, whether it follows from the line before); no values if it cannot be read."""
+    body, found, chain = text.rpartition(_CHAIN)
+    try:
+        values = json.loads(body + "}") if found else None
+    except ValueError:
+        values = None
+    if not isinstance(values, dict) or not chain.endswith('"}'):
+        return None, before, False
+    return values, chain[:-2], chain[:-2] == _checksum(body, before)
+
+
+class LedgerFile:
+    """Appends lines to a ledger; on one process.
+
+    Args:
+        path: of the file; its folder is made. Lines of earlier starts stay, without an unfinished last one.
+
+    Raises:
+        UsageError: the file is there and is no ledger.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._chain = path, ""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            self._find_end()
+
+    def _find_end(self) -> None:
+        """Cut off what follows the last line that can be read, and take up its chain."""
+        end = start = 0
+        with self.path.open("rb+") as file:
+            if not (first := file.read(len(_FIRST))) == _FIRST[: len(first)]:
+                raise UsageError(f"RunLedger.path={self.path}: the file is no ledger: name another one, or remove it")
+            file.seek(0)
+            for line in file:
+                start += len(line)
+                values, chain, _ = parse(line.decode(errors="replace").removesuffix("\n"), self._chain)
+                if values is not None and line.endswith(b"\n"):
+                    end, self._chain = start, chain
+            file.truncate(end)
+
+    def append(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Write lines in one piece; without a wait for the disk."""
+        text = ""
+        for line in lines:
+            more, self._chain = chained(line, self._chain)
+            text += more
+        with self.path.open("ab", buffering=0) as file:
+            file.write(text.encode())
+
+
+@dataclass
+class Ledger:
+    """What a file says of a run.
+
+    Attributes:
+        path: of the file.
+        steps: by their number, 1 for the first, the values of each step that is the run's, with its `start` line.
+        starts: the lines `start`, in their order.
+        repeated: steps that a later start trained again, each as it was first and as it was then.
+        broken: numbers of lines that do not follow from the line before; 1 is the file's first.
+        unfinished: whether the last line is cut off.
+    """
+
+    path: Path
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    repeated: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    broken: list[int] = field(default_factory=list)
+    unfinished: bool = False
+
+    def _add(self, values: dict[str, Any], earlier: dict[int, dict[str, Any]]) -> None:
+        if "start" in values:
+            self.starts.append(values)
+            for step in [step for step in self.steps if step >= values["start"]]:
+                earlier[step] = self.steps.pop(step)
+        elif "step" in values and self.starts:
+            step = values["step"]
+            self.steps[step] = {**values, "start": self.starts[-1]}
+            if step in earlier:
+                self.repeated.append((earlier.pop(step), self.steps[step]))
+
+
+def read_ledger(place: str | os.PathLike[str]) -> Ledger:
+    """Read a ledger.
+
+    Args:
+        place: a file, or the folder of a run that holds `ledger.jsonl`.
+
+    Raises:
+        UsageError: there is none, or it holds no step.
+    """
+    path = Path(place, NAME) if Path(place).is_dir() else Path(place)
+    try:
+        text = path.read_bytes().decode(errors="replace")
+    except OSError as error:
+        raise UsageError(f"{path}: no ledger can be read ({error.strerror}): name a run's folder or its file") from None
+    ledger, chain = Ledger(path), ""
+    earlier: dict[int, dict[str, Any]] = {}
+    *lines, rest = text.split("\n")
+    ledger.unfinished = bool(rest)
+    for number, line in enumerate(lines, 1):
+        values, chain, follows = parse(line, chain)
+        if not follows:
+            ledger.broken.append(number)
+        if values is not None:
+            ledger._add(values, earlier)
+    if not ledger.steps:
+        raise UsageError(f"{path}: holds no step of a ledger: name the file that RunLedger has written")
+    return ledger

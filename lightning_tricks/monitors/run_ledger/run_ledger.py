@@ -1,0 +1,251 @@
+"""Write one line a step about data, random state, loss and weights, by which `ledger diff` compares two runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks import _samples
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._trainer import data_rank, is_a, is_accumulating, logging_step
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.metrics.row import Row
+from lightning_tricks.monitors.run_ledger.batch_sum import BatchSum, step_sum
+from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, whole
+from lightning_tricks.monitors.run_ledger.ledger_file import NAME, LedgerFile
+from lightning_tricks.monitors.run_ledger.random_sum import random_sum
+from lightning_tricks.monitors.run_ledger.step_line import OfRank, step_line
+from lightning_tricks.monitors.run_ledger.weight_sum import WeightSum
+
+_RANDOM, _LOSS = "_ledger/random", "_ledger/loss"
+
+
+@dataclass
+class _Step:
+    """What the host knows of a step until its values come from the device."""
+
+    samples: list[tuple[int, int]] | None
+    rows: int = 0  # in a micro-batch
+    tensors: list[int] = field(default_factory=list)  # in each micro-batch
+
+
+class RunLedger(pl.Callback):
+    """Write `ledger.jsonl` in the run's folder, a line for each optimizer step. Never changes training.
+
+    Of two runs that should be equal, `python -m lightning_tricks ledger diff A B` names the first step at which they
+    differ, and the first thing that does. A line holds, in the order of cause and effect:
+
+    - `samples`: positions of the step's samples, of data that have them (TextData, TokenData);
+    - `batch`: a sum over the bits of all tensors of the batch, in which each row and each place in it has a factor of
+      its own. It does not depend on how the global batch is split over ranks and micro-batches, if its rows do not;
+    - `random`: a checksum of each rank's random state after the step: torch, CUDA, NumPy, Python;
+    - `loss`: each rank's loss, the mean over its micro-batches, with all its digits;
+    - `weights`: a sum over the bits of each rank's weights after the step, of a part that moves on with each step.
+
+    Sums are of integers modulo 2**64, so that no flipped bit is lost in rounding. A value that is the same on all ranks
+    stands once, others as a list by rank. Each start of the run, a resume too, writes a line `start` with the number of
+    processes, the versions and the sum over all weights; steps that are trained again are appended, and none is
+    removed. Each line ends in a checksum over itself and the line before, which `ledger check` follows.
+
+    Nothing waits for the device between log steps: the values go with the MetricBuffer, and rank 0 writes an interval's
+    lines at once. After an exception in a run of several processes, the last lines hold the values of rank 0 alone.
+
+    Under FSDP1 and DeepSpeed ZeRO 3, which hold no parameter whole, there are no weights.
+
+    Args:
+        path: of the file. None: `ledger.jsonl` in the folder of the first logger, or in `default_root_dir`.
+        cover_weights_in_steps: optimizer steps after which every weight has been summed once; a step sums a part of at
+            least 65,536 elements. 1 sums all weights at every step, to find the step at which one bit has changed.
+            Default: 100, at which the sum takes less than a ten-thousandth of a step.
+
+    Raises:
+        UsageError: `cover_weights_in_steps` is below 1; `path` cannot be written or is another kind of file.
+
+    Source: checksums of training state to find silent data corruption, section 3.3.4 of The Llama 3 Herd of Models.
+    """
+
+    def __init__(self, path: str | None = None, cover_weights_in_steps: int = 100) -> None:
+        if cover_weights_in_steps < 1:
+            raise UsageError(f"RunLedger.cover_weights_in_steps={cover_weights_in_steps}: give 1 or more")
+        self.path, self.cover_weights_in_steps = path, cover_weights_in_steps
+        self._begin()
+
+    def _begin(self) -> None:
+        """Reset the state that belongs to one fit."""
+        self._started = self._failed = False
+        self._file: LedgerFile | None = None  # on rank 0
+        self._weights: WeightSum | None = None
+        self._counted: list[int] = []  # ranks whose batches make the global batch
+        self._batch = BatchSum()
+        self._steps: dict[int, _Step] = {}
+        self._losses: list[Tensor] = []  # of the running step
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Find the buffer."""
+        self._begin()
+        self._off = not trainer.log_every_n_steps or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if not trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            rank_zero_warn("RunLedger writes nothing with log_every_n_steps=0: give the Trainer 1 or more")
+        self._trainer: Any = trainer
+        self._buffer = MetricBuffer.of(trainer)
+        self._buffer.at_flush(self._write)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Forget micro-batches that no optimizer step followed."""
+        self._steps.pop(logging_step(trainer), None)
+        self._losses = []
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        """Sum the batch; before the first one, write the line `start`."""
+        if self._off:
+            return
+        if not self._started:
+            self._start(trainer, pl_module)
+        number = logging_step(trainer)
+        if number not in self._steps:
+            self._steps[number] = _Step(_samples.step_samples(trainer))
+        step = self._steps[number]
+        sums, rows = self._batch.of_micro_batch(batch)
+        for tensor, total in enumerate(sums):
+            self._buffer.record_all(_halves_of(f"batch/{len(step.tensors)}/{tensor}"), total)
+        step.rows = step.rows or rows
+        step.tensors.append(len(sums))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Keep the loss; after the step, sum random state and weights."""
+        if self._off:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach())
+        if is_accumulating(trainer):
+            return
+        losses, self._losses = self._losses, []
+        device = trainer.strategy.root_device
+        self._buffer.record(_RANDOM, random_sum(device))
+        if losses:
+            # Lightning has divided each by their number; float32 losses are added without rounding
+            self._buffer.record(_LOSS, losses[0] if len(losses) == 1 else _added(losses))
+        if self._weights is not None:
+            total = self._weights.of_part(logging_step(trainer) % self._weights.parts, device)
+            self._buffer.record_all(_halves_of("weights"), halves(total))
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        """Ask the other ranks no more: they may be gone."""
+        self._failed = True
+
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Forget the fit."""
+        self._begin()
+
+    def _start(self, trainer: Any, pl_module: Any) -> None:
+        """Open the file and write the line `start`; reads the device once."""
+        self._started = True
+        self._find_weights(trainer, pl_module)
+        device = trainer.strategy.root_device
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        if self._weights is not None:
+            total = self._weights.of_all(device)
+        rank, world = self._data_rank = data_rank(trainer)
+        place = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir, NAME))  # a question to all ranks
+        error = self._open(place) if trainer.is_global_zero else ""
+        tables = self._gather(torch.stack([total, *(torch.full_like(total, number) for number in (rank, bool(error)))]))
+        if any(table[2] for table in tables):
+            raise UsageError(error or f"RunLedger.path={place}: rank 0 cannot write it")
+        ranks = [int(table[1]) for table in tables]
+        self._counted = [ranks.index(each) for each in range(world)]
+        if self._file is not None:
+            weights = sum(int(table[0]) for table in tables) % MODULUS
+            self._file.append([self._start_line(trainer, f"{weights:016x}" if self._weights is not None else None)])
+
+    def _open(self, path: Path) -> str:
+        """Open the file; returns the line on what is wrong with it, to be raised on every rank."""
+        try:
+            self._file = LedgerFile(path)
+        except UsageError as error:
+            return str(error)
+        except OSError as error:
+            return f"RunLedger.path={path}: cannot be written ({error.strerror or error}): name another file"
+        return ""
+
+    def _find_weights(self, trainer: Any, pl_module: Any) -> None:
+        if is_a(trainer.strategy, "FSDPStrategy"):
+            rank_zero_warn("RunLedger: FSDPStrategy holds no parameter whole: the ledger has no weights")
+            return
+        weights = WeightSum(pl_module, self.cover_weights_in_steps, trainer.global_rank)
+        self._weights = weights if weights.recorded else None
+        if (missing := weights.left_out) and not trainer.global_rank:
+            names = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
+            rank_zero_warn(f"RunLedger: {len(missing)} parameters cannot be read and are not in the ledger: {names}")
+
+    def _start_line(self, trainer: Any, weights: str | None) -> dict[str, Any]:
+        device = trainer.strategy.root_device
+        return {
+            "start": logging_step(trainer) + 1,
+            "processes": trainer.world_size,
+            "data_ranks": self._data_rank[1],
+            "micro_batches": trainer.accumulate_grad_batches,
+            "strategy": type(trainer.strategy).__name__,
+            "precision": str(trainer.precision),
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "parts": self._weights and self._weights.parts,
+            "elements": self._weights and self._weights.elements,
+            "sharded": self._weights and self._weights.sharded,
+            "weights": weights,
+        }
+
+    def _gather(self, own: Tensor) -> list[Any]:
+        """A tensor of each rank as nested lists, by rank; after a failure that of this rank alone."""
+        if self._trainer.world_size == 1 or self._failed:
+            return [own.tolist()]
+        tables: list[Any] = self._trainer.strategy.all_gather(own.to(self._trainer.strategy.root_device)).tolist()
+        return tables
+
+    def _write(self, rows: list[Row]) -> dict[str, float]:
+        """Write the lines of an interval."""
+        rows = [row for row in rows if _RANDOM in row.values and row.step in self._steps]
+        if not rows:
+            return {}
+        steps = [self._steps.pop(row.step) for row in rows]
+        own = [self._of_rank(row, step).packed() for row, step in zip(rows, steps, strict=True)]
+        tables = self._gather(torch.tensor(own, dtype=torch.int64))
+        if self._file is not None:
+            silent = [None] * (self._trainer.world_size - len(tables))
+            lines = []
+            for index, (row, step) in enumerate(zip(rows, steps, strict=True)):
+                ranks = [*(OfRank.unpacked(table[index]) for table in tables), *silent]
+                lines.append(step_line(row.step + 1, step.samples, ranks, self._counted))
+            self._file.append(lines)
+        return {}
+
+    def _of_rank(self, row: Row, step: _Step) -> OfRank:
+        sums = [
+            sum(_whole(row, f"batch/{micro_batch}/{tensor}") for tensor in range(tensors))
+            for micro_batch, tensors in enumerate(step.tensors)
+        ]
+        return OfRank(
+            batch=step_sum(sums, step.rows, *self._data_rank) if any(step.tensors) else None,
+            random=int(row.values[_RANDOM]),
+            loss=row.values.get(_LOSS),
+            weights=_whole(row, "weights") if self._weights is not None else None,
+        )
+
+
+def _halves_of(name: str) -> tuple[str, str]:
+    return f"_ledger/{name}/low", f"_ledger/{name}/high"
+
+
+def _whole(row: Row, name: str) -> int:
+    low, high = _halves_of(name)
+    return whole(row.values[low], row.values[high])
+
+
+def _added(losses: list[Tensor]) -> Tensor:
+    together = torch.stack(losses)
+    return (together if together.device.type == "mps" else together.double()).sum()  # mps has no float64

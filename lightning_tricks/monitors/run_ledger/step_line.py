@@ -1,0 +1,77 @@
+"""One step of the ledger: the numbers that each rank tells of it, and the line that they make."""
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, signed
+
+_BATCH, _LOSS, _WEIGHTS = 1, 2, 4  # bits of the first number: what the rank has
+
+
+class OfRank(NamedTuple):
+    """What one rank knows of a step; None for what it has not."""
+
+    batch: int | None
+    random: int
+    loss: float | None
+    weights: int | None
+
+    def packed(self) -> list[int]:
+        """Five int64, to be gathered."""
+        has = sum(
+            bit for bit, value in zip((_BATCH, _LOSS, _WEIGHTS), self[:1] + self[2:], strict=True) if value is not None
+        )
+        (bits,) = struct.unpack("<q", struct.pack("<d", self.loss or 0.0))
+        return [has, signed(self.batch or 0), self.random, bits, signed(self.weights or 0)]
+
+    @classmethod
+    def unpacked(cls, numbers: Sequence[int]) -> "OfRank":
+        """From five int64."""
+        has, batch, random, bits, weights = numbers
+        (loss,) = struct.unpack("<d", struct.pack("<q", bits))
+        return cls(
+            batch % MODULUS if has & _BATCH else None,
+            random,
+            loss if has & _LOSS else None,
+            weights % MODULUS if has & _WEIGHTS else None,
+        )
+
+
+def step_line(
+    step: int, samples: list[tuple[int, int]] | None, ranks: Sequence[OfRank | None], counted: Sequence[int]
+) -> dict[str, Any]:
+    """The line of a step, without its chain.
+
+    Args:
+        step: 1 for the first optimizer step.
+        samples: first and last position of each run of samples, of all ranks.
+        ranks: what each rank knows; None for one that could not be asked.
+        counted: the ranks whose batches together are the global batch, each row once.
+    """
+    shares = [rank and rank.batch for rank in map(ranks.__getitem__, counted)]
+    known = [share for share in shares if share is not None]
+    batch = sum(known) % MODULUS if len(known) == len(counted) else None
+    return {
+        "step": step,
+        "samples": None if samples is None else [list(run) for run in samples],
+        "batch": _hex(batch, 16),
+        "random": _once([_hex(rank and rank.random, 8) for rank in ranks]),
+        "loss": _once([_number(rank and rank.loss) for rank in ranks]),
+        "weights": _once([_hex(rank and rank.weights, 16) for rank in ranks]),
+    }
+
+
+def _once(values: list[Any]) -> Any:
+    """The value that all ranks share, or all values."""
+    return values[0] if all(value == values[0] for value in values) else values
+
+
+def _hex(number: int | None, digits: int) -> str | None:
+    return None if number is None else f"{number:0{digits}x}"
+
+
+def _number(value: float | None) -> float | str | None:
+    """A float with all its digits; one that JSON has not, as a word."""
+    return value if value is None or math.isfinite(value) else str(value)
