@@ -9,12 +9,13 @@ from typing import Any
 from lightning_tricks.monitors.run_ledger.ledger_file import Ledger
 
 # In the order of cause and effect within a step, so that the first one that differs is the cause of the others.
-PARTS = ("samples", "batch", "random", "loss", "weights")
-NAMES = {"random": "random state"}
+PARTS = ("samples", "batch", "torch_random", "other_random", "loss", "weights")
+NAMES = {"torch_random": "random state of torch", "other_random": "random state of NumPy and Python"}
 MEANINGS = {
     "samples": "the runs took other samples: another global batch size, skip_samples, data or resume point",
     "batch": "the batches have other values, or the same rows in another order",
-    "random": "another seed, or more or fewer random numbers drawn",
+    "torch_random": "another seed, or more or fewer random numbers drawn",
+    "other_random": "another seed or none, or more or fewer random numbers drawn: see --seed_everything",
     "loss": "from equal data and random state: other weights before the step, other code, or a device that computes "
     "otherwise",
     "weights": "from an equal loss: another gradient, optimizer or learning rate, or a weight that was changed",
@@ -152,7 +153,7 @@ def _not_compared(name: str, one: dict[str, Any], other: dict[str, Any]) -> str:
     if any(line[name] is None or (isinstance(line[name], list) and None in line[name]) for line in (one, other)):
         return "not recorded in both"
     settings: tuple[str, ...] = ()
-    if name == "random" or (name == "batch" and None in (one["samples"], other["samples"])):
+    if name.endswith("_random") or (name == "batch" and None in (one["samples"], other["samples"])):
         settings = _SPLIT
     elif name == "weights":
         settings = (*_SPLIT, "strategy", "parts", "elements")

@@ -17,11 +17,11 @@ from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors.run_ledger.batch_sum import BatchSum, step_sum
 from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, whole
 from lightning_tricks.monitors.run_ledger.ledger_file import NAME, LedgerFile
-from lightning_tricks.monitors.run_ledger.random_sum import random_sum
+from lightning_tricks.monitors.run_ledger.random_sum import other_random_sum, torch_random_sum
 from lightning_tricks.monitors.run_ledger.step_line import OfRank, step_line
 from lightning_tricks.monitors.run_ledger.weight_sum import WeightSum
 
-_RANDOM, _LOSS = "_ledger/random", "_ledger/loss"
+_TORCH, _OTHER, _LOSS = "_ledger/torch_random", "_ledger/other_random", "_ledger/loss"
 
 
 @dataclass
@@ -42,7 +42,8 @@ class RunLedger(pl.Callback):
     - `samples`: positions of the step's samples, of data that have them (TextData, TokenData);
     - `batch`: a sum over the bits of all tensors of the batch, in which each row and each place in it has a factor of
       its own. It does not depend on how the global batch is split over ranks and micro-batches, if its rows do not;
-    - `random`: a checksum of each rank's random state after the step: torch, CUDA, NumPy, Python;
+    - `torch_random`, `other_random`: checksums of each rank's random state after the step, of torch with CUDA, and of
+      NumPy with Python;
     - `loss`: each rank's loss, the mean over its micro-batches, with all its digits;
     - `weights`: a sum over the bits of each rank's weights after the step, of a part that moves on with each step.
 
@@ -65,7 +66,8 @@ class RunLedger(pl.Callback):
     Raises:
         UsageError: `cover_weights_in_steps` is below 1; `path` cannot be written or is another kind of file.
 
-    Source: checksums of training state to find silent data corruption, section 3.3.4 of The Llama 3 Herd of Models.
+    Source: Ma et al. 2025, Understanding Silent Data Corruption in LLM Training, https://arxiv.org/abs/2502.12340, on
+    what a device that computes wrong does to a run, found by a comparison to the bit with one that does not.
     """
 
     def __init__(self, path: str | None = None, cover_weights_in_steps: int = 100) -> None:
@@ -127,7 +129,8 @@ class RunLedger(pl.Callback):
             return
         losses, self._losses = self._losses, []
         device = trainer.strategy.root_device
-        self._buffer.record(_RANDOM, random_sum(device))
+        self._buffer.record(_TORCH, torch_random_sum(device))
+        self._buffer.record(_OTHER, other_random_sum())
         if losses:
             # Lightning has divided each by their number; float32 losses are added without rounding
             self._buffer.record(_LOSS, losses[0] if len(losses) == 1 else _added(losses))
@@ -209,7 +212,7 @@ class RunLedger(pl.Callback):
 
     def _write(self, rows: list[Row]) -> dict[str, float]:
         """Write the lines of an interval."""
-        rows = [row for row in rows if _RANDOM in row.values and row.step in self._steps]
+        rows = [row for row in rows if _TORCH in row.values and row.step in self._steps]
         if not rows:
             return {}
         steps = [self._steps.pop(row.step) for row in rows]
@@ -231,7 +234,8 @@ class RunLedger(pl.Callback):
         ]
         return OfRank(
             batch=step_sum(sums, step.rows, *self._data_rank) if any(step.tensors) else None,
-            random=int(row.values[_RANDOM]),
+            torch_random=int(row.values[_TORCH]),
+            other_random=int(row.values[_OTHER]),
             loss=row.values.get(_LOSS),
             weights=_whole(row, "weights") if self._weights is not None else None,
         )

@@ -14,26 +14,28 @@ class OfRank(NamedTuple):
     """What one rank knows of a step; None for what it has not."""
 
     batch: int | None
-    random: int
+    torch_random: int
+    other_random: int
     loss: float | None
     weights: int | None
 
     def packed(self) -> list[int]:
-        """Five int64, to be gathered."""
-        has = sum(
-            bit for bit, value in zip((_BATCH, _LOSS, _WEIGHTS), self[:1] + self[2:], strict=True) if value is not None
-        )
-        (bits,) = struct.unpack("<q", struct.pack("<d", self.loss or 0.0))
-        return [has, signed(self.batch or 0), self.random, bits, signed(self.weights or 0)]
+        """Six int64, to be gathered."""
+        optional = ((_BATCH, self.batch), (_LOSS, self.loss), (_WEIGHTS, self.weights))
+        has = sum(bit for bit, value in optional if value is not None)
+        (loss,) = struct.unpack("<q", struct.pack("<d", self.loss or 0.0))
+        sums = [signed(self.batch or 0), self.torch_random, self.other_random, loss, signed(self.weights or 0)]
+        return [has, *sums]
 
     @classmethod
     def unpacked(cls, numbers: Sequence[int]) -> "OfRank":
-        """From five int64."""
-        has, batch, random, bits, weights = numbers
+        """From six int64."""
+        has, batch, torch_random, other_random, bits, weights = numbers
         (loss,) = struct.unpack("<d", struct.pack("<q", bits))
         return cls(
             batch % MODULUS if has & _BATCH else None,
-            random,
+            torch_random,
+            other_random,
             loss if has & _LOSS else None,
             weights % MODULUS if has & _WEIGHTS else None,
         )
@@ -57,7 +59,8 @@ def step_line(
         "step": step,
         "samples": None if samples is None else [list(run) for run in samples],
         "batch": _hex(batch, 16),
-        "random": _once([_hex(rank and rank.random, 8) for rank in ranks]),
+        "torch_random": _once([_hex(rank and rank.torch_random, 8) for rank in ranks]),
+        "other_random": _once([_hex(rank and rank.other_random, 8) for rank in ranks]),
         "loss": _once([_number(rank and rank.loss) for rank in ranks]),
         "weights": _once([_hex(rank and rank.weights, 16) for rank in ranks]),
     }

@@ -1,0 +1,191 @@
+"""RunLedger and `ledger diff`: planted faults are found at their step; a killed run's ledger is the unbroken one's."""
+
+import json
+import multiprocessing
+import random
+import shutil
+
+import pytest
+import torch
+import two_processes
+from ledger_run import ROWS, STEPS, Plant, Rows, fit
+
+from lightning_tricks.commands.compare_ledgers import NAMES, compare
+from lightning_tricks.commands.ledger import print_check
+from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
+
+TWENTY = range(20)
+
+
+def diff(one, other):
+    return compare(read_ledger(one), read_ledger(other), 0.01)
+
+
+def where(seed):
+    """A step to plant a fault at, anew for each seed."""
+    return random.Random(seed).randrange(2, STEPS + 1)
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clean")
+    fit(folder)
+    return folder
+
+
+def test_a_run_is_equal_to_itself(clean, tmp_path):
+    fit(tmp_path)
+    found = diff(clean, tmp_path)
+    assert not found.differs
+    assert found.steps == list(range(1, STEPS + 1))
+    assert {name: part.equal for name, part in found.parts.items()} == dict.fromkeys(found.parts, STEPS)
+    assert list(found.lines())[-1] == "ledger diff: no difference"
+
+
+def test_a_flipped_bit_of_a_weight_is_found_at_its_step_20_of_20(clean, tmp_path):
+    steps = [where(seed) for seed in TWENTY]
+    found = []
+    for seed, step in zip(TWENTY, steps, strict=True):
+        fit(tmp_path / str(seed), Plant(step, "bit", seed))
+        found.append(diff(clean, tmp_path / str(seed)).first())
+    assert [step for step, _ in found] == steps
+    assert all("weights" in parts for _, parts in found)
+
+
+def test_two_swapped_rows_are_found_at_their_step_20_of_20(clean, tmp_path):
+    for seed in TWENTY:
+        rows = random.Random(seed).sample(range(ROWS), 2)
+        fit(tmp_path / str(seed), data=Rows(swap=(where(seed), *rows)), max_steps=where(seed))
+        step, parts = diff(clean, tmp_path / str(seed)).first()
+        assert (step, parts[0]) == (where(seed), "batch")
+
+
+def test_another_dropout_seed_is_found_at_its_step_20_of_20(clean, tmp_path):
+    for seed in TWENTY:
+        fit(tmp_path / str(seed), Plant(where(seed), "seed", seed), max_steps=where(seed))
+        step, parts = diff(clean, tmp_path / str(seed)).first()
+        assert (step, parts) == (where(seed), ["torch_random", "loss", "weights"])
+
+
+def resumed(clean, folder, *plants, **options):
+    """A run that goes on after step 3 of the clean one, in a folder with its ledger."""
+    (folder / "saved").mkdir(parents=True)
+    shutil.copy(clean / "ledger.jsonl", folder)
+    (checkpoint,) = (clean / "saved").glob("*step*3*.ckpt")
+    fit(folder, *plants, ckpt_path=checkpoint, **options)
+
+
+def test_faults_after_a_restart_are_found_at_their_step(clean, tmp_path):
+    resumed(clean, tmp_path / "sound")
+    sound = diff(clean, tmp_path / "sound")
+    assert not sound.differs
+    assert {part.equal for part in sound.parts.values()} == {STEPS}
+    for name, step, plants, data, first in (
+        ("bit", 5, [Plant(5, "bit", 3)], None, None),
+        ("seed", 4, [Plant(4, "seed")], None, "torch_random"),
+        ("swap", 6, [], Rows(swap=(6, 0, 3)), "batch"),
+    ):
+        resumed(clean, tmp_path / name, *plants, data=data)
+        found, parts = diff(clean, tmp_path / name).first()
+        assert found == step
+        assert parts[0] == (first or parts[0])
+        assert f"a repeated step is not as it was: {name_of(parts[0])} at step {step}" in problems(tmp_path / name)
+
+
+def name_of(part):
+    return NAMES.get(part, part)
+
+
+def problems(folder):
+    return print_check(read_ledger(folder), 0.01)
+
+
+def kill(folder):
+    torch.set_num_threads(1)
+    fit(folder, Plant(5, "kill"), log_every_n_steps=1)
+
+
+def test_the_ledger_of_a_killed_and_resumed_run_is_that_of_the_unbroken_one(clean, tmp_path, capsys):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning.pytorch", "lightning_tricks.callbacks"])
+    process = context.Process(target=kill, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -9
+    assert list(read_ledger(tmp_path).steps) == [1, 2, 3, 4]
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        file.write('{"step": 5, "sam')  # as a kill in the middle of a write leaves it
+    assert read_ledger(tmp_path).unfinished
+    (checkpoint,) = (tmp_path / "saved").glob("*step*3*.ckpt")
+    fit(tmp_path, ckpt_path=checkpoint)
+    found = diff(clean, tmp_path)
+    assert {part.equal for part in found.parts.values()} == {STEPS}
+    assert [line["start"] for line in read_ledger(tmp_path).starts] == [1, 4]
+    assert problems(tmp_path) == []
+    assert "repeated after a restart: 1 steps, from 4 to 4" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+
+
+def in_two_processes(rank, folder):
+    runs = {
+        "clean": {},
+        "again": {},
+        "swap": {"data": Rows(2, swap=(4, 0, 3))},  # one row of each process
+        "bit": {"plants": [Plant(3, "bit", 0, rank=1)]},
+        "seed": {"plants": [Plant(2, "seed", rank=1)]},
+        "windows": {"data": Rows(1), "accumulate_grad_batches": 2},
+    }
+    for name, options in runs.items():
+        options = {"data": Rows(2), **options}
+        fit(folder / name, *options.pop("plants", ()), strategy="ddp", devices=2, **options)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    two_processes.run(in_two_processes, folder)
+    return folder
+
+
+def test_rows_are_compared_over_world_sizes_and_windows(clean, two, tmp_path):
+    fit(tmp_path, data=Rows(2), accumulate_grad_batches=2)
+    for one, other in ((clean, two / "clean"), (clean, tmp_path), (tmp_path, two / "clean"), (two / "windows", clean)):
+        found = diff(one, other)
+        assert found.first_weights is None
+        assert (found.parts["samples"].equal, found.parts["batch"].equal) == (STEPS, STEPS)
+        assert sum(found.parts["torch_random"].not_compared.values()) == STEPS
+        assert sum(found.parts["weights"].not_compared.values()) == STEPS
+    swapped = diff(clean, two / "swap")
+    assert swapped.parts["batch"].differs == (4, "")
+    text = "\n".join(swapped.lines())
+    assert "weights: not compared at 6 steps (processes: 1 and 2)" in text
+
+
+def test_the_loss_is_compared_within_the_tolerance_over_world_sizes(clean, two):
+    mask = diff(clean, two / "clean").parts["loss"]  # dropout draws other masks, so the losses are far apart
+    assert mask.differs[0] == 1
+    near = compare(read_ledger(clean), read_ledger(two / "clean"), 3.0)
+    assert not near.differs
+    assert near.parts["loss"].near == STEPS
+    assert "loss: within 3 at 6 steps" in "\n".join(near.lines())
+
+
+def test_a_fault_of_one_process_is_named_with_its_rank(two, capsys):
+    assert not diff(two / "clean", two / "again").differs
+    bit = diff(two / "clean", two / "bit")
+    assert bit.first()[0] == 3
+    assert bit.parts["weights"].differs[1] in (" (rank 1)", " (rank 0, 1)")
+    assert "rank 1 differs from the others" in problems(two / "bit")[0] or bit.parts["loss"].differs[0] == 3
+    seed = diff(two / "clean", two / "seed")
+    assert seed.parts["torch_random"].differs == (2, " (rank 1)")
+    assert problems(two / "clean") == []
+
+
+def test_a_line_holds_what_ranks_share_once(clean, two):
+    for folder in (clean, two / "clean"):
+        line = read_ledger(folder).steps[2]
+        assert isinstance(line["weights"], str)
+        assert json.loads(json.dumps(line["samples"])) == [[ROWS, 2 * ROWS - 1]]
+    assert len(read_ledger(two / "clean").steps[2]["loss"]) == 2
