@@ -51,14 +51,15 @@ class Rows(pl.LightningDataModule):
 class Net(pl.LightningModule):
     """Two layers with dropout, and a weight without a gradient, of which nothing but its bits can tell a fault."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.dropout = dropout
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
         self.unused = nn.Parameter(torch.randn(5), requires_grad=False)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        hidden = nn.functional.dropout(self.first(batch["x"]).tanh(), 0.2)
+        hidden = nn.functional.dropout(self.first(batch["x"]).tanh(), self.dropout)
         return self.second(hidden).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -110,12 +111,12 @@ def fit(folder: Path, *plants: pl.Callback, data: Rows | None = None, ledger: An
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    checkpoint = options.pop("ckpt_path", None)
+    checkpoint, dropout = options.pop("ckpt_path", None), options.pop("dropout", 0.2)
     saver = SafeCheckpoint(folder / "saved", every_n_train_steps=SAVED, keep_last=9)
     defaults = {"max_steps": STEPS, "log_every_n_steps": 2, "accelerator": "cpu", "devices": 1, "logger": False}
     trainer = pl.Trainer(
         callbacks=[*plants, ledger or RunLedger(str(folder / "ledger.jsonl")), saver], enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, **{**defaults, **options},
     )  # fmt: skip
-    trainer.fit(Net(), datamodule=data or Rows(), ckpt_path=checkpoint)
+    trainer.fit(Net(dropout), datamodule=data or Rows(), ckpt_path=checkpoint)
     return trainer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._tensors import local
-from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, integers, odd_factors, salt, words
+from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, integers, odd_factors, salt
 
 BASE = 0x2545F4914F6CDD1D  # odd; row i of a global batch has the factor BASE**i
 _KEPT = 64  # factors of so many shapes, for batches of varying length
@@ -45,7 +45,7 @@ class BatchSum:
         sums, rows = [], 0
         for number, tensor in enumerate(tensors_in(batch)):
             rows = rows or (len(tensor) if tensor.dim() else 1)
-            bits = words(tensor) if tensor.dim() > 1 else integers(tensor)
+            bits = integers(tensor)
             sums.append(halves((bits * self._factors_for(bits, number)).sum()))
         return sums, rows
 

@@ -1,8 +1,8 @@
 """Sums over the bits of a tensor, modulo 2**64: exact, the same in any order, and on the device without a wait.
 
 A sum of floats hides a flipped low bit. Here the bits are read as integers and each integer has an odd factor: a change
-of one bit changes the sum by 2**b times an odd number, which is never 0 modulo 2**64. Changes of several bits cancel
-each other only where the factors, which are random, happen to agree. Integer sums do not depend on their order, so
+of bit b changes the sum by 2**b times an odd number, which is never 0 modulo 2**64. Changes of values that have factors
+of their own cancel each other by chance only, as the factors are random. Integer sums do not depend on their order, so
 those of several processes add up to that of one.
 """
 
@@ -40,21 +40,16 @@ def odd_factors(index: Tensor, salt: int) -> Tensor:
 
 
 def integers(tensor: Tensor) -> Tensor:
-    """The bits of each element as an integer of its size, in the same memory; a complex one as two."""
+    """The bits of each element as an integer of its size, in the same memory; float64 and complex values as two.
+
+    The sign of a float64 would be worth 2**63, and two changes of 2**63 are none modulo 2**64.
+    """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.resolve_neg().view(_INTEGERS[tensor.element_size()])
-
-
-def words(tensor: Tensor) -> Tensor:
-    """The bits as int64, several neighbours of the last dimension in one where the memory allows: a faster sum."""
-    whole = integers(tensor)
-    ratio = 8 // whole.element_size()
-    if ratio == 1 or whole.dim() == 0 or whole.stride(-1) != 1 or whole.shape[-1] % ratio:
-        return whole
-    if whole.storage_offset() % ratio or any(stride % ratio for stride in whole.stride()[:-1]):
-        return whole
-    return whole.view(torch.int64)
+    tensor = tensor.resolve_neg()
+    if tensor.dtype == torch.float64:
+        return (tensor if tensor.dim() else tensor.reshape(1)).contiguous().view(torch.int32)
+    return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def halves(total: Tensor) -> Tensor:

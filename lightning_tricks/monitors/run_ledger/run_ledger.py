@@ -60,7 +60,7 @@ class RunLedger(pl.Callback):
     Args:
         path: of the file. None: `ledger.jsonl` in the folder of the first logger, or in `default_root_dir`.
         cover_weights_in_steps: optimizer steps after which every weight has been summed once; a step sums a part of at
-            least 65,536 elements. 1 sums all weights at every step, to find the step at which one bit has changed.
+            least 32,768 elements. 1 sums all weights at every step, to find the step at which one bit has changed.
             Default: 100, at which the sum takes less than a ten-thousandth of a step.
 
     Raises:

@@ -1,0 +1,347 @@
+"""The parts of RunLedger: exact sums over bits, how they are split and joined, the file, and the command."""
+
+import itertools
+import json
+import random
+import subprocess
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import two_processes
+from ledger_run import Rows, fit
+from preloaded import python
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+from lightning_tricks import RunLedger
+from lightning_tricks._errors import UsageError
+from lightning_tricks.monitors.run_ledger.batch_sum import BASE, BatchSum, step_sum
+from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, odd_factors, salt, whole
+from lightning_tricks.monitors.run_ledger.ledger_file import LedgerFile, read_ledger
+from lightning_tricks.monitors.run_ledger.random_sum import other_random_sum, torch_random_sum
+from lightning_tricks.monitors.run_ledger.step_line import OfRank, step_line
+from lightning_tricks.monitors.run_ledger.weight_sum import LEAST, WeightSum, leading_dims
+
+CPU = torch.device("cpu")
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def number(total):
+    return whole(*halves(total).tolist())
+
+
+def batch_sum(batch, rank=0, world=1):
+    """The share of a rank that takes one micro-batch."""
+    sums, rows = BatchSum().of_micro_batch(batch)
+    return step_sum([sum(whole(*total.tolist()) for total in sums)], rows, rank, world)
+
+
+def test_the_factors_are_splitmix64():
+    """The first outputs of Vigna's generator for the seed 0, with the last bit set."""
+    known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    factors = odd_factors(torch.arange(1, 4), 0)
+    assert [number(factor) for factor in factors] == [value | 1 for value in known]
+    assert (odd_factors(torch.arange(1000), salt("a")) % 2 == 1).all()
+
+
+def test_the_sum_of_a_batch_by_hand():
+    x = torch.tensor([[3, 0], [0, 5]])
+    first, second = (number(factor) for factor in odd_factors(torch.arange(2), salt("tensor 0")))
+    assert batch_sum(x) == (3 * first + 5 * second * BASE) % MODULUS
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_single_bit_changes_the_sums(dtype):
+    x = torch.arange(12).reshape(3, 4).to(dtype)
+    module = nn.Module()
+    module.weight = nn.Parameter(x, requires_grad=False)
+    weights = WeightSum(module, 1, 0)
+    sums = lambda: (batch_sum({"x": x}), number(weights.of_part(0, CPU)))  # noqa: E731
+    before, changed = sums(), []
+    bits = x.view(torch.uint8).view(-1)
+    for place, bit in itertools.product(range(len(bits)), range(1 if dtype == torch.bool else 8)):
+        bits[place] ^= 1 << bit
+        changed.append(sums())
+        bits[place] ^= 1 << bit
+    assert all(batch != before[0] and part != before[1] for batch, part in changed)
+    assert len({batch for batch, _ in changed}) == len(changed) or dtype == torch.int64
+    assert sums() == before
+
+
+def test_two_signs_that_change_are_seen():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64):
+        x = torch.randn(2, 70, dtype=dtype)
+        other = x.clone()
+        other[:, 3] *= -1
+        assert batch_sum(other) != batch_sum(x)
+        module = nn.Linear(70, 2, bias=False)
+        module.weight = nn.Parameter(x)
+        before = number(WeightSum(module, 1, 0).of_part(0, CPU))
+        module.weight = nn.Parameter(other)
+        assert number(WeightSum(module, 1, 0).of_part(0, CPU)) != before
+
+
+def test_any_two_rows_or_values_that_change_places_change_the_sum():
+    x = torch.randint(100, (64, 6), generator=torch.Generator().manual_seed(0))
+    seen = {batch_sum(x)}
+    swaps = list(itertools.combinations(range(64), 2))
+    for one, other in swaps:
+        order = list(range(64))
+        order[one], order[other] = other, one
+        seen.add(batch_sum(x[order]))
+    assert len(seen) == len(swaps) + 1
+    assert batch_sum(x.T.contiguous().T) == batch_sum(x)
+    assert batch_sum(x[:, [1, 0, 2, 3, 4, 5]]) != batch_sum(x)
+    assert batch_sum({"a": x, "b": x + 1}) != batch_sum({"a": x + 1, "b": x})
+
+
+def test_a_batch_has_one_sum_however_it_is_split():
+    x = torch.randn(12, 5)
+    for world, micro_batches in ((1, 1), (1, 3), (2, 2), (3, 4), (4, 3), (12, 1)):
+        rows = 12 // world // micro_batches
+        parts = x.reshape(micro_batches, world, rows, 5)
+        total = 0
+        for rank in range(world):
+            sums = [whole(*BatchSum().of_micro_batch(parts[m, rank])[0][0].tolist()) for m in range(micro_batches)]
+            total += step_sum(sums, rows, rank, world)
+        assert total % MODULUS == batch_sum(x)
+
+
+def test_tensors_are_found_in_any_batch():
+    class Own:
+        def __init__(self):
+            self.x, self.label = torch.ones(2, 3), "a"
+
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for batch, tensors in (
+        (torch.ones(2, 3), 1), ({"x": torch.ones(2), "n": 3, "s": "text"}, 1), ([torch.ones(2), (torch.ones(3),)], 2),
+        (Own(), 1), (torch.tensor(3.0), 1), (torch.ones(2, 3, dtype=torch.complex64), 1), ("no tensor", 0),
+        (torch.empty(0, 3), 0), (nested, 0), (torch.eye(3).to_sparse(), 0),
+    ):  # fmt: skip
+        assert len(BatchSum().of_micro_batch(batch)[0]) == tensors
+
+
+def test_a_row_is_as_many_of_the_last_dimensions_as_make_64_values():
+    shapes = {(): 0, (100,): 1, (10, 100): 1, (100, 3): 1, (8, 16, 3, 3): 1, (8, 100, 64): 2, (8, 2, 40, 3, 30): 3}
+    assert {shape: leading_dims(torch.Size(shape)) for shape in shapes} == shapes
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(1000, 200)
+        self.linear = nn.Linear(130, 301)  # rows of an odd number of words
+        self.experts = nn.Parameter(torch.randn(4, 6, 64))
+        self.filters = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.small = nn.Parameter(torch.randn(7, 6).bfloat16())
+
+
+def test_the_parts_hold_every_row_once():
+    module = Mixed()
+    elements = sum(parameter.numel() for parameter in module.parameters())
+    for parts in (1, 2, 3, 100):
+        weights = WeightSum(module, parts, 0)
+        assert weights.parts == min(parts, (elements + 7 * 8192) // LEAST)
+        total = sum(number(weights.of_part(part, CPU)) for part in range(weights.parts)) % MODULUS
+        assert total == number(WeightSum(module, 1, 0).of_part(0, CPU)) == number(weights.of_all(CPU))
+        assert number(WeightSum(module, parts, 1).of_all(CPU)) == 0  # rank 0 counts what each rank holds
+    before = [number(weights.of_part(part, CPU)) for part in range(weights.parts)]
+    with torch.no_grad():
+        module.embedding.weight.view(torch.int32)[999, 199] ^= 1
+    after = [number(weights.of_part(part, CPU)) for part in range(weights.parts)]
+    assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
+
+
+def test_parameters_that_cannot_be_read_are_named():
+    module = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    weights = WeightSum(module, 1, 0)
+    assert weights.left_out == ["1.weight", "1.bias"]
+    assert weights.recorded
+    assert not WeightSum(nn.Dropout(), 1, 0).recorded
+
+
+def sharded_sums(rank, folder):
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    results = {}
+    for name, placement in (("rows", Shard(0)), ("columns", Shard(1)), ("copies", Replicate())):
+        module = Mixed()
+        for path in ("embedding.weight", "linear.weight", "experts"):
+            owner, _, last = path.rpartition(".")
+            owner = module.get_submodule(owner)
+            weight = distribute_tensor(getattr(owner, last).detach(), mesh, [placement])
+            setattr(owner, last, nn.Parameter(weight))
+        results[name] = module
+    results["fsdp2"] = Mixed()
+    del results["fsdp2"].scale, results["fsdp2"].filters  # fully_shard takes neither
+    fully_shard(results["fsdp2"])
+    assert isinstance(results["fsdp2"].small, DTensor)
+    sums = {
+        name: [number(WeightSum(module, parts, rank).of_all(CPU)) for parts in (1, 3)]
+        for name, module in results.items()
+    }
+    parts = WeightSum(results["rows"], 3, rank)
+    sums["parts"] = [number(parts.of_part(part, CPU)) for part in range(parts.parts)]
+    (folder / f"{rank}.json").write_text(json.dumps(sums))
+
+
+def test_shards_of_two_processes_add_up_to_the_sum_of_one(tmp_path):
+    two_processes.run(sharded_sums, tmp_path)
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    expected = number(WeightSum(Mixed(), 1, 0).of_all(CPU))
+    plain = Mixed()
+    del plain.scale, plain.filters
+    for name in ("rows", "columns", "copies", "fsdp2"):
+        want = number(WeightSum(plain, 1, 0).of_all(CPU)) if name == "fsdp2" else expected
+        assert [(a + b) % MODULUS for a, b in zip(one[name], other[name], strict=True)] == [want, want], name
+    assert one["parts"] != other["parts"]
+
+
+def test_a_random_state_is_told_from_those_around_it():
+    seen = set()
+    for step in range(5):
+        seen.add((torch_random_sum(CPU), other_random_sum()))
+        (torch.rand, np.random.rand, random.random, torch.rand, np.random.rand)[step](*[1] * (step not in (2,)))
+    assert len(seen) == 5
+    assert (torch_random_sum(CPU), other_random_sum()) == (torch_random_sum(CPU), other_random_sum())
+
+
+# --------------------------------------------------------------------------------------------------------------- lines
+
+
+def test_what_a_rank_tells_survives_its_way():
+    for rank in (
+        OfRank(MODULUS - 1, 2**32 - 1, 7, 0.1, 2**63),
+        OfRank(None, 0, 0, None, None),
+        OfRank(0, 1, 2, 0.0, 0),
+    ):
+        numbers = torch.tensor(rank.packed(), dtype=torch.int64)
+        assert OfRank.unpacked(numbers.tolist()) == rank
+
+
+def test_a_line_of_ranks_that_differ_or_are_silent():
+    one, other = OfRank(MODULUS - 1, 1, 2, 1.5, 7), OfRank(3, 1, 9, float("nan"), 7)
+    line = step_line(4, [(0, 7), (9, 9)], [one, other], [0, 1])
+    assert line["batch"] == "0000000000000002"
+    assert (line["torch_random"], line["other_random"]) == ("00000001", ["00000002", "00000009"])
+    assert (line["loss"], line["weights"]) == ([1.5, "nan"], "0000000000000007")
+    assert step_line(4, None, [one, other], [0])["batch"] == f"{MODULUS - 1:016x}"  # rank 1 sees the same data
+    silent = step_line(4, None, [one, None], [0, 1])
+    assert (silent["samples"], silent["batch"], silent["loss"]) == (None, None, [1.5, None])
+
+
+def lines_of(path, steps=3, start=1):
+    file = LedgerFile(path)
+    file.append([{"start": start, "processes": 1, "weights": "0"}])
+    values = {"samples": None, "batch": "1", "torch_random": "2", "other_random": "2", "loss": 0.5, "weights": "3"}
+    file.append({"step": step, **values} for step in range(start, start + steps))
+    return path
+
+
+def test_a_changed_or_lost_line_breaks_the_chain(tmp_path):
+    path = lines_of(tmp_path / "ledger.jsonl", 5)
+    lines = path.read_text().splitlines(keepends=True)
+    assert read_ledger(path).broken == []
+    for changed, broken in (
+        ([*lines[:3], lines[3].replace("0.5", "0.25"), *lines[4:]], [4]),
+        ([*lines[:2], *lines[3:]], [3]),
+        ([lines[0], lines[2], lines[1], *lines[3:]], [2, 3, 4]),
+        ([*lines[:2], "rubbish\n", *lines[3:]], [3, 4]),
+    ):
+        path.write_text("".join(changed))
+        assert read_ledger(path).broken == broken
+
+
+@pytest.mark.parametrize("rest", [b'{"step": 4, "samp', b'{"step": 4}\n', b"\0\0\0\0", b"\xff\xfe\n"])
+def test_an_unfinished_end_is_cut_off_by_the_next_start(tmp_path, rest):
+    path = lines_of(tmp_path / "ledger.jsonl")
+    with path.open("ab") as file:
+        file.write(rest)
+    assert list(read_ledger(path).steps) == [1, 2, 3]
+    lines_of(path, 4, start=2)
+    ledger = read_ledger(path)
+    assert (list(ledger.steps), ledger.broken, ledger.unfinished) == ([1, 2, 3, 4, 5], [], False)
+    assert [again["step"] for _, again in ledger.repeated] == [2, 3]
+    path.write_bytes(b'{"star')  # killed in the very first write
+    lines_of(path)
+    assert read_ledger(path).broken == []
+
+
+def test_files_that_are_no_ledger_are_refused_and_kept(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine\n")
+    with pytest.raises(UsageError, match=r"path=.*notes.txt: the file is no ledger: name another one"):
+        fit(tmp_path / "run", ledger=RunLedger(str(tmp_path / "notes.txt")))
+    assert (tmp_path / "notes.txt").read_text() == "mine\n"
+    with pytest.raises(UsageError, match=r"notes.txt/ledger.jsonl: cannot be written \("):
+        fit(tmp_path / "run", ledger=RunLedger(str(tmp_path / "notes.txt" / "ledger.jsonl")))
+    with pytest.raises(UsageError, match="cover_weights_in_steps=0: give 1 or more"):
+        RunLedger(cover_weights_in_steps=0)
+
+
+def test_the_file_lies_in_the_folder_of_the_first_logger(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    logger = pl.loggers.CSVLogger(tmp_path / "runs", name="small")
+    fit(tmp_path / "a", ledger=RunLedger(), logger=logger, max_steps=2)
+    assert list(read_ledger(logger.log_dir).steps) == [1, 2]
+    fit(tmp_path / "a", ledger=RunLedger(), max_steps=2, default_root_dir=tmp_path / "b")
+    assert list(read_ledger(tmp_path / "b").steps) == [1, 2]
+    fit(tmp_path / "a", ledger=RunLedger("dev.jsonl"), fast_dev_run=True)
+    assert not (tmp_path / "dev.jsonl").exists()
+
+
+class Fails(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 3:
+            raise RuntimeError("power cut")
+
+
+def test_the_last_steps_before_a_failure_are_written(tmp_path):
+    with pytest.raises(RuntimeError, match="power cut"):
+        fit(tmp_path, Fails(), log_every_n_steps=50, enable_checkpointing=True, max_steps=5)
+    assert list(read_ledger(tmp_path).steps) == [1, 2, 3]
+    fit(tmp_path, data=Rows(2), accumulate_grad_batches=2)  # with the first fit's windows forgotten
+    assert not [line for line in read_ledger(tmp_path).repeated if line[0]["samples"] != line[1]["samples"]]
+
+
+def test_the_command_in_a_process_of_its_own(tmp_path):
+    run = lambda *args: subprocess.run(  # noqa: E731
+        [python(), "-m", "lightning_tricks", "ledger", *args], cwd=tmp_path, capture_output=True, text=True
+    )
+    lines_of(tmp_path / "a.jsonl")
+    lines_of(tmp_path / "b.jsonl")
+    lines_of(tmp_path / "c.jsonl", start=9)
+    text = (tmp_path / "a.jsonl").read_text()
+    (tmp_path / "d.jsonl").write_text(text.replace("0.5", "0.25"))
+    same = run("diff", "a.jsonl", "b.jsonl")
+    assert (same.returncode, same.stderr) == (0, "")
+    assert same.stdout.splitlines()[-1] == "ledger diff: no difference in what was compared"
+    other = run("diff", "a.jsonl", "d.jsonl")
+    assert other.returncode == 1
+    assert "B: line 2 does not follow" in other.stdout
+    assert "ledger diff: the first difference is at step 1, in loss" in other.stdout
+    assert "loss: differs first at step 1 (0.5 and 0.25)" in other.stdout
+    assert run("check", "a.jsonl").returncode == 0
+    assert run("check", "d.jsonl").returncode == 1
+    for args, said in (
+        (["diff", "a.jsonl"], "the following arguments are required: B; ledger --help"),
+        (["diff", "a.jsonl", "c.jsonl"], "a.jsonl has steps 1 to 3 and c.jsonl steps 9 to 11: they have no step in"),
+        (["check", "nowhere"], "nowhere: no ledger can be read (No such file or directory)"),
+        (["merge"], "invalid choice: 'merge'"),
+    ):
+        wrong = run(*args)
+        assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
+        assert said in wrong.stderr
