@@ -1,17 +1,21 @@
 """RunLedger and `ledger diff`: planted faults are found at their step; a killed run's ledger is the unbroken one's."""
 
+import contextlib
 import json
 import multiprocessing
 import random
 import shutil
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
-from ledger_run import ROWS, STEPS, Plant, Rows, fit
+from ledger_run import ROWS, STEPS, Plant, Rows, fit, flip_a_bit
 
-from lightning_tricks.commands.compare_ledgers import NAMES, compare
+from lightning_tricks import RunLedger
+from lightning_tricks.commands.compare_ledgers import NAMES, compare, compare_steps
 from lightning_tricks.commands.ledger import print_check
+from lightning_tricks.monitors.run_ledger import weight_sum
 from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
 
 TWENTY = range(20)
@@ -142,6 +146,14 @@ def in_two_processes(rank, folder):
     for name, options in runs.items():
         options = {"data": Rows(2), **options}
         fit(folder / name, *options.pop("plants", ()), strategy="ddp", devices=2, **options)
+    with contextlib.suppress(RuntimeError):
+        fit(folder / "fails", Fails(), data=Rows(2), strategy="ddp", devices=2, log_every_n_steps=50)
+
+
+class Fails(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 2:
+            raise RuntimeError("a fault of all ranks")
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +198,58 @@ def test_a_fault_of_one_process_is_named_with_its_rank(two):
     seed = diff(two / "clean", two / "seed")
     assert seed.parts["torch_random"].differs == (2, " (rank 1)")
     assert problems(two / "clean") == []
+
+
+def test_after_a_failure_the_last_lines_hold_rank_0_alone(two):
+    clean, failed = read_ledger(two / "clean").steps, read_ledger(two / "fails").steps
+    assert list(failed) == [1, 2]
+    for step in failed:
+        assert failed[step]["loss"] == [clean[step]["loss"][0], None]
+        assert failed[step]["batch"] is None
+        assert failed[step]["samples"] == clean[step]["samples"]
+    assert not diff(two / "clean", two / "fails").differs
+
+
+def test_a_part_of_the_weights_is_summed_at_each_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_sum, "LEAST", 50)
+    monkeypatch.setattr(weight_sum, "PER_TENSOR", 0)
+    found = {}
+    for cover in (100, 1):
+        for name, plants in (("clean", []), ("bit", [FlipUnused(2)])):
+            folder = tmp_path / f"{name} {cover}"
+            fit(folder, *plants, ledger=RunLedger(str(folder / "ledger.jsonl"), cover))
+        found[cover] = diff(tmp_path / f"clean {cover}", tmp_path / f"bit {cover}")
+    assert read_ledger(tmp_path / "clean 100").starts[0]["parts"] == 2
+    assert found[100].first() == (3, ["weights"])  # step 2 summed the other part
+    assert found[1].first() == (2, ["weights"])
+    other = diff(tmp_path / "clean 100", tmp_path / "clean 1").parts["weights"]
+    assert other.not_compared == {"parts: 2 and 1": STEPS}
+
+
+class FlipUnused(pl.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if trainer.global_step == self.step:
+            flip_a_bit(pl_module.unused, random.Random(0))
+
+
+def test_parts_are_compared_where_two_runs_can_be_equal():
+    start = {"processes": 1, "data_ranks": 1, "micro_batches": 1, "strategy": "S", "parts": 1, "elements": 9}
+    line = {"step": 1, "samples": None, "batch": "1", "torch_random": "2", "other_random": "3", "loss": 1.0}
+    line |= {"weights": "4", "start": start}
+    windows = {**line, "start": {**start, "micro_batches": 2}, "batch": "5", "loss": 1.001}
+    parts = compare_steps([(line, windows)], 0.01)
+    assert parts["batch"].not_compared == {"micro batches: 1 and 2": 1}
+    assert parts["loss"].near == 1
+    assert compare_steps([(line, windows)], 1e-4)["loss"].differs == (1, " (1.0 and 1.001)")
+    sharded = {**line, "start": {**start, "strategy": "T"}, "weights": "6"}
+    parts = compare_steps([(line, sharded)], 0.01)
+    assert (parts["batch"].equal, parts["weights"].not_compared) == (1, {"strategy: S and T": 1})
+    nan = {**line, "loss": "nan"}
+    assert compare_steps([(nan, nan)], 0.01)["loss"].equal == 1
+    assert compare_steps([(nan, line)], 0.01)["loss"].differs[0] == 1
 
 
 def test_a_line_holds_what_ranks_share_once(clean, two):
