@@ -23,7 +23,7 @@ from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, odd_
 from lightning_tricks.monitors.run_ledger.ledger_file import LedgerFile, read_ledger
 from lightning_tricks.monitors.run_ledger.random_sum import other_random_sum, torch_random_sum
 from lightning_tricks.monitors.run_ledger.step_line import OfRank, step_line
-from lightning_tricks.monitors.run_ledger.weight_sum import LEAST, WeightSum, leading_dims
+from lightning_tricks.monitors.run_ledger.weight_sum import LEAST, PER_TENSOR, WeightSum, leading_dims
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -155,7 +155,7 @@ def test_the_parts_hold_every_row_once():
     elements = sum(parameter.numel() for parameter in module.parameters())
     for parts in (1, 2, 3, 100):
         weights = WeightSum(module, parts, 0)
-        assert weights.parts == min(parts, (elements + 7 * 8192) // LEAST)
+        assert weights.parts == min(parts, (elements + len(list(module.parameters())) * PER_TENSOR) // LEAST)
         total = sum(number(weights.of_part(part, CPU)) for part in range(weights.parts)) % MODULUS
         assert total == number(WeightSum(module, 1, 0).of_part(0, CPU)) == number(weights.of_all(CPU))
         assert number(WeightSum(module, parts, 1).of_all(CPU)) == 0  # rank 0 counts what each rank holds

@@ -12,8 +12,8 @@ from lightning_tricks._find_modules import clean_name
 from lightning_tricks._tensors import local
 from lightning_tricks.monitors.run_ledger.exact_sum import integers, odd_factors, salt
 
-LEAST = 32768  # elements of a part, which take 25 microseconds on a CPU
-PER_TENSOR = 8192  # elements that could be summed in the time of a call
+LEAST = 8192  # elements of a part, which are summed in the time of one call
+PER_TENSOR = 4096  # elements that could be summed in the time of a call
 ROW = 64  # elements that share a factor, at the least
 
 
@@ -60,7 +60,7 @@ class WeightSum:
 
     Args:
         module: its parameters are on their devices.
-        parts: at most; fewer where a part would have less than 32,768 elements.
+        parts: at most; fewer where a part would have less than 8,192 elements.
         rank: of this process. Rank 0 counts a parameter that every rank holds whole.
 
     Attributes:
