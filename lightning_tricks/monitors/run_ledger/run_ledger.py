@@ -61,8 +61,8 @@ class RunLedger(pl.Callback):
         path: of the file. None: `ledger.jsonl` in the folder of the first logger, or in `default_root_dir`.
         cover_weights_in_steps: optimizer steps after which every weight has been summed once; a step sums a part of at
             least 8,192 elements. 1 sums all weights at every step, to find the step at which one bit has changed.
-            Default: 500, at which the sum
-            costs a few calls and little memory traffic; a fault spreads to all weights with the next gradients.
+            Default: 500, at which the sum costs a few calls and little memory traffic; a fault spreads to all weights
+            with the next gradients.
 
     Raises:
         UsageError: `cover_weights_in_steps` is below 1; `path` cannot be written or is another kind of file.
