@@ -9,8 +9,8 @@ from lightning_tricks.callbacks import ActivationMonitor as ActivationMonitor
 from lightning_tricks.callbacks import AttentionMonitor as AttentionMonitor
 from lightning_tricks.callbacks import CompressionBaseline as CompressionBaseline
 from lightning_tricks.callbacks import ExactResume as ExactResume
-from lightning_tricks.callbacks import GoodputMonitor as GoodputMonitor
 from lightning_tricks.callbacks import GCControl as GCControl
+from lightning_tricks.callbacks import GoodputMonitor as GoodputMonitor
 from lightning_tricks.callbacks import GradNormMonitor as GradNormMonitor
 from lightning_tricks.callbacks import HangWatchdog as HangWatchdog
 from lightning_tricks.callbacks import InitFrom as InitFrom
