@@ -10,10 +10,13 @@ from lightning_tricks.callbacks import (
     EMA,
     ActivationMonitor,
     AttentionMonitor,
+    GCControl,
     GoodputMonitor,
     GradNormMonitor,
+    HangWatchdog,
     LeanLoop,
     MemoryMonitor,
+    RunLedger,
     StepGuard,
     TailAverage,
     TensorBoardDashboard,
@@ -60,7 +63,7 @@ def fit(folder, accumulate, *callbacks):
         accelerator="cpu", callbacks=[
             *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
             UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(), LeanLoop(), StepGuard(),
-            EMA(), TailAverage(validate=False),
+            EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(),
         ],
     )  # fmt: skip
     trainer.fit(model, DataLoader([batch] * (22 * accumulate), batch_size=None))
@@ -74,8 +77,8 @@ def test_between_logged_steps_no_tensor_is_read_on_the_host(tmp_path, monkeypatc
     assert counts.reads == []
 
 
-def test_a_logged_step_reads_the_buffer_once(tmp_path, monkeypatch):
+def test_a_logged_step_reads_the_buffer_once_and_the_ledger_once(tmp_path, monkeypatch):
     counts = Counts(12, 21, monkeypatch)  # the twentieth step is logged
     fit(tmp_path, 1, counts)
-    assert counts.reads.count("tolist") == 1
+    assert counts.reads.count("tolist") == 2  # the ledger has integers of 64 bits, the buffer floats
     assert set(counts.reads) <= {"tolist", "__float__", "item"}  # of values on the host already, for the line
