@@ -575,9 +575,11 @@ def without(situation: Callable[[Trial], None]) -> Record:
     return play(situation)
 
 
-def report_of_two_processes(rank: int, cases: dict[str, Make], alone: set[str], report: pathlib.Path) -> None:
-    """Play the situation of several processes; writes what all callbacks change, and the evidence of some alone."""
-    changes = [str(found) for group in groups_of(cases) if (found := differences_of(two_processes, group))]
-    plain = without(two_processes).evidence
-    evidence = {name: sorted(play(two_processes, cases[name]).evidence - plain) for name in alone}
-    report.with_suffix(f".{rank}").write_text(json.dumps([changes, evidence]))
+def report_of_two_processes(rank: int, groups: list[dict[str, Make]], report: pathlib.Path) -> None:
+    """Play the situation of several processes with each group; writes what they change on this rank, and do."""
+    plain = without(two_processes)
+    found = {}
+    for group in groups:
+        record = play(two_processes, all_of(group))
+        found[" and ".join(group)] = str(plain.differences(record) or ""), sorted(record.evidence - plain.evidence)
+    report.with_suffix(f".{rank}").write_text(json.dumps(found))
