@@ -32,7 +32,8 @@ class GCControl(pl.Callback):
     Raises:
         UsageError: it is below 1.
 
-    Source: the same interval, of the younger generations only, in torchtitan (50 steps) and OLMo-core (1000).
+    Source: torchtitan's `GarbageCollection` and OLMo-core's `GarbageCollectorCallback`, which collect the two younger
+    generations only, every 1000 steps (links in docs/gc_control.md).
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:

@@ -335,17 +335,19 @@ def ranks(rank: int, folder: Path) -> None:
     # under FSDP2 both ranks are in the forward, one of them in a collective of it
     stands = Stands("forward" if rank else "", lambda: wait_for_both("is behind: in the forward of step 4"))
     fit(stands, watchdog(1.0), strategy=FSDP2Strategy(), limit_val_batches=0, **options)
-    for strategy in ("ddp", FSDP2Strategy()):
+    # without buffers, no rank waits for another one in a validation under DDP
+    for strategy, buffers in (("ddp", False), ("ddp", True), (FSDP2Strategy(), False)):
         trainer = trainer_with(
             HangWatchdog(3.0, 20.0, abort=True), strategy=strategy, **{**options, "limit_val_batches": 1.0}
         )
-        loaders = DataLoader(Rows(Stands(""), "")), DataLoader(Sized(5 - 2 * rank))
-        if strategy == "ddp":  # no rank waits for another one in its validation
-            trainer.fit(Module(Stands("")), *loaders)
+        module, loaders = Module(Stands("")), (DataLoader(Rows(Stands(""), "")), DataLoader(Sized(5 - 2 * rank)))
+        module.norm = torch.nn.BatchNorm1d(4) if buffers else None
+        if not buffers and strategy == "ddp":
+            trainer.fit(module, *loaders)
             assert trainer.global_step == 6
             continue
         with pytest.raises(UsageError, match=r"different numbers of validation batches \(rank 0: 5, rank 1: 3\)"):
-            trainer.fit(Module(Stands("")), *loaders)
+            trainer.fit(module, *loaders)
         assert trainer.global_step == STEP
     assert line.format(this_process(0, 2).host) in own.read_text()
 

@@ -7,14 +7,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_tricks._errors import UsageError
 
 
 def communicates(model: nn.Module) -> bool:
-    """Whether the forward of a model needs all ranks: FSDP2, tensor parallelism, FSDP1, DeepSpeed's stage 3."""
-    sharded = any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
-    return sharded or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    """Whether the forward of a model needs all ranks.
+
+    FSDP2, tensor parallelism, FSDP1 and DeepSpeed's stage 3 gather weights; DDP broadcasts buffers, if there are any.
+    """
+    if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return True
+    if isinstance(model, DistributedDataParallel):
+        return bool(model.will_sync_module_buffers())
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def uneven(lengths: Sequence[Sequence[float]]) -> str | None:

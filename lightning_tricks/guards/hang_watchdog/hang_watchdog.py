@@ -21,8 +21,9 @@ class HangWatchdog(pl.Callback):
     With `abort` all processes of the run end after that with exit code 1: every rank by itself, with its data workers,
     and with the processes that Lightning's launcher has started.
 
-    Under strategies whose forward needs all ranks (FSDP, tensor parallelism, DeepSpeed's stage 3), ranks with different
-    numbers of validation batches hang. Where the loaders have lengths, they are compared before the first validation.
+    Where the forward needs all ranks (FSDP, tensor parallelism, DeepSpeed's stage 3, DDP with buffers), ranks with
+    different numbers of validation batches hang. Where the loaders have lengths, they are compared before the first
+    validation.
 
     The watch runs in `fit` and in `validate`, from the start of the fit to its end. Nothing is done in a step.
 
