@@ -508,8 +508,10 @@ def test_the_line_comes_after_an_exception_too(clock, tmp_path, caplog, error):
             if trainer.global_step == 5:
                 raise error
 
+    trainer = trainer_with(clock, GoodputMonitor(), Stop(), save_every(3, tmp_path))
     with caplog.at_level("INFO"), pytest.raises((RuntimeError, SystemExit)):
-        fit(clock, None, Stop(), save_every(3, tmp_path))
+        trainer.fit(Net(clock), DataLoader(Data(clock), batch_size=None))
+    assert "save_checkpoint" not in vars(trainer)  # the Trainer has its own method back
     assert bills(caplog) == [
         "wall 34.0 s = steps 23.5 % + checkpoints 8.8 % + data wait 14.7 % + set-up 53.0 % + other 0.0 %"
     ]
