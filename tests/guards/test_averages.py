@@ -236,6 +236,15 @@ def test_training_is_that_without_it_to_the_bit_and_validation_is_not(kind, plug
     assert share == {"blend": 0.6, "only_saved": None}.get(kind, 1.0) or float(share) == pytest.approx(0.6)
 
 
+@pytest.mark.parametrize("options", [{}, {"blend": 0.6}], ids=["alone", "blend"])
+@pytest.mark.parametrize("plugin", [None, BF16True], ids=["fp32", "bf16"])
+def test_a_validation_leaves_the_average_as_it_was_to_the_bit(plugin, options):
+    used, kept = EMA(decay=0.9, **options), EMA(decay=0.9, validate=False)
+    for ema in (used, kept):
+        fit(Net(), ema, steps=5, plugins=[plugin()] if plugin else [])
+    assert all(torch.equal(a, b) for a, b in zip(used.terms["mean"], kept.terms["mean"], strict=True))
+
+
 def test_what_is_averaged_are_trained_weights_and_running_statistics_under_all_of_their_names():
     weights = AveragedWeights(Net())
     assert sorted(weights.names) == [
