@@ -53,8 +53,8 @@ class AutopsyTrainer(pl.Trainer):
         Args:
             model: of the recipe.
             datamodule: of the recipe.
-            step: the optimizer step, counted from 1; its values stand in the logs at step - 1.
-            ckpt_path: the weights to use, best of the step before: a checkpoint, or last for the recipe's newest one.
+            step: the optimizer step, as the logs and StepGuard count: the first is step 0.
+            ckpt_path: the weights to use, a checkpoint or last; the step began with those of a checkpoint of this step.
             top: documents to print.
             json: file for all figures of all documents.
             weights_only: as in torch.load.

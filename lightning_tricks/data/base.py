@@ -148,7 +148,8 @@ class ShardData(pl.LightningDataModule):
         """First and last position of each run of samples that an optimizer step took, of all ranks together.
 
         Args:
-            step: counted from 1; one after the checkpoint's is taken as if the run had gone on without a change.
+            step: as the logs count, from 0. For one that the checkpoint has not done, the answer is that of a run which
+                goes on without a change.
             state: this module's in a checkpoint of the run.
 
         Raises:

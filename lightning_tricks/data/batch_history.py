@@ -30,21 +30,21 @@ class Span:
     skipped: Sequence[Sequence[int]] = ()
 
     def runs(self, step: int) -> Runs:
-        """First and last position of each unbroken run of samples in a step, counted from 1."""
+        """First and last position of each unbroken run of samples in a step; the first step of all is 0."""
         skipped = SkippedSamples(self.skipped)
-        return skipped.runs(skipped.index(self.sample) + (step - 1 - self.step) * self.rows, self.rows)
+        return skipped.runs(skipped.index(self.sample) + (step - self.step) * self.rows, self.rows)
 
     def goes_on_from(self, before: "Span") -> bool:
         """Whether `before` would have taken the same samples."""
         same = (before.rows, list(before.skipped)) == (self.rows, list(self.skipped))
-        return same and before.runs(self.step + 1) == self.runs(self.step + 1)
+        return same and before.runs(self.step) == self.runs(self.step)
 
 
 class BatchHistory:
     """The spans of a run.
 
     Args:
-        spans: by their first step; a step belongs to the last one that begins before it.
+        spans: by their first step; a step belongs to the last one that has begun.
     """
 
     def __init__(self, spans: Sequence[Span] = ()) -> None:
@@ -68,7 +68,7 @@ class BatchHistory:
         """First and last position of each unbroken run of samples that a step took.
 
         Args:
-            step: counted from 1.
+            step: as the logs count: the first step of all is 0.
 
         Raises:
             UsageError: no span has the step.
@@ -78,9 +78,9 @@ class BatchHistory:
                 f"step={step}: the checkpoint does not tell the samples of any step: its run overfitted a few batches, "
                 "or an older version wrote it"
             )
-        spans = [span for span in self.spans if span.step < step]
+        spans = [span for span in self.spans if span.step <= step]
         if not spans:
-            first = self.spans[0].step + 1
-            before = "steps are counted from 1" if first == 1 else "before it, the run took other data"
+            first = self.spans[0].step
+            before = "before it, the run took other data" if first else "as the logs count"
             raise UsageError(f"step={step}: the run took these data from step {first} on ({before}); give a later step")
         return spans[-1].runs(step)

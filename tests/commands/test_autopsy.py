@@ -45,14 +45,14 @@ def model() -> LanguageModel:
 
 
 class Notes(pl.Callback):
-    """Writes down the rows of each optimizer step, counted from 1, and saves checkpoints."""
+    """Writes down the rows of each optimizer step, and saves checkpoints."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         with (self.folder / f"rows_{trainer.global_rank}.jsonl").open("a") as file:
-            file.write(json.dumps([trainer.global_step + 1, batch["input_ids"].tolist()]) + "\n")
+            file.write(json.dumps([trainer.global_step, batch["input_ids"].tolist()]) + "\n")
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         path = self.folder / CHECKPOINTS / f"step={trainer.global_step}.ckpt"
@@ -111,7 +111,7 @@ def trained(tmp_path_factory, text_file) -> Run:
     for file in folder.glob("log/*/version_0/metrics.csv"):
         for line in csv.DictReader(file.open()):
             values = {name: float(value) for name, value in line.items() if value and name.startswith("train/")}
-            logged.setdefault(int(line["step"]) + 1, {}).update(values)
+            logged.setdefault(int(line["step"]), {}).update(values)
     return Run(folder, rows, logged)
 
 
@@ -125,18 +125,18 @@ def test_the_batch_of_each_step_is_the_one_that_the_run_took(trained):
     rows = data.training_rows()
     for saved in SAVED:
         state = torch.load(trained.checkpoint(saved), weights_only=True)["TextData"]
-        for step in range(1, min(saved, TWO) + 1 if saved <= TWO else ALL + 1):
+        for step in range(saved if saved <= TWO else ALL):
             taken = [s for first, last in data.samples_of_step(step, state) for s in range(first, last + 1)]
-            assert len(taken) == (8 if step <= TWO else 6)
+            assert len(taken) == (8 if step < TWO else 6)
             assert {tuple(rows[sample]["input_ids"][0].tolist()) for sample in taken} == trained.rows[step]
 
 
-@pytest.mark.parametrize("step", [13, 17, 23])  # of two processes; the first after the change; the seventh
+@pytest.mark.parametrize("step", [12, 16, 22])  # of two processes; the first after the change; the seventh
 def test_loss_and_gradient_norm_of_the_batch_are_those_that_the_run_logged(trained, step):
-    report = trained.report(step, step - 1)
+    report = trained.report(step, step)
     assert report.loss == pytest.approx(trained.logged[step]["train/loss"], rel=1e-5)
     assert report.norm == pytest.approx(trained.logged[step]["train/grad_norm"], rel=1e-4)
-    assert "those that the step began with" in report.table(0)
+    assert "the step began with them" in report.table(0)
 
 
 def noise(length: int, random: np.random.Generator) -> Any:
@@ -185,7 +185,7 @@ def test_a_planted_corrupt_document_is_ranked_first_20_of_20_before_and_after_a_
     trained, shard, monkeypatch
 ):
     monkeypatch.setattr(autopsy_module, "moments_of", lambda *_: None)  # AdamW's update has no part in the rank
-    steps = [*range(TWO - 9, TWO + 1), *range(TWO + 1, ALL + 1)]
+    steps = [*range(TWO - 10, TWO), *range(TWO, ALL)]
     found = []
     for seed, step in enumerate(steps):
         garbage = (noise, one_token, two_tokens)[seed % 3]
@@ -197,7 +197,7 @@ def test_a_planted_corrupt_document_is_ranked_first_20_of_20_before_and_after_a_
 
 
 def test_a_document_s_figures_are_those_of_the_batch_computed_without_it(trained):
-    report = trained.report(13, 12)
+    report = trained.report(12, 12)
     finding = report.findings[0]
     data = text_data(trained.folder)
     data.setup()
@@ -237,7 +237,7 @@ def gradient_of(module: LanguageModel, batch: Any) -> tuple[float, torch.Tensor]
 def test_the_update_is_the_one_that_torch_s_adamw_makes_after_the_clip(trained, algorithm):
     value = CLIP if algorithm == "norm" else 0.001
     options = {"clip_val": value, "clip_algorithm": algorithm}
-    report = autopsy(model(), text_data(trained.folder), trained.checkpoint(12), 13, **options)
+    report = autopsy(model(), text_data(trained.folder), trained.checkpoint(12), 12, **options)
     data = text_data(trained.folder)
     data.setup()
     document = report.findings[0].document
@@ -275,15 +275,15 @@ def adamw_step(path: Path, batch: Any, clip: float, algorithm: str) -> torch.Ten
 def test_without_a_state_of_adamw_there_is_no_update(trained, tmp_path):
     content = torch.load(trained.checkpoint(12), weights_only=True)
     torch.save(content | {"optimizer_class": "Muon"}, tmp_path / "other.ckpt")
-    report = autopsy(model(), text_data(trained.folder), tmp_path / "other.ckpt", 12)
+    report = autopsy(model(), text_data(trained.folder), tmp_path / "other.ckpt", 11)
     assert report.update is report.findings[0].figures.update_without is None
     assert "update" not in report.table(2)
 
 
 def test_a_folder_of_shards_gives_the_report_of_the_file(trained, tmp_path):
     folder = of_file(trained.checkpoint(22), tmp_path / "folder.ckpt", loaded(trained.checkpoint(22)))
-    of_folder = autopsy(model(), text_data(trained.folder), folder, 17, clip_val=CLIP).to_json()
-    of_the_file = trained.report(17, 22).to_json()
+    of_folder = autopsy(model(), text_data(trained.folder), folder, 16, clip_val=CLIP).to_json()
+    of_the_file = trained.report(16, 22).to_json()
     changes = {"checkpoint", "samples_told_by"}
     assert {k: v for k, v in of_folder.items() if k not in changes} == {
         k: v for k, v in of_the_file.items() if k not in changes
@@ -291,14 +291,14 @@ def test_a_folder_of_shards_gives_the_report_of_the_file(trained, tmp_path):
 
 
 def test_documents_whose_gradient_is_not_finite_come_first_and_the_rest_is_measured_without_them(trained, tmp_path):
-    clean = trained.report(12, 12)
+    clean = trained.report(11, 12)
     token = next(  # one that a single document of the batch reads
         token for token in range(1, 300) if sum(token in finding.document.ids for finding in clean.findings) == 1
     )
     content = torch.load(trained.checkpoint(12), weights_only=True)
     content["state_dict"]["decoder.embed.weight"][token] = math.inf
     torch.save(content, tmp_path / "broken.ckpt")
-    report = autopsy(model(), text_data(trained.folder), tmp_path / "broken.ckpt", 12, clip_val=CLIP)
+    report = autopsy(model(), text_data(trained.folder), tmp_path / "broken.ckpt", 11, clip_val=CLIP)
     broken = [finding for finding in report.findings if finding.suspicion.reason == "not finite"]
     assert 1 <= len(broken) < len(report.findings)
     assert report.findings[: len(broken)] == broken
@@ -312,7 +312,7 @@ def test_documents_whose_gradient_is_not_finite_come_first_and_the_rest_is_measu
 
 
 def test_each_document_is_found_in_its_shard_and_its_file(trained):
-    report = trained.report(17, 22)
+    report = trained.report(16, 22)
     data = text_data(trained.folder)
     data.setup()
     for finding in report.findings:
@@ -345,12 +345,12 @@ def recipe(trained, monkeypatch) -> list[str]:
 
 
 def test_the_command_prints_the_most_suspicious_and_writes_all(trained, recipe, shard, tmp_path, capsys):
-    sample, first = plant(trained, 23, 0, noise)
-    door.run([*recipe, "--ckpt_path", "last", "--step", "23", "--top", "2", "--json", str(tmp_path / "all.json")])
+    sample, first = plant(trained, 22, 0, noise)
+    door.run([*recipe, "--ckpt_path", "last", "--step", "22", "--top", "2", "--json", str(tmp_path / "all.json")])
     printed = capsys.readouterr().out
     written = json.loads((tmp_path / "all.json").read_text())
     place = f"sample {sample}, tokens {first + 1} to "
-    assert printed.startswith("step 23 (in the logs: step 22) took the samples 164 to 169: 6 rows, ")  # 128 + 6 * 6
+    assert printed.startswith("step 22, as the logs count, took the samples 164 to 169: 6 rows, ")  # 128 + 6 * 6
     assert f"{CHECKPOINTS}/step=26.ckpt, of step 26: 4 steps after the step began" in printed
     assert printed.count("sample ") == 2
     assert place in printed.split("   2  ")[0]
@@ -368,8 +368,8 @@ def test_the_command_prints_the_most_suspicious_and_writes_all(trained, recipe, 
         ("--step 12 --ckpt_path no.ckpt", r"^ckpt_path=no.ckpt: there is no such file or folder"),
         ("--ckpt_path last", r"step"),
         ("--ckpt_path last --step x", r"^step=x: give a whole number"),
-        ("--ckpt_path last --step 0", r"^step=0: .* from step 1 on \(steps are counted from 1\)"),
-        ("--ckpt_path last --step 27", r"^step=27: the run ends with step 26 \(trainer.max_steps=26\)"),
+        ("--ckpt_path last --step -1", r"^step=-1: .* from step 0 on \(as the logs count\)"),
+        ("--ckpt_path last --step 26", r"^step=26: the run ends with step 25, counted from 0 \(trainer.max_steps=26\)"),
         ("--ckpt_path last --step 12 --data.seed 4", r"other data settings \(seed 3 -> 4\): give the recipe"),
         ("--ckpt_path last --step 12 --model.decoder.d_model 64", r"the checkpoint's decoder has d_model=32"),
         ("--ckpt_path last --step 12 --init_from x", r"^--init_from is an option of fit; autopsy takes"),
@@ -422,12 +422,12 @@ def test_options_are_refused_before_anything_is_read(options, message):
 
 def test_a_step_that_no_checkpoint_has_done_is_that_of_a_run_that_goes_on_unchanged(trained, tmp_path):
     alone = shutil.copy(trained.checkpoint(12), tmp_path / "alone.ckpt")
-    report = autopsy(model(), text_data(trained.folder), alone, 17)
+    report = autopsy(model(), text_data(trained.folder), alone, 16)
     assert report.samples.runs == [(128, 135)]
     assert "the samples are those of a run that goes on with the global batch of this checkpoint" in report.table(0)
     (tmp_path / "damaged.ckpt").write_bytes(trained.checkpoint(26).read_bytes()[:1000])
     shutil.copy(trained.checkpoint(26), tmp_path / "later.ckpt")
-    report = autopsy(model(), text_data(trained.folder), alone, 17)
+    report = autopsy(model(), text_data(trained.folder), alone, 16)
     assert (report.samples.runs, report.samples.told_by) == ([(128, 133)], tmp_path / "later.ckpt")
     assert "4 steps before the step began\n" in report.table(0)
     assert "the samples are told by" in report.table(0)
@@ -438,7 +438,7 @@ def test_a_later_checkpoint_of_another_run_tells_nothing(trained, tmp_path):
     content = torch.load(trained.checkpoint(26), weights_only=True)
     content["TextData"]["history"][0]["rows"] = 4
     torch.save(content, tmp_path / "later.ckpt")
-    assert autopsy(model(), text_data(trained.folder), alone, 17).samples.told_by is None
+    assert autopsy(model(), text_data(trained.folder), alone, 16).samples.told_by is None
 
 
 def test_shards_without_a_tokenizer_show_token_ids_and_each_row_is_a_document_without_an_end_of_text(trained, tmp_path):

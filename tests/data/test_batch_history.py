@@ -49,7 +49,7 @@ def test_the_last_checkpoint_tells_the_samples_of_every_step_as_the_runs_took_th
             taken.append(position.step_samples(now))
             now.step += 1
         state, done = position.state_dict(now), now.step
-    assert [position.samples_of_step(step + 1, state) for step in range(done)] == taken
+    assert [position.samples_of_step(step, state) for step in range(done)] == taken
 
 
 def test_a_run_that_never_changes_has_one_span_however_often_it_resumes():
@@ -76,9 +76,9 @@ def test_steps_of_other_data_are_not_told():
         position.begin(now)
     later = position.state_dict(now)
     assert later["history"] == [{"step": 10, "sample": 80, "rows": 8, "skipped": []}]
-    assert position.samples_of_step(11, later) == [(80, 87)]
-    with pytest.raises(UsageError, match=r"step=10: the run took these data from step 11 on \(before it, the run took"):
-        position.samples_of_step(10, later)
+    assert position.samples_of_step(10, later) == [(80, 87)]
+    with pytest.raises(UsageError, match=r"step=9: the run took these data from step 10 on \(before it, the run took"):
+        position.samples_of_step(9, later)
 
 
 def test_after_a_checkpoint_without_a_state_of_these_data_the_history_begins_there():

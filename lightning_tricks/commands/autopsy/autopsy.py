@@ -42,7 +42,7 @@ def autopsy(
         module: a LanguageModel that is not built yet; it gets the checkpoint's weights.
         data: the TextData or TokenData of the run.
         checkpoint_path: file or folder of shards; its step need not be the one before `step`.
-        step: counted from 1: the run's first optimizer step is step 1.
+        step: as the logs count: the first is step 0, and step N begins with the weights of a checkpoint of step N.
         device: to compute on.
         max_steps: of the run, -1 for no end.
         clip_val: the Trainer's `gradient_clip_val`, for AdamW's update.

@@ -64,7 +64,7 @@ class Report:
     """The batch of a step, and what each document did to it.
 
     Args:
-        step: counted from 1.
+        step: as the logs count, from 0.
         samples: of the step.
         tokens: with a loss, of the documents whose gradient is finite, as the figures below.
         loss: nats per token.
@@ -98,7 +98,7 @@ class Report:
         update = "" if self.update is None else f", AdamW's update {self.update:.4g} learning rates"
         broken = sum(math.isinf(finding.suspicion.score) for finding in self.findings)
         lines = [
-            f"step {self.step} (in the logs: step {self.step - 1}) took the samples {runs}: {count} rows, "
+            f"step {self.step}, as the logs count, took the samples {runs}: {count} rows, "
             f"{len(self.findings)} documents, {sum(finding.document.tokens for finding in self.findings)} tokens",
             f"weights: {self.checkpoint}, {self._distance()}",
             f"batch: {self.loss:.4f} nats per token, gradient norm {self.norm:.4g}{update}",
@@ -112,9 +112,9 @@ class Report:
         return lines
 
     def _distance(self) -> str:
-        away = self.checkpoint_step - (self.step - 1)
+        away = self.checkpoint_step - self.step
         if away == 0:
-            return f"of step {self.checkpoint_step}: those that the step began with"
+            return f"of step {self.checkpoint_step}: the step began with them"
         return f"of step {self.checkpoint_step}: {abs(away)} steps {'after' if away > 0 else 'before'} the step began"
 
     def to_json(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class Samples:
 
     Args:
         runs: first and last position of each unbroken run of samples.
-        told_by: a checkpoint of the step or of a later one; None where there is none, and the samples are those of a
+        told_by: a checkpoint that has done the step; None where there is none, and the samples are those of a
             run that goes on from the given checkpoint with the same global batch.
     """
 
@@ -36,7 +36,7 @@ def samples_of_step(data: Any, checkpoint: Mapping[str, Any], path: Path, step: 
         data: TextData or TokenData, set up.
         checkpoint: the content of `path`.
         path: the checkpoint.
-        step: counted from 1.
+        step: as the logs count, from 0.
         max_steps: of the recipe, -1 for no end.
 
     Raises:
@@ -51,13 +51,14 @@ def samples_of_step(data: Any, checkpoint: Mapping[str, Any], path: Path, step: 
         )
     runs = data.samples_of_step(step, state)
     done = int(checkpoint.get("global_step", 0))
-    if step <= done:
+    if step < done:
         return Samples(runs, path)
     for other, later in _later_states(path, kind, step):
         if _begins_with(later.get("history", []), state["history"]):
             return Samples(data.samples_of_step(step, later), other)
-    if 0 <= max_steps < step:
-        raise UsageError(f"step={step}: the run ends with step {max(max_steps, done)} (trainer.max_steps={max_steps})")
+    if 0 <= max_steps <= step:
+        last = max(max_steps, done) - 1
+        raise UsageError(f"step={step}: the run ends with step {last}, counted from 0 (trainer.max_steps={max_steps})")
     return Samples(runs, None)
 
 
@@ -68,7 +69,7 @@ def _later_states(path: Path, kind: str, step: int) -> Iterator[tuple[Path, dict
             content = load_file(other / TRAINER_STATE if other.is_dir() else other, weights_only=True)
         except (UsageError, OSError):
             continue  # this one is not the one that was asked for
-        state = content.get(kind) if isinstance(content, dict) and content.get("global_step", 0) >= step else None
+        state = content.get(kind) if isinstance(content, dict) and content.get("global_step", 0) > step else None
         if isinstance(state, dict):
             yield other, state
 
