@@ -97,6 +97,5 @@ class Decoding(pl.LightningModule):
 
 def decoding(*callbacks: pl.Callback, **options: Any) -> Run:
     """Fit `Decoding`; its options are `config`, `checkpointing`, `compiled` and `backend`, others the Trainer's."""
-    """Fit `Decoding`; its options are `config`, `checkpointing`, `compiled` and `backend`, all others the Trainer's."""
     own = {name: options.pop(name) for name in ("config", "checkpointing", "compiled", "backend") if name in options}
     return fit(Decoding(**own), *callbacks, **options)
