@@ -12,8 +12,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks._trainer import chosen_version, is_a
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
+from lightning_tricks.checkpoints.find_checkpoint import Candidate, Found, candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.verify_checkpoint import check_bytes, verify_checkpoint
-from lightning_tricks.cli.find_checkpoint import Candidate, Found, candidates, newest_whole, restore_name
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_tricks._lightning import pl
+from lightning_tricks.checkpoints.find_checkpoint import Candidate
 from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, short
-from lightning_tricks.cli.find_checkpoint import Candidate
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.monitors.dashboard.tensorboard_dashboard import PAGE
 

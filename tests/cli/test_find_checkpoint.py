@@ -16,9 +16,9 @@ from two_processes import free_port
 from two_processes import run as run_processes
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.find_checkpoint import candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.record import save_with_record
 from lightning_tricks.cli import same_checkpoint
-from lightning_tricks.cli.find_checkpoint import candidates, newest_whole, restore_name
 from lightning_tricks.cli.same_checkpoint import SameCheckpoint, identity
 
 KEEP = "[{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 1, save_top_k: -1, save_last: link}}]"

@@ -198,6 +198,12 @@ class StepGuard(pl.Callback):
         """Put back the module's and the optimizer's attributes."""
         self._replacements.close()
 
+    def after_rollback(self) -> None:
+        """Count the skipped steps in a row anew: SpikeRollback has put earlier weights back."""
+        for counts in self._counts:
+            counts[:1].zero_()
+        self._skipped.reason_to_stop = ""
+
     def state_dict(self) -> dict[str, Any]:
         """The windows and the counts of every rank; every rank must call."""
         if not self._windows:

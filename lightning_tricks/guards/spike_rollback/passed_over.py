@@ -1,0 +1,61 @@
+"""Make the steps that a rollback has undone without an update, when a resumed run comes to them again."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+from lightning_tricks._replaced import replaced
+from lightning_tricks._trainer import unwrapped
+from lightning_tricks.guards.spike_rollback.training_state import TrainingState
+
+
+class PassedOver:
+    """Keeps weights and optimizer as they are over such steps.
+
+    Forward and backward pass run, so data, counters, schedule and random numbers go on as in the run that made the
+    rollback; when the last of the steps is done, the state from before the first one is put back: buffers and the loss
+    scale change in a forward and a backward pass too.
+    """
+
+    def __init__(self) -> None:
+        self._before: TrainingState | None = None
+        self._replacements = ExitStack()  # until the batch ends
+
+    @property
+    def active(self) -> bool:
+        """Whether the running step is one of them."""
+        return self._before is not None
+
+    def begin_batch(self, trainer: Any, pl_module: Any) -> None:
+        """The step of the batch that starts now is passed over."""
+        if self._before is None:
+            self._before = TrainingState(trainer, pl_module)
+        for optimizer in trainer.optimizers:
+            self._replacements.enter_context(without_update(unwrapped(optimizer)))
+
+    def end_batch(self) -> None:
+        """Put the optimizers' methods back."""
+        self._replacements.close()
+
+    def end(self, trainer: Any, pl_module: Any) -> None:
+        """The step that comes now is an ordinary one again."""
+        if self._before is not None:
+            self._before.restore(trainer, pl_module)
+            self._before = None
+
+
+@contextmanager
+def without_update(optimizer: Any) -> Iterator[None]:
+    """Let the steps of an optimizer inside the `with` find no gradient, so that they change no parameter."""
+    step = optimizer.step
+
+    @wraps(step)
+    def step_without_gradients(closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        loss = None if closure is None else closure()
+        optimizer.zero_grad(set_to_none=True)
+        step(*args, **kwargs)
+        return loss
+
+    with replaced(optimizer, "step", step_without_gradients):
+        yield

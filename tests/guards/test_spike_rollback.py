@@ -1,0 +1,437 @@
+"""SpikeRollback: a destroyed run comes back, its bad data are passed over, and a resume passes over them again."""
+
+import copy
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from spiking_run import QUICK, ROWS, Data, Model, States, fit, huge_at, nan_at, rollbacks, same, state_of
+from test_no_sync import Counts
+from torch import nn
+from two_processes import run
+
+from lightning_tricks import FP16Mixed, FSDP2Strategy, SafeCheckpoint, SpikeRollback, StepGuard
+from lightning_tricks._errors import UsageError
+from lightning_tricks._tensors import local
+from lightning_tricks.guards.spike_rollback.refusals import check_run
+from lightning_tricks.guards.spike_rollback.rollbacks import FILE, Rollback, is_good, read_rollbacks, write_rollbacks
+from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector
+from lightning_tricks.guards.spike_rollback.training_state import TrainingState
+
+EVILS = {"NaN batch": nan_at(120), "ruined moments": huge_at(120)}
+
+
+@pytest.fixture(scope="module")
+def clean() -> float:
+    return fit(Data()).final_loss()
+
+
+@pytest.mark.parametrize("evil", EVILS)
+def test_a_destroyed_run_ends_within_5_percent_of_the_clean_one_and_without_it_does_not(evil, clean):
+    lost = fit(Data(EVILS[evil])).final_loss()
+    assert not lost < 10 * clean
+    brought_back = fit(Data(EVILS[evil]), rollbacks())
+    assert brought_back.final_loss() < 1.05 * clean
+    assert len(brought_back.lines) == 1
+
+
+def test_a_healthy_run_is_unchanged():
+    plain, guarded = fit(Data(), steps=60), fit(Data(), rollbacks(), steps=60)
+    assert same(state_of(plain.trainer), state_of(guarded.trainer))
+    assert guarded.lines == []
+    assert [row["guard/rollbacks"] for _, row in guarded.rows if "guard/rollbacks" in row] == [0.0] * 6
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "fused", "momentum"])
+def test_weights_buffers_and_optimizer_go_back_and_all_else_goes_on(optimizer):
+    states, model = States(), Model(optimizer, 100)
+    found = fit(Data(nan_at(45)), rollbacks(), states, model=model, steps=70)
+    assert found.lines == [
+        "SpikeRollback: step 50: loss not finite, out of bounds since step 45: weights and optimizer are those of step "
+        "40 again, from memory; passed over: steps 40 to 49, samples [[640, 799]]. Rollback 1 of at most 5"
+    ]
+    assert same(states.at[50], states.at[40])
+    assert not same(states.at[51], states.at[41])  # the next batch is another
+    assert model.lrs == [pytest.approx(0.03 * (1 - 0.9 * step / 100)) for step in range(70)]
+    assert found.trainer.global_step == 70
+    counts = [(step, row["guard/rollbacks"]) for step, row in found.rows if "guard/rollbacks" in row]
+    assert counts == [(step, float(step >= 49)) for step in range(9, 70, 10)]
+
+
+def test_a_spike_before_the_second_copy_goes_back_to_the_first_step():
+    states = States()
+    found = fit(Data(nan_at(3), positions=False), rollbacks(), states, steps=12)
+    assert "those of step 0 again, from memory; passed over: steps 0 to 9. Rollback" in found.lines[0]
+    assert same(states.at[10], states.at[0])  # the optimizer has no state again
+
+
+def test_each_repeat_goes_back_further_and_after_the_last_one_the_run_stops():
+    spoil = nan_at(*range(65, 200))
+    with pytest.raises(UsageError) as stopped:
+        fit(Data(spoil), rollbacks(max_rollbacks=2))
+    line = str(stopped.value)
+    assert line.startswith(
+        "SpikeRollback.max_rollbacks=2: loss not finite, out of bounds since step 80, after rollbacks that undid steps "
+        "60 to 69, samples [[960, 1119]]; steps 40 to 79, samples [[640, 1279]]. Go on from"
+    )
+    with pytest.raises(UsageError, match=r"^SpikeRollback.keep_snapshots=2: loss not finite, .* no folder is from"):
+        fit(Data(spoil), rollbacks(keep_snapshots=2))
+
+
+def test_a_copy_is_made_only_while_the_loss_is_within_bounds():
+    class Copies(SpikeRollback):
+        made: list[int] = []
+
+        def _copy(self, trainer: Any, pl_module: Any) -> None:
+            self.made.append(trainer.global_step)
+            super()._copy(trainer, pl_module)
+
+    callback = Copies(**{**QUICK, "patience_steps": 60, "snapshot_every_n_steps": 15})
+    fit(Data(nan_at(45)), callback, steps=100)
+    assert callback.made == [0, 20, 40]
+
+
+def test_manual_optimization_with_two_optimizers_and_accumulation_work():
+    class ByHand(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.two = nn.Linear(8, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer, net in zip(self.optimizers(), (self.net, self.two), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward((net(batch[0]) - batch[1]).square().mean())
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.AdamW(net.parameters(), lr=0.03) for net in (self.net, self.two)]
+
+    states = States()
+    found = fit(Data(nan_at(45)), rollbacks(), states, model=ByHand(), steps=120)  # each batch counts as two
+    assert "out of bounds since step 90: weights and optimizer are those of step 80 again" in found.lines[0]
+    assert same(states.at[100], states.at[80])
+    states = States()
+    found = fit(Data(nan_at(45)), rollbacks(), states, steps=52, accumulate_grad_batches=2)
+    assert same(states.at[50], states.at[40])
+
+
+def test_the_loss_scale_goes_back():
+    class Scale(pl.Callback):
+        at: dict[int, float] = {}
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            self.at[trainer.global_step] = trainer.precision_plugin.scaler.get_scale()
+
+    scale = Scale()
+    found = fit(Data(nan_at(*range(45, 50))), rollbacks(), scale, plugins=[FP16Mixed(init_scale=256.0)], steps=52)
+    assert len(found.lines) == 1
+    assert scale.at[49] < scale.at[40] == scale.at[50]
+
+
+def test_beside_step_guard_weights_that_an_accepted_step_destroyed_come_back():
+    class Destroyed(Model):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] *= 1e5 if self.trainer.global_step == 75 else 1  # no loss and no norm tells
+
+    early = {"window_steps": 32, "active_after_steps": 16, "max_skipped_steps": 5}
+    with pytest.raises(UsageError, match=r"^StepGuard.max_skipped_steps=5"):
+        fit(Data(), StepGuard(**early), model=Destroyed(), steps=120)
+    for callbacks in ([StepGuard(**early), rollbacks()], [rollbacks(), StepGuard(**early)]):
+        found = fit(Data(), *callbacks, model=Destroyed(), steps=120)
+        assert "out of bounds since step 76: weights and optimizer are those of step 60 again" in found.lines[0]
+        assert found.trainer.global_step == 120
+        assert found.final_loss() < 1.0
+
+
+def test_every_callback_that_wants_to_know_is_told():
+    class Average(pl.Callback):
+        told = 0
+
+        def after_rollback(self) -> None:
+            self.told += 1
+
+    average = Average()
+    fit(Data(nan_at(45)), rollbacks(), average, steps=60)
+    assert average.told == 1
+
+
+# ---- from the disk
+
+
+def saver(folder: Path, every: int = 10) -> SafeCheckpoint:
+    return SafeCheckpoint(folder, every_n_train_steps=every, keep_last=100)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["SafeCheckpoint", "ModelCheckpoint"])
+def test_without_copies_it_goes_back_to_the_newest_finite_checkpoint_from_before_the_spike(tmp_path, ours):
+    lightnings = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=10, save_top_k=-1)
+    states, model = States(), Model("fused", 100)
+    found = fit(
+        Data(nan_at(45)), rollbacks(keep_snapshots=0), saver(tmp_path) if ours else lightnings, states, model=model,
+        steps=70, folder=tmp_path, log_every_n_steps=20,
+    )  # fmt: skip
+    assert (
+        f"of step 40 again, from {tmp_path}/step=40.ckpt; passed over: steps 40 to 59, samples [[640, 959]]"
+        in (found.lines[0])
+    )
+    assert same(states.at[60], states.at[40])
+    assert model.lrs == [pytest.approx(0.03 * (1 - 0.9 * step / 100)) for step in range(70)]
+
+
+def test_checkpoints_of_an_earlier_run_in_the_folder_are_left_alone(tmp_path):
+    fit(Data(), saver(tmp_path), steps=20, folder=tmp_path)
+    with pytest.raises(UsageError, match=r"no copy in memory nor finite checkpoint in .* is from before it"):
+        fit(Data(nan_at(25)), rollbacks(keep_snapshots=0), saver(tmp_path, 50), steps=60, folder=tmp_path)
+
+
+def test_a_damaged_checkpoint_and_one_that_is_not_finite_are_passed_over(tmp_path):
+    class Evil(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 42:
+                newest = tmp_path / "step=40.ckpt"
+                newest.write_bytes(newest.read_bytes()[:-500])
+                content = torch.load(older := tmp_path / "step=30.ckpt", weights_only=False)
+                content["state_dict"]["net.0.weight"].fill_(math.nan)
+                torch.save(content, older)  # without our record, which knew better
+
+    found = fit(Data(nan_at(45)), rollbacks(keep_snapshots=0), saver(tmp_path), Evil(), steps=60, folder=tmp_path)
+    assert "of step 20 again, from" in found.lines[0]
+
+
+# ---- resumed
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["by sample", "by step"])
+def spiked(request, tmp_path_factory) -> tuple[Any, Path, bool]:
+    """A run with one rollback: its first step was 40, the spike began at 45 and it went on at 60."""
+    folder = tmp_path_factory.mktemp("spiked")
+    callbacks = rollbacks(snapshot_every_n_steps=40), saver(folder, 5)
+    found = fit(Data(nan_at(45), request.param), *callbacks, steps=80, folder=folder, log_every_n_steps=20)
+    assert "those of step 40 again, from memory; passed over: steps 40 to 59" in found.lines[0]
+    return found, folder, request.param
+
+
+def resumed(spiked: Any, step: int, *others: Any, folder: Path | None = None, steps: int = 80) -> Any:
+    _, home, positions = spiked
+    callbacks = rollbacks(snapshot_every_n_steps=40), saver(folder or home / f"from {step}"), *others
+    path = (folder or home) / f"step={step}.ckpt"
+    return fit(Data(nan_at(45), positions), *callbacks, ckpt_path=path, steps=steps, folder=home, log_every_n_steps=20)
+
+
+@pytest.mark.parametrize("step", [20, 40, 60, 70])
+def test_a_run_resumed_before_or_after_the_spike_is_the_same_run_to_the_bit(spiked, step):
+    updates = States()
+    again = resumed(spiked, step, updates)
+    assert again.lines == []
+    assert same(state_of(again.trainer), state_of(spiked[0].trainer))
+    for undone in range(max(step, 40) + 1, 60):
+        assert same(updates.at[undone][1], updates.at[max(step, 40)][1])  # of the optimizer: no update
+
+
+def test_a_second_resume_within_the_passed_over_steps_is_the_same_run_too(spiked, tmp_path):
+    resumed(spiked, 40, steps=50)
+    _, home, positions = spiked
+    again = resumed((None, home / "from 40", positions), 50)
+    assert again.lines == []
+    weights = [state_of(found.trainer)[0]["net.0.weight"] for found in (again, spiked[0])]
+    assert torch.equal(*weights)
+
+
+def test_without_the_file_and_the_state_the_data_would_come_again(spiked, tmp_path):
+    for name in ("step=20.ckpt",):
+        (tmp_path / name).write_bytes((spiked[1] / name).read_bytes())
+    again = resumed(spiked, 20, folder=tmp_path)
+    assert len(again.lines) == 1  # the spike, and another rollback
+
+
+def test_a_run_resumed_from_within_the_spike_takes_older_weights(spiked, tmp_path):
+    for name in ("step=40.ckpt", "step=55.ckpt", FILE):
+        (tmp_path / name).write_bytes((spiked[1] / name).read_bytes())
+    (tmp_path / "step=20.ckpt").write_bytes((spiked[1] / "step=20.ckpt").read_bytes())
+    again = resumed(spiked, 55, folder=tmp_path)
+    assert len(again.lines) == 1
+    assert (
+        f"step=55.ckpt was saved in a spike that a rollback has undone: weights and optimizer are those of {tmp_path}"
+    )
+    assert again.lines[0].endswith("step=20.ckpt")
+    assert again.final_loss() < 2
+    for path in tmp_path.glob("step=*.ckpt"):
+        path.unlink()
+    (tmp_path / "step=55.ckpt").write_bytes((spiked[1] / "step=55.ckpt").read_bytes())
+    with pytest.raises(UsageError, match=r"it was saved in a spike, and a rollback has undone its steps \(steps 40 to"):
+        resumed(spiked, 55, folder=tmp_path)
+
+
+def test_the_file_lists_the_rollbacks_of_each_run_by_its_name(spiked, tmp_path):
+    (entry,) = json.loads((spiked[1] / FILE).read_text())["rollbacks"]
+    samples = [40 * ROWS, 60 * ROWS - 1] if spiked[2] else None
+    expected = {"first_step": 40, "spike_step": 45, "end_step": 60, "source": "memory", "samples": samples}
+    assert entry == {"run": entry["run"], **expected}
+    one, two = Rollback(40, 45, 60, "memory", samples), Rollback(10, 11, 20, "a.ckpt")
+    write_rollbacks(tmp_path / "new", "a", [one])
+    write_rollbacks(tmp_path / "new", "b", [one, two])
+    write_rollbacks(tmp_path / "new", "a", [two])
+    assert read_rollbacks(tmp_path / "new", "a") == [two]
+    assert read_rollbacks(tmp_path / "new", "b") == [one, two]
+    (tmp_path / "new" / FILE).write_text("[]")
+    with pytest.raises(UsageError, match="is no list of rollbacks: restore it from a copy, or delete it"):
+        read_rollbacks(tmp_path / "new", "a")
+
+
+def test_with_another_batch_size_the_samples_decide():
+    rollback = Rollback(40, 45, 60, "memory", [640, 959])
+    assert rollback.took(0, [(0, 3), (959, 970)])
+    assert not rollback.took(50, [(600, 639), (960, 1000)])
+    assert rollback.took(59, None)
+    assert not rollback.took(60, None)
+
+
+def test_states_that_a_rollback_undid_are_no_good():
+    once = [Rollback(40, 45, 60, "memory")]
+    good = [step for step in range(0, 90, 10) if is_good(step, 80, once)]
+    assert good == [0, 10, 20, 30, 60, 70]
+
+
+# ---- the detector
+
+
+def after(losses: list[float], **options: Any) -> SpikeDetector:
+    detector = SpikeDetector(**{"patience_steps": 3, "sigmas": 6.0, "window_steps": 8, **options})
+    for step, loss in enumerate(losses):
+        detector.take(step, loss)
+    return detector
+
+
+def test_a_spike_is_a_loss_out_of_bounds_for_all_steps_of_the_patience():
+    quiet = [1.0, 1.1, 0.9, 1.0] * 4
+    assert after([*quiet, 5, 5, 5]).spiking
+    assert after([*quiet, 5, 5, 5]).first_step == 16
+    assert not after([*quiet, 5, 5]).spiking
+    assert not after([*quiet, 5, 5, 1, 5, 5]).spiking
+    assert after([*quiet, *[50.0] * 100]).limit == after(quiet).limit  # outliers never enter
+
+
+def test_a_loss_that_is_not_finite_is_out_of_bounds_from_the_first_step_on():
+    assert after([math.nan, math.inf, -math.inf]).spiking
+    assert not after([9.0, 99.0, 999.0]).spiking  # finite ones once the window is half full
+
+
+def test_the_limit_is_that_of_the_mean_and_the_deviation():
+    values = [1.0, 1.2, 0.8, 1.0]
+    deviation = math.sqrt(0.08 / 3)
+    assert after(values).limit == pytest.approx(1 + 6 * deviation)
+
+
+def test_a_slow_rise_does_not_lift_its_own_bound():
+    slow = [1 + 0.05 * (step % 4) for step in range(64)] + [1.1 + 0.04 * step for step in range(40)]
+    assert after(slow, window_steps=32).spiking
+
+
+def test_a_detector_goes_on_from_its_state():
+    one = after([1.0, 1.1, 0.9, 1.0, 1.2, 9.0])
+    two = after([])
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    assert two.state_dict()["limits"] == one.state_dict()["limits"]
+    assert (two.limit, two.in_a_row, two.first_step) == (one.limit, 1, 5)
+    other = after([], window_steps=16)
+    other.load_state_dict(one.state_dict())
+    assert other.limit == math.inf
+
+
+# ---- two processes
+
+
+class Wide(Model):
+    """Even sizes, and no BatchNorm, whose running means differ by rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def train_as_rank(rank: int, folder: str) -> None:
+    """Only rank 1 gets the bad batch. Under FSDP2 the run is also resumed from before the spike."""
+    data = {"devices": 2, "use_distributed_sampler": False}
+    for strategy, options in (("ddp", {}), (FSDP2Strategy(), {}), (FSDP2Strategy(), {"keep_snapshots": 0})):
+        states, home = States(), Path(folder) / f"{options}"
+        saved: dict[str, Any] = {"folder": home if options else None, "strategy": strategy, "steps": 56, **data}
+        spoil = nan_at(45) if rank == 1 else None
+        savers = [saver(home)] if options else []
+        found = fit(Data(spoil), rollbacks(**options), states, *savers, model=Wide(), **saved)
+        assert len(found.lines) == (rank == 0)
+        for line in found.lines:
+            assert "step 50: loss not finite, out of bounds since step 45: weights and optimizer are those of" in line
+            assert "step 40 again, from " + (str(home) if options else "memory") in line
+        assert same(states.at[50], states.at[40])
+        assert all(local(parameter).isfinite().all() for parameter in found.model.parameters())
+        torch.distributed.destroy_process_group()
+        if options:
+            path, saved["folder"], saved["strategy"] = home / "step=30.ckpt", home / "again", FSDP2Strategy()
+            again = fit(Data(spoil), rollbacks(), saver(home / "again"), model=Wide(), ckpt_path=path, **saved)
+            assert again.lines == []
+            assert same(state_of(again.trainer), state_of(found.trainer))
+            torch.distributed.destroy_process_group()
+
+
+def test_all_ranks_go_back_together_each_with_its_own_shards(tmp_path):
+    run(train_as_rank, str(tmp_path))
+
+
+# ---- costs and refusals
+
+
+def test_between_logged_steps_nothing_is_read_on_the_host(monkeypatch):
+    counts = Counts(21, 29, monkeypatch)
+    fit(Data(), rollbacks(snapshot_every_n_steps=1), counts, model=Model("fused"), steps=32)
+    assert counts.steps == 8
+    assert counts.reads == []
+
+
+def test_a_copy_takes_the_bytes_of_weights_buffers_and_optimizer():
+    found = fit(Data(), steps=2)
+    state = TrainingState(found.trainer, found.model)
+    parameters = sum(parameter.numel() for parameter in found.model.parameters())
+    counts = 4 * len(list(found.model.parameters()))  # AdamW's step
+    assert state.size == 12 * parameters + counts + 4 * (16 + 16) + 8  # BatchNorm's mean, variance, batches
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"sigmas": 0}, "sigmas=0: give a number of standard deviations above 0"),
+        ({"patience_steps": 0}, "patience_steps=0: give 1 or more"),
+        ({"window_steps": 3}, "window_steps=3: give 4 or more"),
+        ({"snapshot_every_n_steps": 0}, "snapshot_every_n_steps=0: give 1 or more"),
+        ({"keep_snapshots": -1}, "keep_snapshots=-1: give 0 or more"),
+        ({"max_rollbacks": 0}, "max_rollbacks=0: give 1 or more"),
+    ],
+)
+def test_options_out_of_their_range(options, line):
+    with pytest.raises(UsageError, match=f"^SpikeRollback.{re.escape(line)}"):
+        SpikeRollback(**options)
+
+
+def test_runs_that_could_not_be_brought_back_are_refused():
+    class LBFGS(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(UsageError, match=r"^trainer.log_every_n_steps=0: SpikeRollback reads the losses at log steps"):
+        fit(Data(), rollbacks(), log_every_n_steps=0)
+    with pytest.raises(UsageError, match=r"^SpikeRollback: LBFGS computes several losses"):
+        fit(Data(), rollbacks(), model=LBFGS())
+    with pytest.raises(UsageError, match=r"^SpikeRollback.keep_snapshots=0: there are no checkpoints either"):
+        fit(Data(), rollbacks(keep_snapshots=0))
+    with pytest.raises(UsageError, match=r"^SpikeRollback.patience_steps=20: StepGuard stops .* max_skipped_steps=10 "):
+        fit(Data(), StepGuard(), rollbacks(patience_steps=20))
+    for name in ("DeepSpeedStrategy", "FSDPStrategy"):
+        with pytest.raises(UsageError, match=f"^SpikeRollback: {name} keeps weights"):
+            check_run(rollbacks(), SimpleNamespace(log_every_n_steps=1, strategy=type(name, (), {})()))
