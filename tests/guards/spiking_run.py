@@ -133,7 +133,8 @@ class States(pl.Callback):
         self.at: dict[int, Any] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.at[trainer.global_step] = state_of(trainer)
+        if trainer.global_step not in self.at:  # the first micro-batch of a step
+            self.at[trainer.global_step] = state_of(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.at[trainer.global_step] = state_of(trainer)

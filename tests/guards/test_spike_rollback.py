@@ -179,10 +179,10 @@ def test_without_copies_it_goes_back_to_the_newest_finite_checkpoint_from_before
         steps=70, folder=tmp_path, log_every_n_steps=20,
     )  # fmt: skip
     assert (
-        f"of step 40 again, from {tmp_path}/step=40.ckpt; passed over: steps 40 to 59, samples [[640, 959]]"
+        f"of step 40 again, from {tmp_path}/step=40.ckpt; passed over: steps 40 to 49, samples [[640, 799]]"
         in (found.lines[0])
     )
-    assert same(states.at[60], states.at[40])
+    assert same(states.at[50], states.at[40])
     assert model.lrs == [pytest.approx(0.03 * (1 - 0.9 * step / 100)) for step in range(70)]
 
 
@@ -209,34 +209,38 @@ def test_a_damaged_checkpoint_and_one_that_is_not_finite_are_passed_over(tmp_pat
 # ---- resumed
 
 
+def patient() -> SpikeRollback:
+    return rollbacks(snapshot_every_n_steps=40, patience_steps=8)
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["by sample", "by step"])
 def spiked(request, tmp_path_factory) -> tuple[Any, Path, bool]:
-    """A run with one rollback: its first step was 40, the spike began at 45 and it went on at 60."""
+    """A run with one rollback: it undid the steps from 40 on, the spike began at 45, and it went on at 55."""
     folder = tmp_path_factory.mktemp("spiked")
-    callbacks = rollbacks(snapshot_every_n_steps=40), saver(folder, 5)
+    callbacks = patient(), saver(folder, 5)
     found = fit(Data(nan_at(45), request.param), *callbacks, steps=80, folder=folder, log_every_n_steps=20)
-    assert "those of step 40 again, from memory; passed over: steps 40 to 59" in found.lines[0]
+    assert "those of step 40 again, from memory; passed over: steps 40 to 54" in found.lines[0]
     return found, folder, request.param
 
 
 def resumed(spiked: Any, step: int, *others: Any, folder: Path | None = None, steps: int = 80) -> Any:
     _, home, positions = spiked
-    callbacks = rollbacks(snapshot_every_n_steps=40), saver(folder or home / f"from {step}"), *others
+    callbacks = patient(), saver(folder or home / f"from {step}"), *others
     path = (folder or home) / f"step={step}.ckpt"
     return fit(Data(nan_at(45), positions), *callbacks, ckpt_path=path, steps=steps, folder=home, log_every_n_steps=20)
 
 
-@pytest.mark.parametrize("step", [20, 40, 60, 70])
+@pytest.mark.parametrize("step", [20, 40, 55, 70])
 def test_a_run_resumed_before_or_after_the_spike_is_the_same_run_to_the_bit(spiked, step):
     updates = States()
     again = resumed(spiked, step, updates)
     assert again.lines == []
     assert same(state_of(again.trainer), state_of(spiked[0].trainer))
-    for undone in range(max(step, 40) + 1, 60):
+    for undone in range(max(step, 40) + 1, 55):
         assert same(updates.at[undone][1], updates.at[max(step, 40)][1])  # of the optimizer: no update
 
 
-def test_a_second_resume_within_the_passed_over_steps_is_the_same_run_too(spiked, tmp_path):
+def test_a_second_resume_within_the_passed_over_steps_is_the_same_run_too(spiked):
     resumed(spiked, 40, steps=50)
     _, home, positions = spiked
     again = resumed((None, home / "from 40", positions), 50)
@@ -246,34 +250,33 @@ def test_a_second_resume_within_the_passed_over_steps_is_the_same_run_too(spiked
 
 
 def test_without_the_file_and_the_state_the_data_would_come_again(spiked, tmp_path):
-    for name in ("step=20.ckpt",):
-        (tmp_path / name).write_bytes((spiked[1] / name).read_bytes())
+    (tmp_path / "step=20.ckpt").write_bytes((spiked[1] / "step=20.ckpt").read_bytes())
     again = resumed(spiked, 20, folder=tmp_path)
     assert len(again.lines) == 1  # the spike, and another rollback
 
 
 def test_a_run_resumed_from_within_the_spike_takes_older_weights(spiked, tmp_path):
-    for name in ("step=40.ckpt", "step=55.ckpt", FILE):
+    for name in ("step=40.ckpt", "step=50.ckpt", FILE):
         (tmp_path / name).write_bytes((spiked[1] / name).read_bytes())
     (tmp_path / "step=20.ckpt").write_bytes((spiked[1] / "step=20.ckpt").read_bytes())
-    again = resumed(spiked, 55, folder=tmp_path)
+    again = resumed(spiked, 50, folder=tmp_path)
     assert len(again.lines) == 1
     assert (
-        f"step=55.ckpt was saved in a spike that a rollback has undone: weights and optimizer are those of {tmp_path}"
+        f"step=50.ckpt was saved in a spike that a rollback has undone: weights and optimizer are those of {tmp_path}"
     )
     assert again.lines[0].endswith("step=20.ckpt")
     assert again.final_loss() < 2
     for path in tmp_path.glob("step=*.ckpt"):
         path.unlink()
-    (tmp_path / "step=55.ckpt").write_bytes((spiked[1] / "step=55.ckpt").read_bytes())
+    (tmp_path / "step=50.ckpt").write_bytes((spiked[1] / "step=50.ckpt").read_bytes())
     with pytest.raises(UsageError, match=r"it was saved in a spike, and a rollback has undone its steps \(steps 40 to"):
-        resumed(spiked, 55, folder=tmp_path)
+        resumed(spiked, 50, folder=tmp_path)
 
 
 def test_the_file_lists_the_rollbacks_of_each_run_by_its_name(spiked, tmp_path):
     (entry,) = json.loads((spiked[1] / FILE).read_text())["rollbacks"]
-    samples = [40 * ROWS, 60 * ROWS - 1] if spiked[2] else None
-    expected = {"first_step": 40, "spike_step": 45, "end_step": 60, "source": "memory", "samples": samples}
+    samples = [40 * ROWS, 55 * ROWS - 1] if spiked[2] else None
+    expected = {"first_step": 40, "spike_step": 45, "end_step": 55, "source": "memory", "samples": samples}
     assert entry == {"run": entry["run"], **expected}
     one, two = Rollback(40, 45, 60, "memory", samples), Rollback(10, 11, 20, "a.ckpt")
     write_rollbacks(tmp_path / "new", "a", [one])
@@ -357,32 +360,37 @@ class Wide(Model):
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def train_as_rank(rank: int, folder: str) -> None:
-    """Only rank 1 gets the bad batch. Under FSDP2 the run is also resumed from before the spike."""
-    data = {"devices": 2, "use_distributed_sampler": False}
-    for strategy, options in (("ddp", {}), (FSDP2Strategy(), {}), (FSDP2Strategy(), {"keep_snapshots": 0})):
-        states, home = States(), Path(folder) / f"{options}"
-        saved: dict[str, Any] = {"folder": home if options else None, "strategy": strategy, "steps": 56, **data}
-        spoil = nan_at(45) if rank == 1 else None
-        savers = [saver(home)] if options else []
-        found = fit(Data(spoil), rollbacks(**options), states, *savers, model=Wide(), **saved)
+def of_two(rank: int, strategy: Any, home: Path | None, *callbacks: Any, **options: Any) -> Any:
+    """A run of which only rank 1 gets the bad batch."""
+    return fit(
+        Data(nan_at(45) if rank == 1 else None), *callbacks, *([saver(home)] if home else []), model=Wide(), steps=56,
+        folder=home, strategy=strategy, devices=2, use_distributed_sampler=False, **options,
+    )  # fmt: skip
+
+
+def train_as_rank(rank: int, folder: Path) -> None:
+    for strategy, home, copies in (("ddp", None, 3), (FSDP2Strategy(), None, 3), (FSDP2Strategy(), folder, 0)):
+        states = States()
+        found = of_two(rank, strategy, home, rollbacks(keep_snapshots=copies), states)
         assert len(found.lines) == (rank == 0)
         for line in found.lines:
             assert "step 50: loss not finite, out of bounds since step 45: weights and optimizer are those of" in line
-            assert "step 40 again, from " + (str(home) if options else "memory") in line
+            assert "step 40 again, from " + ("memory" if copies else str(home)) in line
         assert same(states.at[50], states.at[40])
         assert all(local(parameter).isfinite().all() for parameter in found.model.parameters())
         torch.distributed.destroy_process_group()
-        if options:
-            path, saved["folder"], saved["strategy"] = home / "step=30.ckpt", home / "again", FSDP2Strategy()
-            again = fit(Data(spoil), rollbacks(), saver(home / "again"), model=Wide(), ckpt_path=path, **saved)
-            assert again.lines == []
-            assert same(state_of(again.trainer), state_of(found.trainer))
-            torch.distributed.destroy_process_group()
+    torch.save(state_of(found.trainer), folder / f"{rank}.pt")
+
+
+def resume_as_rank(rank: int, folder: Path) -> None:
+    again = of_two(rank, FSDP2Strategy(), folder, rollbacks(), ckpt_path=folder / "step=30.ckpt")
+    assert again.lines == []
+    assert same(state_of(again.trainer), torch.load(folder / f"{rank}.pt"))
 
 
 def test_all_ranks_go_back_together_each_with_its_own_shards(tmp_path):
-    run(train_as_rank, str(tmp_path))
+    run(train_as_rank, tmp_path)
+    run(resume_as_rank, tmp_path)
 
 
 # ---- costs and refusals
