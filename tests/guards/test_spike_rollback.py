@@ -360,6 +360,10 @@ class Wide(Model):
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
+def strategy_of(name: str) -> Any:
+    return FSDP2Strategy() if name == "fsdp2" else name
+
+
 def of_two(rank: int, strategy: Any, home: Path | None, *callbacks: Any, **options: Any) -> Any:
     """A run of which only rank 1 gets the bad batch."""
     return fit(
@@ -368,28 +372,31 @@ def of_two(rank: int, strategy: Any, home: Path | None, *callbacks: Any, **optio
     )  # fmt: skip
 
 
-def train_as_rank(rank: int, folder: Path) -> None:
-    for strategy, home, copies in (("ddp", None, 3), (FSDP2Strategy(), None, 3), (FSDP2Strategy(), folder, 0)):
-        states = States()
-        found = of_two(rank, strategy, home, rollbacks(keep_snapshots=copies), states)
-        assert len(found.lines) == (rank == 0)
-        for line in found.lines:
-            assert "step 50: loss not finite, out of bounds since step 45: weights and optimizer are those of" in line
-            assert "step 40 again, from " + ("memory" if copies else str(home)) in line
-        assert same(states.at[50], states.at[40])
-        assert all(local(parameter).isfinite().all() for parameter in found.model.parameters())
-        torch.distributed.destroy_process_group()
+def train_as_rank(rank: int, strategy: str, copies: int, folder: Path) -> None:
+    states, home = States(), None if copies else folder
+    found = of_two(rank, strategy_of(strategy), home, rollbacks(keep_snapshots=copies), states)
+    assert len(found.lines) == (rank == 0)
+    for line in found.lines:
+        assert "step 50: loss not finite, out of bounds since step 45: weights and optimizer are those of" in line
+        assert "step 40 again, from " + ("memory" if copies else str(home)) in line
+    assert same(states.at[50], states.at[40])
+    assert all(local(parameter).isfinite().all() for parameter in found.model.parameters())
     torch.save(state_of(found.trainer), folder / f"{rank}.pt")
 
 
 def resume_as_rank(rank: int, folder: Path) -> None:
-    again = of_two(rank, FSDP2Strategy(), folder, rollbacks(), ckpt_path=folder / "step=30.ckpt")
+    again = of_two(rank, strategy_of("fsdp2"), folder, rollbacks(), ckpt_path=folder / "step=30.ckpt")
     assert again.lines == []
     assert same(state_of(again.trainer), torch.load(folder / f"{rank}.pt"))
 
 
-def test_all_ranks_go_back_together_each_with_its_own_shards(tmp_path):
-    run(train_as_rank, tmp_path)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_all_ranks_go_back_together_each_with_its_own_shards(tmp_path, strategy):
+    run(train_as_rank, strategy, 3, tmp_path)
+
+
+def test_shards_come_back_from_a_checkpoint_and_a_resume_passes_over_the_same_steps(tmp_path):
+    run(train_as_rank, "fsdp2", 0, tmp_path)
     run(resume_as_rank, tmp_path)
 
 
