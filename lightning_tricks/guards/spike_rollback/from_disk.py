@@ -13,6 +13,7 @@ from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
+from lightning_tricks.guards.averages.swap import drop_gathered
 from lightning_tricks.guards.saving.finite import not_finite
 from lightning_tricks.guards.spike_rollback.training_state import settings
 
@@ -96,6 +97,7 @@ def _load(trainer: Any, path: Path) -> dict[str, Any]:
     strategy, module, plugin = trainer.strategy, trainer.lightning_module, trainer.precision_plugin
     optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
     kept = [settings(optimizer) for optimizer in optimizers]
+    drop_gathered(module)
     checkpoint: dict[str, Any] = strategy.load_checkpoint(path)
     module.on_load_checkpoint(checkpoint)
     strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)

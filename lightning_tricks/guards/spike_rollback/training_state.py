@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from lightning_tricks._tensors import local
 from lightning_tricks._trainer import unwrapped
 from lightning_tricks.checkpoints.snapshot import PinnedBuffers, snapshot
+from lightning_tricks.guards.averages.swap import drop_gathered
 
 _ALWAYS_KEPT = {"params", "lr", "initial_lr"}
 
@@ -61,6 +62,7 @@ def settings(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _tensors(pl_module: Any) -> dict[str, Tensor]:
+    drop_gathered(pl_module)
     return {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
 
 
