@@ -183,6 +183,23 @@ def test_a_window_without_nan_does_not_hear_of_an_earlier_one():
     assert torch.equal(average[0], module.weight)
 
 
+@pytest.mark.parametrize("average", [EMA(decay=0.5, warmup=False), TailAverage(horizon_steps=4)])
+def test_after_a_rollback_it_begins_anew_with_the_weights_that_came_back(average):
+    class Destroys(pl.Callback):
+        """Its NaN enters the average at step 4; at step 6 the weights of step 2 come back."""
+
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            if trainer.global_step == 4:
+                pl_module.weight.data.fill_(torch.nan)
+            if trainer.global_step == 6:
+                pl_module.weight.data.fill_(2.0)
+                average.after_rollback()
+
+    fit(Counter(), Destroys(), average, steps=7)
+    first, *_ = average_of(average).values()
+    assert first.tolist() == [2.5] * 3  # of 2 and 3
+
+
 def test_the_average_of_bf16_weights_is_kept_in_fp32_and_moves():
     module = nn.Linear(8, 8).bfloat16()
     nn.init.ones_(module.weight)

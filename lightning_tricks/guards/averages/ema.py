@@ -77,7 +77,7 @@ class EMA(WeightAverage):
         self.horizon_steps, self.warmup = horizon_steps, warmup
         self._updates = 0  # of the average
 
-    def begin(self, trainer: Any) -> None:
+    def begin(self) -> None:
         """Begin with the weights as they are."""
         assert self.weights is not None
         self.terms, self.parts, self._updates = {_MEAN: self.weights.copies()}, {_MEAN: 1.0}, 0

@@ -61,7 +61,7 @@ class TailAverage(WeightAverage):
         self.horizon_steps, self.every_n_steps = horizon_steps, every_n_steps
         self._taken = self._windows = 0  # weights in the running window, windows that have ended
 
-    def begin(self, trainer: Any) -> None:
+    def begin(self) -> None:
         """Begin with the weights as they are, which count until the first are taken in."""
         assert self.weights is not None
         self.terms = {_LAST: self.weights.copies(), _RUNNING: self.weights.copies()}

@@ -46,7 +46,7 @@ class WeightAverage(pl.Callback):
     # ---- for subclasses
 
     @abstractmethod
-    def begin(self, trainer: Any) -> None:
+    def begin(self) -> None:
         """Set `terms` and `parts` for a run that begins."""
 
     @abstractmethod
@@ -103,7 +103,7 @@ class WeightAverage(pl.Callback):
         else:
             drop_gathered(pl_module)  # a sanity check may have left parameters gathered
             self.weights, self.step = AveragedWeights(pl_module), trainer.global_step
-            self.begin(trainer)
+            self.begin()
         rank_zero_info(self._summary())
 
     def _restore(self, trainer: Any, module: Module, saved: Mapping[str, Any]) -> None:
@@ -120,6 +120,11 @@ class WeightAverage(pl.Callback):
             f"{type(self).__name__}: averages {len(self.weights.tensors):,} weights, in {len(self.terms)} x "
             f"{self.weights.nbytes / 2**30:.3f} GiB a process; {used}"
         )
+
+    def after_rollback(self) -> None:
+        """Begin anew with the weights that SpikeRollback brought back: the average is of those that were given up."""
+        if self.weights is not None:
+            self.begin()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Take in the weights, if an optimizer has stepped in this batch."""
