@@ -2,15 +2,18 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.data import ShardWriter
 from lightning_tricks.data import positions as module
 from lightning_tricks.data.batch_history import BatchHistory, Span
 from lightning_tricks.data.positions import DataPosition
 from lightning_tricks.data.skipped_samples import SkippedSamples
+from lightning_tricks.data.stream import TokenStream
 
 PARTS = st.lists(
     st.tuples(
@@ -96,3 +99,11 @@ def test_while_overfitting_no_step_has_samples_of_its_own():
     assert state["history"] == []
     with pytest.raises(UsageError, match=r"step=3: the checkpoint does not tell the samples of any step"):
         BatchHistory.of_state(state["history"]).runs(3)
+
+
+def test_a_position_belongs_to_the_document_after_the_end_of_text_tokens_before_it(tmp_path):
+    with ShardWriter(tmp_path, "train", 256, shard_tokens=4) as writer:
+        writer.append(np.array([5, 0, 6, 0, 7, 8, 0]))
+    stream = TokenStream(sorted(tmp_path.glob("*.bin")))
+    assert stream.count_before(0, [4, 0, 1, 2, 3, 6]) == [2, 0, 0, 1, 1, 2]
+    assert stream.place(5) == (tmp_path / "train_000001.bin", 1)
