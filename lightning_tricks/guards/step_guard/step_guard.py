@@ -97,7 +97,7 @@ class StepGuard(pl.Callback):
         self._skipped = SkippedSteps(self.max_skipped_steps)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Refuse a run whose steps cannot be skipped; find the buffer; go on with a checkpoint's windows."""
+        """Refuse a run whose steps cannot be skipped; find the buffer."""
         _refuse(trainer, pl_module, self.recheck)
         self._forget()
         self._buffer = MetricBuffer.of(trainer)
@@ -106,6 +106,9 @@ class StepGuard(pl.Callback):
         settings = (0.0, self.norm_ratio), self.window_steps, self.active_after_steps, self.sigmas, device
         self._windows = [OutlierWindow(*settings) for _ in trainer.optimizers]
         self._counts = [torch.zeros(2, device=device) for _ in trainer.optimizers]
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Go on with a checkpoint's windows and counts, which some strategies load after `on_fit_start`."""
         ranks, self._loaded = self._loaded.get("ranks", []), {}
         if ranks:
             own = ranks[trainer.global_rank if trainer.global_rank < len(ranks) else 0]
