@@ -163,7 +163,7 @@ ROWS = [
     # Words that are misspelt or come from another program.
     command("no such command", "trian --config small.yaml", "'trian'", "--help"),
     command("a command of another program", "train --config small.yaml", "'train'", "did you mean fit?"),
-    command("no command", "--config small.yaml", "no command", "fit, validate, test, predict or prepare"),
+    command("no command", "--config small.yaml", "no command", "fit, validate, test, predict, prepare or autopsy"),
     command("fit without a recipe", "fit", "no model", "--config RECIPE.yaml"),
     command("a recipe without --config", "fit small.yaml", "small.yaml", "--config small.yaml"),
     command("a misspelt --config", "fit --confg small.yaml", "--confg", "did you mean config?"),
@@ -214,7 +214,7 @@ ROWS = [
     plain("--trainer.strategy FSDP2Stratgy", "trainer.strategy=FSDP2Stratgy", "did you mean FSDP2Strategy?"),
     plain("--trainer.strategy.timeout_seconds 9", "trainer.strategy.timeout_seconds", "--trainer.strategy CLASS"),
     plain("--trainer.logger tensorboard", "trainer.logger", "did you mean ResumingTensorBoardLogger?"),
-    plain("--trainer.callbacks [EMA]", "trainer.callbacks", "'EMA'", "my_module.MyClass"),
+    plain("--trainer.callbacks [SWALR]", "trainer.callbacks", "'SWALR'", "my_module.MyClass"),
     option("--model no_such_module.Model", "model", "'no_such_module'", "install it"),
     Row(
         "every_n_steps",
