@@ -107,7 +107,7 @@ def flip_a_bit(weight: torch.Tensor, draw: random.Random) -> None:
 
 
 def fit(folder: Path, *plants: pl.Callback, data: Rows | None = None, ledger: Any = None, **options: Any) -> Any:
-    """Train, with the ledger in `folder`; the Trainer. The checkpoint of step 3 is kept."""
+    """Train, with the ledger of all weights in `folder`; the Trainer. The checkpoint of step 3 is kept."""
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -115,7 +115,7 @@ def fit(folder: Path, *plants: pl.Callback, data: Rows | None = None, ledger: An
     saver = SafeCheckpoint(folder / "saved", every_n_train_steps=SAVED, keep_last=9)
     defaults = {"max_steps": STEPS, "log_every_n_steps": 2, "accelerator": "cpu", "devices": 1, "logger": False}
     trainer = pl.Trainer(
-        callbacks=[*plants, ledger or RunLedger(str(folder / "ledger.jsonl")), saver], enable_progress_bar=False,
+        callbacks=[*plants, ledger or RunLedger(str(folder / "ledger.jsonl"), 1), saver], enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, **{**defaults, **options},
     )  # fmt: skip
     trainer.fit(Net(dropout), datamodule=data or Rows(), ckpt_path=checkpoint)

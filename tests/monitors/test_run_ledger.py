@@ -179,6 +179,9 @@ def test_rows_are_compared_over_world_sizes_and_windows(clean, two, tmp_path):
 
 def test_the_loss_is_compared_within_the_tolerance_over_world_sizes(clean, two, tmp_path):
     fit(tmp_path, dropout=0)
+    fit(tmp_path / "windows", dropout=0, data=Rows(2), accumulate_grad_batches=2)
+    windows = compare(read_ledger(tmp_path), read_ledger(tmp_path / "windows"), 1e-5)
+    assert windows.parts["loss"].near == STEPS
     near = compare(read_ledger(tmp_path), read_ledger(two / "no dropout"), 1e-5)
     assert not near.differs
     assert near.parts["loss"].near == STEPS

@@ -81,8 +81,8 @@ def test_each_single_bit_changes_the_sums(dtype):
 
 
 def test_two_signs_that_change_are_seen():
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64):
-        x = torch.randn(2, 70, dtype=dtype)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        x = torch.randn(2, 70, dtype=dtype, generator=torch.Generator().manual_seed(0))
         other = x.clone()
         other[:, 3] *= -1
         assert batch_sum(other) != batch_sum(x)
