@@ -243,7 +243,7 @@ class MetricBuffer(pl.Callback):
         self._read(rows)
         for derive in self._derived:
             rows[-1].values.update(derive(rows))
-        logged = self._trainer.callback_metrics if self.is_log_step() else {}
+        logged = self._trainer.callback_metrics if self._answered == (logging_step(self._trainer), True) else {}
         if not self._said_not_finite and (line := not_finite_line(rows, logged)):
             self._said_not_finite = True
             rank_zero_warn(line)

@@ -214,7 +214,7 @@ ROWS = [
     plain("--trainer.strategy FSDP2Stratgy", "trainer.strategy=FSDP2Stratgy", "did you mean FSDP2Strategy?"),
     plain("--trainer.strategy.timeout_seconds 9", "trainer.strategy.timeout_seconds", "--trainer.strategy CLASS"),
     plain("--trainer.logger tensorboard", "trainer.logger", "did you mean ResumingTensorBoardLogger?"),
-    plain("--trainer.callbacks [SWALR]", "trainer.callbacks", "'SWALR'", "my_module.MyClass"),
+    plain("--trainer.callbacks [Xyzzy]", "trainer.callbacks", "'Xyzzy'", "my_module.MyClass"),
     option("--model no_such_module.Model", "model", "'no_such_module'", "install it"),
     Row(
         "every_n_steps",
