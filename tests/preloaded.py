@@ -74,6 +74,16 @@ def python(*imported: str) -> str:
     return str(program)
 
 
+def left_over(folder: Path) -> list[int]:
+    """The processes whose working folder is `folder`: those of a run in it that have not ended."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/cwd") == str(folder):
+                found.append(int(pid))
+    return found
+
+
 def serve(address: str) -> list[str]:
     """Fork a process for each proxy; returns only there, with the arguments of its command line."""
     listener = socket.socket(socket.AF_UNIX)

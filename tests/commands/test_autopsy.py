@@ -351,7 +351,7 @@ def test_the_command_prints_the_most_suspicious_and_writes_all(trained, recipe, 
     written = json.loads((tmp_path / "all.json").read_text())
     place = f"sample {sample}, tokens {first + 1} to "
     # 128 + 6 * 6 is the first sample
-    assert printed.startswith("step 22 of the logs, the 23. of the run, took the samples 164 to 169: 6 rows, ")
+    assert printed.startswith("step 22 took the samples 164 to 169: 6 rows, ")
     assert f"{CHECKPOINTS}/step=26.ckpt, of step 26: 4 steps after the step began" in printed
     assert printed.count("sample ") == 2
     assert place in printed.split("   2  ")[0]

@@ -6,22 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from preloaded import python
+from preloaded import left_over, python
 from two_processes import free_port
 
 PROGRAM = Path(__file__).with_name("hung_run.py")
 LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_GLOBAL_SEED")
-
-
-def left_over(folder: Path) -> list[int]:
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.readlink(f"/proc/{pid}/cwd") == str(folder):
-                found.append(int(pid))
-        except OSError:
-            pass
-    return found
 
 
 def run(folder: Path, launcher: str, **options: object) -> tuple[int, str]:

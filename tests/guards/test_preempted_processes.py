@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from preempted_run import make_data
-from preloaded import python
+from preloaded import left_over, python
 from two_processes import free_port
 
 RECIPE = """
@@ -93,17 +93,6 @@ def losses(folder: Path) -> list[str]:
     lines = (folder / "runs/toy/version_0/metrics.csv").read_text().splitlines()
     column = lines[0].split(",").index("train/loss")
     return [line.split(",")[column] for line in lines[1:]]
-
-
-def left_over(folder: Path) -> list[int]:
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.readlink(f"/proc/{pid}/cwd") == str(folder):
-                found.append(int(pid))
-        except OSError:
-            pass
-    return found
 
 
 @pytest.fixture(scope="module")

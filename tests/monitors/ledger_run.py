@@ -32,7 +32,7 @@ class Rows(pl.LightningDataModule):
         self.table = torch.randn(STEPS * ROWS, 8, generator=torch.Generator().manual_seed(5))
         if swap:
             step, one, other = swap
-            places = [(step - 1) * ROWS + one, (step - 1) * ROWS + other]
+            places = [step * ROWS + one, step * ROWS + other]
             self.table[places] = self.table[places[::-1]]
 
     def step_samples(self) -> list[tuple[int, int]]:
@@ -71,7 +71,7 @@ class Plant(pl.Callback):
     """At one step, flip a bit of a weight or set another seed, at a place that a seed draws.
 
     Args:
-        step: 1 for the first.
+        step: 0 for the first.
         what: `bit`, `seed`, or `kill`: SIGKILL in the middle of the step.
         seed: draws weight, element and bit, and whether that is before the forward pass or after the optimizer's step.
         rank: the process in which it happens.
@@ -82,11 +82,11 @@ class Plant(pl.Callback):
         self.at_end = what == "bit" and self.draw.random() < 0.5
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if not self.at_end and trainer.global_step + 1 == self.step:
+        if not self.at_end and trainer.global_step == self.step:
             self._act(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.at_end and trainer.global_step == self.step:
+        if self.at_end and trainer.global_step == self.step + 1:
             self._act(trainer, pl_module)
 
     def _act(self, trainer: Any, pl_module: Any) -> None:

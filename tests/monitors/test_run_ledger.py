@@ -28,7 +28,7 @@ def diff(one, other):
 
 def where(seed):
     """A step to plant a fault at, anew for each seed."""
-    return random.Random(seed).randrange(2, STEPS + 1)
+    return random.Random(seed).randrange(1, STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_a_run_is_equal_to_itself(clean, tmp_path):
     fit(tmp_path)
     found = diff(clean, tmp_path)
     assert not found.differs
-    assert found.steps == list(range(1, STEPS + 1))
+    assert found.steps == list(range(STEPS))
     assert {name: part.equal for name, part in found.parts.items()} == dict.fromkeys(found.parts, STEPS)
     assert list(found.lines())[-1] == "ledger diff: no difference"
 
@@ -60,14 +60,14 @@ def test_a_flipped_bit_of_a_weight_is_found_at_its_step_20_of_20(clean, tmp_path
 def test_two_swapped_rows_are_found_at_their_step_20_of_20(clean, tmp_path):
     for seed in TWENTY:
         rows = random.Random(seed).sample(range(ROWS), 2)
-        fit(tmp_path / str(seed), data=Rows(swap=(where(seed), *rows)), max_steps=where(seed))
+        fit(tmp_path / str(seed), data=Rows(swap=(where(seed), *rows)), max_steps=where(seed) + 1)
         step, parts = diff(clean, tmp_path / str(seed)).first()
         assert (step, parts[0]) == (where(seed), "batch")
 
 
 def test_another_dropout_seed_is_found_at_its_step_20_of_20(clean, tmp_path):
     for seed in TWENTY:
-        fit(tmp_path / str(seed), Plant(where(seed), "seed", seed), max_steps=where(seed))
+        fit(tmp_path / str(seed), Plant(where(seed), "seed", seed), max_steps=where(seed) + 1)
         step, parts = diff(clean, tmp_path / str(seed)).first()
         assert (step, parts) == (where(seed), ["torch_random", "loss", "weights"])
 
@@ -86,9 +86,9 @@ def test_faults_after_a_restart_are_found_at_their_step(clean, tmp_path):
     assert not sound.differs
     assert {part.equal for part in sound.parts.values()} == {STEPS}
     for name, step, plants, data, first in (
-        ("bit", 5, [Plant(5, "bit", 3)], None, None),
-        ("seed", 4, [Plant(4, "seed")], None, "torch_random"),
-        ("swap", 6, [], Rows(swap=(6, 0, 3)), "batch"),
+        ("bit", 4, [Plant(4, "bit", 3)], None, None),
+        ("seed", 3, [Plant(3, "seed")], None, "torch_random"),
+        ("swap", 5, [], Rows(swap=(5, 0, 3)), "batch"),
     ):
         resumed(clean, tmp_path / name, *plants, data=data)
         found, parts = diff(clean, tmp_path / name).first()
@@ -107,7 +107,7 @@ def problems(folder):
 
 def kill(folder):
     torch.set_num_threads(1)
-    fit(folder, Plant(5, "kill"), log_every_n_steps=1)
+    fit(folder, Plant(4, "kill"), log_every_n_steps=1)
 
 
 def test_the_ledger_of_a_killed_and_resumed_run_is_that_of_the_unbroken_one(clean, tmp_path, capsys):
@@ -117,17 +117,17 @@ def test_the_ledger_of_a_killed_and_resumed_run_is_that_of_the_unbroken_one(clea
     process.start()
     process.join()
     assert process.exitcode == -9
-    assert list(read_ledger(tmp_path).steps) == [1, 2, 3, 4]
+    assert list(read_ledger(tmp_path).steps) == [0, 1, 2, 3]
     with (tmp_path / "ledger.jsonl").open("a") as file:
-        file.write('{"step": 5, "sam')  # as a kill in the middle of a write leaves it
+        file.write('{"step": 4, "sam')  # as a kill in the middle of a write leaves it
     assert read_ledger(tmp_path).unfinished
     (checkpoint,) = (tmp_path / "saved").glob("*step*3*.ckpt")
     fit(tmp_path, ckpt_path=checkpoint)
     found = diff(clean, tmp_path)
     assert {part.equal for part in found.parts.values()} == {STEPS}
-    assert [line["start"] for line in read_ledger(tmp_path).starts] == [1, 4]
+    assert [line["start"] for line in read_ledger(tmp_path).starts] == [0, 3]
     assert problems(tmp_path) == []
-    assert "repeated after a restart: 1 steps, from 4 to 4" in capsys.readouterr().out
+    assert "repeated after a restart: 1 steps, from 3 to 3" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------------------------- processes
@@ -137,10 +137,10 @@ def in_two_processes(rank, folder):
     runs = {
         "clean": {},
         "again": {},
-        "swap": {"data": Rows(2, swap=(4, 0, 3))},  # one row of each process
-        "bit": {"plants": [Plant(3, "bit", AT_END, rank=1)]},
+        "swap": {"data": Rows(2, swap=(3, 0, 3))},  # one row of each process
+        "bit": {"plants": [Plant(2, "bit", AT_END, rank=1)]},
         "no dropout": {"dropout": 0},
-        "seed": {"plants": [Plant(2, "seed", rank=1)]},
+        "seed": {"plants": [Plant(1, "seed", rank=1)]},
         "windows": {"data": Rows(1), "accumulate_grad_batches": 2},
     }
     for name, options in runs.items():
@@ -172,7 +172,7 @@ def test_rows_are_compared_over_world_sizes_and_windows(clean, two, tmp_path):
         assert sum(found.parts["torch_random"].not_compared.values()) == STEPS
         assert sum(found.parts["weights"].not_compared.values()) == STEPS
     swapped = diff(clean, two / "swap")
-    assert swapped.parts["batch"].differs == (4, "")
+    assert swapped.parts["batch"].differs == (3, "")
     text = "\n".join(swapped.lines())
     assert "weights: not compared at 6 steps (processes: 1 and 2)" in text
 
@@ -188,24 +188,24 @@ def test_the_loss_is_compared_within_the_tolerance_over_world_sizes(clean, two, 
     lines = list(near.lines())
     assert "loss: within 1e-05 at 6 steps" in lines
     assert lines[-1] == "ledger diff: no difference in what was compared"
-    assert diff(clean, two / "clean").parts["loss"].differs[0] == 1  # dropout draws another mask on each rank
+    assert diff(clean, two / "clean").parts["loss"].differs[0] == 0  # dropout draws another mask on each rank
 
 
 def test_a_fault_of_one_process_is_named_with_its_rank(two):
     assert not diff(two / "clean", two / "again").differs
     bit = diff(two / "clean", two / "bit")
-    assert bit.first() == (3, ["weights"])
-    assert bit.parts["weights"].differs == (3, " (rank 1)")
-    line = "the ranks hold different weights from step 3 on: rank 1 differs from the others"
+    assert bit.first() == (2, ["weights"])
+    assert bit.parts["weights"].differs == (2, " (rank 1)")
+    line = "the ranks hold different weights from step 2 on: rank 1 differs from the others"
     assert problems(two / "bit") in ([line], [line.replace("rank 1", "rank 0")])  # of two, either may be right
     seed = diff(two / "clean", two / "seed")
-    assert seed.parts["torch_random"].differs == (2, " (rank 1)")
+    assert seed.parts["torch_random"].differs == (1, " (rank 1)")
     assert problems(two / "clean") == []
 
 
 def test_after_a_failure_the_last_lines_hold_rank_0_alone(two):
     clean, failed = read_ledger(two / "clean").steps, read_ledger(two / "fails").steps
-    assert list(failed) == [1, 2]
+    assert list(failed) == [0, 1]
     for step in failed:
         assert failed[step]["loss"] == [clean[step]["loss"][0], None]
         assert failed[step]["batch"] is None
@@ -223,8 +223,8 @@ def test_a_part_of_the_weights_is_summed_at_each_step(tmp_path, monkeypatch):
             fit(folder, *plants, ledger=RunLedger(str(folder / "ledger.jsonl"), cover))
         found[cover] = diff(tmp_path / f"clean {cover}", tmp_path / f"bit {cover}")
     assert read_ledger(tmp_path / "clean 100").starts[0]["parts"] == 2
-    assert found[100].first() == (3, ["weights"])  # step 2 summed the other part
-    assert found[1].first() == (2, ["weights"])
+    assert found[100].first() == (2, ["weights"])  # step 1 summed the other part
+    assert found[1].first() == (1, ["weights"])
     other = diff(tmp_path / "clean 100", tmp_path / "clean 1").parts["weights"]
     assert other.not_compared == {"parts: 2 and 1": STEPS}
 
@@ -257,7 +257,7 @@ def test_parts_are_compared_where_two_runs_can_be_equal():
 
 def test_a_line_holds_what_ranks_share_once(clean, two):
     for folder in (clean, two / "clean"):
-        line = read_ledger(folder).steps[2]
+        line = read_ledger(folder).steps[1]
         assert isinstance(line["weights"], str)
         assert json.loads(json.dumps(line["samples"])) == [[ROWS, 2 * ROWS - 1]]
-    assert len(read_ledger(two / "clean").steps[2]["loss"]) == 2
+    assert len(read_ledger(two / "clean").steps[1]["loss"]) == 2

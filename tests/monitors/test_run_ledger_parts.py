@@ -296,9 +296,9 @@ def test_the_file_lies_in_the_folder_of_the_first_logger(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     logger = pl.loggers.CSVLogger(tmp_path / "runs", name="small")
     fit(tmp_path / "a", ledger=RunLedger(), logger=logger, max_steps=2)
-    assert list(read_ledger(logger.log_dir).steps) == [1, 2]
+    assert list(read_ledger(logger.log_dir).steps) == [0, 1]
     fit(tmp_path / "a", ledger=RunLedger(), max_steps=2, default_root_dir=tmp_path / "b")
-    assert list(read_ledger(tmp_path / "b").steps) == [1, 2]
+    assert list(read_ledger(tmp_path / "b").steps) == [0, 1]
     fit(tmp_path / "a", ledger=RunLedger("dev.jsonl"), fast_dev_run=True)
     assert not (tmp_path / "dev.jsonl").exists()
 
@@ -312,7 +312,7 @@ class Fails(pl.Callback):
 def test_the_last_steps_before_a_failure_are_written(tmp_path):
     with pytest.raises(RuntimeError, match="power cut"):
         fit(tmp_path, Fails(), log_every_n_steps=50, enable_checkpointing=True, max_steps=5)
-    assert list(read_ledger(tmp_path).steps) == [1, 2, 3]
+    assert list(read_ledger(tmp_path).steps) == [0, 1, 2]
     fit(tmp_path, data=Rows(2), accumulate_grad_batches=2)  # with the first fit's windows forgotten
     assert not [line for line in read_ledger(tmp_path).repeated if line[0]["samples"] != line[1]["samples"]]
 

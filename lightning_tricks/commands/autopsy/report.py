@@ -98,7 +98,7 @@ class Report:
         update = "" if self.update is None else f", AdamW's update {self.update:.4g} learning rates"
         broken = sum(math.isinf(finding.suspicion.score) for finding in self.findings)
         lines = [
-            f"step {self.step} of the logs, the {self.step + 1}. of the run, took the samples {runs}: {count} rows, "
+            f"step {self.step} took the samples {runs}: {count} rows, "
             f"{len(self.findings)} documents, {sum(finding.document.tokens for finding in self.findings)} tokens",
             f"weights: {self.checkpoint}, {self._distance()}",
             f"batch: {self.loss:.4f} nats per token, gradient norm {self.norm:.4g}{update}",

@@ -89,7 +89,7 @@ class Ledger:
 
     Attributes:
         path: of the file.
-        steps: by their number, 1 for the first, the values of each step that is the run's, with its `start` line.
+        steps: by their number, 0 for the first, the values of each step that is the run's, with its `start` line.
         starts: the lines `start`, in their order.
         repeated: steps that a later start trained again, each as it was first and as it was then.
         broken: numbers of lines that do not follow from the line before; 1 is the file's first.

@@ -36,8 +36,9 @@ class _Step:
 class RunLedger(pl.Callback):
     """Write `ledger.jsonl` in the run's folder, a line for each optimizer step. Never changes training.
 
-    Of two runs that should be equal, `python -m lightning_tricks ledger diff A B` names the first step at which they
-    differ, and the first thing that does. A line holds, in the order of cause and effect:
+    Steps count as the logs do: the first one is step 0. Of two runs that should be equal,
+    `python -m lightning_tricks ledger diff A B` names the first step at which they differ, and the first thing that
+    does. A line holds, in the order of cause and effect:
 
     - `samples`: positions of the step's samples, of data that have them (TextData, TokenData);
     - `batch`: a sum over the bits of all tensors of the batch, in which each row and each place in it has a factor of
@@ -190,7 +191,7 @@ class RunLedger(pl.Callback):
     def _start_line(self, trainer: Any, weights: str | None) -> dict[str, Any]:
         device = trainer.strategy.root_device
         return {
-            "start": logging_step(trainer) + 1,
+            "start": logging_step(trainer),
             "processes": trainer.world_size,
             "data_ranks": self._data_rank[1],
             "micro_batches": trainer.accumulate_grad_batches,
@@ -224,7 +225,7 @@ class RunLedger(pl.Callback):
             lines = []
             for index, (row, step) in enumerate(zip(rows, steps, strict=True)):
                 ranks = [*(OfRank.unpacked(table[index]) for table in tables), *silent]
-                lines.append(step_line(row.step + 1, step.samples, ranks, self._counted))
+                lines.append(step_line(row.step, step.samples, ranks, self._counted))
             self._file.append(lines)
         return {}
 

@@ -47,7 +47,7 @@ def step_line(
     """The line of a step, without its chain.
 
     Args:
-        step: 1 for the first optimizer step.
+        step: 0 for the first optimizer step, as the logs count.
         samples: first and last position of each run of samples, of all ranks.
         ranks: what each rank knows; None for one that could not be asked.
         counted: the ranks whose batches together are the global batch, each row once.
