@@ -31,6 +31,17 @@ def test_limits_by_hand(values, limit):
     assert window(*values).limits().item() == pytest.approx(limit, rel=1e-6)
 
 
+def test_a_window_that_is_known_to_be_full_has_the_same_limit():
+    torch.manual_seed(0)
+    full = OutlierWindow([0.0, 10.0], 128, 64, 6.0, "cpu")
+    for value in torch.randn(130, 2) + torch.tensor([3.0, -1.0]):
+        full.accept(value, torch.tensor(True))
+    assert int(full.missing()) == -2
+    limits = full.limits()
+    full.known_full = True
+    assert torch.allclose(full.limits(), limits, rtol=1e-6)
+
+
 def test_a_rejected_value_leaves_no_trace():
     kept = window(1.0, 3.0)
     before = kept.state_dict()

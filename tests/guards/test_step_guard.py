@@ -267,7 +267,7 @@ def test_its_windows_and_counts_go_on_from_a_checkpoint():
     fit(model, second, max_steps=STEPS - 9)
     expected, found = window_state(whole), window_state(second)
     assert torch.equal(expected.pop("values"), found.pop("values"))
-    assert expected == found == {"accepted": STEPS - 1, "counts": [0.0, 1.0]}
+    assert expected == found == {"accepted": STEPS - 1, "known_full": True, "counts": [0.0, 1.0]}
 
 
 def test_a_state_that_is_loaded_after_the_fit_has_started_counts_too():

@@ -20,6 +20,7 @@ class Judgement:
 
     Attributes:
         values: (2,) loss and norm, in fp32.
+        finite: (2,) bool, of each.
         within: 0-dim bool.
     """
 
@@ -28,25 +29,29 @@ class Judgement:
     ) -> None:
         device = limits.device
         self._computed = torch.stack([number.to(device, torch.float32) for number in (*losses, norm)])
-        loss = self._computed[:-1].sum()
-        if scale is not None:
-            loss = loss / scale.to(device)
-        self.values, self.limits = torch.stack([loss, self._computed[-1]]), limits
-        self._fine = self.values.isfinite() & (self.values <= limits)
+        self.values, self.limits = self._computed, limits
+        if len(losses) != 1 or scale is not None:
+            loss = self._computed[:-1].sum() / (1.0 if scale is None else scale.to(device))
+            self.values = torch.stack([loss, self._computed[-1]])
+        self.finite = self.values.abs() < torch.inf
+        self._fine = self.finite & (self.values <= limits)
         if overflows:
-            self._fine[1] |= ~self.values[1].isfinite() & loss.isfinite()
+            self._fine[1] |= ~self.finite[1] & self.finite[0]
         self.within = self._fine.all()
 
     def same_bits(self, other: "Judgement") -> Tensor:
         """Whether another computation of the step gave the same bits of each loss and of the norm: 0-dim bool."""
         return (self._computed.view(torch.int32) == other._computed.view(torch.int32)).all()
 
-    def numbers(self, rank: int) -> Tensor:
-        """For the report: rank + 1, loss, its limit, norm, its limit; -inf for what is within bounds, inf for NaN."""
-        values = self.values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
-        pairs = torch.stack([values, self.limits], dim=1)
-        named = torch.where(self.within, 0.0, rank + 1.0).unsqueeze(0)
-        return torch.cat([named, torch.where(self._fine.unsqueeze(1), -torch.inf, pairs).flatten()])
+    def numbers(self, rank: int) -> tuple[Tensor, Tensor]:
+        """For the report: rank + 1, 0-dim; and (4,) loss, norm and their limits. What is within bounds counts less.
+
+        That is 0 in place of the rank and -inf in place of a value; inf stands for NaN. The largest of all ranks tells
+        what was out of bounds somewhere.
+        """
+        values = torch.where(self.finite, self.values, torch.inf)
+        out = torch.where(self._fine, -torch.inf, torch.stack([values, self.limits]))
+        return torch.where(self.within, 0.0, rank + 1.0), out.flatten()
 
 
 def any_rank(trainer: Any, flag: Tensor) -> Tensor:

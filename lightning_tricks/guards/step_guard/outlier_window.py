@@ -30,18 +30,21 @@ class OutlierWindow:
         self.ratios = torch.tensor(ratios, dtype=torch.float32, device=device)
         self.values = torch.zeros(len(ratios), size, device=device)
         self.accepted = torch.zeros((), dtype=torch.int64, device=device)
+        self.known_full = False  # the host has heard that none are missing, and the shorter formula holds
         self._slots = torch.arange(size, device=device)
 
     def limits(self) -> Tensor:
         """The largest value of each signal that is no outlier: (signals,) fp32, infinite until the window is active."""
-        counted = self._slots < self.accepted
-        number = counted.sum()
-        mean = self.values.sum(1) / number.clamp(min=1)
-        squares = ((self.values - mean.unsqueeze(1)) * counted).square().sum(1)
-        # equal values have no deviation, and a mean that is rounded
-        deviation = (squares / (number - 1).clamp(min=1)).sqrt().maximum(1e-5 * mean.abs())
-        limits = (mean + self.sigmas * deviation).maximum(self.ratios * self.values.amax(1))
-        return torch.where(self.accepted < self.active_after, torch.inf, limits)
+        if self.known_full:
+            deviation, mean = torch.std_mean(self.values, 1)
+        else:
+            number = self.accepted.clamp(max=self.values.shape[1])
+            counted = (self._slots < number).float()
+            mean = self.values.mv(counted) / number
+            deviation = ((self.values - mean.unsqueeze(1)).square().mv(counted) / (number - 1)).sqrt()
+        deviation = deviation.maximum(1e-5 * mean.abs())  # equal values have no deviation, and a mean that is rounded
+        limits = mean.add(deviation, alpha=self.sigmas).maximum(self.ratios * self.values.amax(1))
+        return limits if self.known_full else torch.where(self.accepted < self.active_after, torch.inf, limits)
 
     def accept(self, values: Tensor, accepted: Tensor) -> None:
         """Take a step's values, (signals,), into the window if `accepted`, a 0-dim bool tensor."""
@@ -50,12 +53,17 @@ class OutlierWindow:
         self.values.index_copy_(1, slot, torch.where(accepted, values.unsqueeze(1), kept))
         self.accepted += accepted
 
+    def missing(self) -> Tensor:
+        """Accepted steps until the window is full, 0-dim; 0 or less when it is."""
+        return self.values.shape[1] - self.accepted
+
     def state_dict(self) -> dict[str, Any]:
         """The accepted values, on the host."""
-        return {"values": self.values.cpu(), "accepted": int(self.accepted)}
+        return {"values": self.values.cpu(), "accepted": int(self.accepted), "known_full": self.known_full}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the values of a run whose window was as large; keep an empty window otherwise."""
         if state["values"].shape == self.values.shape:
             self.values.copy_(state["values"])
             self.accepted.fill_(state["accepted"])
+            self.known_full = state["known_full"]

@@ -8,7 +8,7 @@ from lightning_tricks._samples import in_words
 from lightning_tricks.metrics.row import Row
 
 SAME, RETRIED, OUT_AGAIN = 1.0, 2.0, 3.0  # results of a step that was computed again
-_NUMBERS = ("skipped", "recheck", "rank", "loss", "loss_limit", "norm", "norm_limit", "in_a_row", "total")
+_NUMBERS = ("skipped", "recheck", "in_a_row", "total", "missing", "rank", "loss", "norm", "loss_limit", "norm_limit")
 _RECHECKS = {
     SAME: ", and the same when computed again: it is the data",
     RETRIED: "; computed again it was another, which is used: a hardware fault, or kernels that are not deterministic",
@@ -38,11 +38,16 @@ class SkippedSteps:
     Args:
         max_in_a_row: skipped steps in a row after which the run shall stop.
         total: skipped steps of the runs that this one goes on from.
+
+    Attributes:
+        reason_to_stop: why the run shall stop; empty while it shall not.
+        full_windows: indices of the optimizers whose window is full on every rank.
     """
 
     def __init__(self, max_in_a_row: int, total: int = 0) -> None:
         self.max_in_a_row, self.total = max_in_a_row, total
         self.reason_to_stop = ""
+        self.full_windows: set[int] = set()
         self._batches: dict[int, Batch] = {}  # by step, of the steps that the host has not heard of
         self._in_a_row: dict[int, list[Batch]] = {}  # by index of the optimizer
 
@@ -64,6 +69,8 @@ class SkippedSteps:
             for index in {int(name.split("/")[1]) for name in row.values if name.startswith("_step_guard/")}:
                 found = dict(zip(_NUMBERS, (row.values[name] for name in self.names(index)), strict=True))
                 totals[str(index)] = found["total"]
+                if found["missing"] <= 0:
+                    self.full_windows.add(index)
                 lines += self._judged(row.step, index, found, batch or Batch(None, 0, 0))
         for line in lines[:_LINES]:
             rank_zero_warn(line)

@@ -91,7 +91,7 @@ class StepGuard(pl.Callback):
     def _forget(self) -> None:
         """Reset the state that belongs to one fit."""
         self._windows: list[OutlierWindow] = []  # of each optimizer
-        self._counts: list[Tensor] = []  # of each optimizer: skipped steps in a row and in all, (2,) fp32
+        self._counts: list[tuple[Tensor, Tensor]] = []  # of each: skipped steps in a row and in all, 0-dim fp32
         self._losses: list[Tensor] = []  # of the micro-batches since the last optimizer step
         self._rechecking = Recheck() if self.recheck else None
         self._skipped = SkippedSteps(self.max_skipped_steps)
@@ -105,7 +105,7 @@ class StepGuard(pl.Callback):
         device = trainer.strategy.root_device
         settings = (0.0, self.norm_ratio), self.window_steps, self.active_after_steps, self.sigmas, device
         self._windows = [OutlierWindow(*settings) for _ in trainer.optimizers]
-        self._counts = [torch.zeros(2, device=device) for _ in trainer.optimizers]
+        self._counts = [(torch.zeros((), device=device), torch.zeros((), device=device)) for _ in trainer.optimizers]
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Go on with a checkpoint's windows and counts, which some strategies load after `on_fit_start`."""
@@ -114,7 +114,8 @@ class StepGuard(pl.Callback):
             own = ranks[trainer.global_rank if trainer.global_rank < len(ranks) else 0]
             for window, counts, state in zip(self._windows, self._counts, own, strict=False):
                 window.load_state_dict(state)
-                counts.copy_(torch.tensor(state["counts"]))
+                for count, number in zip(counts, state["counts"], strict=True):
+                    count.fill_(number)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Stop the run if too many steps in a row were skipped."""
@@ -165,21 +166,24 @@ class StepGuard(pl.Callback):
     ) -> Tensor:
         """1.0 if the step of `optimizer` that comes now is to be skipped, else 0.0: 0-dim, on the device."""
         index = optimizer_index(trainer, optimizer)
-        window, counts = self._windows[index], self._counts[index]
+        window, (in_a_row, total) = self._windows[index], self._counts[index]
+        window.known_full |= index in self._skipped.full_windows
         limits = window.limits()
         judged = used = self._judgement(trainer, norm, limits)
-        skip, result = any_rank(trainer, ~judged.within), torch.zeros_like(counts[0])
+        skip, result = any_rank(trainer, ~judged.within), torch.zeros_like(total)
         if self._rechecking is not None and clip_again is not None and bool(skip):
             self._rechecking.run(trainer, pl_module, optimizer, self._buffer)
             used = self._judgement(trainer, clip_again(), limits)
             differs, skip = any_rank(trainer, ~judged.same_bits(used)), any_rank(trainer, ~used.within)
             result = torch.where(differs == 0, SAME, torch.where(skip == 0, RETRIED, OUT_AGAIN))
-        window.accept(used.values, (skip == 0) & used.values.isfinite().all())
-        counts.copy_(torch.stack([(counts[0] + 1) * skip, counts[1] + skip]))
+        window.accept(used.values, (skip == 0) & used.finite.all())
+        in_a_row.add_(1).mul_(skip)
+        total.add_(skip)
         if trainer.log_every_n_steps:
             batch = Batch(step_samples(trainer), trainer.current_epoch, batch_progress(trainer).current.ready - 1)
             self._skipped.took(logging_step(trainer), batch)
-            numbers = torch.cat([torch.stack([skip, result]), judged.numbers(trainer.global_rank), counts])
+            rank, out = judged.numbers(trainer.global_rank)
+            numbers = torch.cat([torch.stack([skip, result, in_a_row, total, window.missing(), rank]), out])
             self._buffer.record_all(self._skipped.names(index), numbers, "max" if trainer.world_size > 1 else None)
         return skip
 
@@ -203,8 +207,8 @@ class StepGuard(pl.Callback):
 
     def after_rollback(self) -> None:
         """Count the skipped steps in a row anew: SpikeRollback has put earlier weights back."""
-        for counts in self._counts:
-            counts[:1].zero_()
+        for in_a_row, _ in self._counts:
+            in_a_row.zero_()
         self._skipped.reason_to_stop = ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,7 +216,7 @@ class StepGuard(pl.Callback):
         if not self._windows:
             return self._loaded
         own = [
-            {**window.state_dict(), "counts": counts.tolist()}
+            {**window.state_dict(), "counts": [float(count) for count in counts]}
             for window, counts in zip(self._windows, self._counts, strict=True)
         ]
         return {"ranks": gather(own)}
