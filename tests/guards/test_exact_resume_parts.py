@@ -32,6 +32,16 @@ def same(one, other) -> bool:
     return str(one) == str(other)
 
 
+def test_the_position_before_the_last_batches_reaches_into_the_pass_before():
+    """A shorter one of two loaders begins again in the middle of a step."""
+    loader = served(DataLoader(Rows(3)))
+    assert same(loader.replay.position_before(0), loader.replay.next_pass())  # nothing was fetched
+    list(loader)
+    next(iter(loader))
+    before = [loader.replay.position_before(batches) for batches in range(5)]
+    assert [(place.number, place.batches) for place in before] == [(1, 1), (1, 0), (0, 2), (0, 1), (0, 0)]
+
+
 @pytest.mark.parametrize("kind", ["shuffle", "rows", "whim", "generator", "stream", "sized", "stateful", "torchdata"])
 def test_from_each_position_of_two_passes_the_rest_is_the_same(kind):
     loader, positions, whole = served(loaders(kind)), [], []

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,18 @@ PROGRAM = Path(__file__).with_name("hung_run.py")
 LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_GLOBAL_SEED")
 
 
-def run(folder: Path, launcher: str, **options: object) -> tuple[int, str]:
+# each program by a name: its launcher, and the options of `hung_run.main`
+PROGRAMS: dict[str, tuple[str, dict[str, object]]] = {
+    "worker sleeps": ("lightning", {"place": "training loader", "workers": 1}),
+    "rank stands": ("pytorch_lightning", {"place": "forward"}),
+    "rank 1 stopped": ("torchrun", {"place": "forward", "how": "stop", "rank": 1}),
+    "rank 0 stopped": ("lightning", {"place": "forward", "how": "stop", "rank": 0}),
+    "in C code": ("lightning", {"place": "forward", "how": "lock"}),
+    "uneven validation": ("torchrun", {"place": "uneven validation", "strategy": "fsdp2"}),
+}
+
+
+def run(folder: Path, launcher: str, options: dict[str, object]) -> tuple[int, str]:
     """The exit code of the program, and what it printed; its end, and that of all its processes, is waited for."""
     defaults = {"how": "wait", "rank": 1, "devices": 2, "strategy": "ddp", "workers": 0}
     command = [str(PROGRAM), json.dumps({**defaults, **options})]
@@ -32,6 +44,16 @@ def run(folder: Path, launcher: str, **options: object) -> tuple[int, str]:
     return process.returncode, out
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Exit code and output by the name of a program. They run beside each other, as all they do is to wait."""
+    python(), python("pytorch_lightning")
+    with ThreadPoolExecutor(len(PROGRAMS)) as threads:
+        folders = {name: tmp_path_factory.mktemp("hung") for name in PROGRAMS}
+        futures = {name: threads.submit(run, folders[name], *PROGRAMS[name]) for name in PROGRAMS}
+        return {name: future.result() for name, future in futures.items()}
+
+
 def lines(out: str) -> list[str]:
     return [line.removeprefix("HangWatchdog: ") for line in out.splitlines() if line.startswith("HangWatchdog: ")]
 
@@ -40,9 +62,9 @@ def stacks_of_both(out: str) -> bool:
     return out.count("Thread MainThread (most recent call last):") == 2
 
 
-def test_a_loader_whose_worker_sleeps_is_named_and_all_processes_end_under_lightnings_launcher(tmp_path):
+def test_a_loader_whose_worker_sleeps_is_named_and_all_processes_end_under_lightnings_launcher(ended):
     """The worker itself, too, which is stuck and does not notice that its parent is gone."""
-    code, out = run(tmp_path, "lightning", place="training loader", workers=1)
+    code, out = ended["worker sleeps"]
     assert code == 1, out
     behind = "waiting for the training loader before step 4: DataLoader over Rows, 1 workers, 1 alive; worker 0"
     assert sum("rank 1 of 2 on" in line and f"is behind: {behind}" in line for line in lines(out)) == 2, out
@@ -51,8 +73,8 @@ def test_a_loader_whose_worker_sleeps_is_named_and_all_processes_end_under_light
     assert "gone without a word" not in out  # RankMonitor does not take it for a death
 
 
-def test_a_rank_that_stands_still_is_named_under_pytorch_lightning_as_well(tmp_path):
-    code, out = run(tmp_path, "pytorch_lightning", place="forward")
+def test_a_rank_that_stands_still_is_named_under_pytorch_lightning_as_well(ended):
+    code, out = ended["rank stands"]
     assert code == 1, out
     assert sum("is behind: in the forward of step 4: threading.py" in line for line in lines(out)) == 2, out
     assert stacks_of_both(out)
@@ -80,28 +102,26 @@ def test_end_now_ends_a_process_with_its_workers_and_children_and_says_goodbye(t
     assert left_over(tmp_path) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "rank"), [("torchrun", 1), ("lightning", 0)])
-def test_a_rank_that_is_stopped_is_named_and_killed(tmp_path, launcher, rank):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_is_named_and_killed(ended, rank):
     """Rank 0 of Lightning's launcher holds the store by which the ranks talk."""
-    code, out = run(tmp_path, launcher, place="forward", how="stop", rank=rank)
+    code, out = ended[f"rank {rank} stopped"]
     assert code, out
     assert f"rank {rank} of 2 on" in out
     assert sum(f"rank {rank} of 2 on" in line and "gives no sign of life" in line for line in lines(out)) == 1, out
     assert out.count("is ended, with exit code 1") == 1
 
 
-@pytest.mark.slow
-def test_a_rank_in_c_code_with_pythons_lock_shows_its_stack_and_ends(tmp_path):
-    code, out = run(tmp_path, "lightning", place="forward", how="lock")
+def test_a_rank_in_c_code_with_pythons_lock_shows_its_stack_and_ends(ended):
+    code, out = ended["in C code"]
     assert code == 1, out
     assert any("rank 1 of 2 on" in line and "gives no sign of life" in line for line in lines(out)), out
     timer = out.split("Timeout (0:00:", 1)[1]
     assert "in lock\n" in timer
 
 
-def test_an_uneven_validation_of_unknown_lengths_is_named_under_fsdp2(tmp_path):
-    code, out = run(tmp_path, "torchrun", place="uneven validation", strategy="fsdp2")
+def test_an_uneven_validation_of_unknown_lengths_is_named_under_fsdp2(ended):
+    code, out = ended["uneven validation"]
     assert code, out
     (line,) = {line for line in lines(out) if line.startswith("uneven validation: ")}
     assert line.startswith("uneven validation: rank 1 of 2 on ")
