@@ -53,6 +53,10 @@ from lightning_tricks.models import DecoderConfig as DecoderConfig
 from lightning_tricks.models import Llama as Llama
 from lightning_tricks.models import Sampling as Sampling
 from lightning_tricks.models import generate as generate
+from lightning_tricks.optim import ComposedOptimizer as ComposedOptimizer
+from lightning_tricks.optim import LayerwiseLRDecay as LayerwiseLRDecay
+from lightning_tricks.optim import Muon as Muon
+from lightning_tricks.optim import MuonAdamW as MuonAdamW
 from lightning_tricks.optim import ParamRule as ParamRule
 from lightning_tricks.optim import clip_grad_norm as clip_grad_norm
 from lightning_tricks.optim import decay_groups as decay_groups

@@ -21,7 +21,7 @@ from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, Token
 from lightning_tricks.mixins._plain_settings import build, from_plain
 from lightning_tricks.models import Decoder, DecoderConfig
 from lightning_tricks.monitors.precision.precision_monitor import has_figures
-from lightning_tricks.optim import ParamRule, decay_groups
+from lightning_tricks.optim import LayerwiseLRDecay, ParamRule, decay_groups
 from lightning_tricks.schedules import Schedule
 
 Batch = dict[str, Tensor]
@@ -77,7 +77,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             schedule: Schedule | None = ...,
             weight_decay: float = ...,
             decay_embeddings: bool = ...,
-            param_rules: list[ParamRule] | None = ...,
+            param_rules: list[ParamRule | LayerwiseLRDecay] | None = ...,
         ) -> None: ...
 
     else:

@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.models import DecoderConfig
-from lightning_tricks.optim import ParamRule
+from lightning_tricks.optim import LayerwiseLRDecay, ParamRule
 from lightning_tricks.schedules import Schedule
 
-_OURS = (Schedule, ParamRule, DecoderConfig)
+_OURS = (Schedule, ParamRule, LayerwiseLRDecay, DecoderConfig)
 
 
 def to_plain(value: Any) -> Any:
@@ -34,7 +34,21 @@ def from_plain(value: Any, base: type, option: str) -> Any:
         return [from_plain(entry, base, option) for entry in value]
     if not isinstance(value, dict) or "class_path" not in value:
         return value
-    return build(value["class_path"], value.get("init_args", {}), base, option)
+    settings = value.get("init_args", {})
+    nested = {name: from_plain(entry, Schedule, f"{option}.{name}") for name, entry in settings.items()}
+    return build(value["class_path"], nested, base, option)
+
+
+def rules_from_plain(rules: Any) -> Any:
+    """The inverse of `to_plain` for a list of parameter rules."""
+    if not isinstance(rules, list):
+        return rules
+    kinds = {cls.__name__: cls for cls in (ParamRule, LayerwiseLRDecay)}
+    names = [rule.get("class_path") if isinstance(rule, dict) else None for rule in rules]
+    return [
+        from_plain(rule, kinds.get(str(name), ParamRule), "param_rules")
+        for rule, name in zip(rules, names, strict=True)
+    ]
 
 
 def build(name: str, settings: dict[str, Any], base: type, option: str) -> Any:

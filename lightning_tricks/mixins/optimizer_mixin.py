@@ -10,10 +10,11 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
-from lightning_tricks.mixins._plain_settings import from_plain, to_plain
-from lightning_tricks.optim import ParamRule, build_optimizer, groups_table
+from lightning_tricks.mixins._plain_settings import from_plain, rules_from_plain, to_plain
+from lightning_tricks.optim import LayerwiseLRDecay, ParamRule, build_optimizer, groups_table
 from lightning_tricks.optim.build_optimizer import check_settings
-from lightning_tricks.schedules import Schedule, ScheduleLR
+from lightning_tricks.optim.decay_groups import expanded
+from lightning_tricks.schedules import Schedule, ScheduleLR, WarmupConstant
 
 _NAME = "optimizer_function"  # in a checkpoint
 
@@ -36,7 +37,8 @@ class OptimizerMixin(Mixin):
         schedule: the learning rate's curve over the run; None for a constant learning rate.
         weight_decay: of matrices and embeddings; biases and norms never decay.
         decay_embeddings: whether embeddings decay with the matrices.
-        param_rules: other learning rates or decays by parameter name; the first rule that matches a name counts.
+        param_rules: other learning rates, decays, schedules or optimizers by name or role of a parameter; the first
+            rule that fits counts.
         **kwargs: for the next class in the bases.
 
     Raises:
@@ -53,7 +55,7 @@ class OptimizerMixin(Mixin):
         schedule: Schedule | None = None,
         weight_decay: float = 0.1,
         decay_embeddings: bool = True,
-        param_rules: list[ParamRule] | None = None,
+        param_rules: list[ParamRule | LayerwiseLRDecay] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -62,7 +64,7 @@ class OptimizerMixin(Mixin):
         self.schedule: Schedule | None = from_plain(schedule, Schedule, "schedule")
         self.weight_decay = weight_decay
         self.decay_embeddings = decay_embeddings
-        self.param_rules: list[ParamRule] | None = from_plain(param_rules, ParamRule, "param_rules")
+        self.param_rules: list[ParamRule | LayerwiseLRDecay] | None = rules_from_plain(param_rules)
         self._optimizer_class: str | None = None
         self._class_in_checkpoint: str | None = None
 
@@ -74,8 +76,11 @@ class OptimizerMixin(Mixin):
         if stage != "fit":
             return
         check_settings(self.optimizer)
-        if self.schedule is not None and not getattr(trainer, "fast_dev_run", False):
-            self.schedule.check(trainer.max_steps)
+        rules = [rule for rule in self.param_rules or () if isinstance(rule, ParamRule)]
+        curves = [curve for rule in rules for curve in (rule.schedule, rule.decay_schedule)]
+        for curve in (self.schedule, *curves):
+            if curve is not None and not getattr(trainer, "fast_dev_run", False):
+                curve.check(trainer.max_steps)
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and the schedule stepped once after each of its steps."""
@@ -89,10 +94,15 @@ class OptimizerMixin(Mixin):
         self._optimizer_class = type(optimizer).__name__
         self._check_optimizer_class()
         rank_zero_info(f"{self._optimizer_class}\n{groups_table(optimizer.param_groups, lr=0.0)}")
+        rules = expanded(self, self.param_rules)
+        of_groups = [rules[group["rule"]] if group["rule"] is not None else None for group in optimizer.param_groups]
+        lrs = [rule and rule.schedule for rule in of_groups]
+        decays = [rule and rule.decay_schedule for rule in of_groups]
         # fast_dev_run has replaced max_steps by its own
-        if self.schedule is None or getattr(self.trainer, "fast_dev_run", False):
+        if not any((self.schedule, *lrs, *decays)) or getattr(self.trainer, "fast_dev_run", False):
             return {"optimizer": optimizer}
-        scheduler = ScheduleLR(optimizer, self.schedule, self.trainer.max_steps)
+        schedule = self.schedule or WarmupConstant(warmup_steps=0)
+        scheduler = ScheduleLR(optimizer, schedule, self.trainer.max_steps, lrs, decays)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -2,17 +2,20 @@
 
 from lightning_tricks.optim.build_optimizer import OptimizerFactory, build_optimizer, default_adamw
 from lightning_tricks.optim.clip import clip_grad_norm, clip_grad_norm_fsdp1, clip_grad_value, grad_norms_of
-from lightning_tricks.optim.decay_groups import (
-    ParamRule,
-    check_each_parameter_once,
-    decay_groups,
-    groups_table,
-    match_rules,
-)
+from lightning_tricks.optim.composed_optimizer import ComposedOptimizer, skips_on_device
+from lightning_tricks.optim.decay_groups import check_each_parameter_once, decay_groups, groups_table
 from lightning_tricks.optim.follow_recipe import follow_recipe
+from lightning_tricks.optim.layerwise_lr_decay import LayerwiseLRDecay
+from lightning_tricks.optim.muon import Muon
+from lightning_tricks.optim.muon_adamw import MuonAdamW
 from lightning_tricks.optim.param_roles import RoledParam, param_roles
+from lightning_tricks.optim.param_rule import ParamRule, match_rules
 
 __all__ = [
+    "ComposedOptimizer",
+    "LayerwiseLRDecay",
+    "Muon",
+    "MuonAdamW",
     "OptimizerFactory",
     "ParamRule",
     "RoledParam",
@@ -28,4 +31,5 @@ __all__ = [
     "groups_table",
     "match_rules",
     "param_roles",
+    "skips_on_device",
 ]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.optim.decay_groups import ParamRule, check_each_parameter_once, decay_groups
-from lightning_tricks.optim.follow_recipe import follow_recipe
+from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
+from lightning_tricks.optim.decay_groups import Rules, check_each_parameter_once, decay_groups
+from lightning_tricks.optim.follow_recipe import follow_recipe, parts_of
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 
@@ -29,7 +30,7 @@ def build_optimizer(
     optimizer: OptimizerFactory | None = None,
     weight_decay: float = 0.1,
     decay_embeddings: bool = True,
-    rules: Sequence[ParamRule] | None = None,
+    rules: Rules | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of `module`'s trainable parameters, grouped by `decay_groups` and guarded by `follow_recipe`.
 
@@ -38,7 +39,8 @@ def build_optimizer(
         optimizer: makes the optimizer from parameter groups; None for `default_adamw`.
         weight_decay: of the matrices; the only place where the decay is set.
         decay_embeddings: whether embeddings decay.
-        rules: exceptions by name; their `lr_scale` multiplies the optimizer's learning rate.
+        rules: exceptions by name or role; their `lr_scale` multiplies the optimizer's learning rate. A rule that names
+            an optimizer wants one of several, such as MuonAdamW or ComposedOptimizer.
 
     Raises:
         UsageError: the optimizer refuses its settings; its learning rate is negative, NaN or infinite; it has a weight
@@ -56,6 +58,7 @@ def build_optimizer(
     except ValueError as error:  # torch's own checks: "Invalid learning rate: -1.0"
         raise _refused(error) from error
     _refuse_own_decay(built)
+    _refuse_named_optimizer(built, groups)
     check_each_parameter_once(module, built.param_groups)
     for group in built.param_groups:
         group["lr"] = _scaled_lr(group)
@@ -64,8 +67,9 @@ def build_optimizer(
 
 def check_settings(optimizer: OptimizerFactory | None) -> None:
     """Refuse settings that are wrong for any module: lr, betas, eps out of range, a decay of its own."""
+    both = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(1, 1)]), "head": nn.Linear(1, 1)})
     try:
-        built = (optimizer or default_adamw)([torch.nn.Parameter(torch.zeros(1, 1))])
+        built = (optimizer or default_adamw)(decay_groups(both))
     except ValueError as error:
         if str(error).startswith("Invalid "):  # torch's word for settings; other errors may be this parameter's
             raise _refused(error) from error
@@ -73,13 +77,15 @@ def check_settings(optimizer: OptimizerFactory | None) -> None:
         return
     else:
         _refuse_own_decay(built)
-        _scaled_lr(built.param_groups[0])
+        for group in built.param_groups:
+            _scaled_lr(group)
 
 
 def _refused(error: ValueError) -> UsageError:
     words = {"learning rate": ".lr", "beta": ".betas", "epsilon": ".eps"}  # in torch's messages, and their options
     option = next((option for word, option in words.items() if word in str(error)), "")
-    return UsageError(f"optimizer{option}: {error}; give another value")
+    remedy = "take MuonAdamW, which gives the others to AdamW" if "Muon only" in str(error) else "give another value"
+    return UsageError(f"optimizer{option}: {error}; {remedy}")
 
 
 def _scaled_lr(group: dict[str, Any]) -> float | Tensor:
@@ -91,10 +97,20 @@ def _scaled_lr(group: dict[str, Any]) -> float | Tensor:
 
 
 def _refuse_own_decay(optimizer: torch.optim.Optimizer) -> None:
-    parameter = inspect.signature(type(optimizer)).parameters.get("weight_decay")
-    own = optimizer.defaults.get("weight_decay")
-    if parameter is not None and own != parameter.default:
+    for part in parts_of(optimizer):
+        parameter = inspect.signature(type(part)).parameters.get("weight_decay")
+        own = part.defaults.get("weight_decay")
+        if parameter is not None and own != parameter.default:
+            raise UsageError(
+                f"weight_decay={own} of {type(part).__name__} would have no effect: "
+                "set the weight_decay beside the optimizer, which leaves out biases and norms"
+            )
+
+
+def _refuse_named_optimizer(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    named = [group for group in groups if group["optimizer"] is not None]
+    if named and not isinstance(optimizer, ComposedOptimizer):
         raise UsageError(
-            f"weight_decay={own} of {type(optimizer).__name__} would have no effect: "
-            "set the weight_decay beside the optimizer, which leaves out biases and norms"
+            f"param_rules: optimizer={named[0]['optimizer']!r} of {named[0]['name']!r}: {type(optimizer).__name__} is "
+            "one optimizer: take MuonAdamW, or ComposedOptimizer with several by name"
         )

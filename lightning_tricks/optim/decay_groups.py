@@ -1,97 +1,49 @@
 """Parameter groups for an optimizer, by the role of each parameter: matrices decay, biases and norms do not."""
 
-import difflib
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
-from lightning_tricks.optim.param_roles import param_roles
+from lightning_tricks.optim.layerwise_lr_decay import LayerwiseLRDecay
+from lightning_tricks.optim.matrices import held_matrices
+from lightning_tricks.optim.param_roles import Role, param_roles
+from lightning_tricks.optim.param_rule import ParamRule, match_rules
 
-
-@dataclass(frozen=True)
-class ParamRule:
-    r"""Another learning rate or weight decay for the parameters whose names match a pattern.
-
-    Args:
-        pattern: regular expression, searched in the name without wrappers' prefixes (`re.search`): `embed` matches
-            every name that contains embed, `^model\.embed\.weight$` one name.
-        lr_scale: multiplies the optimizer's learning rate; the schedule applies to the product.
-        weight_decay: replaces the decay that follows from the role, also where the model exempts it; None keeps it.
-
-    Raises:
-        UsageError: the pattern is no regular expression; a negative or NaN number.
-    """
-
-    pattern: str
-    lr_scale: float = 1.0
-    weight_decay: float | None = None
-
-    def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise UsageError(f"ParamRule.pattern={self.pattern!r} is no regular expression: {error}") from None
-        for option, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay)):
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise UsageError(f"ParamRule.{option}={value!r} (pattern {self.pattern!r}): give a finite number >= 0")
-
-
-def match_rules(names: Sequence[str], rules: Sequence[ParamRule]) -> dict[str, ParamRule]:
-    """The rule of each name that has one: the first in the list whose pattern matches.
-
-    Raises:
-        UsageError: a rule gets no parameter: it matches none, or earlier rules took them all.
-    """
-    chosen: dict[str, ParamRule] = {}
-    for number, rule in enumerate(rules):
-        matches = [name for name in names if re.search(rule.pattern, name)]
-        if not matches:
-            near = ", ".join(difflib.get_close_matches(rule.pattern, names, n=3, cutoff=0.0))
-            raise UsageError(
-                f"param_rules: pattern {rule.pattern!r} matches no parameter: near names are {near}; change the "
-                "pattern, or set param_rules to null for no rules (--model.param_rules null)"
-            )
-        fresh = [name for name in matches if name not in chosen]
-        if not fresh:
-            raise UsageError(
-                f"param_rules: earlier rules take all {len(matches)} parameters that rule {number} "
-                f"(pattern {rule.pattern!r}) matches: move it up or remove it"
-            )
-        chosen.update(dict.fromkeys(fresh, rule))
-    return chosen
+Rules = Sequence[ParamRule | LayerwiseLRDecay]
+_DECAYING: set[Role] = {"matrix", "expert", "router", "head", "embedding"}
 
 
 def decay_groups(
     module: nn.Module,
     weight_decay: float = 0.1,
     decay_embeddings: bool = True,
-    rules: Sequence[ParamRule] | None = None,
+    rules: Rules | None = None,
 ) -> list[dict[str, Any]]:
     """Group the trainable parameters of `module` for any torch optimizer.
 
     Group `decay` holds matrices, convolutions and (by the option) embeddings; `no_decay` holds biases, norms, other
     vectors and scalars, the state of recurrences, and parameters that the model itself exempts (`_no_weight_decay`,
     timm's `no_weight_decay()`). `param_roles` says how it recognizes each role. Rules add groups of their own, named
-    after their pattern; a name goes to the first rule that matches. Every trainable parameter is in exactly one group,
-    tied ones once, in the order of `module.named_parameters()`.
+    after their role and pattern; a parameter goes to the first rule that fits. Every trainable parameter is in exactly
+    one group, tied ones once, in the order of `module.named_parameters()`.
 
     Args:
         module: any module, before or after compile, checkpoint and FSDP2 wrapping.
         weight_decay: of the `decay` group. Default: Llama's 0.1.
         decay_embeddings: whether `nn.Embedding` weights decay; learned positions, class and mask tokens count as
             embeddings too, and so does a weight tied to the output head. Default: true, nanoGPT's rule.
-        rules: exceptions by name.
+        rules: exceptions by name or role.
 
     Returns:
         Groups with the keys `name`, `params`, `param_names`, `weight_decay` and `lr_scale` (of its rule, else 1.0).
-        torch does not know `lr_scale`: multiply each group's learning rate by it, as `build_optimizer` does.
+        torch does not know `lr_scale`: multiply each group's learning rate by it, as `build_optimizer` does. For
+        optimizers that treat parameters by what they are, `roles` and `matrices` (see `held_matrices`) list these of
+        each parameter; `optimizer` is that of the rule, and `rule` its number in `expanded`, or None.
 
     Raises:
         UsageError: a negative or NaN decay, a rule that gets no parameter, or an error of `param_roles`.
@@ -101,23 +53,39 @@ def decay_groups(
     """
     if not (weight_decay >= 0 and math.isfinite(weight_decay)):
         raise UsageError(f"weight_decay={weight_decay!r}: give a finite number, 0 or more")
-    params = param_roles(module)
-    rule_of = match_rules([param.name for param in params], rules or [])
+    params, written = param_roles(module), expanded(module, rules)
+    rule_of = match_rules(params, written)
+    held = held_matrices(module)
     groups = {name: _group(name, decay) for name, decay in (("decay", weight_decay), ("no_decay", 0.0))}
-    decaying = {"matrix", "embedding"} if decay_embeddings else {"matrix"}
+    decaying = _DECAYING if decay_embeddings else _DECAYING - {"embedding"}
     for param in params:
         name = "decay" if param.role in decaying else "no_decay"
-        if rule := rule_of.get(param.name):
-            decay = groups[name]["weight_decay"] if rule.weight_decay is None else rule.weight_decay
-            name = f"{name}:{rule.pattern}"
-            groups.setdefault(name, _group(name, decay, rule.lr_scale))
-        groups[name]["params"].append(param.param)
-        groups[name]["param_names"].append(param.name)
+        if param.name in rule_of:
+            rule, decay = written[rule_of[param.name]], groups[name]["weight_decay"]
+            name = f"{name}:{rule.label}"
+            groups.setdefault(name, _group(name, decay, rule, rule_of[param.name]))
+        group = groups[name]
+        group["params"].append(param.param)
+        group["param_names"].append(param.name)
+        group["roles"].append(param.role)
+        group["matrices"].append(held.get(param.name, []))
     return [group for group in groups.values() if group["params"]]
 
 
-def _group(name: str, weight_decay: float, lr_scale: float = 1.0) -> dict[str, Any]:
-    return {"name": name, "params": [], "param_names": [], "weight_decay": weight_decay, "lr_scale": lr_scale}
+def expanded(module: nn.Module, rules: Rules | None) -> list[ParamRule]:
+    """The rules with those that a LayerwiseLRDecay stands for in its place."""
+    listed = [rule.rules(module) if isinstance(rule, LayerwiseLRDecay) else [rule] for rule in rules or ()]
+    return [rule for several in listed for rule in several]
+
+
+def _group(name: str, weight_decay: float, rule: ParamRule | None = None, number: int | None = None) -> dict[str, Any]:
+    if rule is not None and rule.weight_decay is not None:
+        weight_decay = rule.weight_decay
+    return {
+        "name": name, "params": [], "param_names": [], "roles": [], "matrices": [], "weight_decay": weight_decay,
+        "lr_scale": 1.0 if rule is None else rule.lr_scale, "optimizer": None if rule is None else rule.optimizer,
+        "rule": number,
+    }  # fmt: skip
 
 
 def check_each_parameter_once(module: nn.Module, groups: Sequence[dict[str, Any]]) -> None:

@@ -12,8 +12,14 @@ from typing import Any
 import torch
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 
-_OURS = {"lr", "weight_decay", "lr_scale", "name", "param_names"}
+_OURS = {"lr", "weight_decay", "lr_scale", "name", "param_names", "roles", "matrices", "optimizer", "rule"}
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers of which one is made; of any other, itself."""
+    return list(optimizer.optimizers.values()) if isinstance(optimizer, ComposedOptimizer) else [optimizer]
 
 
 def follow_recipe(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -31,7 +37,8 @@ def follow_recipe(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     Raises:
         UsageError: at load: naming the first difference between the checkpoint's parameters and these.
     """
-    settings = (_OURS | set(inspect.signature(type(optimizer)).parameters)) - {"params"}
+    options = {option for part in parts_of(optimizer) for option in inspect.signature(type(part)).parameters}
+    settings = (_OURS | options) - {"params"}
     recipe = [deepcopy({k: v for k, v in group.items() if k in settings}) for group in optimizer.param_groups]
 
     def before_load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

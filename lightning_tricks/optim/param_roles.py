@@ -10,9 +10,10 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import clean_name
+from lightning_tricks._find_modules import clean_name, named_submodules
+from lightning_tricks.optim.output_heads import head_weights
 
-Role = Literal["exempt", "state", "norm", "bias", "vector", "embedding", "matrix"]
+Role = Literal["exempt", "state", "norm", "bias", "vector", "router", "embedding", "head", "expert", "matrix"]
 
 _ORDER: tuple[Role, ...] = get_args(Role)
 _BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
@@ -21,6 +22,9 @@ _NORM = re.compile(r"(^|_)norms?(_|$)")
 _STATE = re.compile(r"A(_\w+)?_logs?|dt_bias|time_(decay|first|mix_\w+)")
 _SKIP = re.compile(r"D(_\w+)?|Ds")
 # raw parameters that stand for a token or a position: `cls_token`, `reg_token`, `pos_embed`, `position_embeddings`
+_ROUTER = re.compile(r"\w*router|\w*gating|wg")
+_GATE = re.compile(r"(\w+_)?gate")  # a router only where experts are beside it: a gated MLP has one too
+_EXPERTS = re.compile(r"(\w+_)?experts?|expert_\w+")
 _EMBEDDING = re.compile(r"(^|_)(tokens?|embed|embeds|embeddings?|emb)$|(^|_)pos(ition(al)?)?_(emb|enc)")
 
 
@@ -50,7 +54,11 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
     - `vector`: fewer than two dimensions;
     - `embedding`: held by an `nn.Embedding`, `nn.EmbeddingBag` or a class named `...Embedding(s)`; or a raw parameter
       named as a token or a position (`cls_token`, `register_tokens`, `mask_token`, `pos_embed`, `position_embeddings`);
-    - `matrix`: everything else: linear layers, convolutions, stacked experts.
+    - `router`: what chooses the experts: held by a module named `router`, `gating`, `wg`, by a class named `...Router`
+      or `...Gate`, or by a `gate` beside `experts`;
+    - `head`: makes the outputs, see `head_weights`; tied to an embedding, it is an `embedding`;
+    - `expert`: lies in a module named `experts`, or is a raw parameter of three dimensions, (experts, in, out);
+    - `matrix`: everything else: linear layers, convolutions.
 
     Raises:
         UsageError: nothing is trainable; a parameter has no shape yet (lazy), or was flattened by FSDP1; a
@@ -62,6 +70,9 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
         its Trainer leaves out norms and biases only, so that `A_log` decays there.
     """
     exempt = {id(param) for param in _exempted(module)}
+    heads = {id(param) for param in head_weights(module)}
+    paths = [name.rpartition(".") for name in named_submodules(module)]
+    mixtures = {above for above, _, local in paths if _EXPERTS.fullmatch(local)}
     found: dict[int, RoledParam] = {}
     for path, owner in module.named_modules():
         for name, param in owner.named_parameters(prefix=path, recurse=False):
@@ -70,6 +81,8 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
             if not param.requires_grad:
                 continue
             role = "exempt" if id(param) in exempt else _role(owner, name, param)
+            if role == "matrix":
+                role = "head" if id(param) in heads else _role_of_matrix(owner, name, param, mixtures)
             known = found.setdefault(id(param), RoledParam(name, param, role))
             if _ORDER.index(role) < _ORDER.index(known.role):
                 found[id(param)] = known._replace(role=role)
@@ -95,6 +108,17 @@ def _role(owner: nn.Module, name: str, param: Parameter) -> Role:
     if param.ndim < 2:
         return "vector"
     return "embedding" if embeds or _EMBEDDING.search(local) else "matrix"
+
+
+def _role_of_matrix(owner: nn.Module, name: str, param: Parameter, mixtures: Collection[str]) -> Role:
+    """Whether a matrix chooses among experts, is one, or is a common one; `mixtures` are the modules with experts."""
+    path = name.split(".")[:-1]
+    local, above = (path or [""])[-1], ".".join(path[:-1])
+    chooses = _ROUTER.fullmatch(local) or type(owner).__name__.endswith(("Router", "Gate", "Gating"))
+    if chooses or (_GATE.fullmatch(local) and above in mixtures):
+        return "router"
+    is_convolution = any(cls.__name__ == "_ConvNd" for cls in type(owner).__mro__)
+    return "expert" if any(map(_EXPERTS.fullmatch, path)) or (param.ndim == 3 and not is_convolution) else "matrix"
 
 
 def _exempted(module: nn.Module) -> Iterator[Parameter]:

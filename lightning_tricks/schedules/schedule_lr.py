@@ -1,5 +1,6 @@
 """Drive any torch optimizer with a `Schedule`: a torch scheduler whose only state is the step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,9 +24,12 @@ class ScheduleLR(LRScheduler):
         optimizer: any torch optimizer; each group's `lr` at this moment is its peak.
         schedule: the curve.
         total_steps: optimizer steps in the whole run (`trainer.max_steps`); None where the schedule needs no length.
+        group_schedules: of each group, the curve that it has in place of `schedule`, or None; empty for none at all.
+        decay_schedules: of each group, the curve of its weight decay, whose peak is the decay that the group has at
+            this moment; None or empty: the decay stays.
 
     Raises:
-        UsageError: the run does not fit the schedule (`Schedule.check`).
+        UsageError: the run does not fit a schedule (`Schedule.check`).
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -44,10 +48,21 @@ class ScheduleLR(LRScheduler):
         {'last_epoch': 4}
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, total_steps: int | None = None) -> None:
-        schedule.check(total_steps)
-        self.schedule = schedule
-        self.total_steps = total_steps
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        total_steps: int | None = None,
+        group_schedules: Sequence[Schedule | None] = (),
+        decay_schedules: Sequence[Schedule | None] = (),
+    ) -> None:
+        self.schedule, self.total_steps = schedule, total_steps
+        none = [None] * len(optimizer.param_groups)
+        self._group_schedules, self._decay_schedules = group_schedules or none, decay_schedules or none
+        for curve in (schedule, *self._group_schedules, *self._decay_schedules):
+            if curve is not None:
+                curve.check(total_steps)
+        self._decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
         # read once: float() of a learning rate on a GPU waits for the GPU
         self._peaks = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         super().__init__(optimizer)
@@ -55,7 +70,21 @@ class ScheduleLR(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """The learning rate of each group at the current step."""
-        return [self.schedule.lr(peak, self.last_epoch, self.total_steps) for peak in self._peaks]
+        curves = [own or self.schedule for own in self._group_schedules]
+        return [
+            curve.lr(peak, self.last_epoch, self.total_steps) for curve, peak in zip(curves, self._peaks, strict=True)
+        ]
+
+    def step(self, epoch: int | None = None) -> None:
+        """Go on by one step: set learning rates, and decays that have a schedule."""
+        super().step(epoch)
+        self._set_decays()
+
+    def _set_decays(self) -> None:
+        groups = zip(self.optimizer.param_groups, self._decay_schedules, self._decays, strict=True)
+        for group, curve, peak in groups:
+            if curve is not None:
+                group["weight_decay"] = curve.lr(peak, self.last_epoch, self.total_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """The step, without any setting of the recipe."""
@@ -78,3 +107,4 @@ class ScheduleLR(LRScheduler):
                 group["lr"] = torch.full_like(base, float(lr))
             last.append(group["lr"].clone() if isinstance(group["lr"], Tensor) else lr)
         self._last_lr = last
+        self._set_decays()

@@ -266,12 +266,16 @@ def test_a_recipe_sets_optimizer_schedule_and_rules(parser):
         "optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.5, "betas": [0.9, 0.8], "fused": True}},
         "schedule": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 7}},
         "weight_decay": 0.2,
-        "param_rules": [{"pattern": "bias", "lr_scale": 0.5}],
+        "param_rules": [
+            {"pattern": "bias", "lr_scale": 0.5},
+            {"role": "matrix", "schedule": {"class_path": "WarmupLinear", "init_args": {"warmup_steps": 2}}},
+        ],
     }
     model = parser.instantiate(parser.parse_object({"model": settings})).model
     assert model.net.in_features == 3
     assert model.schedule == WarmupCosine(warmup_steps=7)
-    assert model.param_rules == [ParamRule("bias", lr_scale=0.5)]
+    own = ParamRule(role="matrix", schedule=WarmupLinear(warmup_steps=2))
+    assert model.param_rules == [ParamRule("bias", lr_scale=0.5), own]
     model.trainer = trainer(100)
     optimizer = model.configure_optimizers()["optimizer"]
     assert type(optimizer) is torch.optim.AdamW
@@ -317,7 +321,10 @@ class Saving(OptimizerMixin, LightningModule):
 SETTINGS = {
     "width": 3,
     "schedule": WarmupStableDecay(warmup_steps=1, decay_start=1, decay_shape="linear"),
-    "param_rules": [ParamRule("bias", lr_scale=0.5)],
+    "param_rules": [
+        ParamRule("bias", lr_scale=0.5, decay_schedule=WarmupCosine(warmup_steps=1)),
+        ParamRule(role="matrix", schedule=WarmupCosine(warmup_steps=1)),
+    ],
     "weight_decay": 0.2,
 }
 
@@ -342,8 +349,10 @@ def test_hyper_parameters_are_plain_types_as_a_recipe_writes_them(saved):
     assert "optimizer" not in found
     assert found["schedule"]["class_path"] == "WarmupStableDecay"
     assert found["schedule"]["init_args"]["decay_start"] == 1
-    rule = {"pattern": "bias", "lr_scale": 0.5, "weight_decay": None}
-    assert found["param_rules"] == [{"class_path": "ParamRule", "init_args": rule}]
+    first, second = (rule["init_args"] for rule in found["param_rules"])
+    assert [rule["class_path"] for rule in found["param_rules"]] == ["ParamRule", "ParamRule"]
+    assert (first["pattern"], first["lr_scale"], first["role"], first["schedule"]) == ("bias", 0.5, None, None)
+    assert second["schedule"] == {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 1, "min_ratio": 0.1}}
     assert (found["width"], found["betas"]) == (3, (0.9, 0.95))
 
 

@@ -68,3 +68,8 @@ def test_a_decay_given_to_the_optimizer_is_refused_because_it_would_have_no_effe
 def test_an_optimizer_that_drops_a_parameter_is_refused():
     with pytest.raises(UsageError, match=r"'0\.bias' is in no group"):
         build_optimizer(model(), lambda groups: torch.optim.SGD(groups[:1], lr=0.1))
+
+
+def test_torchs_muon_alone_names_the_one_that_takes_a_whole_model():
+    with pytest.raises(UsageError, match=r"Muon only supports 2D parameters .*; take MuonAdamW"):
+        build_optimizer(nn.Linear(2, 2), torch.optim.Muon)

@@ -107,8 +107,8 @@ def test_embeddings_matrices_and_vectors():
     assert roles(module) == {
         "embed.weight": "embedding",
         "bag.weight": "embedding",
-        "head.weight": "matrix",
-        "experts": "matrix",
+        "head.weight": "head",
+        "experts": "expert",
         "gain": "vector",
         "temperature": "vector",
     }
@@ -174,7 +174,7 @@ def test_raw_tokens_and_positions_are_embeddings():
     ]  # fmt: skip
     others = ["token_mixing", "embed_proj", "positive", "text_projection"]
     found = roles(Holder(**{name: torch.zeros(1, 2, 4) for name in names + others}, token=torch.zeros(4)))
-    assert found == dict.fromkeys(names, "embedding") | dict.fromkeys(others, "matrix") | {"token": "vector"}
+    assert found == dict.fromkeys(names, "embedding") | dict.fromkeys(others, "expert") | {"token": "vector"}
 
 
 class VisionTransformer(Holder):
@@ -196,7 +196,7 @@ def test_the_method_no_weight_decay_exempts_names_modules_and_patterns_seen_from
     assert roles(Holder(net=torch.compile(net) if compiled else net)) == {
         "net.cls_token": "exempt",
         "net.pos_embed": "exempt",
-        "net.head.weight": "matrix",
+        "net.head.weight": "head",
         "net.head.bias": "bias",
         "net.blocks.0.scale": "exempt",
         "net.blocks.0.gain": "matrix",
@@ -306,3 +306,65 @@ def test_a_lazy_parameter_is_refused_by_name():
 def test_a_model_without_trainable_parameters_is_refused():
     with pytest.raises(UsageError, match="Linear has no trainable parameter"):
         roles(nn.Linear(2, 2).requires_grad_(False))
+
+
+class TopKRouter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 8))
+
+
+class Classifier(nn.Module):
+    """As a model of timm."""
+
+    def __init__(self):
+        super().__init__()
+        self.features, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def get_classifier(self):
+        return self.last
+
+
+@pytest.mark.parametrize(
+    ("model", "heads"),
+    [
+        (Holder(body=nn.Linear(4, 4), lm_head=nn.Linear(4, 9)), {"lm_head.weight"}),
+        (Holder(blocks=nn.ModuleList([Holder(head=nn.Linear(4, 4))]), unembed=nn.Linear(4, 9)), {"unembed.weight"}),
+        (Holder(head=Holder(fc=nn.Linear(4, 9)), body=nn.Linear(4, 4)), {"head.fc.weight"}),
+        (Classifier(), {"last.weight"}),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), {"2.weight"}),
+        (Holder(layer1=nn.ModuleList([Holder(conv=nn.Conv2d(3, 3, 3))]), fc=nn.Linear(3, 2)), {"fc.weight"}),
+        (Holder(blocks=nn.ModuleList([Holder(up=nn.Linear(4, 4))])), set()),  # a backbone has no head
+        (nn.Linear(4, 4), set()),
+    ],
+)
+def test_output_heads(model, heads):
+    assert {name for name, role in roles(model).items() if role == "head"} == heads
+
+
+def test_a_tied_head_is_an_embedding():
+    model = Holder(
+        embed=nn.Embedding(9, 4), blocks=nn.ModuleList([Holder(up=nn.Linear(4, 4))]), lm_head=nn.Linear(4, 9)
+    )
+    model.lm_head.weight = model.embed.weight
+    assert roles(model)["embed.weight"] == "embedding"
+
+
+def test_experts_and_routers():
+    expert = Holder(up=nn.Linear(8, 8), gate=nn.Linear(8, 8))
+    block = Holder(
+        gate=nn.Linear(8, 4), experts=nn.ModuleList([expert]), w1=torch.zeros(4, 8, 8), conv=nn.Conv1d(8, 8, 3)
+    )
+    model = Holder(
+        blocks=nn.ModuleList([block, Holder(router=nn.Linear(8, 4), choice=TopKRouter(), gate=nn.Linear(8, 8))])
+    )
+    assert {name: role for name, role in roles(model).items() if role not in ("bias", "vector")} == {
+        "blocks.0.gate.weight": "router",
+        "blocks.0.experts.0.up.weight": "expert",
+        "blocks.0.experts.0.gate.weight": "expert",  # of a gated MLP
+        "blocks.0.w1": "expert",
+        "blocks.0.conv.weight": "matrix",
+        "blocks.1.router.weight": "router",
+        "blocks.1.choice.weight": "router",
+        "blocks.1.gate.weight": "matrix",
+    }

@@ -4,20 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_tricks._replaced import replaced
+from lightning_tricks.optim import skips_on_device
 from lightning_tricks.optim.grad_scaler import add_overflow
-
-
-def decides_on_device(optimizer: Any) -> bool:
-    """Whether the optimizer's own kernel leaves weights and state as they are where its `found_inf` is 1.
-
-    So do fused Adam and AdamW. Fused SGD does not count: a skipped first step would leave its momentum without a value.
-    """
-    adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-    return adam and all(group.get("fused") for group in optimizer.param_groups)
 
 
 @contextmanager
@@ -34,7 +25,7 @@ def skipping(optimizer: Any, scaler: Any, skip: Tensor) -> Iterator[None]:
     if scaler is not None:
         add_overflow(scaler, optimizer, skip)
         yield
-    elif decides_on_device(optimizer):
+    elif skips_on_device(optimizer):
         with replaced(optimizer, "found_inf", skip), replaced(optimizer, "grad_scale", None):
             yield
     else:

@@ -1,0 +1,58 @@
+"""Layer-wise learning-rate decay: rules by which lower blocks learn more slowly than upper ones."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import repeated_blocks
+from lightning_tricks.optim.param_roles import param_roles
+from lightning_tricks.optim.param_rule import ParamRule
+
+
+@dataclass(frozen=True)
+class LayerwiseLRDecay:
+    """Stands in a list of rules for one rule a block: each block learns `decay` times as fast as the one above it.
+
+    Of n repeated blocks, block i (from 0) has lr_scale `decay ** (n - i)`, and what comes before the blocks, as the
+    embeddings do, `decay ** (n + 1)`. What comes after them, such as the last norm and the head, keeps its learning
+    rate. For fine-tuning; rules before it in the list go first.
+
+    Args:
+        decay: factor from a block to the one below it, above 0 and up to 1. 0.65 to 0.8 for fine-tuning in the sources.
+
+    Raises:
+        UsageError: a decay out of range; a model without repeated blocks.
+
+    Source: Clark et al. 2020 (ELECTRA), https://arxiv.org/abs/2003.10555, appendix A; Bao et al. 2021 (BEiT),
+        https://arxiv.org/abs/2106.08254.
+    """
+
+    decay: float = 0.75
+
+    def __post_init__(self) -> None:
+        if not (0 < self.decay <= 1 and math.isfinite(self.decay)):
+            raise UsageError(f"LayerwiseLRDecay.decay={self.decay!r}: give a number above 0 and up to 1")
+
+    def rules(self, module: nn.Module) -> list[ParamRule]:
+        """One rule for what comes before the blocks, and one for each block, in their order."""
+        blocks = list(repeated_blocks(module))
+        if not blocks:
+            raise UsageError(
+                f"LayerwiseLRDecay: {type(module).__name__} has no repeated blocks: write a rule for each layer"
+            )
+        names = [param.name for param in param_roles(module)]
+        in_blocks = [
+            index for index, name in enumerate(names) if name.startswith(tuple(f"{block}." for block in blocks))
+        ]
+        before = names[: in_blocks[0]] if in_blocks else []
+        found = [
+            ParamRule(f"^{re.escape(block)}\\.", lr_scale=self.decay ** (len(blocks) - index))
+            for index, block in enumerate(blocks)
+        ]
+        if before:
+            pattern = f"^({'|'.join(map(re.escape, before))})$"
+            found.insert(0, ParamRule(pattern, lr_scale=self.decay ** (len(blocks) + 1)))
+        return found

@@ -1,0 +1,73 @@
+"""The matrices that one parameter holds: projections of a fused QKV, experts in a stack, filters of a convolution."""
+
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import clean_name, named_submodules
+
+# fused projections whose parts are equal and lie one after the other
+_THREE = re.compile(r"qkv|qkv_proj|Wqkv|in_proj|c_attn|to_qkv")
+_FUSED = re.compile(r".*qkv.*|query_key_value|c_attn|kqv|in_proj")
+_PROJECTION = re.compile(r"(q|k|v|query|key|value)(_proj|_lin)?")
+
+
+def held_matrices(module: nn.Module) -> dict[str, list[int]]:
+    """Rows of each matrix in every weight of `module` that holds several of them, by name without wrappers' prefixes.
+
+    A module says it of its own weights in a dict `_matrices`: `{"qkv.weight": [512, 128, 128]}`, names as seen from
+    there. Without it, a fused projection of a known name (`qkv`, `qkv_proj`, `Wqkv`, `in_proj`, `c_attn`, `to_qkv`)
+    holds three equal parts if its width is three times that of its input. A weight of transformers' `Conv1D` has its
+    rows in the second dimension; they are given as negative numbers.
+
+    Raises:
+        UsageError: the rows that a module names are not those of the weight.
+    """
+    found: dict[str, list[int]] = {}
+    modules = {"": module, **named_submodules(module)}
+    for path, owner in modules.items():
+        rows_dim = 1 if type(owner).__name__ == "Conv1D" else 0
+        for name, param in owner.named_parameters(prefix=path, recurse=False):
+            name = clean_name(name)
+            if param.ndim == 2 and _THREE.fullmatch(_local(name)):
+                rows, columns = param.shape[rows_dim], param.shape[1 - rows_dim]
+                if rows == 3 * columns:
+                    found[name] = [-columns if rows_dim else columns] * 3
+    for path, owner in modules.items():
+        for local, sizes in getattr(owner, "_matrices", {}).items():
+            name = f"{path}.{local}" if path else local
+            rows = owner.get_parameter(local).shape[0]
+            if sum(sizes) != rows:
+                line = (
+                    f"_matrices of module '{path}': {local} has {rows} rows, and not {sum(sizes)}: correct the numbers"
+                )
+                raise UsageError(line)
+            found[name] = list(sizes)
+    return found
+
+
+def split_by_heads(name: str, shape: Sequence[int], held: Sequence[int], head_dim: int) -> list[int]:
+    """As `held_matrices`, with a matrix for each head where the weight projects to queries, keys or values.
+
+    Raises:
+        UsageError: the rows of a projection are no multiple of `head_dim`.
+    """
+    local = _local(name)
+    if not (_PROJECTION.fullmatch(local) or _FUSED.fullmatch(local)):
+        return list(held)
+    sizes = list(held) or [shape[0]]
+    if any(size % head_dim for size in sizes):
+        raise UsageError(f"head_dim={head_dim}: '{name}' has projections of {sizes} rows, which are not whole heads")
+    return [size // abs(size) * head_dim for size in sizes for _ in range(abs(size) // head_dim)]
+
+
+def is_unknown_fusion(name: str, held: Sequence[int]) -> bool:
+    """Whether the name of a weight says that it holds several projections, of which nobody knows the rows."""
+    return not held and _FUSED.fullmatch(_local(name)) is not None
+
+
+def _local(name: str) -> str:
+    """`qkv` of `blocks.0.qkv.weight`, `in_proj` of `attn.in_proj_weight`."""
+    return name.removesuffix("_weight").removesuffix(".weight").split(".")[-1]

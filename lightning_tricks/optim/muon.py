@@ -1,0 +1,206 @@
+"""Muon: momentum whose matrices are orthogonalized, so that every direction of a weight moves by as much."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._tensors import local
+from lightning_tricks.optim.orthogonalize import SCALES, common_factor, orthogonalize_all
+from lightning_tricks.optim.whole_matrices import on_whole_matrices
+
+_FIRST_MOMENTUM = 0.85  # where the warmup of the momentum begins
+
+
+class Muon(Optimizer):
+    """SGD with momentum whose update is orthogonalized by Newton-Schulz; for hidden matrices.
+
+    What `torch.optim.Muon` does to a 2-D weight, to the bit, and what it lacks: stacks of experts (each one a matrix),
+    convolutions (flattened to (out, rest)), fused projections (each one a matrix), weights sharded by FSDP2 (whole
+    matrices are orthogonalized, shared out over the ranks), a warmup of the momentum, cautious weight decay. MuonAdamW
+    gives embeddings, heads, norms and biases to AdamW.
+
+    Args:
+        params: parameters, or groups of them; `matrices` and `roles` of `decay_groups` tell what a parameter holds.
+        lr: learning rate.
+        momentum: share of the old average, 0 to 1.
+        nesterov: look ahead by one more average of the gradient.
+        weight_decay: decoupled, times the learning rate.
+        adjust_lr_fn: `match_rms_adamw`: an update as large as AdamW's, so that learning rate and decay of AdamW fit;
+            `original`: a learning rate of its own, about 0.02.
+        ns_steps: steps of Newton-Schulz.
+        momentum_warmup_steps: steps over which the momentum rises from 0.85; 0 for none. 300 in the records.
+        cautious_weight_decay: decay only where the update moves a weight towards 0.
+
+    Raises:
+        UsageError: an option out of its range; a Tensor as learning rate; a parameter of one dimension, or of three
+            that is neither a stack of experts nor a convolution.
+
+    Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025 (Moonlight),
+        https://arxiv.org/abs/2502.16982; cautious decay: Chen et al. 2025, https://arxiv.org/abs/2510.12402; the warmup
+        of the momentum: https://github.com/KellerJordan/modded-nanogpt.
+    """
+
+    skips_on_device = True
+    """A step in which `self.found_inf`, a 0-dim tensor, is 1 changes nothing, and nothing is read on the host."""
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        adjust_lr_fn: Literal["match_rms_adamw", "original"] = "original",
+        ns_steps: int = 5,
+        momentum_warmup_steps: int = 0,
+        cautious_weight_decay: bool = False,
+    ) -> None:
+        if isinstance(lr, Tensor):
+            raise UsageError("Muon.lr is a Tensor: give a float, which the schedule sets at each step")
+        if not (lr >= 0 and math.isfinite(lr)):
+            raise UsageError(f"Muon.lr={lr!r}: give a finite number, 0 or more")
+        if not 0 <= momentum < 1:
+            raise UsageError(f"Muon.momentum={momentum!r}: give a number from 0 on and below 1")
+        if adjust_lr_fn not in SCALES:
+            raise UsageError(f"Muon.adjust_lr_fn={adjust_lr_fn!r}: give one of {', '.join(SCALES)}")
+        if not 1 <= ns_steps < 100:
+            raise UsageError(f"Muon.ns_steps={ns_steps!r}: give a whole number from 1 to 99")
+        if momentum_warmup_steps < 0:
+            raise UsageError(f"Muon.momentum_warmup_steps={momentum_warmup_steps!r}: give 0 or more steps")
+        settings = {
+            "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
+            "adjust_lr_fn": adjust_lr_fn, "ns_steps": ns_steps, "momentum_warmup_steps": momentum_warmup_steps,
+            "cautious_weight_decay": cautious_weight_decay,
+        }  # fmt: skip
+        super().__init__(params, settings)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take a group; refuse parameters that are no matrices."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for index, param in enumerate(group["params"]):
+            role = group["roles"][index] if "roles" in group else "matrix"
+            if param.ndim < 2 or (param.ndim == 3 and "roles" not in group) or role not in ("matrix", "expert"):
+                name = f"'{group['param_names'][index]}'" if "param_names" in group else f"parameter {index} of a group"
+                raise UsageError(
+                    f"Muon: {name}, of shape {tuple(param.shape)} and role {role}, is no hidden matrix: give it to "
+                    "AdamW, as MuonAdamW does, or make groups by decay_groups, which tells experts from convolutions"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step; under FSDP2 every rank must call."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        skip = getattr(self, "found_inf", None)
+        weights = [weight for weight in _weights(group) if weight.param.grad is not None]
+        updates = [self._averaged(weight, group, skip) for weight in weights]
+        factors = [common_factor(weight.shape, weight.held, group["adjust_lr_fn"]) for weight in weights]
+
+        def compute(number: int, whole: Tensor) -> Tensor:
+            matrix = whole if weights[number].is_stack else whole.flatten(1)
+            found = orthogonalize_all(matrix, weights[number].held, group["adjust_lr_fn"], group["ns_steps"])
+            return found.view_as(whole) if found.is_contiguous() else found.reshape(whole.shape)
+
+        dtype = torch.float32 if None in factors else torch.bfloat16
+        found = on_whole_matrices(updates, compute, dtype)
+        for weight, update, factor in zip(weights, found, factors, strict=True):
+            _apply(local(weight.param), update, 1.0 if factor is None else factor, group, skip)
+
+    def _averaged(self, weight: "_Weight", group: dict[str, Any], skip: Tensor | None) -> Tensor:
+        """The average of the gradients, which this step is to orthogonalize: a DTensor where ranks must exchange it."""
+        param = weight.param
+        grad, state = cast(Tensor, param.grad), self.state[param]
+        if grad.is_sparse or grad.is_complex():
+            raise UsageError(f"Muon: a gradient of shape {tuple(grad.shape)} is sparse or complex: give it to AdamW")
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+        average, own = local(state["momentum_buffer"]), local(grad)
+        momentum = self._momentum(state, group, own.device, skip)
+        averaged = average.lerp(own, _times(1 - momentum, average.dtype))
+        update = own.lerp(averaged, _times(momentum, own.dtype)) if group["nesterov"] else averaged
+        average.copy_(averaged if skip is None else torch.where(skip > 0, average, averaged))
+        if not isinstance(grad, DTensor) or weight.is_local():
+            return update
+        return DTensor.from_local(
+            update, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
+        )
+
+    def _momentum(
+        self, state: dict[str, Any], group: dict[str, Any], device: torch.device, skip: Tensor | None
+    ) -> float | Tensor:
+        """The momentum of this step; steps that were skipped do not count for its warmup."""
+        target: float = group["momentum"]
+        if not group["momentum_warmup_steps"]:
+            return target
+        step = state.setdefault("step", torch.zeros((), device=device))
+        first = min(_FIRST_MOMENTUM, target)
+        momentum = first + (target - first) * (step / group["momentum_warmup_steps"]).clamp(max=1)
+        step += 1 if skip is None else 1 - skip
+        return momentum
+
+
+class _Weight(NamedTuple):
+    """A parameter, and what it holds."""
+
+    param: Tensor
+    held: list[int]  # see `held_matrices`
+    is_stack: bool  # of experts: the first dimension counts matrices
+
+    @property
+    def shape(self) -> list[int]:
+        """That of its matrices: rows, columns; before them the number of experts."""
+        sizes = list(self.param.shape)
+        return sizes if self.is_stack else [sizes[0], math.prod(sizes[1:])]
+
+    def is_local(self) -> bool:
+        """Whether each rank has whole matrices: a stack that is sharded by experts."""
+        placements = getattr(self.param, "placements", ())
+        return self.is_stack and all(placement.is_replicate() or placement.is_shard(0) for placement in placements)
+
+
+def _weights(group: dict[str, Any]) -> list[_Weight]:
+    """The parameters of a group, which may be fewer than when it was made: BF16True steps them in parts."""
+    params = group["params"]
+    if any(param.ndim < 2 for param in params):
+        raise UsageError(
+            "Muon: its parameters have become flat, as DeepSpeed's ZeRO and FSDP1 make them, so that no matrix is "
+            "whole: take FSDP2Strategy, or AdamW"
+        )
+    held = group.get("matrices") or [[]] * len(params)
+    roles = group.get("roles") or ["matrix"] * len(params)
+    return [
+        _Weight(param, rows, is_stack=role == "expert" and param.ndim == 3)
+        for param, rows, role in zip(params, held, roles, strict=True)
+    ]
+
+
+def _times(number: float | Tensor, dtype: torch.dtype) -> Any:
+    """A factor for `lerp`, which wants a tensor of the same dtype, or a float."""
+    return number.to(dtype) if isinstance(number, Tensor) else number
+
+
+def _apply(param: Tensor, update: Tensor, factor: float, group: dict[str, Any], skip: Tensor | None) -> None:
+    """Decay a weight and add its update, in place; both are local tensors."""
+    before = None if skip is None else param.clone()
+    decay = group["lr"] * group["weight_decay"]
+    if not group["cautious_weight_decay"]:
+        param.mul_(1 - decay)
+    elif decay:
+        param.sub_(param * (update * param >= 0), alpha=decay)
+    param.add_(update, alpha=-group["lr"] * factor)
+    if before is not None and skip is not None:
+        param.copy_(torch.where(skip > 0, before, param))

@@ -1,0 +1,106 @@
+"""Muon for the hidden matrices of a model, AdamW for the rest, in one optimizer."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
+from lightning_tricks.optim.matrices import is_unknown_fusion, split_by_heads
+from lightning_tricks.optim.muon import Muon
+
+_HIDDEN = ("matrix", "expert")
+_LISTS = ("params", "param_names", "roles", "matrices")  # of a group, one entry a parameter
+
+
+class MuonAdamW(ComposedOptimizer):
+    """Muon for hidden matrices and experts; AdamW for embeddings, heads, routers, norms, biases and other vectors.
+
+    The role of each parameter comes from `decay_groups`; a rule with `optimizer: adamw` or `muon` goes first. With one
+    learning rate the updates of both are of one size, so that `lr` and decay are those of AdamW; with `muon_lr` the
+    matrices have their own. Each group is split in two, named `muon:decay`, `adamw:decay`, and so on.
+
+    Args:
+        params: groups of `decay_groups`.
+        lr: of AdamW, and of Muon unless it has its own. 3e-4 as `default_adamw`.
+        muon_lr: of Muon, with the scale of its first version; 0.02 there. None: `lr`, with updates as large as AdamW's.
+        betas: of AdamW.
+        eps: of AdamW.
+        momentum: of Muon.
+        momentum_warmup_steps: steps over which it rises from 0.85; 0 for none.
+        cautious_weight_decay: matrices decay only where the update moves a weight towards 0.
+        head_dim: orthogonalize the rows of each attention head by themselves in the projections to queries, keys and
+            values. None: each projection as a whole.
+        fused: AdamW's single kernel for all of its parameters.
+
+    Raises:
+        UsageError: groups without roles; a fused projection whose rows nobody knows; a model without hidden matrices;
+            an error of Muon.
+
+    Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/ (which parameters); Liu et al. 2025
+        (Moonlight), https://arxiv.org/abs/2502.16982 (one learning rate).
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 3e-4,
+        muon_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        momentum: float = 0.95,
+        momentum_warmup_steps: int = 0,
+        cautious_weight_decay: bool = False,
+        head_dim: int | None = None,
+        fused: bool = True,
+    ) -> None:
+        if isinstance(lr, torch.Tensor) or isinstance(muon_lr, torch.Tensor):
+            raise UsageError("MuonAdamW.lr is a Tensor: give a float, which the schedule sets at each step")
+        self._head_dim = head_dim
+        groups = [part for group in params for part in self._parts(group)]
+
+        def muon(own: Iterable) -> Muon:
+            scale: Any = "match_rms_adamw" if muon_lr is None else "original"
+            rate = lr if muon_lr is None else muon_lr
+            return Muon(own, rate, momentum, adjust_lr_fn=scale, momentum_warmup_steps=momentum_warmup_steps,
+                        cautious_weight_decay=cautious_weight_decay)  # fmt: skip
+
+        def adamw(own: Iterable) -> torch.optim.AdamW:
+            return torch.optim.AdamW(own, lr=lr, betas=betas, eps=eps, fused=fused)
+
+        if not any(group["optimizer"] == "muon" for group in groups):
+            raise UsageError("MuonAdamW: the model has no hidden matrix for Muon: take torch.optim.AdamW")
+        names = {group["optimizer"] for group in groups}
+        super().__init__(groups, {name: make for name, make in (("muon", muon), ("adamw", adamw)) if name in names})
+
+    def _parts(self, group: Any) -> Iterator[dict[str, Any]]:
+        """The parts of a group that go to Muon and to AdamW."""
+        if not isinstance(group, dict) or "roles" not in group:
+            raise UsageError("MuonAdamW: its groups do not tell the role of each parameter: make them by decay_groups")
+        chosen = group.get("optimizer")
+        if chosen not in (None, "muon", "adamw"):
+            raise UsageError(f"param_rules: optimizer={chosen!r} of {group['name']}: MuonAdamW has muon and adamw")
+        by_role = ["muon" if role in _HIDDEN else "adamw" for role in group["roles"]]
+        goes_to = by_role if chosen is None else [chosen] * len(by_role)
+        for name in ("muon", "adamw"):
+            entries = [index for index, optimizer in enumerate(goes_to) if optimizer == name]
+            if entries:
+                lists = {key: [group[key][index] for index in entries] for key in _LISTS}
+                part = {**group, **lists, "optimizer": name, "name": f"{name}:{group['name']}"}
+                if name == "muon":
+                    part["matrices"] = [
+                        self._matrices(*entry) for entry in zip(*(lists[key] for key in _LISTS), strict=True)
+                    ]
+                yield part
+
+    def _matrices(self, param: torch.Tensor, name: str, role: str, held: list[int]) -> list[int]:
+        """The rows of each matrix in a parameter that goes to Muon."""
+        if param.ndim != 2:
+            return held
+        if is_unknown_fusion(name, held):
+            raise UsageError(
+                f"MuonAdamW: '{name}' seems to hold several projections, of rows that nobody knows: name them in a "
+                "dict _matrices of its module, or write a rule with optimizer: adamw for it"
+            )
+        return held if self._head_dim is None else split_by_heads(name, param.shape, held, self._head_dim)

@@ -1,0 +1,84 @@
+"""Newton-Schulz: the nearest matrix with orthonormal rows or columns, approximately, by a few products in bf16."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
+EPS = 1e-7
+
+
+def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
+    """U S V^T with singular values S of about 0.7 to 1.15, of a matrix with the same singular vectors U and V.
+
+    Args:
+        matrix: (..., rows, columns); leading dimensions are a batch of matrices.
+        steps: of the iteration.
+
+    Returns:
+        bf16, of the same shape. A single matrix has the bits that `torch.optim.Muon` computes.
+
+    Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/, which gives the coefficients.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix.bfloat16()
+    is_tall = x.shape[-2] > x.shape[-1]
+    if is_tall:
+        x = x.mT
+    norm = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=EPS)
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def scale_to_rms(rows: int, columns: int) -> float:
+    """Factor by which an orthogonalized update has the root mean square of AdamW's updates, about 0.2.
+
+    Source: Liu et al. 2025 (Moonlight), https://arxiv.org/abs/2502.16982, section 2.2.
+    """
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def scale_by_shape(rows: int, columns: int) -> float:
+    """The factor of the first Muon, which lets tall matrices take larger steps: sqrt(max(1, rows / columns)).
+
+    Source: `zeropower_via_newtonschulz5` and its use in https://github.com/KellerJordan/Muon/blob/master/muon.py.
+    """
+    return math.sqrt(max(1.0, rows / columns))
+
+
+SCALES = {"match_rms_adamw": scale_to_rms, "original": scale_by_shape}
+
+
+def common_factor(shape: Sequence[int], held: Sequence[int], scale: str) -> float | None:
+    """The factor of all matrices of a weight; None where they have different ones.
+
+    Args:
+        shape: of the weight; all dimensions after the first of a convolution as one.
+        held: rows of each matrix in a weight of several, see `held_matrices`; empty for one.
+        scale: `match_rms_adamw` or `original`.
+    """
+    columns = shape[0] if held and held[0] < 0 else shape[-1]
+    factors = {SCALES[scale](abs(rows), columns) for rows in held or [shape[-2]]}
+    return factors.pop() if len(factors) == 1 else None
+
+
+def orthogonalize_all(weight: Tensor, held: Sequence[int], scale: str, steps: int) -> Tensor:
+    """Each matrix of a weight orthogonalized, in bf16; in fp32 and scaled already where `common_factor` is None."""
+    if not held:
+        return orthogonalize(weight, steps)
+    dim = 1 if held[0] < 0 else 0
+    parts = weight.split([abs(rows) for rows in held], dim)
+    if len({part.shape for part in parts}) == 1:
+        return torch.cat(orthogonalize(torch.stack(parts), steps).unbind(), dim)  # one batch
+    found = [orthogonalize(part, steps) for part in parts]
+    if common_factor(weight.shape, held, scale) is None:
+        pairs = zip(found, held, strict=True)
+        columns = weight.shape[1 - dim]
+        found = [part.float() * SCALES[scale](abs(rows), columns) for part, rows in pairs]
+    return torch.cat(found, dim)

@@ -1,0 +1,100 @@
+"""Rules by which parameters get another learning rate, decay, schedule or optimizer: by name, by role, or by both."""
+
+import difflib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.optim.param_roles import Role, RoledParam
+from lightning_tricks.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class ParamRule:
+    r"""Other settings for the parameters whose names match a pattern, or which have a role.
+
+    Args:
+        pattern: regular expression, searched in the name without wrappers' prefixes (`re.search`): `embed` matches
+            every name that contains embed, `^model\.embed\.weight$` one name. Empty: every name.
+        lr_scale: multiplies the optimizer's learning rate; the schedule applies to the product.
+        weight_decay: replaces the decay that follows from the role, also where the model exempts it; None keeps it.
+        role: of the parameters, see `param_roles`; with a pattern, both must fit. None: any.
+        optimizer: name of the one that has them, for an optimizer of several: `muon` or `adamw` of MuonAdamW.
+        schedule: of their learning rate, in place of that of the run. None: that of the run.
+        decay_schedule: of their weight decay over the run, which is its peak. None: the decay is constant.
+
+    Raises:
+        UsageError: neither pattern nor role; the pattern is no regular expression; an unknown role; a negative or NaN
+            number.
+    """
+
+    pattern: str = ""
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    role: Role | None = None
+    optimizer: str | None = None
+    schedule: Schedule | None = None
+    decay_schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        if not self.pattern and self.role is None:
+            raise UsageError("ParamRule: it has neither pattern nor role: say which parameters it is for")
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise UsageError(f"ParamRule.pattern={self.pattern!r} is no regular expression: {error}") from None
+        if self.role is not None and self.role not in get_args(Role):
+            raise UsageError(f"ParamRule.role={self.role!r}: give one of {', '.join(get_args(Role))}")
+        for option, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay)):
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise UsageError(f"ParamRule.{option}={value!r} ({self.in_words()}): give a finite number >= 0")
+
+    @property
+    def label(self) -> str:
+        """Pattern and role, as they stand in the name of a group."""
+        return ":".join(filter(None, (self.role, self.pattern)))
+
+    def in_words(self) -> str:
+        """Pattern and role, for a message."""
+        role = f"role {self.role!r}" if self.role else ""
+        return ", ".join(filter(None, (role, f"pattern {self.pattern!r}" if self.pattern else "")))
+
+    def fits(self, param: RoledParam) -> bool:
+        """Whether it is for a parameter."""
+        return self.role in (None, param.role) and re.search(self.pattern, param.name) is not None
+
+
+def match_rules(params: Sequence[RoledParam], rules: Sequence[ParamRule]) -> dict[str, int]:
+    """The place in `rules` of the first one that fits, for each parameter that has one, by name.
+
+    Raises:
+        UsageError: a rule gets no parameter: it matches none, or earlier rules took them all.
+    """
+    chosen: dict[str, int] = {}
+    for number, rule in enumerate(rules):
+        matches = [param.name for param in params if rule.fits(param)]
+        if not matches:
+            raise UsageError(
+                f"param_rules: {rule.in_words()} matches no parameter: {_near(rule, params)}; change the "
+                "rule, or set param_rules to null for no rules (--model.param_rules null)"
+            )
+        fresh = [name for name in matches if name not in chosen]
+        if not fresh:
+            raise UsageError(
+                f"param_rules: earlier rules take all {len(matches)} parameters that rule {number} "
+                f"({rule.in_words()}) matches: move it up or remove it"
+            )
+        chosen.update(dict.fromkeys(fresh, number))
+    return chosen
+
+
+def _near(rule: ParamRule, params: Sequence[RoledParam]) -> str:
+    names = [param.name for param in params if re.search(rule.pattern, param.name)]
+    if rule.role is not None and (names or not rule.pattern):
+        roles = sorted({param.role for param in params if param.name in names})
+        return f"roles there are {', '.join(roles)}"
+    near = difflib.get_close_matches(rule.pattern, [param.name for param in params], n=3, cutoff=0.0)
+    return f"near names are {', '.join(near)}"

@@ -1,0 +1,265 @@
+"""Muon: the bits of torch's on 2-D weights, and each matrix that another weight holds as torch would treat it alone."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.optim import Muon, MuonAdamW, decay_groups
+from lightning_tricks.optim.orthogonalize import orthogonalize
+
+
+def steps(make, shapes, count=4, seed=0, before_step=None):
+    """The weights after `count` steps on gradients that the seed draws."""
+    torch.manual_seed(seed)
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer = make(params)
+    for step in range(count):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        if before_step is not None:
+            before_step(optimizer, step)
+        optimizer.step()
+    return params, optimizer
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_2d_weights_have_the_bits_of_torchs_muon(adjust_lr_fn, nesterov):
+    settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+    shapes = [(8, 16), (16, 8), (12, 12)]
+    ours, _ = steps(lambda params: Muon(params, **settings), shapes)
+    torchs, _ = steps(lambda params: torch.optim.Muon(params, **settings), shapes)
+    assert equal(ours, torchs)
+
+
+def test_singular_values_come_near_one():
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(3, 20, 50)).float())
+    assert values.min() > 0.6
+    assert values.max() < 1.25
+
+
+def group_of(param, role, held=()):
+    return [{"params": [param], "param_names": ["w"], "roles": [role], "matrices": [list(held)]}]
+
+
+def test_a_convolution_is_one_matrix_of_its_filters():
+    ours, _ = steps(lambda params: Muon(group_of(params[0], "matrix"), weight_decay=0.1), [(6, 3, 2, 2)])
+    flat, _ = steps(lambda params: torch.optim.Muon(params, lr=0.02, weight_decay=0.1), [(6, 12)])
+    assert torch.equal(ours[0].flatten(1), flat[0])
+
+
+def alone(parts, transposed=False, **settings):
+    """Each part of a weight as a weight of its own, of torch's Muon."""
+    optimizer = torch.optim.Muon([nn.Parameter(part.clone()) for part in parts], **settings)
+
+    def step(grads):
+        for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+        return optimizer.param_groups[0]["params"]
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("shape", "role", "held", "split"),
+    [
+        ((4, 6, 10), "expert", [], lambda w: list(w.unbind())),
+        ((24, 8), "matrix", [8, 8, 8], lambda w: list(w.split(8))),
+        ((16, 8), "matrix", [8, 4, 4], lambda w: list(w.split([8, 4, 4]))),  # fewer heads of keys and values
+        ((8, 24), "matrix", [-8, -8, -8], lambda w: list(w.split(8, 1))),  # rows in the second dimension
+        ((24, 8), "matrix", [4] * 6, lambda w: list(w.split(4))),  # heads
+    ],
+)
+def test_each_matrix_in_a_weight_is_treated_as_if_alone(shape, role, held, split):
+    torch.manual_seed(1)
+    weight, grads = nn.Parameter(torch.randn(shape)), torch.randn(3, *shape)
+    transposed = bool(held) and held[0] < 0
+    optimizer = Muon(group_of(weight, role, held), adjust_lr_fn="original", weight_decay=0.1)
+    turn = (lambda part: part.T) if transposed else (lambda part: part)
+    step = alone([turn(part) for part in split(weight.detach())], lr=0.02, weight_decay=0.1)
+    for grad in grads:
+        weight.grad = grad.clone()
+        optimizer.step()
+        expected = step([turn(part) for part in split(grad)])
+    found = [turn(part) for part in split(weight.detach())]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.detach(), atol=2e-3, rtol=0)  # products of a batch round otherwise
+
+
+def test_cautious_decay_leaves_weights_that_move_away_from_zero():
+    settings = {"lr": 0.1, "momentum": 0.0, "nesterov": False, "weight_decay": 0.5}
+    (plain,), _ = steps(lambda params: Muon(params, **{**settings, "weight_decay": 0.0}), [(4, 4)], count=1)
+    (cautious,), _ = steps(lambda params: Muon(params, cautious_weight_decay=True, **settings), [(4, 4)], count=1)
+    torch.manual_seed(0)
+    start = torch.randn(4, 4)
+    towards_zero = (start - plain.detach()) * start >= 0
+    assert 0 < towards_zero.sum() < 16
+    torch.testing.assert_close(cautious.detach(), plain.detach() - 0.1 * 0.5 * start * towards_zero)
+
+
+def test_the_momentum_rises_from_0_85():
+    def by_hand(optimizer, step):
+        optimizer.param_groups[0]["momentum"] = 0.85 + 0.1 * min(step / 4, 1)
+
+    ours, optimizer = steps(lambda params: Muon(params, momentum_warmup_steps=4), [(4, 6)], count=6)
+    torchs, _ = steps(
+        lambda params: torch.optim.Muon(params, lr=0.02, weight_decay=0.0), [(4, 6)], count=6, before_step=by_hand
+    )
+    torch.testing.assert_close(ours[0], torchs[0], atol=1e-5, rtol=0)
+    assert optimizer.state[ours[0]]["step"] == 6
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum_warmup_steps": 3, "cautious_weight_decay": True}])
+def test_a_step_is_skipped_on_the_device(options):
+    def set_skip(optimizer, step):
+        optimizer.found_inf = torch.tensor(float(step == 2))
+        if step == 2:
+            optimizer.param_groups[0]["params"][0].grad.fill_(math.nan)
+
+    def skip_by_hand(optimizer, step):
+        if step == 2:
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = None
+
+    settings = {"weight_decay": 0.1, **options}
+    skipped, one = steps(lambda params: Muon(params, **settings), [(4, 6)], count=5, before_step=set_skip)
+    without, other = steps(lambda params: Muon(params, **settings), [(4, 6)], count=5, before_step=skip_by_hand)
+    assert equal(skipped, without)
+    for key, value in other.state[without[0]].items():
+        assert torch.equal(one.state[skipped[0]][key], value)
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "words"),
+    [
+        ([nn.Parameter(torch.zeros(3))], {}, "parameter 0 of a group, of shape .3,. and role matrix"),
+        ([nn.Parameter(torch.zeros(2, 3, 4))], {}, "tells experts from convolutions"),
+        (group_of(nn.Parameter(torch.zeros(3, 4)), "head"), {}, "'w', of shape .3, 4. and role head"),
+        ([nn.Parameter(torch.zeros(3, 4))], {"lr": torch.tensor(0.1)}, "Muon.lr is a Tensor: give a float"),
+        ([nn.Parameter(torch.zeros(3, 4))], {"lr": -1.0}, "Muon.lr=-1.0"),
+        ([nn.Parameter(torch.zeros(3, 4))], {"momentum": 1.0}, "Muon.momentum=1.0"),
+        ([nn.Parameter(torch.zeros(3, 4))], {"ns_steps": 0}, "Muon.ns_steps=0"),
+        ([nn.Parameter(torch.zeros(3, 4))], {"adjust_lr_fn": "rms"}, "give one of match_rms_adamw, original"),
+        ([nn.Parameter(torch.zeros(3, 4))], {"momentum_warmup_steps": -1}, "momentum_warmup_steps=-1"),
+    ],
+)
+def test_what_is_no_matrix_and_options_out_of_range_are_refused(params, options, words):
+    with pytest.raises(UsageError, match=words):
+        Muon(params, **options)
+
+
+def test_flat_parameters_are_refused_in_the_step():
+    weight = nn.Parameter(torch.zeros(3, 4))
+    optimizer = Muon([weight])
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(12))  # as ZeRO puts its partition there
+    with pytest.raises(UsageError, match="flat, as DeepSpeed's ZeRO"):
+        optimizer.step()
+
+
+def test_sparse_gradients_are_refused():
+    weight = nn.Parameter(torch.zeros(3, 4))
+    weight.grad = torch.eye(3, 4).to_sparse()
+    with pytest.raises(UsageError, match="sparse or complex"):
+        Muon([weight]).step()
+
+
+# -------------------------------------------------------------------------------------------------------- Muon + AdamW
+
+
+class Attention(nn.Module):
+    def __init__(self, **layers):
+        super().__init__()
+        self.blocks = nn.ModuleList([copy.deepcopy(nn.ModuleDict(layers)) for _ in range(2)])
+        self.head = nn.Linear(8, 4)
+
+
+def who(model, **options):
+    """The optimizer of each parameter by its name, and the rows of matrices where a weight holds several."""
+    optimizer = MuonAdamW(decay_groups(model), **options)
+    found = {}
+    for group in optimizer.param_groups:
+        for name, rows in zip(group["param_names"], group["matrices"], strict=True):
+            found[name] = (group["optimizer"], rows)
+    return found
+
+
+def test_fused_projections_are_split_and_unknown_ones_refused():
+    found = who(Attention(qkv=nn.Linear(8, 24), proj=nn.Linear(8, 8)))
+    assert found["blocks.0.qkv.weight"] == ("muon", [8, 8, 8])
+    assert found["blocks.1.proj.weight"] == ("muon", [])
+    assert found["blocks.0.qkv.bias"][0] == found["head.weight"][0] == "adamw"
+    found = who(Attention(qkv=nn.Linear(8, 24), o_proj=nn.Linear(8, 8), q_proj=nn.Linear(8, 8)), head_dim=4)
+    assert found["blocks.0.qkv.weight"] == ("muon", [4] * 6)
+    assert found["blocks.0.q_proj.weight"] == ("muon", [4, 4])
+    assert found["blocks.0.o_proj.weight"] == ("muon", [])
+    with pytest.raises(UsageError, match=r"head_dim=3: 'blocks.0.qkv.weight'"):
+        who(Attention(qkv=nn.Linear(8, 24)), head_dim=3)
+    with pytest.raises(UsageError, match=r"'blocks.0.query_key_value.weight' seems to hold several projections"):
+        who(Attention(query_key_value=nn.Linear(8, 24)))
+    with pytest.raises(UsageError, match=r"'blocks.0.qkv_proj.weight' seems to hold"):
+        who(Attention(qkv_proj=nn.Linear(8, 16)))
+    told = Attention(qkv_proj=nn.Linear(8, 16))
+    for block in told.blocks:
+        block._matrices = {"qkv_proj.weight": [8, 4, 4]}
+    assert who(told)["blocks.1.qkv_proj.weight"] == ("muon", [8, 4, 4])
+    told.blocks[0]._matrices = {"qkv_proj.weight": [8, 4]}
+    with pytest.raises(UsageError, match=r"qkv_proj.weight has 16 rows, and not 12"):
+        who(told)
+
+
+def test_one_learning_rate_makes_updates_of_one_size():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    before = copy.deepcopy(model)
+    optimizer = MuonAdamW(decay_groups(model, weight_decay=0.0), lr=0.01)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    sizes = [
+        (new - old).square().mean().sqrt().item()
+        for new, old in zip(model.parameters(), before.parameters(), strict=True)
+    ]
+    assert sizes[0] == pytest.approx(0.2 * 0.01, rel=0.15)  # Muon, of the size that AdamW's have in mid-run
+    assert sizes[2] == pytest.approx(0.01, rel=0.01)  # AdamW's first step, where all moments agree
+    own = MuonAdamW(decay_groups(model), lr=0.01, muon_lr=0.05)
+    assert {(group["optimizer"], group["lr"]) for group in own.param_groups} == {("muon", 0.05), ("adamw", 0.01)}
+
+
+def test_a_foreign_llama_and_a_convolutional_net_keep_their_ends_on_adamw():
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    for tied in (False, True):
+        found = who(LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=24, tie_word_embeddings=tied)))
+        adamw = {name for name, (optimizer, _) in found.items() if optimizer == "adamw"}
+        ends = {"model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])}
+        assert adamw == ends | {name for name in found if "norm" in name}
+        assert len(found) - len(adamw) == 2 * 7
+    gpt2 = who(GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=8, n_embd=12, n_layer=1, n_head=2)))
+    assert gpt2["transformer.h.0.attn.c_attn.weight"] == ("muon", [-12] * 3)
+    muon = {name.split("h.0.")[-1] for name, (optimizer, _) in gpt2.items() if optimizer == "muon"}
+    assert muon == {"attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"}
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 10))
+    assert {name for name, (optimizer, _) in who(net).items() if optimizer == "muon"} == {"0.weight", "2.weight"}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MuonAdamW(nn.Linear(4, 4).parameters()), "make them by decay_groups"),
+        (lambda: MuonAdamW(decay_groups(nn.LayerNorm(4))), "no hidden matrix for Muon: take torch.optim.AdamW"),
+        (lambda: MuonAdamW(decay_groups(nn.Linear(4, 4)), lr=torch.tensor(0.1)), "MuonAdamW.lr is a Tensor"),
+    ],
+)
+def test_what_muon_adamw_refuses(make, words):
+    with pytest.raises(UsageError, match=words):
+        make()
