@@ -105,15 +105,24 @@ class Muon(Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        skip = getattr(self, "found_inf", None)
         weights = [weight for weight in _weights(group) if weight.param.grad is not None]
+        begin = 0
+        while begin < len(weights):
+            mesh = getattr(weights[begin].param, "device_mesh", None)
+            batch = weights[begin : begin + (1 if mesh is None else mesh.size())]
+            self._step_batch(batch, group)
+            begin += len(batch)
+
+    def _step_batch(self, weights: list["_Weight"], group: dict[str, Any]) -> None:
+        """Step one weight, or as many sharded ones as there are ranks: more updates are never in memory."""
+        skip = getattr(self, "found_inf", None)
         updates = [self._averaged(weight, group, skip) for weight in weights]
         factors = [common_factor(weight.shape, weight.held, group["adjust_lr_fn"]) for weight in weights]
 
         def compute(number: int, whole: Tensor) -> Tensor:
             matrix = whole if weights[number].is_stack else whole.flatten(1)
             found = orthogonalize_all(matrix, weights[number].held, group["adjust_lr_fn"], group["ns_steps"])
-            return found.view_as(whole) if found.is_contiguous() else found.reshape(whole.shape)
+            return found.reshape(whole.shape)
 
         dtype = torch.float32 if None in factors else torch.bfloat16
         found = on_whole_matrices(updates, compute, dtype)
