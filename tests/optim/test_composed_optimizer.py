@@ -101,6 +101,14 @@ def test_the_recipe_beats_the_checkpoint_in_every_part():
     settings = {group["optimizer"]: (group.get("betas"), group.get("momentum")) for group in second.param_groups}
     assert settings == {"muon": (None, 0.95), "adamw": ((0.8, 0.95), None)}
 
+    def several(eps):
+        made = {"adamw": lambda groups: torch.optim.AdamW(groups, eps=eps)}
+        return build_optimizer(net(), lambda groups: ComposedOptimizer(groups, made, "adamw"))
+
+    resumed = several(1e-6)
+    resumed.load_state_dict(several(1e-8).state_dict())
+    assert {group["eps"] for group in resumed.param_groups} == {1e-6}
+
 
 def test_a_checkpoint_of_other_groups_is_refused():
     first = build_optimizer(net(), MuonAdamW)

@@ -75,7 +75,7 @@ def alone(parts, transposed=False, **settings):
     [
         ((4, 6, 10), "expert", [], lambda w: list(w.unbind())),
         ((24, 8), "matrix", [8, 8, 8], lambda w: list(w.split(8))),
-        ((16, 8), "matrix", [8, 4, 4], lambda w: list(w.split([8, 4, 4]))),  # fewer heads of keys and values
+        ((24, 8), "matrix", [16, 4, 4], lambda w: list(w.split([16, 4, 4]))),  # fewer heads of keys and values
         ((8, 24), "matrix", [-8, -8, -8], lambda w: list(w.split(8, 1))),  # rows in the second dimension
         ((24, 8), "matrix", [4] * 6, lambda w: list(w.split(4))),  # heads
     ],

@@ -25,7 +25,7 @@ STEPS, SAVED = 20, 12  # four epochs of the data
 
 class Model(CausalLM):
     def configure_optimizers(self):
-        return build_optimizer(self, lambda groups: MuonAdamW(groups, lr=5e-3, momentum_warmup_steps=8))
+        return build_optimizer(self, lambda groups: MuonAdamW(groups, lr=5e-3, momentum_warmup_steps=16))
 
 
 def fit(rank: int = 0, world: int = 1, steps: int = STEPS, folder: Path | None = None, **options: Any):
