@@ -30,6 +30,7 @@ from lightning_tricks.callbacks import SpikeRollback as SpikeRollback
 from lightning_tricks.callbacks import StepGuard as StepGuard
 from lightning_tricks.callbacks import TailAverage as TailAverage
 from lightning_tricks.callbacks import TensorBoardDashboard as TensorBoardDashboard
+from lightning_tricks.callbacks import TotalTokens as TotalTokens
 from lightning_tricks.callbacks import TrainingProgressBar as TrainingProgressBar
 from lightning_tricks.callbacks import UpdateMonitor as UpdateMonitor
 from lightning_tricks.cli import RecipeCLI as RecipeCLI
@@ -66,6 +67,7 @@ from lightning_tricks.precision import BF16True as BF16True
 from lightning_tricks.precision import Float8 as Float8
 from lightning_tricks.precision import FP16Mixed as FP16Mixed
 from lightning_tricks.schedules import CosineRestarts as CosineRestarts
+from lightning_tricks.schedules import PowerDecay as PowerDecay
 from lightning_tricks.schedules import Schedule as Schedule
 from lightning_tricks.schedules import ScheduleLR as ScheduleLR
 from lightning_tricks.schedules import WarmupConstant as WarmupConstant

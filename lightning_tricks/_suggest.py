@@ -27,6 +27,7 @@ _WORDS_FOR = {
     "CosineRestarts": "CosineAnnealingWarmRestarts",
     # The length of the run and the events in it.
     "trainer.max_steps": "max_iters iters steps train_steps num_steps num_train_steps total_steps",
+    "total_tokens": "max_tokens train_tokens num_tokens num_train_tokens token_budget",
     "trainer.max_epochs": "epochs num_epochs num_train_epochs",
     "trainer.gradient_clip_val": "grad_clip clip clip_grad clip_val max_grad_norm gradient_clipping",
     "trainer.accumulate_grad_batches": "grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps",

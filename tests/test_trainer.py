@@ -810,3 +810,27 @@ def test_evaluation_progress_counts_the_batches_of_a_validation():
     trainer.fit(model, data(2), data(3))
     trainer.validate(model, data(2))
     assert counts == [1, 2, 3, 1, 2]
+
+
+@pytest.mark.parametrize("options", [{"max_epochs": 2, "accumulate_grad_batches": 3}, {"max_steps": 4}, {}])
+def test_run_length_is_the_step_at_which_training_ends(options):
+    lengths: list[int | None] = []
+
+    class Asks(pl.Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            lengths.append(_trainer.run_length(trainer))
+
+        def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+            lengths.append(_trainer.run_length(trainer))
+
+    trainer = trainer_with(Asks(), **options)
+    trainer.fit(Model(), data(5))
+    assert set(lengths) == {trainer.global_step} == {trainer.estimated_stepping_batches}
+
+
+def test_a_step_limit_that_is_set_ends_the_run():
+    trainer = trainer_with(max_epochs=-1)
+    with replaced(*_trainer.step_limit(trainer), 2):
+        assert trainer.max_steps == 2
+        trainer.fit(Model(), data(5))
+    assert (trainer.global_step, trainer.max_steps) == (2, -1)

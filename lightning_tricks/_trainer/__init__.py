@@ -40,6 +40,8 @@ from lightning_tricks._trainer.processes import signal_connector as signal_conne
 from lightning_tricks._trainer.processes import sigterm_broadcast as sigterm_broadcast
 from lightning_tricks._trainer.processes import slurm_checkpoint as slurm_checkpoint
 from lightning_tricks._trainer.processes import slurm_environment as slurm_environment
+from lightning_tricks._trainer.run_length import run_length as run_length
+from lightning_tricks._trainer.run_length import step_limit as step_limit
 from lightning_tricks._trainer.running import awaited_loader as awaited_loader
 from lightning_tricks._trainer.running import evaluation_progress as evaluation_progress
 from lightning_tricks._trainer.running import is_evaluating as is_evaluating

@@ -11,6 +11,7 @@ from lightning_tricks.guards.preemption.preemption import Preemption as Preempti
 from lightning_tricks.guards.saving.safe_checkpoint import SafeCheckpoint as SafeCheckpoint
 from lightning_tricks.guards.spike_rollback.spike_rollback import SpikeRollback as SpikeRollback
 from lightning_tricks.guards.step_guard.step_guard import StepGuard as StepGuard
+from lightning_tricks.guards.total_tokens import TotalTokens as TotalTokens
 from lightning_tricks.metrics.metric_buffer import MetricBuffer as MetricBuffer
 from lightning_tricks.monitors.compression_baseline import CompressionBaseline as CompressionBaseline
 from lightning_tricks.monitors.dashboard.tensorboard_dashboard import TensorBoardDashboard as TensorBoardDashboard

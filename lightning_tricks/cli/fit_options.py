@@ -13,6 +13,11 @@ FIT_OPTIONS: dict[str, tuple[Any, Any, str]] = {
         "fit: auto goes on from the newest checkpoint of the recipe that is whole, or starts where there is none; none "
         "starts a new run. --ckpt_path wins over it.",
     ),
+    "total_tokens": (
+        float | None,
+        None,
+        "fit: train on so many tokens, in place of trainer.max_steps; over all processes and resumes, such as 2e9.",
+    ),
     "init_from": (
         str | None,
         None,
@@ -30,13 +35,48 @@ def check_fit_options(args: Sequence[str]) -> None:
     typed = {arg.partition("=")[0].removeprefix("--") for arg in args if arg.startswith("--")}
     command = next((arg for arg in args if arg in ("validate", "test", "predict", "prepare", "autopsy")), None)
     for name in FIT_OPTIONS.keys() & typed if command else ():
-        remedy = "" if command == "prepare" else f"; {command} takes --ckpt_path FILE or last"
+        start = command != "prepare" and name != "total_tokens"
+        remedy = f"; {command} takes --ckpt_path FILE or last" if start else ""
         raise UsageError(f"--{name} is an option of fit{remedy}")
     if {"init_from", "ckpt_path"} <= typed and _value("ckpt_path", args) != "none":
         raise UsageError(
             f"init_from={_value('init_from', args)} and ckpt_path={_value('ckpt_path', args)}: --init_from starts a "
             "new run from weights alone, --ckpt_path goes on with a run: give one of them"
         )
+
+
+def choose_length(options: Any, args: Sequence[str]) -> str | None:
+    """Let one length of the run count, steps or tokens: that of the command line wins over that of the recipe.
+
+    Args:
+        options: of `fit`, parsed; the other length is taken out of them.
+        args: the command line.
+
+    Returns:
+        A line that says what no longer counts; None where nothing is taken out.
+
+    Raises:
+        UsageError: both in one place.
+    """
+    tokens, trainer = options.get("total_tokens"), options.get("trainer")
+    if tokens is None or trainer is None:
+        return None
+    line, steps = None, trainer["max_steps"]
+    if steps != -1:
+        typed = {arg.partition("=")[0] for arg in args}
+        if ("--total_tokens" in typed) == ("--trainer.max_steps" in typed):
+            raise UsageError(
+                f"total_tokens={tokens:g} and trainer.max_steps={steps}: give one of them; on the command line, "
+                "--total_tokens wins over the recipe's max_steps, and --trainer.max_steps over its total_tokens"
+            )
+        if "--trainer.max_steps" in typed:
+            options["total_tokens"] = None
+            return f"trainer.max_steps={steps} stands in place of the recipe's total_tokens={tokens:g}"
+        trainer["max_steps"] = -1
+        line = f"total_tokens={tokens:g} stands in place of the recipe's trainer.max_steps={steps}"
+    if trainer["max_epochs"] is None:
+        trainer["max_epochs"] = -1  # as Lightning does where max_steps is given
+    return line
 
 
 def _value(name: str, args: Sequence[str]) -> str:

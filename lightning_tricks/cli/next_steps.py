@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_tricks._lightning import pl
+from lightning_tricks.callbacks import TotalTokens
 from lightning_tricks.checkpoints.find_checkpoint import Candidate
 from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, short
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.monitors.dashboard.tensorboard_dashboard import PAGE
 
-_LENGTH = "--trainer.max_steps"
+_LENGTHS = ("--trainer.max_steps", "--trainer.max_epochs", "--total_tokens")
 _START = ("--ckpt_path", "--resume", "--init_from")  # the options that say where a run starts
 
 
@@ -61,7 +62,7 @@ def _not_saved(trainer: Any, newest: Candidate | None) -> str | None:
 
 def _options_of_run(trainer: Any, options: Sequence[str], *dropped: str) -> list[str]:
     """The options of the run but for `dropped`: as typed, or its saved `config.yaml` where they are many."""
-    if not _without(options, "--config", "-c", "--ckpt_path", _LENGTH):
+    if not _without(options, "--config", "-c", "--ckpt_path", *_LENGTHS):
         return _without(options, *dropped)
     logger = trainer.logger  # trainer.log_dir would wait for the other ranks
     folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or trainer.default_root_dir
@@ -73,6 +74,16 @@ def go_on(trainer: Any, options: Sequence[str], checkpoint: str) -> str:
     """The line to print after a `fit` with these options that was stopped: how to go on to its end."""
     same = _options_of_run(trainer, options, *_START)
     return f"Go on:       {program()} {shlex.join(['fit', *same, '--ckpt_path', short(checkpoint)])}"
+
+
+def _twice_as_long(trainer: Any) -> tuple[str, str]:
+    """The option by which a run like this one is twice as long, in the unit in which its length was given."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, TotalTokens):
+            return "--total_tokens", f"{2 * callback.total_tokens}"
+    if trainer.max_steps == -1 and trainer.max_epochs > 0:
+        return "--trainer.max_epochs", f"{2 * trainer.max_epochs}"
+    return "--trainer.max_steps", str(2 * trainer.global_step)
 
 
 def next_steps(trainer: Any, options: Sequence[str], has_lr: bool, resume: str | None = None) -> list[str]:
@@ -87,7 +98,7 @@ def next_steps(trainer: Any, options: Sequence[str], has_lr: bool, resume: str |
     found: list[str] = []
 
     def line(command: str, *added: str) -> str:
-        return f"{program()} {shlex.join([command, *_options_of_run(trainer, options, *_START, _LENGTH), *added])}"
+        return f"{program()} {shlex.join([command, *_options_of_run(trainer, options, *_START, *_LENGTHS), *added])}"
 
     for logger in trainer.loggers:
         if isinstance(logger, pl.loggers.TensorBoardLogger):
@@ -100,13 +111,13 @@ def next_steps(trainer: Any, options: Sequence[str], has_lr: bool, resume: str |
         found.append(not_saved)
     if newest:
         checkpoint = short(newest.name)
-        more = line("fit", "--ckpt_path", checkpoint, _LENGTH, str(2 * trainer.global_step))
+        more = line("fit", "--ckpt_path", checkpoint, *_twice_as_long(trainer))
         found += [f"Evaluate:    {line('validate', '--ckpt_path', checkpoint)}", f"Go on:       {more}"]
         if isinstance(trainer.lightning_module, LanguageModel) and getattr(trainer.datamodule, "tokenizer", None):
             text = shlex.join(["generate", "--ckpt_path", checkpoint, "--prompt"])
             found.append(f'Write:       {program()} {text} "..."')
     if has_lr:
-        again = _options_of_run(trainer, options, "--ckpt_path", _LENGTH)
+        again = _options_of_run(trainer, options, "--ckpt_path", *_LENGTHS)
         again += ["--ckpt_path", "none"] if trainer.ckpt_path or resume == "auto" else []
         found.append(f"Try next:    {program()} {shlex.join(['fit', *again, '--model.optimizer.lr', '1e-3'])}")
     if program() in ("python -m lightning_tricks", "lightning-tricks"):  # not a script of the user's own

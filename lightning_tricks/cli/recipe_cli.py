@@ -19,13 +19,20 @@ from lightning_tricks._errors import UsageError, one_line_and_exit
 from lightning_tricks._exit import end_within
 from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._suggest import did_you_mean
-from lightning_tricks.callbacks import InitFrom, PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
+from lightning_tricks.callbacks import (
+    InitFrom,
+    PredictionWriter,
+    Preemption,
+    RankMonitor,
+    TotalTokens,
+    TrainingProgressBar,
+)
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli import same_checkpoint
 from lightning_tricks.cli.autopsy_trainer import AutopsyTrainer
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
 from lightning_tricks.cli.class_change import change_lines, watch_class_changes
-from lightning_tricks.cli.fit_options import FIT_OPTIONS, check_fit_options
+from lightning_tricks.cli.fit_options import FIT_OPTIONS, check_fit_options, choose_length
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
 from lightning_tricks.cli.parse_errors import parse_message
 from lightning_tricks.cli.recipe_parser import RecipeParser, check_options, join_negative_numbers, lightning_cli
@@ -133,6 +140,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse, refuse values that would fail later, and say what a class that replaces another one keeps."""
+        given: list[str] = []
         with watch_class_changes() as changes:
             if isinstance(args, dict | Namespace):
                 self.config = parser.parse_object(args)
@@ -143,6 +151,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
                 self.config = parser.parse_args(given)
         config = self.config.get(self.config.get("subcommand") or "", self.config)
         check_options(config)
+        if line := choose_length(config, given):
+            rank_zero_info(line)
         for line in change_lines(changes, config.as_dict()):
             rank_zero_info(line)
 
@@ -222,6 +232,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
             given = self.config_init[subcommand]
             given["ckpt_path"] = same_checkpoint.choose_once(subcommand, given, trainer)
             self._init_from(given)
+            self._total_tokens(given)
             check_folders(trainer)
             if hasattr(self.model, "check_run"):  # a module may know more
                 self.model.check_run(trainer, self.datamodule, subcommand)
@@ -241,6 +252,15 @@ class RecipeCLI(lightning_cli.LightningCLI):
         if given["ckpt_path"] is None:
             init_from.check()
         trainer.callbacks.insert(0, init_from)
+
+    def _total_tokens(self, given: Any) -> None:
+        """Add the callback that ends a fit after a number of tokens, where the recipe gives its length so."""
+        trainer: Any = self.trainer
+        if given.get("total_tokens") is None or self.subcommand != "fit":
+            return
+        total = TotalTokens(given["total_tokens"])
+        total.resumes = given["ckpt_path"] is not None
+        trainer.callbacks.insert(0, total)
 
     def _options(self) -> list[str]:
         """The options of `fit` as typed; none where the recipe was given from Python."""

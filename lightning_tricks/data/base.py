@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import data_rank
+from lightning_tricks.data.batch_history import BatchHistory
 from lightning_tricks.data.batches import TrainBatches, ValidationBatches
 from lightning_tricks.data.bpe import token_texts, vocabulary_size
 from lightning_tricks.data.loader import IdGuard, Loader, SizedLoader
@@ -101,6 +102,11 @@ class ShardData(pl.LightningDataModule):
 
         return Loader(batches, positions, self.num_workers, self._guard)
 
+    def steps_in_pass(self, trainer: pl.Trainer) -> int:
+        """Optimizer steps of one pass over the training data, which is an epoch where `max_epochs` counts."""
+        order = WindowOrder(len(self.streams["train"]), self.seq_len, self.seed)
+        return self._position.steps_in_pass(trainer, order.windows)
+
     def training_rows(self) -> TrainBatches:
         """The training rows, each by its sample position, those that a run passes over too; after `setup`."""
         train = self.streams["train"]
@@ -157,6 +163,15 @@ class ShardData(pl.LightningDataModule):
         """
         self.check_tokenizer({"": state})
         return self._position.samples_of_step(step, state)
+
+    def rows_of_steps(self, steps: int, state: dict[str, Any]) -> int | None:
+        """Rows that the first `steps` optimizer steps of a run took, all ranks together; None where it is not known.
+
+        Args:
+            steps: counted over the resumes.
+            state: this module's in a checkpoint of the run.
+        """
+        return BatchHistory.of_state(state.get("history", [])).rows(steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the row after those of the checkpoint.

@@ -64,6 +64,14 @@ class BatchHistory:
         """The spans in plain types, for a checkpoint."""
         return [asdict(span) | {"skipped": [list(pair) for pair in span.skipped]} for span in self.spans]
 
+    def rows(self, steps: int) -> int | None:
+        """Samples that the first `steps` steps took; None where the spans do not begin with the first of all."""
+        if not self.spans or self.spans[0].step:
+            return None
+        ends = [*(span.step for span in self.spans[1:]), steps]
+        lengths = (min(end, steps) - span.step for span, end in zip(self.spans, ends, strict=True))
+        return sum(span.rows * max(length, 0) for span, length in zip(self.spans, lengths, strict=True))
+
     def runs(self, step: int) -> Runs:
         """First and last position of each unbroken run of samples that a step took.
 

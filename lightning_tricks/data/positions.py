@@ -170,8 +170,12 @@ class DataPosition:
             return None
         return self.skipped.runs(self.rows(trainer), self.rows_per_step(trainer))
 
+    def steps_in_pass(self, trainer: pl.Trainer, windows: int) -> int:
+        """Whole steps in a pass of `windows` rows, at least one."""
+        return max(windows // self.rows_per_step(trainer), 1)
+
     def positions(self, trainer: pl.Trainer, windows: int) -> range:
         """First rows of this process's micro-batches from the last completed step on; a pass has `windows` rows."""
         (rank, world), micro_batches = data_rank(trainer), trainer.accumulate_grad_batches
-        steps = steps_to_come(trainer, max(windows // self.rows_per_step(trainer), 1))
+        steps = steps_to_come(trainer, self.steps_in_pass(trainer, windows))
         return micro_batch_positions(self.rows(trainer), steps, micro_batches, self.micro_batch_size, rank, world)

@@ -11,10 +11,11 @@ from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.mixins._plain_settings import from_plain, rules_from_plain, to_plain
+from lightning_tricks.mixins._run_length import check_length, schedule_lr
 from lightning_tricks.optim import LayerwiseLRDecay, ParamRule, build_optimizer, groups_table
 from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.optim.decay_groups import expanded
-from lightning_tricks.schedules import Schedule, ScheduleLR, WarmupConstant
+from lightning_tricks.schedules import Schedule, WarmupConstant
 
 _NAME = "optimizer_function"  # in a checkpoint
 
@@ -23,8 +24,9 @@ class OptimizerMixin(Mixin):
     """Own `configure_optimizers`: parameter groups by role, the optimizer, and the schedule, set at every step.
 
     Put it before the LightningModule in the bases: `class Model(OptimizerMixin, LightningModule)`. The length of the
-    run is `trainer.max_steps`, read when training starts. A resume follows the settings given here, not the
-    checkpoint's: learning rate, decay, betas, length and shape of the schedule. The groups are logged once, at start.
+    run is that of `trainer.max_steps` or `trainer.max_epochs`, whichever ends first, read when training starts, so that
+    no loader is begun for it. A resume follows the settings given here, not the checkpoint's: learning rate, decay,
+    betas, length and shape of the schedule. The groups are logged once, at start.
 
     With `save_hyperparameters()`, a checkpoint holds schedule and rules in plain types: it opens with
     `weights_only=True`, and `load_from_checkpoint` builds them again. The optimizer is a function, of which the
@@ -78,9 +80,8 @@ class OptimizerMixin(Mixin):
         check_settings(self.optimizer)
         rules = [rule for rule in self.param_rules or () if isinstance(rule, ParamRule)]
         curves = [curve for rule in rules for curve in (rule.schedule, rule.decay_schedule)]
-        for curve in (self.schedule, *curves):
-            if curve is not None and not getattr(trainer, "fast_dev_run", False):
-                curve.check(trainer.max_steps)
+        if not getattr(trainer, "fast_dev_run", False):
+            check_length(trainer, datamodule, self, [curve for curve in (self.schedule, *curves) if curve is not None])
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and the schedule stepped once after each of its steps."""
@@ -102,7 +103,7 @@ class OptimizerMixin(Mixin):
         if not any((self.schedule, *lrs, *decays)) or getattr(self.trainer, "fast_dev_run", False):
             return {"optimizer": optimizer}
         schedule = self.schedule or WarmupConstant(warmup_steps=0)
-        scheduler = ScheduleLR(optimizer, schedule, self.trainer.max_steps, lrs, decays)
+        scheduler = schedule_lr(self.trainer, optimizer, schedule, lrs, decays)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._trainer import is_accumulating, logging_step
+from lightning_tricks._trainer import is_accumulating, logging_step, run_length
 
 
 def human(value: float) -> str:
@@ -35,20 +35,7 @@ def decimals(value: float, digits: int) -> str:
 
 def total_steps(trainer: Trainer) -> int:
     """The optimizer step at which training ends by `max_steps` or `max_epochs`; 0 where that is not known."""
-    ends = [trainer.max_steps]
-    batches, epochs = trainer.num_training_batches, trainer.max_epochs or 0
-    if trainer.lightning_module.automatic_optimization and math.isfinite(batches):
-        ends.append(sum(math.ceil(batches / accumulated) for accumulated in _accumulation(trainer, epochs)))
-    total = min((end for end in ends if end > 0), default=0)
-    return total if trainer.global_step <= total else 0  # data of another length in each epoch
-
-
-def _accumulation(trainer: Any, epochs: int) -> list[int]:
-    """Micro-batches in a step, of each epoch."""
-    schedulers = [c for c in trainer.callbacks if hasattr(c, "get_accumulate_grad_batches")]
-    if schedulers:
-        return [schedulers[0].get_accumulate_grad_batches(epoch) for epoch in range(epochs)]
-    return [trainer.accumulate_grad_batches] * epochs
+    return run_length(trainer) or 0
 
 
 def _loss(value: float) -> str:
@@ -118,9 +105,16 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         """Start the clock, and forget an earlier run."""
         self._due = False
         self._seconds, self._started, self._last_step = 0.0, time.perf_counter(), trainer.global_step
+        self._total: int | None = None  # known with the first batch: other callbacks may still move the position
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Find the end: an epoch may bring other data than the one before."""
+        self._total = total_steps(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Print the finished interval: only now has the module logged its own metrics."""
+        if self._total is None:
+            self._total = total_steps(trainer)
         self._show(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -129,7 +123,7 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         if every and not is_accumulating(trainer):
             # Lightning's count for its loggers: with two optimizers, global_step counts each
             step = logging_step(trainer) + 1
-            self._due = step % every == 0 or trainer.global_step == total_steps(trainer)
+            self._due = step % every == 0 or trainer.global_step == self._total
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Stop the clock."""
@@ -149,7 +143,7 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         """Print the last interval, and why training ends before the step that it was to reach."""
         self._show(trainer)
         self._end_line()
-        step, total = trainer.global_step, total_steps(trainer)
+        step, total = trainer.global_step, self._total or 0
         if step < total:
             reason = "a callback or a signal stopped it" if trainer.should_stop else "the data ended"
             self.print(f"training ended at step {step} of {total}: {reason}")
@@ -167,7 +161,7 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         due, self._due = self._due, False
         if not due or not self._enabled:
             return
-        step, total = trainer.global_step, total_steps(trainer)
+        step, total = trainer.global_step, self._total or 0
         position = f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"
         line = "  ".join([position, *shown(trainer.callback_metrics, TRAIN), *self._time_left(step, total)])
         last = step == total

@@ -1,6 +1,7 @@
 """Learning-rate curves: pure functions of the step, and the torch scheduler that runs one."""
 
 from lightning_tricks.schedules.cosine_restarts import CosineRestarts
+from lightning_tricks.schedules.power_decay import PowerDecay
 from lightning_tricks.schedules.schedule import Schedule
 from lightning_tricks.schedules.schedule_lr import ScheduleLR
 from lightning_tricks.schedules.warmup_constant import WarmupConstant
@@ -11,6 +12,7 @@ from lightning_tricks.schedules.warmup_stable_decay import WarmupStableDecay
 
 __all__ = [
     "CosineRestarts",
+    "PowerDecay",
     "Schedule",
     "ScheduleLR",
     "WarmupConstant",

@@ -47,7 +47,10 @@ class Schedule(ABC):
         name = type(self).__name__
         if total_steps is None or total_steps == -1:
             if self.needs_total:
-                raise UsageError(f"{name} needs the length of the run: set trainer.max_steps (now {total_steps})")
+                raise UsageError(
+                    f"{name} needs the length of the run: set trainer.max_steps (now {total_steps}), "
+                    "trainer.max_epochs or total_tokens"
+                )
             return
         warmup_steps = getattr(self, "warmup_steps", 0)
         if warmup_steps >= total_steps:

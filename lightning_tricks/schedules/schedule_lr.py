@@ -27,6 +27,8 @@ class ScheduleLR(LRScheduler):
         group_schedules: of each group, the curve that it has in place of `schedule`, or None; empty for none at all.
         decay_schedules: of each group, the curve of its weight decay, whose peak is the decay that the group has at
             this moment; None or empty: the decay stays.
+        length_follows: whether the length is not known yet, and `set_total_steps` is called before the first step.
+            Until then, each group has its peak.
 
     Raises:
         UsageError: the run does not fit a schedule (`Schedule.check`).
@@ -55,21 +57,42 @@ class ScheduleLR(LRScheduler):
         total_steps: int | None = None,
         group_schedules: Sequence[Schedule | None] = (),
         decay_schedules: Sequence[Schedule | None] = (),
+        length_follows: bool = False,
     ) -> None:
-        self.schedule, self.total_steps = schedule, total_steps
+        self.schedule, self.total_steps, self.length_follows = schedule, total_steps, length_follows
         none = [None] * len(optimizer.param_groups)
         self._group_schedules, self._decay_schedules = group_schedules or none, decay_schedules or none
-        for curve in (schedule, *self._group_schedules, *self._decay_schedules):
-            if curve is not None:
-                curve.check(total_steps)
+        if not length_follows:
+            self._check(total_steps)
         self._decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
         # read once: float() of a learning rate on a GPU waits for the GPU
         self._peaks = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         super().__init__(optimizer)
         optimizer.register_load_state_dict_post_hook(lambda _: self._apply())
 
+    @property
+    def curves(self) -> list[Schedule]:
+        """The schedule, and those of groups in place of it and of their decays."""
+        return [curve for curve in (self.schedule, *self._group_schedules, *self._decay_schedules) if curve is not None]
+
+    def _check(self, total_steps: int | None) -> None:
+        for curve in self.curves:
+            curve.check(total_steps)
+
+    def set_total_steps(self, total_steps: int | None) -> None:
+        """Set the length of the run, and the learning rates and decays of the current step.
+
+        Raises:
+            UsageError: the run does not fit a schedule.
+        """
+        self._check(total_steps)
+        self.total_steps, self.length_follows = total_steps, False
+        self._apply()
+
     def get_lr(self) -> list[float | Tensor]:
         """The learning rate of each group at the current step."""
+        if self.length_follows:
+            return [*self._peaks]
         curves = [own or self.schedule for own in self._group_schedules]
         return [
             curve.lr(peak, self.last_epoch, self.total_steps) for curve, peak in zip(curves, self._peaks, strict=True)
@@ -83,7 +106,7 @@ class ScheduleLR(LRScheduler):
     def _set_decays(self) -> None:
         groups = zip(self.optimizer.param_groups, self._decay_schedules, self._decays, strict=True)
         for group, curve, peak in groups:
-            if curve is not None:
+            if curve is not None and not self.length_follows:
                 group["weight_decay"] = curve.lr(peak, self.last_epoch, self.total_steps)
 
     def state_dict(self) -> dict[str, Any]:

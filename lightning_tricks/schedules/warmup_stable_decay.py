@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.schedules.decay_span import check_decay_fits, check_decay_options, decay_start
 from lightning_tricks.schedules.schedule import Schedule, check_share, check_whole, floor_lr, warmup_lr
 
 _SHAPES: dict[str, Callable[[float], float]] = {  # share of the way left above the floor, at progress 0 to 1
@@ -59,38 +60,16 @@ class WarmupStableDecay(Schedule):
         check_share(self, "min_ratio")
         if self.decay_shape not in _SHAPES:
             raise UsageError(f"WarmupStableDecay.decay_shape={self.decay_shape!r}: give one of {', '.join(_SHAPES)}")
-        given = [o for o in ("decay_steps", "decay_fraction", "decay_start") if getattr(self, o) is not None]
-        if len(given) > 1:
-            raise UsageError(f"WarmupStableDecay: {' and '.join(given)} are both given: keep one of them")
-        for option in given:
-            if option == "decay_fraction":
-                check_share(self, option)
-            else:
-                check_whole(self, option, least=1 if option == "decay_steps" else 0)
+        check_decay_options(self)
 
     def check(self, total_steps: int | None) -> None:
         """Refuse, besides what every schedule refuses, a decay that starts in the warmup or never."""
         super().check(total_steps)
         total = cast(int, total_steps)
-        start = self._start(total)
-        if start < self.warmup_steps:
-            raise UsageError(
-                f"WarmupStableDecay: the decay starts at step {start}, before warmup_steps={self.warmup_steps} is over "
-                f"(trainer.max_steps={total}): shorten the warmup or the decay"
-            )
-        if start >= total:
-            raise UsageError(
-                f"WarmupStableDecay: the decay starts at step {start}, not before trainer.max_steps={total}: "
-                "let it start earlier or lengthen the run"
-            )
+        check_decay_fits(self, total, self._start(total))
 
     def _start(self, total: int) -> int:
-        if self.decay_start is not None:
-            return self.decay_start
-        if self.decay_steps is not None:
-            return total - self.decay_steps
-        fraction = 0.1 if self.decay_fraction is None else self.decay_fraction
-        return total - round(fraction * total)
+        return decay_start(self, total, default_fraction=0.1)
 
     def lr(self, peak: float, step: int, total_steps: int | None) -> float:
         """Learning rate at `step`; see the class."""

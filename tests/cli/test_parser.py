@@ -79,7 +79,7 @@ def test_the_callbacks_of_a_recipe_are_those_of_its_only_list(parser, tmp_path):
 def test_each_synonym_leads_to_something_that_exists():
     classes = nameable_classes()
     options = {name for parameters in classes.values() for name in parameters}
-    top = {"ckpt_path", "init_from", "resume", "seed_everything"}
+    top = {"ckpt_path", "init_from", "resume", "seed_everything", "total_tokens"}
     commands = {"fit", "validate", "predict", "prepare", "ls", "cp", "consolidate", "verify-resume"}
     trainer = set(nameable_trainer_options())
     values = {"bf16-mixed", "16-mixed", "32-true"}

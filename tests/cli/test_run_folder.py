@@ -328,7 +328,15 @@ def test_a_fit_that_saved_nothing_says_so():
 def test_a_run_that_saved_less_than_it_trained_says_which_checkpoint_is_meant():
     def lines(last_model_path=""):
         saver = SimpleNamespace(dirpath="kept", last_model_path=last_model_path, best_model_path="")
-        parts = {"lightning_module": None, "logger": None, "loggers": [], "ckpt_path": None, "default_root_dir": "."}
+        parts = {
+            "callbacks": [],
+            "max_steps": 5,
+            "lightning_module": None,
+            "logger": None,
+            "loggers": [],
+            "ckpt_path": None,
+            "default_root_dir": ".",
+        }
         return next_steps(SimpleNamespace(checkpoint_callbacks=[saver], global_step=5, **parts), [], has_lr=False)
 
     Path("kept").mkdir()

@@ -107,3 +107,10 @@ def test_a_position_belongs_to_the_document_after_the_end_of_text_tokens_before_
     stream = TokenStream(sorted(tmp_path.glob("*.bin")))
     assert stream.count_before(0, [4, 0, 1, 2, 3, 6]) == [2, 0, 0, 1, 1, 2]
     assert stream.place(5) == (tmp_path / "train_000001.bin", 1)
+
+
+def test_the_rows_of_the_first_steps_by_hand():
+    history = BatchHistory([Span(0, 0, 8), Span(3, 24, 4), Span(5, 32, 16)])
+    assert [history.rows(steps) for steps in (0, 2, 3, 4, 5, 7)] == [0, 16, 24, 28, 32, 64]
+    assert BatchHistory([Span(2, 16, 8)]).rows(5) is None  # the steps before took other data
+    assert BatchHistory().rows(5) is None

@@ -207,10 +207,10 @@ def test_a_resume_of_a_changed_model_is_refused(checkpoint):
 # ---- refusals
 
 
-def test_a_missing_max_steps_is_refused_before_training():
+def test_a_missing_length_is_refused_before_training():
     model = Model(schedule=WarmupCosine(warmup_steps=1))
-    with pytest.raises(UsageError, match=r"trainer\.max_steps \(now -1\)"):
-        fit(model, -1, max_epochs=1)
+    with pytest.raises(UsageError, match=r"trainer\.max_steps \(now -1\), trainer\.max_epochs or total_tokens"):
+        fit(model, -1, max_epochs=-1)
     assert model.seen == []
 
 

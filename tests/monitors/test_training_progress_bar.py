@@ -290,14 +290,19 @@ def test_data_that_ends_before_max_steps_says_so(capsys):
     assert printed[-1] == "training ended at step 3 of 6: the data ended"
 
 
-def test_more_steps_than_the_first_epoch_foretold_are_no_fraction_of_them():
-    trainer = SimpleNamespace(
-        max_steps=-1, max_epochs=2, num_training_batches=3, accumulate_grad_batches=1, callbacks=[], global_step=7,
-        lightning_module=SimpleNamespace(automatic_optimization=True),
+def test_an_epoch_with_other_data_than_the_one_before_has_its_own_end(capsys):
+    class Growing(Model):
+        def train_dataloader(self):
+            return DataLoader(torch.utils.data.TensorDataset(torch.ones(3 + self.current_epoch, 3, 4)))
+
+    options = {"max_steps": -1, "max_epochs": 2, "log_every_n_steps": 1, "reload_dataloaders_every_n_epochs": 1}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[TrainingProgressBar()],
+        **options,
     )  # fmt: skip
-    assert training_progress_bar.total_steps(trainer) == 0
-    trainer.global_step = 6
-    assert training_progress_bar.total_steps(trainer) == 6
+    trainer.fit(Growing())
+    positions = [line.split()[1] for line in steps(capsys.readouterr().out)]
+    assert positions == ["1/6", "2/6", "3/7", "4/7", "5/7", "6/7", "7/7"]
 
 
 def test_without_a_known_end_there_is_no_time_left(capsys):

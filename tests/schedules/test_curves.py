@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lightning_tricks._errors import UsageError
 from lightning_tricks.schedules import (
     CosineRestarts,
+    PowerDecay,
     Schedule,
     WarmupConstant,
     WarmupCosine,
@@ -18,6 +19,7 @@ from lightning_tricks.schedules import (
     WarmupStableDecay,
 )
 
+SCHEDULES = [WarmupCosine, WarmupLinear, WarmupInverseSqrt, WarmupConstant, WarmupStableDecay, PowerDecay]
 SHAPES = ["linear", "cosine", "1-sqrt"]
 ratios = st.floats(0, 1)
 
@@ -42,6 +44,7 @@ def fitting_runs(draw):
                 WarmupInverseSqrt(warmup_steps=warmup, min_ratio=ratio),
                 WarmupConstant(warmup_steps=warmup),
                 *(WarmupStableDecay(warmup_steps=warmup, min_ratio=ratio, decay_shape=s, **decay) for s in SHAPES),
+                PowerDecay(warmup_steps=warmup, min_ratio=ratio, power=draw(st.floats(0.01, 5)), **decay),
                 CosineRestarts(
                     cycle_steps=draw(st.integers(1, 60)),
                     cycle_mult=draw(st.integers(1, 3)),
@@ -176,10 +179,11 @@ def test_warmup_stable_decay_by_hand(shape, decay):
     assert curve(schedule, 8, steps=10) == pytest.approx([0.5, 1, 1, 1, *decay, 0, 0], abs=1e-15)
 
 
-def test_the_three_ways_to_give_a_decay_agree():
-    by_steps = WarmupStableDecay(warmup_steps=2, decay_steps=4)
-    by_fraction = WarmupStableDecay(warmup_steps=2, decay_fraction=0.4)
-    by_start = WarmupStableDecay(warmup_steps=2, decay_start=6)
+@pytest.mark.parametrize("cls", [WarmupStableDecay, PowerDecay])
+def test_the_three_ways_to_give_a_decay_agree(cls):
+    by_steps = cls(warmup_steps=2, decay_steps=4)
+    by_fraction = cls(warmup_steps=2, decay_fraction=0.4)
+    by_start = cls(warmup_steps=2, decay_start=6)
     assert curve(by_steps, 10) == curve(by_fraction, 10) == curve(by_start, 10)
 
 
@@ -192,6 +196,36 @@ def test_a_branched_decay_shares_the_stable_part_whatever_its_length():
     trunk = WarmupStableDecay(warmup_steps=3, decay_steps=1)
     assert curve(short, 60, steps=51) == curve(trunk, 100_000, steps=51)
     assert short.factor(55, 60) == 1 - math.sqrt(0.5)
+
+
+def test_power_decay_by_hand():
+    schedule = PowerDecay(warmup_steps=2, decay_steps=4, power=2)
+    # warmup 1/2, 2/2; the peak; then the squares of 4/4, 3/4, 2/4, 1/4; then the floor
+    assert curve(schedule, 8, steps=10) == [0.5, 1, 1, 1, 1, 0.5625, 0.25, 0.0625, 0, 0]
+    floored = PowerDecay(warmup_steps=0, decay_steps=2, power=2, min_ratio=0.5)
+    assert curve(floored, 3, steps=5) == [1, 1, 0.625, 0.5, 0.5]
+
+
+def test_power_decay_is_the_curve_of_the_record():
+    """Settings of the embedding in record 46 (PowerCool): flat until step 1487 of 2900."""
+    peak, c, total = 0.3, 4.976805410800738e-05, 2900
+    schedule = PowerDecay(warmup_steps=0, decay_start=1487)
+    record = [min(peak, c * max(0.0, total - step) ** 1.2) for step in range(total + 10)]
+    assert [schedule.lr(peak, step, total) for step in range(total + 10)] == pytest.approx(record, rel=1e-14)
+    assert schedule.lr(peak, 1487, total) == peak > schedule.lr(peak, 1488, total)
+
+
+@given(st.integers(0, 99), st.floats(0.1, 4))
+def test_power_decay_is_the_smaller_of_peak_and_power(step, power):
+    schedule, peak = PowerDecay(warmup_steps=0, decay_start=40, power=power), 6e-4
+    c = peak / (100 - 40) ** power
+    assert schedule.lr(peak, step, 100) == pytest.approx(min(peak, c * (100 - step) ** power), rel=1e-12)
+
+
+def test_a_power_of_1_is_a_straight_line():
+    straight = WarmupStableDecay(warmup_steps=3, decay_steps=50, decay_shape="linear", min_ratio=0.1)
+    power = PowerDecay(warmup_steps=3, decay_steps=50, power=1, min_ratio=0.1)
+    assert curve(power, 100) == pytest.approx(curve(straight, 100), abs=1e-15)
 
 
 def test_cosine_restarts_by_hand():
@@ -212,13 +246,15 @@ def test_the_defaults_are_those_that_the_docstrings_give():
     assert WarmupInverseSqrt(warmup_steps=1).factor(10**8, None) == pytest.approx(1e-4)
     assert WarmupStableDecay(warmup_steps=0).factor(30, 30) == 0
     assert WarmupStableDecay(warmup_steps=0).factor(95, 100) == 1 - math.sqrt(0.5)  # 1-sqrt
+    assert curve(PowerDecay(warmup_steps=0), 100).count(1.0) == 21  # steps 0 to 20; 20 starts the decay
+    assert PowerDecay(warmup_steps=0).factor(60, 100) == 0.5**1.2
     assert CosineRestarts(cycle_steps=4).factor(4, None) == CosineRestarts(cycle_steps=4).factor(0, None) == 1
 
 
 # ---- refusals
 
 
-@pytest.mark.parametrize("cls", [WarmupCosine, WarmupLinear, WarmupStableDecay])
+@pytest.mark.parametrize("cls", [WarmupCosine, WarmupLinear, WarmupStableDecay, PowerDecay])
 @pytest.mark.parametrize("missing", [None, -1])
 def test_a_curve_with_an_end_names_max_steps_where_it_is_missing(cls, missing):
     schedule = cls(warmup_steps=1)
@@ -242,27 +278,28 @@ def test_a_curve_without_an_end_needs_no_max_steps(schedule):
         WarmupCosine(warmup_steps=5),
         WarmupLinear(warmup_steps=5),
         WarmupStableDecay(warmup_steps=5),
+        PowerDecay(warmup_steps=5),
         WarmupInverseSqrt(warmup_steps=5),
         WarmupConstant(warmup_steps=5),
         CosineRestarts(cycle_steps=1, warmup_steps=5),
     ],
 )
 def test_a_warmup_as_long_as_the_run_is_refused(schedule):
-    schedule.check(6 if not isinstance(schedule, WarmupStableDecay) else 100)
+    schedule.check(6 if not isinstance(schedule, WarmupStableDecay | PowerDecay) else 100)
     with pytest.raises(UsageError, match=r"warmup_steps=5 is not below trainer\.max_steps=5"):
         schedule.check(5)
     with pytest.raises(UsageError, match="warmup_steps=5"):
         schedule.factor(7, 5)
 
 
-@pytest.mark.parametrize("cls", [WarmupCosine, WarmupLinear, WarmupInverseSqrt, WarmupConstant, WarmupStableDecay])
+@pytest.mark.parametrize("cls", SCHEDULES)
 @pytest.mark.parametrize("bad", [-1, math.nan, 2.0, True, "3"])
 def test_a_warmup_that_is_no_whole_number_is_refused(cls, bad):
     with pytest.raises(UsageError, match=rf"{cls.__name__}\.warmup_steps="):
         cls(warmup_steps=bad)
 
 
-@pytest.mark.parametrize("cls", [WarmupCosine, WarmupLinear, WarmupInverseSqrt, WarmupStableDecay])
+@pytest.mark.parametrize("cls", [WarmupCosine, WarmupLinear, WarmupInverseSqrt, WarmupStableDecay, PowerDecay])
 @pytest.mark.parametrize("bad", [-0.1, 1.1, math.nan, math.inf, True, "low"])
 def test_a_floor_outside_0_to_1_is_refused(cls, bad):
     with pytest.raises(UsageError, match=rf"{cls.__name__}\.min_ratio="):
@@ -284,10 +321,10 @@ def test_cosine_restarts_names_the_bad_setting(bad, message):
         CosineRestarts(**{"cycle_steps": 3, **bad})
 
 
+@pytest.mark.parametrize("cls", [WarmupStableDecay, PowerDecay])
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"decay_shape": "square"}, "decay_shape='square': give one of linear, cosine, 1-sqrt"),
         ({"decay_steps": 0}, "decay_steps=0"),
         ({"decay_fraction": 1.5}, "decay_fraction=1.5"),
         ({"decay_fraction": math.nan}, "decay_fraction=nan"),
@@ -295,11 +332,23 @@ def test_cosine_restarts_names_the_bad_setting(bad, message):
         ({"decay_steps": 3, "decay_start": 3}, "decay_steps and decay_start are both given"),
     ],
 )
-def test_warmup_stable_decay_names_the_bad_setting(bad, message):
-    with pytest.raises(UsageError, match=message):
-        WarmupStableDecay(warmup_steps=1, **bad)
+def test_a_decay_names_the_bad_setting(cls, bad, message):
+    with pytest.raises(UsageError, match=rf"{cls.__name__}\b.*{message}"):
+        cls(warmup_steps=1, **bad)
 
 
+def test_a_shape_that_is_not_known_is_refused():
+    with pytest.raises(UsageError, match="decay_shape='square': give one of linear, cosine, 1-sqrt"):
+        WarmupStableDecay(warmup_steps=1, decay_shape="square")
+
+
+@pytest.mark.parametrize("bad", [0, -1.2, math.nan, math.inf, True, "2"])
+def test_a_power_that_is_no_number_above_0_is_refused(bad):
+    with pytest.raises(UsageError, match=r"^PowerDecay\.power=.*: give a number above 0"):
+        PowerDecay(warmup_steps=1, power=bad)
+
+
+@pytest.mark.parametrize("cls", [WarmupStableDecay, PowerDecay])
 @pytest.mark.parametrize(
     ("decay", "message"),
     [
@@ -308,9 +357,9 @@ def test_warmup_stable_decay_names_the_bad_setting(bad, message):
         ({"decay_fraction": 0.0}, "starts at step 10, not before"),
     ],
 )
-def test_a_decay_that_does_not_fit_the_run_is_refused(decay, message):
-    with pytest.raises(UsageError, match=message):
-        WarmupStableDecay(warmup_steps=5, **decay).check(10)
+def test_a_decay_that_does_not_fit_the_run_is_refused(cls, decay, message):
+    with pytest.raises(UsageError, match=rf"{cls.__name__}: .*{message}"):
+        cls(warmup_steps=5, **decay).check(10)
 
 
 def test_every_refusal_is_one_line():

@@ -154,3 +154,30 @@ def test_the_learning_rates_are_the_bits_of_the_schedules_lr():
     optimizer, scheduler = make(lr=6e-4, schedule=Exact())
     train(optimizer, scheduler, 1)
     assert lrs(optimizer)[0] == 6e-5  # not 6e-4 times a rounded 0.1
+
+
+def test_a_length_that_follows_is_set_before_the_first_step_and_after_a_state_is_loaded():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = ScheduleLR(optimizer, WarmupLinear(warmup_steps=2), length_follows=True)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    scheduler.load_state_dict({"last_epoch": 5})
+    with pytest.raises(UsageError, match=r"max_steps \(now None\)"):
+        scheduler.set_total_steps(None)
+    scheduler.set_total_steps(10)
+    assert optimizer.param_groups[0]["lr"] == 0.625
+    assert scheduler.get_last_lr() == [0.625]
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_length_that_follows_holds_for_the_curves_of_groups_and_their_decays():
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": 0.5} for _ in range(2)]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    linear = WarmupLinear(warmup_steps=0)
+    curves = [None, linear], [linear, None]
+    scheduler = ScheduleLR(optimizer, WarmupConstant(warmup_steps=0), None, *curves, length_follows=True)
+    scheduler.load_state_dict({"last_epoch": 5})
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5]
+    scheduler.set_total_steps(10)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(1.0, 0.25), (0.5, 0.5)]

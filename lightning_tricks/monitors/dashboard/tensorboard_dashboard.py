@@ -9,7 +9,7 @@ import fsspec
 from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
 from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._trainer import is_a, logging_step, shows_hp_metric
+from lightning_tricks._trainer import is_a, logging_step, run_length, shows_hp_metric
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors.dashboard import parts
@@ -81,7 +81,7 @@ class TensorBoardDashboard(pl.Callback):
         text = [parts.table(parts.facts(trainer, pl_module)), *([parts.table(hparams)] if hparams else [])]
         writer.add_text("recipe", "\n\n".join([*text, *([f"```yaml\n{recipe[0]}\n```"] if recipe else [])]), step)
         for index, config in enumerate(trainer.lr_scheduler_configs):
-            length = trainer.max_steps if config.interval == "step" else trainer.max_epochs or 0
+            length = (run_length(trainer) if config.interval == "step" else trainer.max_epochs) or 0
             steps = length // config.frequency
             points = [(at * config.frequency, lr) for at, lr in planned_lrs(config.scheduler, steps)]
             if points:

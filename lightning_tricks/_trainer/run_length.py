@@ -1,0 +1,101 @@
+"""The length of a run in optimizer steps, from `max_steps` and `max_epochs`, and the places where Lightning keeps it.
+
+`Trainer.estimated_stepping_batches` sets up the training loaders where it is read before they are: a loader that is
+resumed would have begun at its first batch by then. It also counts whole epochs only, also where a resume goes on in
+the middle of one whose batches are other ones now. This is counted from the position of the run.
+"""
+
+import math
+from typing import Any
+
+
+def step_limit(trainer: Any) -> tuple[Any, str]:
+    """Owner and name of the attribute that holds `max_steps`. Read from `_TrainingEpochLoop` (its `__init__`)."""
+    return trainer.fit_loop.epoch_loop, "max_steps"
+
+
+def run_length(trainer: Any) -> int | None:
+    """The optimizer step at which the running fit ends by `max_steps` or by `max_epochs`, whichever comes first.
+
+    None where that is not known: without either, with loaders without a length, with manual optimization and
+    `max_epochs` alone. Ask in `on_train_start`, in `on_train_epoch_start` or when the first batch of the fit starts:
+    then the data are there, a checkpoint is loaded, and the counters tell where in an epoch it goes on.
+    """
+    ends = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    if (left := _steps_left_in_epochs(trainer)) is not None:
+        ends.append(trainer.global_step + left)
+    return min(ends, default=None)
+
+
+def _steps_left_in_epochs(trainer: Any) -> int | None:
+    """Optimizer steps until `max_epochs`.
+
+    Read from `_FitLoop.done`, `on_advance_start` and `on_advance_end` (loops/fit_loop.py), and from
+    `_TrainingEpochLoop._num_ready_batches_reached` and `_accumulated_batches_reached` (loops/training_epoch_loop.py).
+    """
+    if trainer.max_epochs is None or trainer.max_epochs < 0 or not trainer.lightning_module.automatic_optimization:
+        return None
+    batches: float = trainer.num_training_batches
+    epochs, progress = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
+    underway, left = epochs.started > epochs.processed, max(trainer.max_epochs - epochs.processed, 0)
+    done = progress.current.processed if underway else 0  # the running batch is not
+    in_pass = getattr(trainer.datamodule, "steps_in_pass", None)
+    if in_pass is not None and trainer.max_steps < 0:
+        over = done >= batches or (progress.is_last_batch and done == progress.current.ready)
+        return _steps_left_in_passes(trainer, in_pass(trainer), left, done, underway, underway and over)
+    if math.isinf(batches):
+        return None
+    if not left:
+        return 0
+    running, later = _accumulation(trainer, epochs.processed, left)
+    gone = done // running if done < batches else math.ceil(batches / running)
+    return sum(math.ceil(batches / micro) * number for micro, number in later) - gone
+
+
+def _accumulation(trainer: Any, first: int, epochs: int) -> tuple[int, list[tuple[int, int]]]:
+    """Micro-batches in a step of epoch `first`, and of all `epochs` from there on with the number of such epochs."""
+    schedulers = [c for c in trainer.callbacks if hasattr(c, "get_accumulate_grad_batches")]
+    if not schedulers:
+        return trainer.accumulate_grad_batches, [(trainer.accumulate_grad_batches, epochs)]
+    found = [schedulers[0].get_accumulate_grad_batches(epoch) for epoch in range(first, first + epochs)]
+    return schedulers[0].get_accumulate_grad_batches(first), [(micro, 1) for micro in found]
+
+
+def _steps_left_in_passes(trainer: Any, whole: int, epochs: int, done: int, underway: bool, over: bool) -> int:
+    """The same for data that go on with the next row: an epoch ends with a pass over them, or with its last batch.
+
+    Args:
+        trainer: of the run.
+        whole: steps of a pass.
+        epochs: that have not ended.
+        done: micro-batches of the running epoch.
+        underway: whether there is a running epoch.
+        over: whether its last batch is done.
+    """
+    batches, micro = trainer.num_training_batches, trainer.accumulate_grad_batches
+    limit = whole if math.isinf(batches) else math.ceil(batches / micro)
+    left = whole - trainer.global_step % whole
+    if not underway:
+        return steps_of_epochs(epochs, left, whole, limit)
+    running = 0 if over else left if math.isinf(batches) else min(left, max(limit - done // micro, 0))
+    return running + steps_of_epochs(epochs - 1, left - running or whole, whole, limit)
+
+
+def steps_of_epochs(epochs: int, left: int, whole: int, limit: int) -> int:
+    """Steps of epochs that take turns on passes over the data: each ends with a pass, or after `limit` steps.
+
+    Args:
+        epochs: number of them.
+        left: steps until the running pass ends, at least 1.
+        whole: steps of each pass after it.
+        limit: of an epoch.
+
+    Example:
+        >>> steps_of_epochs(epochs=4, left=3, whole=5, limit=2)  # 2 and 1, then 2 and 2 of the next pass
+        7
+    """
+    first = math.ceil(left / limit)
+    if epochs <= first:
+        return min(max(epochs, 0) * limit, left)
+    passes, rest = divmod(epochs - first, math.ceil(whole / limit))
+    return left + passes * whole + min(rest * limit, whole)

@@ -1,0 +1,151 @@
+"""A run that is given in tokens: ends it after so many, and counts those of the runs that it goes on from."""
+
+import math
+from contextlib import ExitStack
+from typing import Any
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._replaced import replaced
+from lightning_tricks._trainer import data_rank, step_limit
+
+
+class TotalTokens(pl.Callback):
+    """Ends a run after a number of training tokens: sets the Trainer's `max_steps` for as long as a fit lasts.
+
+    The run ends with the first optimizer step at which the tokens of all processes reach `total_tokens`. Because they
+    become `max_steps`, before the data are asked for, the schedule, the progress bar, averages and monitors have the
+    right length. On a resume the tokens count that the checkpoint's runs have seen, whatever their batches were, so
+    the run still ends at the same number of tokens with other devices, accumulation or micro-batches.
+
+    Tokens are positions: padding counts. `max_steps` must be left out; with `max_epochs`, whichever comes first ends
+    the run. Give a Trainer of your own `max_epochs=-1`, as Lightning sets 1000 where neither is given.
+
+    Args:
+        total_tokens: of the whole run, over all processes and resumes; a whole number, also written 2e9.
+        micro_batch_tokens: tokens in one micro-batch of one process, for data that do not tell. None:
+            `seq_len * micro_batch_size` of the Trainer's data module.
+
+    Raises:
+        UsageError: a number out of range; when the fit starts: `max_steps` is given too, the tokens of a step are not
+            known, or are not the same in each step (`GradientAccumulationScheduler`), manual optimization.
+    """
+
+    def __init__(self, total_tokens: float, micro_batch_tokens: int | None = None) -> None:
+        for option, value in (("total_tokens", total_tokens), ("micro_batch_tokens", micro_batch_tokens)):
+            whole = isinstance(value, int | float) and math.isfinite(value) and value == int(value) and value > 0
+            if isinstance(value, bool) or not (whole or (value is None and option == "micro_batch_tokens")):
+                raise UsageError(f"TotalTokens.{option}={value!r}: give a whole number above 0, such as 2e9")
+        self.total_tokens = int(total_tokens)
+        self.micro_batch_tokens = micro_batch_tokens
+        self.resumes = False  # whether the fit goes on from a checkpoint, as far as it is known before
+        self._limit = ExitStack()  # our `max_steps`
+        self._trainer: Any = None
+        self._step = self._tokens = 0  # step at which this run begins, and the tokens seen until then
+        self._step_tokens = 0
+
+    def planned_steps(self, trainer: Any, datamodule: Any) -> int | None:
+        """The length of a new run, before its processes are up; None where a checkpoint will tell.
+
+        Raises:
+            UsageError: see the class.
+        """
+        self._check(trainer)
+        tokens = self._micro_batch(datamodule) * trainer.accumulate_grad_batches
+        steps = math.ceil(self.total_tokens / (tokens * trainer.num_devices * trainer.num_nodes))
+        return None if self.resumes else steps
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Limit a new run."""
+        self._trainer = None
+        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        self._limit.close()  # of a fit that failed
+        self._check(trainer)
+        if not pl_module.automatic_optimization:
+            raise UsageError(
+                f"total_tokens={self.total_tokens}: the steps of manual optimization do not tell their tokens: set "
+                "trainer.max_steps"
+            )
+        self._trainer = trainer
+        micro_batch = self._micro_batch(trainer.datamodule)  # type: ignore[attr-defined]
+        seen = self.tokens_at(trainer.global_step)  # in an earlier fit of this Trainer
+        self._step_tokens = micro_batch * trainer.accumulate_grad_batches * data_rank(trainer)[1]
+        self._step, self._tokens = trainer.global_step, seen
+        self._set_limit()
+
+    def _check(self, trainer: Any) -> None:
+        name = f"total_tokens={self.total_tokens}"
+        if trainer.max_steps != -1:
+            raise UsageError(f"{name} and trainer.max_steps={trainer.max_steps}: give one of them")
+        if any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks):
+            raise UsageError(
+                f"{name}: with a GradientAccumulationScheduler the tokens of a step change with the epoch: set "
+                "trainer.max_steps"
+            )
+
+    def _micro_batch(self, data: Any) -> int:
+        """Tokens in one micro-batch of one process."""
+        if self.micro_batch_tokens is not None:
+            return int(self.micro_batch_tokens)
+        rows, length = getattr(data, "micro_batch_size", None), getattr(data, "seq_len", None)
+        if not isinstance(rows, int) or not isinstance(length, int) or rows * length < 1:
+            raise UsageError(
+                f"total_tokens={self.total_tokens}: the data do not tell the tokens of a micro-batch: give "
+                "TotalTokens(micro_batch_tokens=...), or a data module with seq_len and micro_batch_size"
+            )
+        return rows * length
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens that the run and those before it have seen at an optimizer step of this run."""
+        return self._tokens + (step - self._step) * self._step_tokens
+
+    def _steps(self) -> int:
+        return self._step + max(math.ceil((self.total_tokens - self._tokens) / self._step_tokens), 0)
+
+    def _set_limit(self) -> None:
+        self._limit.close()
+        self._limit.enter_context(replaced(*step_limit(self._trainer), self._steps()))
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        """Count on from the checkpoint's tokens."""
+        if self._trainer is None:
+            return
+        step = int(checkpoint["global_step"])
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        tokens = state["tokens"] if state else _tokens_of_data(data, checkpoint, step)
+        self._step, self._tokens = step, step * self._step_tokens if tokens is None else tokens
+        self._set_limit()
+        if self._tokens >= self.total_tokens:
+            rank_zero_info(
+                f"total_tokens={self.total_tokens:,}: the checkpoint has seen {self._tokens:,}; give more to go on"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Say how many steps they are."""
+        if self._trainer is not None:
+            seen = f"{self._tokens:,} seen at step {self._step}, " if self._step else ""
+            ends = f"{self._step_tokens:,} in a step, ends with step {self._steps()}"
+            rank_zero_info(f"total_tokens={self.total_tokens:,}: {seen}{ends}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tokens seen so far, by all processes."""
+        return {} if self._trainer is None else {"tokens": self.tokens_at(self._trainer.global_step)}
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        """Give the Trainer its own limit back."""
+        self._limit.close()
+
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Give the Trainer its own limit back."""
+        self._limit.close()
+
+
+def _tokens_of_data(data: Any, checkpoint: dict[str, Any], step: int) -> int | None:
+    """Tokens that the steps of a checkpoint took, from the position of the data in it; None where it does not tell."""
+    state = checkpoint.get(type(data).__qualname__)
+    if not isinstance(state, dict) or not hasattr(data, "rows_of_steps"):
+        return None
+    rows = data.rows_of_steps(step, state)
+    return None if rows is None else rows * state["seq_len"]

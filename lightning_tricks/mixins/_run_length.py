@@ -1,0 +1,115 @@
+"""The length of a run for its schedule: from `max_steps` at once, from epochs and tokens when training starts.
+
+Only then does the Trainer know its data, and where a checkpoint goes on: to ask before would begin the loaders.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._trainer import run_length
+from lightning_tricks.schedules import Schedule, ScheduleLR
+
+
+class ScheduleLength(pl.Callback):
+    """Sets the length of each `ScheduleLR` when training starts, before the first step. Keeps nothing.
+
+    It is the last callback, so that it counts from where the others let a resumed run go on.
+    """
+
+    @classmethod
+    def follow(cls, trainer: Any) -> None:
+        """Add one to a Trainer, after its other callbacks; once."""
+        others = [callback for callback in trainer.callbacks if not isinstance(callback, cls)]
+        trainer.callbacks = [*others, cls()]  # a new list: Lightning may be iterating over the old one
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Set it where it is another one than so far."""
+        total = run_length(trainer)
+        for config in trainer.lr_scheduler_configs:
+            scheduler: Any = config.scheduler
+            if isinstance(scheduler, ScheduleLR) and (scheduler.length_follows or scheduler.total_steps != total):
+                if total is None:
+                    _refuse_untold(trainer, trainer.lightning_module, scheduler.curves)
+                with _named(trainer, total):
+                    scheduler.set_total_steps(total)
+
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Leave the Trainer's callbacks as they were."""
+        kept = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+        trainer.callbacks = kept  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _named(trainer: Any, total: int | None) -> Iterator[None]:
+    """Name the option that gave the length of the run in an error inside the `with`, where it is not `max_steps`."""
+    planner = _planner(trainer)
+    try:
+        yield
+    except UsageError as error:
+        if planner is not None:
+            raise UsageError(f"total_tokens={planner.total_tokens} makes {total} steps: {error}") from None
+        if total != trainer.max_steps:
+            raise UsageError(f"trainer.max_epochs={trainer.max_epochs} makes {total} steps: {error}") from None
+        raise
+
+
+def _refuse_untold(trainer: Any, module: Any, curves: Sequence[Schedule]) -> None:
+    """Refuse a number of epochs whose steps cannot be known, where a curve needs the length of the run."""
+    where = "where the training loader has no length" if module.automatic_optimization else "with manual optimization"
+    for curve in curves:
+        if curve.needs_total:
+            raise UsageError(
+                f"{type(curve).__name__} needs the length of the run, which trainer.max_epochs={trainer.max_epochs} "
+                f"does not tell {where}: set trainer.max_steps"
+            )
+
+
+def schedule_lr(
+    trainer: Any,
+    optimizer: Any,
+    schedule: Schedule,
+    group_schedules: Sequence[Schedule | None],
+    decay_schedules: Sequence[Schedule | None],
+) -> ScheduleLR:
+    """The scheduler of a run, whose length is set when training starts; see `ScheduleLR`.
+
+    Raises:
+        UsageError: a schedule does not fit the run, as far as its length is known.
+    """
+    ScheduleLength.follow(trainer)
+    curves = group_schedules, decay_schedules
+    with _named(trainer, trainer.max_steps):
+        if _by_epochs(trainer) and trainer.max_steps < 0:
+            return ScheduleLR(optimizer, schedule, None, *curves, length_follows=True)
+        return ScheduleLR(optimizer, schedule, trainer.max_steps, *curves)
+
+
+def check_length(trainer: Any, datamodule: Any, module: Any, curves: Sequence[Schedule]) -> None:
+    """Refuse a run that a schedule does not fit, before the data are prepared, as far as its length is known then.
+
+    Raises:
+        UsageError: see `Schedule.check`; `max_epochs` alone with manual optimization.
+    """
+    planner, steps = _planner(trainer), trainer.max_steps
+    if planner is not None:
+        steps = planner.planned_steps(trainer, datamodule)
+    elif steps < 0 and _by_epochs(trainer):
+        steps = None
+        if not module.automatic_optimization:
+            _refuse_untold(trainer, module, curves)
+    for curve in curves if steps is not None else ():
+        with _named(trainer, steps):
+            curve.check(steps)
+
+
+def _planner(trainer: Any) -> Any:
+    """The callback that gives the run its length in tokens, by its method `planned_steps`: TotalTokens; or None."""
+    return next((callback for callback in trainer.callbacks if hasattr(callback, "planned_steps")), None)
+
+
+def _by_epochs(trainer: Any) -> bool:
+    """Whether a number of epochs ends the run."""
+    return trainer.max_epochs is not None and trainer.max_epochs >= 0

@@ -1,0 +1,247 @@
+"""Runs given in tokens: they are the runs of as many steps, and end at the same tokens whatever a resume changes."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from torch.utils.data import DataLoader
+from two_processes import run as in_processes
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl
+from lightning_tricks.callbacks import TotalTokens, TrainingProgressBar
+from lightning_tricks.data import ShardWriter, TokenData
+from lightning_tricks.mixins import OptimizerMixin
+from lightning_tricks.schedules import WarmupCosine, WarmupLinear
+from lightning_tricks.strategies import FSDP2Strategy
+
+SCHEDULE = WarmupLinear(warmup_steps=1)
+
+
+class Model(OptimizerMixin, pl.LightningModule):
+    """A table of logits; notes the lr of each step, and fails when it is told to."""
+
+    def __init__(self, schedule=SCHEDULE, fails_at=None, manual=False):
+        super().__init__(optimizer=lambda groups: torch.optim.AdamW(groups, lr=1.0), schedule=schedule)
+        self.automatic_optimization = not manual
+        self.blocks = torch.nn.ModuleList(torch.nn.Embedding(64, 64) for _ in range(2))
+        self.lrs, self.fails_at = [], fails_at
+
+    def training_step(self, batch, _):
+        if self.global_step == self.fails_at:
+            raise ZeroDivisionError
+        return sum(block(batch["input_ids"]).square().mean() for block in self.blocks)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.lrs.append(float(optimizer.param_groups[0]["lr"]))
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    with ShardWriter(folder, "train", 64) as writer:
+        writer.append(np.arange(1000) % 64)
+    return folder / "train_000000.bin"
+
+
+def fit(shard, total=None, *callbacks, model=None, resume=None, data=None, **options):
+    """Train on micro-batches of 2 rows of 8 tokens."""
+    torch.manual_seed(0)
+    model, data = model or Model(), data or TokenData(train=str(shard), seq_len=8, micro_batch_size=2, seed=3)
+    own = [TotalTokens(total)] if total is not None else []
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        enable_progress_bar=any(isinstance(c, TrainingProgressBar) for c in callbacks), enable_model_summary=False,
+        callbacks=[*own, *callbacks], **{"devices": 1, "max_epochs": -1, "log_every_n_steps": 1, **options},
+    )  # fmt: skip
+    if isinstance(data, DataLoader):
+        trainer.fit(model, data, ckpt_path=resume)
+    else:
+        trainer.fit(model, datamodule=data, ckpt_path=resume)
+    return trainer, model
+
+
+def planned(steps):
+    """The lr of each step of a run of so many."""
+    return [SCHEDULE.lr(1.0, step, steps) for step in range(steps)]
+
+
+def saver(folder):
+    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+
+
+def same_weights(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+# ---- the run
+
+
+@pytest.mark.parametrize(
+    ("total", "accumulate", "steps"),
+    [(96, 1, 6), (97, 1, 7), (1e2, 1, 7), (96, 3, 2), (100, 3, 3), (17, 1, 2)],
+)
+def test_it_is_the_run_of_as_many_steps_as_reach_the_tokens(shard, total, accumulate, steps):
+    trainer, model = fit(shard, total, accumulate_grad_batches=accumulate)
+    same, other = fit(shard, max_steps=steps, accumulate_grad_batches=accumulate)
+    assert trainer.global_step == same.global_step == steps
+    assert model.lrs == other.lrs == planned(steps)
+    assert same_weights(model, other)
+
+
+def test_the_bar_counts_to_the_last_step(shard, capsys):
+    fit(shard, 64, TrainingProgressBar())
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split("  ")[0] for line in lines] == [f"step {n}/4 ({n / 4:.0%})" for n in range(1, 5)]
+    assert lines[-1].endswith("ETA 0:00:00")
+
+
+def test_one_line_says_how_many_steps_they_are(shard, caplog):
+    fit(shard, 100)
+    assert "total_tokens=100: 16 in a step, ends with step 7" in caplog.text
+
+
+def test_the_trainer_has_its_own_limit_back_after_the_fit_and_after_an_error(shard):
+    trainer, _ = fit(shard, 64)
+    assert trainer.max_steps == -1
+    model = Model(fails_at=2)
+    with pytest.raises(ZeroDivisionError):
+        fit(shard, 64, model=model)
+    assert model.trainer.max_steps == -1
+
+
+def test_fast_dev_run_is_as_long_as_it_says(shard):
+    trainer, _ = fit(shard, 64, fast_dev_run=2)
+    assert trainer.global_step == 2
+
+
+# ---- a resume
+
+
+def test_a_resume_from_any_step_is_the_run_without_one(shard, tmp_path):
+    _, whole = fit(shard, 96, saver(tmp_path))
+    for step in range(1, 6):
+        trainer, model = fit(shard, 96, resume=tmp_path / f"step={step}.ckpt")
+        assert trainer.global_step == 6
+        assert model.lrs == whole.lrs[step:]
+        assert same_weights(model, whole)
+
+
+def test_tokens_of_another_batch_count_as_what_they_were(shard, tmp_path, caplog):
+    fit(shard, 160, saver(tmp_path))
+    trainer, model = fit(
+        shard, 160, saver(tmp_path / "again"), resume=tmp_path / "step=4.ckpt", accumulate_grad_batches=3
+    )
+    assert trainer.global_step == 4 + 2  # 64 tokens, then 48 in a step
+    assert "total_tokens=160: 64 seen at step 4, 48 in a step, ends with step 6" in caplog.text
+    assert model.lrs == planned(6)[4:]
+    state = torch.load(tmp_path / "again" / "step=5.ckpt", weights_only=True)["callbacks"]["TotalTokens"]
+    assert state == {"tokens": 64 + 48}
+    trainer, model = fit(shard, 160, resume=tmp_path / "again" / "step=5.ckpt")
+    assert trainer.global_step == 5 + 3
+    assert model.lrs == planned(8)[5:]
+
+
+def test_a_checkpoint_of_a_run_in_steps_tells_its_tokens_by_its_position(shard, tmp_path):
+    fit(shard, None, saver(tmp_path), max_steps=4)
+    twice = {"resume": tmp_path / "step=4.ckpt", "accumulate_grad_batches": 2}
+    fit(shard, None, saver(tmp_path / "twice"), max_steps=6, **twice)
+    trainer, model = fit(shard, 256, resume=tmp_path / "twice" / "step=6.ckpt")
+    assert trainer.global_step == 6 + (256 - 4 * 16 - 2 * 32) // 16
+    assert model.lrs == planned(14)[6:]
+
+
+def test_a_resume_with_more_tokens_goes_on_and_one_with_fewer_ends_at_once(shard, tmp_path, caplog):
+    fit(shard, 64, saver(tmp_path))
+    trainer, model = fit(shard, 96, resume=tmp_path / "step=4.ckpt")
+    assert trainer.global_step == 6
+    assert model.lrs == planned(6)[4:]
+    trainer, model = fit(shard, 48, resume=tmp_path / "step=4.ckpt")
+    assert trainer.global_step == 4
+    assert model.lrs == []
+    assert "total_tokens=48: the checkpoint has seen 64; give more to go on" in caplog.text
+
+
+# ---- ranks
+
+
+def _fit_on_two_ranks(rank, folder, shard):
+    for name, strategy in (("ddp", lambda: "ddp"), ("fsdp2", FSDP2Strategy)):
+
+        def run(*callbacks, accumulate=2, resume=None, strategy=strategy):
+            options = {"devices": 2, "strategy": strategy(), "accumulate_grad_batches": accumulate, "resume": resume}
+            return fit(shard, 320, *callbacks, **options)
+
+        trainer, model = run(saver(folder / name))
+        assert trainer.global_step == 5  # 64 tokens in a step
+        assert model.lrs == planned(5)
+        checkpoint = folder / name / "step=3.ckpt"
+        assert run(resume=checkpoint)[1].lrs == planned(5)[3:]
+        trainer, model = run(resume=checkpoint, accumulate=1)
+        assert trainer.global_step == 3 + 4
+        assert model.lrs == planned(7)[3:]
+
+
+def test_two_ranks_see_the_tokens_together_and_a_resume_on_one_rank_counts_them(shard, tmp_path):
+    in_processes(_fit_on_two_ranks, tmp_path, shard)
+    trainer, model = fit(shard, 320, resume=tmp_path / "ddp" / "step=3.ckpt")
+    assert trainer.global_step == 3 + (320 - 192) // 16
+    assert model.lrs == planned(11)[3:]
+
+
+# ---- other data
+
+
+def rows(count=40):
+    return DataLoader([{"input_ids": torch.arange(8) % 64} for _ in range(count)], batch_size=2)
+
+
+def test_data_that_do_not_tell_their_tokens_are_refused_unless_they_are_given(shard):
+    trainer, model = fit(None, None, TotalTokens(100, micro_batch_tokens=16), data=rows())
+    assert trainer.global_step == 7
+    assert model.lrs == planned(7)
+    with pytest.raises(
+        UsageError, match=r"^total_tokens=100: the data do not tell .* give TotalTokens\(micro_batch_tokens=[^\n]*$"
+    ):
+        fit(None, 100, data=rows())
+
+
+def test_epochs_end_the_run_where_they_come_first(shard):
+    trainer, model = fit(None, None, TotalTokens(1000, micro_batch_tokens=16), data=rows(10), max_epochs=3)
+    assert trainer.global_step == 15
+    assert model.lrs == planned(15)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("bad", [0, -5, 1.5, math.nan, math.inf, True, "many", None])
+def test_tokens_that_are_no_whole_number_above_0_are_refused(bad):
+    with pytest.raises(UsageError, match=r"^TotalTokens\.total_tokens=.*: give a whole number above 0"):
+        TotalTokens(bad)
+    if bad is not None:
+        with pytest.raises(UsageError, match=r"^TotalTokens\.micro_batch_tokens="):
+            TotalTokens(5, bad)
+
+
+def test_what_it_cannot_do_is_refused_in_one_line(shard):
+    with pytest.raises(UsageError, match=r"^total_tokens=64 and trainer\.max_steps=3: give one of them$"):
+        fit(shard, 64, max_steps=3)
+    with pytest.raises(UsageError, match=r"^total_tokens=64: with a GradientAccumulationScheduler [^\n]*$"):
+        fit(shard, 64, GradientAccumulationScheduler({1: 2}))
+    with pytest.raises(UsageError, match=r"^total_tokens=64: the steps of manual optimization [^\n]*$"):
+        fit(shard, 64, model=Model(manual=True))
+
+
+def test_a_warmup_as_long_as_the_tokens_is_refused_before_the_data_unless_a_checkpoint_tells_more(shard):
+    total, model = TotalTokens(64), Model(WarmupCosine(warmup_steps=4))
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, max_epochs=-1, callbacks=[total])
+    data = TokenData(train="none.bin", seq_len=8, micro_batch_size=2)
+    with pytest.raises(UsageError, match=r"^total_tokens=64 makes 4 steps: WarmupCosine\.warmup_steps=4 is not below"):
+        model.check_run(trainer, data, "fit")
+    total.resumes = True
+    model.check_run(trainer, data, "fit")
+    with pytest.raises(UsageError, match=r"^total_tokens=64 makes 4 steps: WarmupCosine\.warmup_steps=4 is not below"):
+        fit(shard, 64, model=model)
