@@ -7,6 +7,7 @@ from lightning_tricks.accounting import training_flops_per_token as training_flo
 from lightning_tricks.callbacks import EMA as EMA
 from lightning_tricks.callbacks import ActivationMonitor as ActivationMonitor
 from lightning_tricks.callbacks import AttentionMonitor as AttentionMonitor
+from lightning_tricks.callbacks import BatchSizeWarmup as BatchSizeWarmup
 from lightning_tricks.callbacks import CompressionBaseline as CompressionBaseline
 from lightning_tricks.callbacks import ExactResume as ExactResume
 from lightning_tricks.callbacks import GCControl as GCControl
@@ -16,6 +17,7 @@ from lightning_tricks.callbacks import HangWatchdog as HangWatchdog
 from lightning_tricks.callbacks import InitFrom as InitFrom
 from lightning_tricks.callbacks import LeanLoop as LeanLoop
 from lightning_tricks.callbacks import LRMonitor as LRMonitor
+from lightning_tricks.callbacks import LRScalingRule as LRScalingRule
 from lightning_tricks.callbacks import MemoryMonitor as MemoryMonitor
 from lightning_tricks.callbacks import MetricBuffer as MetricBuffer
 from lightning_tricks.callbacks import MFUMonitor as MFUMonitor

@@ -18,6 +18,7 @@ from lightning_tricks._trainer.loop import reopen_epoch as reopen_epoch
 from lightning_tricks._trainer.loop import repeat_micro_batches as repeat_micro_batches
 from lightning_tricks._trainer.loop import set_consumed as set_consumed
 from lightning_tricks._trainer.loop import shift_micro_batches as shift_micro_batches
+from lightning_tricks._trainer.loop import steps_in_epoch as steps_in_epoch
 from lightning_tricks._trainer.loop import validation_follows as validation_follows
 from lightning_tricks._trainer.module import attach_stand_in as attach_stand_in
 from lightning_tricks._trainer.module import compiled_steps as compiled_steps

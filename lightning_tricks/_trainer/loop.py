@@ -56,6 +56,14 @@ def batch_progress(trainer: Any) -> Any:
     return trainer.fit_loop.epoch_loop.batch_progress
 
 
+def steps_in_epoch(trainer: Any) -> int:
+    """Optimizer steps that are done in this epoch, which a checkpoint restores; in automatic optimization.
+
+    Read from `_AutomaticOptimization.optim_progress` (loops/optimization/automatic.py), an `_OptimizationProgress`.
+    """
+    return int(trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.current.completed)
+
+
 def is_restarting(trainer: Any) -> bool:
     """Whether training goes on from a checkpoint. Read from `_Loop.restarting` (loops/loop.py)."""
     return bool(trainer.fit_loop.restarting)

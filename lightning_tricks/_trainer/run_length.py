@@ -8,6 +8,8 @@ the middle of one whose batches are other ones now. This is counted from the pos
 import math
 from typing import Any
 
+from lightning_tricks._accumulation import accumulation
+
 
 def step_limit(trainer: Any) -> tuple[Any, str]:
     """Owner and name of the attribute that holds `max_steps`. Read from `_TrainingEpochLoop` (its `__init__`)."""
@@ -39,10 +41,13 @@ def _steps_left_in_epochs(trainer: Any) -> int | None:
     epochs, progress = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
     underway, left = epochs.started > epochs.processed, max(trainer.max_epochs - epochs.processed, 0)
     done = progress.current.processed if underway else 0  # the running batch is not
-    in_pass = getattr(trainer.datamodule, "steps_in_pass", None)
-    if in_pass is not None and trainer.max_steps < 0:
-        over = done >= batches or (progress.is_last_batch and done == progress.current.ready)
-        return _steps_left_in_passes(trainer, in_pass(trainer), left, done, underway, underway and over)
+    in_pass = getattr(trainer.datamodule, "micro_batches_in_pass", None) if trainer.max_steps < 0 else None
+    over = underway and (done >= batches or (progress.is_last_batch and done == progress.current.ready))
+    if len(accumulation(trainer).starts) > 1:
+        return _steps_left_while_batches_grow(trainer, in_pass and in_pass(trainer), left - over, 0 if over else done)
+    if in_pass is not None:
+        whole = max(in_pass(trainer) // trainer.accumulate_grad_batches, 1)
+        return _steps_left_in_passes(trainer, whole, left, done, underway, over)
     if math.isinf(batches):
         return None
     if not left:
@@ -59,6 +64,26 @@ def _accumulation(trainer: Any, first: int, epochs: int) -> tuple[int, list[tupl
         return trainer.accumulate_grad_batches, [(trainer.accumulate_grad_batches, epochs)]
     found = [schedulers[0].get_accumulate_grad_batches(epoch) for epoch in range(first, first + epochs)]
     return schedulers[0].get_accumulate_grad_batches(first), [(micro, 1) for micro in found]
+
+
+def _steps_left_while_batches_grow(trainer: Any, in_pass: int | None, epochs: int, done: int) -> int | None:
+    """The same under BatchSizeWarmup.
+
+    Args:
+        trainer: of the run.
+        in_pass: micro-batches of a pass over data that go on with the next row; None for other data.
+        epochs: that have not ended.
+        done: micro-batches of the running one.
+    """
+    plan, step, batches = accumulation(trainer), trainer.global_step, trainer.num_training_batches
+    if in_pass is None and math.isinf(batches):
+        return None
+    for _ in range(epochs):
+        ends = [] if math.isinf(batches) else [plan.steps_of_epoch(step, int(batches) - done)]
+        if in_pass is not None:
+            ends.append(plan.steps_to_end_of_pass(step, in_pass))
+        step, done = step + min(ends), 0
+    return int(step) - int(trainer.global_step)
 
 
 def _steps_left_in_passes(trainer: Any, whole: int, epochs: int, done: int, underway: bool, over: bool) -> int:

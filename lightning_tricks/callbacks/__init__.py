@@ -2,6 +2,8 @@
 
 from lightning_tricks.guards.averages.ema import EMA as EMA
 from lightning_tricks.guards.averages.tail_average import TailAverage as TailAverage
+from lightning_tricks.guards.batch_size.batch_size_warmup import BatchSizeWarmup as BatchSizeWarmup
+from lightning_tricks.guards.batch_size.lr_scaling_rule import LRScalingRule as LRScalingRule
 from lightning_tricks.guards.exact_resume.exact_resume import ExactResume as ExactResume
 from lightning_tricks.guards.gc_control import GCControl as GCControl
 from lightning_tricks.guards.hang_watchdog.hang_watchdog import HangWatchdog as HangWatchdog

@@ -102,10 +102,10 @@ class ShardData(pl.LightningDataModule):
 
         return Loader(batches, positions, self.num_workers, self._guard)
 
-    def steps_in_pass(self, trainer: pl.Trainer) -> int:
-        """Optimizer steps of one pass over the training data, which is an epoch where `max_epochs` counts."""
+    def micro_batches_in_pass(self, trainer: pl.Trainer) -> int:
+        """Micro-batches of each process in one pass over the training data, an epoch where `max_epochs` counts."""
         order = WindowOrder(len(self.streams["train"]), self.seq_len, self.seed)
-        return self._position.steps_in_pass(trainer, order.windows)
+        return order.windows // self._position.rows_at_once(trainer)
 
     def training_rows(self) -> TrainBatches:
         """The training rows, each by its sample position, those that a run passes over too; after `setup`."""

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from lightning_tricks._accumulation import Accumulation, accumulation, micro_batches_in_step
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
-from lightning_tricks._trainer import batch_progress, data_rank, is_restarting
+from lightning_tricks._trainer import batch_progress, data_rank, is_restarting, steps_in_epoch
 from lightning_tricks.data.batch_history import BatchHistory, Span
 from lightning_tricks.data.skipped_samples import SkippedSamples
 
@@ -41,26 +42,33 @@ def steps_done(trainer: pl.Trainer) -> int:
     return batch_progress(trainer).total.processed
 
 
-def steps_to_come(trainer: pl.Trainer, steps_in_pass: int) -> int:
+def steps_to_come(trainer: pl.Trainer, pass_micro_batches: int) -> int:
     """Steps that the loader should serve now: to `max_steps`; else to the end of this pass over the data; else no end.
 
     The loader has to know the end: Lightning validates after the last batch only if it sees that batch coming.
+
+    Args:
+        pass_micro_batches: of each process in a pass, of which the whole steps are taken, but at least one.
     """
     done = steps_done(trainer)
     if trainer.max_steps >= 0 and trainer.lightning_module.automatic_optimization:
         return max(trainer.max_steps - done, 0)
     if trainer.max_steps < 0 and (trainer.max_epochs or 0) > 0:
-        return steps_in_pass - done % steps_in_pass
+        return accumulation(trainer).steps_to_end_of_pass(done, pass_micro_batches)
     return ENDLESS
 
 
-def align_accumulation(trainer: pl.Trainer, saved_micro_batches: int) -> None:
+def align_accumulation(trainer: pl.Trainer, saved_micro_batches: int, in_step: int | None = None) -> None:
     """After a restart, put Lightning's batch counters back to the last whole step.
 
     A checkpoint holds the number of micro-batches of an incomplete step, but not their gradients. Lightning would
     accumulate only the rest of that step, and all later steps would be out of phase. Such checkpoints exist: a resumed
     ModelCheckpoint saves again at its first micro-batch. Call it when the fit loop has loaded its state and has not yet
-    run, with the number of micro-batches per step in the run that wrote the checkpoint.
+    run.
+
+    Args:
+        saved_micro_batches: per step, in the run that wrote the checkpoint.
+        in_step: micro-batches of its incomplete step, if their number per step grew in that run.
     """
     progress = batch_progress(trainer)
     if trainer.max_steps > trainer.global_step and trainer.limit_train_batches == 1.0:
@@ -68,7 +76,14 @@ def align_accumulation(trainer: pl.Trainer, saved_micro_batches: int) -> None:
     if progress.is_last_batch:
         return  # Lightning begins a new epoch, whose counters are 0
     steps, rest = divmod(progress.current.ready, saved_micro_batches)
-    shift = steps * trainer.accumulate_grad_batches - progress.current.ready
+    if in_step is not None:
+        steps, rest = steps_in_epoch(trainer), in_step
+    plan, done = accumulation(trainer), steps_done(trainer)
+    if len(plan.starts) == 1:
+        micro_batches = steps * plan.micro_batches[0]
+    else:
+        micro_batches = plan.before(done) - plan.before(max(done - steps, 0))
+    shift = micro_batches - progress.current.ready
     for tracker in (progress.current, progress.total):
         ready = tracker.ready
         for name, number in vars(tracker).copy().items():
@@ -94,28 +109,39 @@ class DataPosition:
         self._history = BatchHistory()  # of the runs that this one goes on from
         self._since, self._begun = 0, False  # step from which this run takes these data, and whether it has begun
 
-    def rows_per_step(self, trainer: pl.Trainer) -> int:
-        """Rows that all processes together take for one step."""
-        return self.micro_batch_size * data_rank(trainer)[1] * trainer.accumulate_grad_batches
+    def rows_at_once(self, trainer: pl.Trainer) -> int:
+        """Rows of one micro-batch of all processes together."""
+        return self.micro_batch_size * data_rank(trainer)[1]
 
     def rows(self, trainer: pl.Trainer) -> int:
         """Rows consumed at the last completed step; 0 while overfitting, which takes the same batches every epoch."""
         if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
             return 0
-        return self._rows + (steps_done(trainer) - self._steps) * self.rows_per_step(trainer)
+        return self._rows_before(trainer, steps_done(trainer))
+
+    def _rows_before(self, trainer: pl.Trainer, step: int) -> int:
+        plan = accumulation(trainer)
+        return self._rows + (plan.before(step) - plan.before(self._steps)) * self.rows_at_once(trainer)
 
     def state_dict(self, trainer: pl.Trainer) -> dict[str, Any]:
         """The state from which a later run goes on with the next row, however it splits the global batch."""
-        state = {"samples": self._position(self.rows(trainer)), "micro_batches": trainer.accumulate_grad_batches}
+        plan = accumulation(trainer)
+        state = {"samples": self._position(self.rows(trainer)), "micro_batches": plan.at(steps_done(trainer))}
+        if len(plan.starts) > 1:
+            state["in_step"] = micro_batches_in_step(trainer, batch_progress(trainer).current.ready)
         return {**state, "history": self.history(trainer).state(), **self.identity}
 
     def history(self, trainer: pl.Trainer) -> BatchHistory:
         """The samples of each step of this run and those before it; empty while overfitting."""
         if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
             return BatchHistory()
-        rows = self.rows_per_step(trainer)
-        first = self._position(self._rows + (self._since - self._steps) * rows)
-        return self._history.extended(Span(self._since, first, rows, self.skipped.ranges))
+        plan, at_once, history = accumulation(trainer), self.rows_at_once(trainer), self._history
+        for start, end, number in zip(plan.starts, (*plan.starts[1:], ENDLESS), plan.micro_batches, strict=True):
+            step = max(start, self._since)
+            if step < end:
+                first = self._position(self._rows_before(trainer, step))
+                history = history.extended(Span(step, first, number * at_once, self.skipped.ranges))
+        return history
 
     def _position(self, index: int) -> int:
         (position,) = self.skipped.positions(np.array([index])).tolist()
@@ -130,13 +156,13 @@ class DataPosition:
         if (state := self._loaded) is None:
             if is_restarting(trainer):
                 # a checkpoint of other data: its steps count as if they had been made with this global batch
-                align_accumulation(trainer, trainer.accumulate_grad_batches)
+                align_accumulation(trainer, accumulation(trainer).at(steps_done(trainer)))
                 if not self._begun:
                     self._since = steps_done(trainer)
             self._begun = True
             return
         self._loaded, self._begun = None, True
-        align_accumulation(trainer, state["micro_batches"])
+        align_accumulation(trainer, state["micro_batches"], state.get("in_step"))
         self._rows = self.skipped.index(state["samples"])
         self._steps = self._since = steps_done(trainer)
         changed = self._changed(state)
@@ -168,14 +194,12 @@ class DataPosition:
         """
         if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
             return None
-        return self.skipped.runs(self.rows(trainer), self.rows_per_step(trainer))
-
-    def steps_in_pass(self, trainer: pl.Trainer, windows: int) -> int:
-        """Whole steps in a pass of `windows` rows, at least one."""
-        return max(windows // self.rows_per_step(trainer), 1)
+        rows = accumulation(trainer).at(steps_done(trainer)) * self.rows_at_once(trainer)
+        return self.skipped.runs(self.rows(trainer), rows)
 
     def positions(self, trainer: pl.Trainer, windows: int) -> range:
         """First rows of this process's micro-batches from the last completed step on; a pass has `windows` rows."""
-        (rank, world), micro_batches = data_rank(trainer), trainer.accumulate_grad_batches
-        steps = steps_to_come(trainer, self.steps_in_pass(trainer, windows))
-        return micro_batch_positions(self.rows(trainer), steps, micro_batches, self.micro_batch_size, rank, world)
+        (rank, world), plan, done = data_rank(trainer), accumulation(trainer), steps_done(trainer)
+        steps = steps_to_come(trainer, windows // self.rows_at_once(trainer))
+        number = plan.before(done + steps) - plan.before(done)
+        return micro_batch_positions(self.rows(trainer), number, 1, self.micro_batch_size, rank, world)

@@ -1,6 +1,7 @@
 """Drive any torch optimizer with a `Schedule`: a torch scheduler whose only state is the step."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class ScheduleLR(LRScheduler):
         if not length_follows:
             self._check(total_steps)
         self._decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
+        self._factors: list[Callable[[int], float]] = []
         # read once: float() of a learning rate on a GPU waits for the GPU
         self._peaks = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         super().__init__(optimizer)
@@ -94,8 +96,9 @@ class ScheduleLR(LRScheduler):
         if self.length_follows:
             return [*self._peaks]
         curves = [own or self.schedule for own in self._group_schedules]
+        step, factor = self.last_epoch, self.factor(self.last_epoch)
         return [
-            curve.lr(peak, self.last_epoch, self.total_steps) for curve, peak in zip(curves, self._peaks, strict=True)
+            curve.lr(peak, step, self.total_steps) * factor for curve, peak in zip(curves, self._peaks, strict=True)
         ]
 
     def step(self, epoch: int | None = None) -> None:
@@ -108,6 +111,22 @@ class ScheduleLR(LRScheduler):
         for group, curve, peak in groups:
             if curve is not None and not self.length_follows:
                 group["weight_decay"] = curve.lr(peak, self.last_epoch, self.total_steps)
+
+    def scale_by(self, factor: Callable[[int], float]) -> None:
+        """Multiply the schedule's value for each group by `factor(step)`, from the current step on.
+
+        It belongs to the recipe like the schedule, so no state dict holds it. Factors of several calls multiply.
+        """
+        self._factors.append(factor)
+        self._apply()
+
+    def factor(self, step: int) -> float:
+        """By which the schedule's value is multiplied at `step`: 1.0 without `scale_by`."""
+        return math.prod((factor(step) for factor in self._factors), start=1.0)
+
+    def refresh(self) -> None:
+        """Set the learning rates anew, after the value of a factor has changed."""
+        self._apply()
 
     def state_dict(self) -> dict[str, Any]:
         """The step, without any setting of the recipe."""

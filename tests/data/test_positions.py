@@ -78,7 +78,7 @@ def loop(ready, completed):
     ],
 )
 def test_the_loader_knows_how_many_steps_are_to_come(values, steps):
-    assert steps_to_come(trainer(**values), steps_in_pass=7) == steps
+    assert steps_to_come(trainer(**values), pass_micro_batches=7) == steps
 
 
 def test_without_an_end_there_is_no_end():

@@ -53,8 +53,9 @@ def samples_of_step(data: Any, checkpoint: Mapping[str, Any], path: Path, step: 
     done = int(checkpoint.get("global_step", 0))
     if step < done:
         return Samples(runs, path)
+    begun = [span for span in state["history"] if span["step"] <= done]  # without the stages to come of a growing batch
     for other, later in _later_states(path, kind, step):
-        if _begins_with(later.get("history", []), state["history"]):
+        if _begins_with(later.get("history", []), begun):
             return Samples(data.samples_of_step(step, later), other)
     if 0 <= max_steps <= step:
         last = max(max_steps, done) - 1

@@ -32,7 +32,8 @@ def planned_lrs(scheduler: Any, steps: int, points: int = 600) -> list[tuple[int
     chosen = sorted({round(i * (steps - 1) / (points - 1)) for i in range(points)})
     if isinstance(scheduler, ScheduleLR):
         peak = scheduler._peaks[0] / scale
-        return [(step, scheduler.schedule.lr(peak, step, scheduler.total_steps)) for step in chosen]
+        lr, total = scheduler.schedule.lr, scheduler.total_steps
+        return [(step, lr(peak, step, total) * scheduler.factor(step)) for step in chosen]
     if not _may_walk(scheduler) or steps > LONGEST_WALK:
         return []
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # what is drawn at random is given back

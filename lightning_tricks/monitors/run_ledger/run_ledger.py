@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks import _samples
+from lightning_tricks._accumulation import accumulation
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer import data_rank, is_a, is_accumulating, logging_step
@@ -194,7 +195,7 @@ class RunLedger(pl.Callback):
             "start": logging_step(trainer),
             "processes": trainer.world_size,
             "data_ranks": self._data_rank[1],
-            "micro_batches": trainer.accumulate_grad_batches,
+            "micro_batches": accumulation(trainer).micro_batches[-1],
             "strategy": type(trainer.strategy).__name__,
             "precision": str(trainer.precision),
             "torch": torch.__version__,

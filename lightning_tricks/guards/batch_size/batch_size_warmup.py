@@ -1,0 +1,230 @@
+"""Begin with a small global batch and let it grow: a run takes the steps that a large batch would save too early.
+
+The batch that a run can take without a loss in tokens is small at first and grows quickly. The global batch grows here
+through gradient accumulation, so that memory and speed of a micro-batch stay as they are.
+"""
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Any, Literal, get_args
+
+from lightning_tricks._accumulation import Accumulation, MicroBatches, micro_batches_in_step
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._trainer import batch_progress, data_rank
+from lightning_tricks.guards.batch_size.learning_rates import LearningRates, LRRule, lr_factor
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+
+Unit = Literal["steps", "tokens"]
+
+
+def doubling(first: int, last: int, every: int) -> dict[int, int]:
+    """Stages that double from `first` micro-batches to `last`, one after every so many steps or tokens."""
+    stages, size = {0: first}, first
+    while size < last:
+        size = min(2 * size, last)
+        stages[len(stages) * every] = size
+    return stages
+
+
+def first_steps(stages: Mapping[int, int], micro_batch_tokens: int) -> dict[int, int]:
+    """Stages by steps, of stages by tokens: each begins with the first step that has so many tokens before it.
+
+    Args:
+        stages: micro-batches of one step, of all processes together, by the tokens before the first such step.
+        micro_batch_tokens: tokens of one micro-batch of one process.
+    """
+    step, done, before, by_step = 0, 0, 0, {}
+    for tokens, size in sorted(stages.items()):
+        if before:
+            steps = max(ceil((tokens - done * micro_batch_tokens) / (before * micro_batch_tokens)), 0)
+            step, done = step + steps, done + steps * before
+        by_step[step], before = size, size
+    return by_step
+
+
+class BatchSizeWarmup(pl.Callback):
+    """Changes training: early steps accumulate fewer micro-batches, so that the global batch grows to the recipe's.
+
+    The recipe's own batch, `accumulate_grad_batches` micro-batches on each process, is the last stage. The number of
+    micro-batches is a function of the step alone, so a resume in mid-ramp goes on as the run that nobody interrupted,
+    to the bit. It changes between two optimizer steps only, at exactly the given step. Each step's loss is the mean
+    over its own micro-batches.
+
+    Stages count the micro-batches of all processes together. A run that goes on with another number of processes keeps
+    its global batch with the same stages, if `accumulate_grad_batches` changes the other way.
+
+    `train/batch_tokens` is the global batch of each step, where the data module has `micro_batch_size` and `seq_len`
+    (TextData, TokenData); elsewhere `train/batch_micro_batches`.
+
+    Args:
+        stages: by the first step (or the tokens before it), the micro-batches of one step of all processes together:
+            `{0: 8, 1000: 16, 3000: 32}`. The last is the recipe's. None: give `double_every`.
+        double_every: steps (or tokens) after which the batch doubles, until it is the recipe's. None: give `stages`.
+        start: first batch under `double_every`, in micro-batches of all processes together. Default: one on each.
+        unit: of `stages` and `double_every`. `tokens` needs a data module with `micro_batch_size` and `seq_len`.
+        lr_rule: the learning rate of a stage is the schedule's, times (batch / recipe's batch) to the power of 1
+            (`linear`), 1/2 (`sqrt`) or 0 (`none`). The default changes nothing but the batch; OLMo-core takes `sqrt`.
+
+    Raises:
+        UsageError: stages that do not grow from step 0 to the recipe's batch, or that the processes cannot share
+            evenly; manual optimization; a strategy that counts micro-batches itself; a second callback that changes
+            them; an `lr_rule` over a scheduler that is no ScheduleLR.
+
+    Source: Brown et al. 2020 (GPT-3), https://arxiv.org/abs/2005.14165, section B; McCandlish et al. 2018,
+        https://arxiv.org/abs/1812.06162; Merrill et al. 2025, https://arxiv.org/abs/2505.23971, and its
+        `BatchSizeSchedulerCallback`,
+        https://github.com/allenai/OLMo-core/blob/main/src/olmo_core/train/callbacks/batch_size_scheduler.py.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, int] | None = None,
+        double_every: int | None = None,
+        start: int | None = None,
+        unit: Unit = "steps",
+        lr_rule: LRRule = "none",
+    ) -> None:
+        if (stages is None) == (double_every is None):
+            raise UsageError(f"BatchSizeWarmup: stages={stages}, double_every={double_every}: give one of the two")
+        if start is not None and double_every is None:
+            raise UsageError(f"BatchSizeWarmup.start={start}: it is for double_every; stages name their first batch")
+        for name, value in (("double_every", double_every), ("start", start)):
+            if value is not None and value < 1:
+                raise UsageError(f"BatchSizeWarmup.{name}={value}: give 1 or more")
+        for name, choice, choices in (("unit", unit, Unit), ("lr_rule", lr_rule, LRRule)):
+            if choice not in get_args(choices):
+                raise UsageError(f"BatchSizeWarmup.{name}={choice!r}: give one of {', '.join(get_args(choices))}")
+        self.stages, self.double_every, self.start, self.unit, self.lr_rule = stages, double_every, start, unit, lr_rule
+        self.accumulation: Accumulation | None = None  # what `_accumulation.accumulation` finds; stays after the fit
+        self._trainer: Any = None
+        self._loaded: dict[str, int] = {}
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Fix the stages, and stand first: the others' hooks shall find the micro-batches of the step that begins."""
+        if stage != "fit":
+            return
+        _refuse(trainer, pl_module)
+        self._trainer, self._begun = trainer, False
+        self._buffer = MetricBuffer.of(trainer)
+        value: int = trainer.accumulate_grad_batches
+        final = value.final if isinstance(value, MicroBatches) else value  # of a fit before this one
+        trainer.accumulate_grad_batches, self._final = final, final
+        self._world = data_rank(trainer)[1]
+        self._tokens = _micro_batch_tokens(trainer)
+        stages = self._checked(final * self._world)
+        starts, sizes = tuple(stages), tuple(size // self._world for size in stages.values())
+        self.accumulation = Accumulation(starts, sizes)
+        others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+        trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
+
+    def _checked(self, last: int) -> dict[int, int]:
+        """The stages by step; `last` is the recipe's batch in micro-batches of all processes."""
+        if self.double_every is not None:
+            stages = doubling(min(self.start or self._world, last), last, self.double_every)
+        else:
+            stages = dict(sorted((self.stages or {}).items()))
+        whose, sizes = f"BatchSizeWarmup.stages={stages}", list(stages.values())
+        if not stages or min(stages) != 0 or sorted(set(sizes)) != sizes or sizes[0] < 1:
+            raise UsageError(f"{whose}: give a first stage at 0, and a larger batch in each later one")
+        processes = f"{self._world} process(es) x accumulate_grad_batches={self._final}"
+        if sizes[-1] != last:
+            raise UsageError(f"{whose}: the last stage is the recipe's batch, {last} micro-batches ({processes})")
+        if odd := [size for size in sizes if size % self._world]:
+            raise UsageError(
+                f"{whose}: {self._world} processes cannot share {odd[0]} micro-batches evenly: begin with a larger "
+                "batch, or halve micro_batch_size and double the stages and accumulate_grad_batches"
+            )
+        if self.unit == "steps":
+            return stages
+        if self._tokens is None:
+            raise UsageError(
+                "BatchSizeWarmup.unit=tokens: the data module has no micro_batch_size and seq_len that tell the tokens "
+                "of a micro-batch: give unit=steps"
+            )
+        return first_steps(stages, self._tokens)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Put the rule over the run's schedule, before a checkpoint is loaded; say the stages."""
+        assert self.accumulation is not None
+        plan, rule = self.accumulation, self.lr_rule
+        self._rates: LearningRates | None = None
+        if rule != "none":
+            last = plan.micro_batches[-1]
+            self._rates = LearningRates(trainer, "BatchSizeWarmup", lambda step: lr_factor(plan.at(step), last, rule))
+        sizes = ", ".join(
+            f"{self._shown(number)} from step {start}"
+            for start, number in zip(plan.starts, plan.micro_batches, strict=True)
+        )
+        rank_zero_info(f"BatchSizeWarmup: a step takes {sizes}; lr_rule {rule}")
+
+    def _shown(self, number: int) -> str:
+        if self._tokens is None:
+            return f"{number * self._world} micro-batch(es)"
+        return f"{number * self._world * self._tokens:,} tokens"
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """No step is open, unless the run goes on from within one; its gradients are lost, and it begins anew."""
+        progress, loaded = batch_progress(trainer), self._loaded
+        self._loaded, self._begun = {}, False
+        same_count = loaded.get("ready") == progress.total.ready  # else somebody has put the count back to a whole step
+        in_step = loaded.get("in_step", 0) if same_count else 0
+        self._set(trainer, progress.current.ready - in_step if in_step else None)
+
+    def _set(self, trainer: Any, first: int | None) -> None:
+        assert self.accumulation is not None
+        step = trainer.global_step
+        trainer.accumulate_grad_batches = MicroBatches(self.accumulation.at(step), first, step, self._final)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        """At the first micro-batch of a step, set how many it has, and its learning rate."""
+        before = batch_progress(trainer).current.ready - 1
+        value: Any = trainer.accumulate_grad_batches
+        # not by the remainder: a loader that gives None has a micro-batch without this hook
+        if self._begun and before > 0 and before < value.first + value:
+            return
+        self._begun = True
+        self._set(trainer, before)
+        if self._rates is not None:
+            self._rates.begin_step(trainer.global_step)
+        number = trainer.accumulate_grad_batches * self._world
+        if self._tokens is None:
+            self._buffer.record("train/batch_micro_batches", number)
+        else:
+            self._buffer.record("train/batch_tokens", number * self._tokens)
+
+    def state_dict(self) -> dict[str, int]:
+        """Whether a step is open: the micro-batches of it, and of the whole run."""
+        if self._trainer is None:
+            return {}
+        progress = batch_progress(self._trainer)
+        in_step = micro_batches_in_step(self._trainer, progress.current.ready)
+        return {"in_step": in_step, "ready": progress.total.ready}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Keep it for the start of training."""
+        self._loaded = state_dict
+
+
+def _micro_batch_tokens(trainer: Any) -> int | None:
+    """Tokens of one micro-batch of one process; None where the data module does not tell."""
+    data: Any = trainer.datamodule
+    rows, length = getattr(data, "micro_batch_size", None), getattr(data, "seq_len", None)
+    return rows * length if isinstance(rows, int) and isinstance(length, int) else None
+
+
+def _refuse(trainer: Any, pl_module: Any) -> None:
+    """Refuse a run whose number of micro-batches is not the Trainer's, or is changed by another callback."""
+    if not pl_module.automatic_optimization:
+        raise UsageError(
+            f"BatchSizeWarmup: {type(pl_module).__name__} optimizes manually, so the Trainer does not accumulate: let "
+            "the module count its micro-batches"
+        )
+    if trainer.strategy.handles_gradient_accumulation:
+        raise UsageError(
+            f"BatchSizeWarmup: {type(trainer.strategy).__name__} has a fixed number of micro-batches in its engine: "
+            "take DeepSpeedZeROStrategy"
+        )
+    for callback in trainer.callbacks:
+        if hasattr(callback, "get_accumulate_grad_batches"):
+            raise UsageError(f"callbacks: BatchSizeWarmup and {type(callback).__name__} both set the batch: keep one")

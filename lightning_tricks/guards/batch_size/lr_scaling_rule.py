@@ -1,0 +1,86 @@
+"""A learning rate for a reference batch, scaled to the global batch that a run really has."""
+
+from typing import Any, Literal, get_args
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._trainer import data_rank
+from lightning_tricks.guards.batch_size.learning_rates import LearningRates, lr_factor
+
+Rule = Literal["linear", "sqrt"]
+
+
+class LRScalingRule(pl.Callback):
+    """Changes training: multiplies the learning rates by (global batch / reference batch), or by its square root.
+
+    The recipe's `lr` is then the one for the reference batch, and holds on any number of devices: the global batch is
+    processes x `accumulate_grad_batches` x micro-batch. The factor is the same for all groups and all steps, comes over
+    the schedule, and is said in one line at start. A resume follows the recipe and not the checkpoint. Under
+    BatchSizeWarmup the global batch is that of the last stage, and both factors multiply.
+
+    Args:
+        reference_batch_tokens: tokens of the step for which the recipe's `lr` is meant. It needs a data module with
+            `micro_batch_size` and `seq_len`, as TextData and TokenData have them.
+        reference_batch_samples: the same in samples (rows, images), for any DataLoader. Give one of the two.
+        rule: `linear` is for SGD (Goyal et al.), `sqrt` for Adam and its kin (Malladi et al.), which this collection
+            trains with by default.
+
+    Raises:
+        UsageError: none or both of the references, or one out of range; data that do not tell their batch; a scheduler
+            that is no ScheduleLR.
+
+    Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677 (linear); Malladi et al. 2022,
+        https://arxiv.org/abs/2205.10287 (square root).
+    """
+
+    def __init__(
+        self,
+        reference_batch_tokens: int | None = None,
+        reference_batch_samples: int | None = None,
+        rule: Rule = "sqrt",
+    ) -> None:
+        if (reference_batch_tokens is None) == (reference_batch_samples is None):
+            raise UsageError(
+                f"LRScalingRule: reference_batch_tokens={reference_batch_tokens}, reference_batch_samples="
+                f"{reference_batch_samples}: give one of the two"
+            )
+        self._name = "reference_batch_samples" if reference_batch_tokens is None else "reference_batch_tokens"
+        self._reference = reference_batch_tokens if reference_batch_samples is None else reference_batch_samples
+        if self._reference is None or self._reference < 1:
+            raise UsageError(f"LRScalingRule.{self._name}={self._reference}: give 1 or more")
+        if rule not in get_args(Rule):
+            raise UsageError(f"LRScalingRule.rule={rule!r}: give one of {', '.join(get_args(Rule))}")
+        self.reference_batch_tokens, self.reference_batch_samples = reference_batch_tokens, reference_batch_samples
+        self.rule = rule
+        self._factor = 1.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Stand over the run's schedule, before a checkpoint is loaded."""
+        self._factor = 1.0
+        self._accumulated: int = trainer.accumulate_grad_batches  # the recipe's: BatchSizeWarmup sets its own later
+        self._rates = LearningRates(trainer, "LRScalingRule", lambda step: self._factor)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Scale: now the loaders are there, and tell their batch."""
+        batch = self._micro_batch(trainer) * data_rank(trainer)[1] * self._accumulated
+        assert self._reference is not None
+        self._factor = lr_factor(batch, self._reference, self.rule)
+        self._rates.refresh()
+        unit = self._name.rpartition("_")[2]
+        rank_zero_info(
+            f"LRScalingRule: the recipe's lr is for {self._reference:,} {unit} a step, a step of this run takes "
+            f"{batch:,}: lr x {self._factor:.6g} ({self.rule})"
+        )
+
+    def _micro_batch(self, trainer: Any) -> int:
+        """Tokens or samples of one micro-batch of one process."""
+        data, loader = trainer.datamodule, trainer.train_dataloader
+        rows = getattr(data, "micro_batch_size", None) or getattr(loader, "batch_size", None)
+        length = getattr(data, "seq_len", None) if self.reference_batch_tokens else 1
+        if not isinstance(rows, int) or not isinstance(length, int):
+            needs = "seq_len and micro_batch_size" if self.reference_batch_tokens else "micro_batch_size or batch_size"
+            raise UsageError(
+                f"LRScalingRule.{self._name}={self._reference}: neither data module nor loader tells the micro-batch "
+                f"({needs}): give the data module such attributes"
+            )
+        return rows * length

@@ -1,0 +1,471 @@
+"""BatchSizeWarmup: each step has its number of micro-batches, and a resume from anywhere is the unbroken run."""
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import two_processes
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from monitored import Memory
+from torch.utils.data import DataLoader
+
+from lightning_tricks import FSDP2Strategy, LanguageModel, ParamRule
+from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks import (
+    BatchSizeWarmup,
+    ExactResume,
+    GradNormMonitor,
+    LeanLoop,
+    LRMonitor,
+    MFUMonitor,
+    RunLedger,
+    SpikeRollback,
+    StepGuard,
+)
+from lightning_tricks.data import ShardWriter, TokenData
+from lightning_tricks.guards.batch_size.batch_size_warmup import doubling, first_steps
+from lightning_tricks.mixins import OptimizerMixin
+from lightning_tricks.models import Llama
+from lightning_tricks.monitors.training_progress_bar import total_steps
+from lightning_tricks.schedules import WarmupCosine
+
+SIZES = [1, 1, 1, 2, 2, 4, 4, 4]  # of the steps under STAGES
+STAGES = {0: 1, 3: 2, 5: 4}
+RATES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+
+
+class Foreign(pl.LightningModule):
+    """Notes for each step the batches of its micro-batches, and lr of each group; dropout draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
+        self.steps: dict[int, list[Any]] = {}
+
+    def note(self, batch: Any) -> None:
+        rows = batch["input_ids"] if isinstance(batch, dict) else batch
+        self.steps.setdefault(self.trainer.global_step, []).append(rows.tolist())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self.trainer.fit_loop.epoch_loop.batch_progress.current.ready == batch_idx + 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.note(batch)
+        values = batch["input_ids"].float()[:, :4] / 64 if isinstance(batch, dict) else batch
+        return self.net(values).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.steps[self.trainer.global_step].append([group["lr"] for group in optimizer.param_groups])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class WithGroups(OptimizerMixin, Foreign):
+    def __init__(self) -> None:
+        rules = [ParamRule("net.2.*", lr_scale=0.25)]
+        super().__init__(
+            optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.05),
+            schedule=WarmupCosine(warmup_steps=2, min_ratio=0.1),
+            param_rules=rules,
+        )
+
+
+class SaveEach(pl.Callback):
+    """Saves after each micro-batch, also within a step, into `folder`/MICRO_BATCHES.ckpt."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.epoch_loop.batch_progress.total.ready}.ckpt")
+
+
+def trainer_with(*callbacks: Any, **options: Any) -> pl.Trainer:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    defaults = {"max_steps": 8, "accumulate_grad_batches": 4, "accelerator": "cpu", "devices": 1, "logger": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    return pl.Trainer(callbacks=list(callbacks), **{**quiet, **defaults, "limit_val_batches": 0, **options})
+
+
+def rows(number: int = 40) -> DataLoader:
+    return DataLoader(torch.randn(number, 4, generator=torch.Generator().manual_seed(1)), batch_size=2)
+
+
+def fit(module: Any, *callbacks: Any, data: Any = None, ckpt_path: Any = None, **options: Any) -> pl.Trainer:
+    trainer = trainer_with(*callbacks, **options)
+    torch.manual_seed(4)
+    feed = {"datamodule": data} if isinstance(data, pl.LightningDataModule) else {"train_dataloaders": data or rows()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, **feed, ckpt_path=ckpt_path)
+    return trainer
+
+
+def weights(module: Any) -> list[Any]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def equal(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def sizes(module: Foreign) -> list[int]:
+    return [len(said) - 1 for said in module.steps.values()]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    with ShardWriter(folder, "train", 64) as writer:
+        writer.append(torch.randint(64, (900,), generator=torch.Generator().manual_seed(1)).numpy())
+    return folder
+
+
+def tokens(folder: Path, **options: Any) -> TokenData:
+    train = str(next(folder.glob("train*.bin")))
+    return TokenData(train=train, val=None, **{"seq_len": 8, "micro_batch_size": 2, "seed": 3, **options})
+
+
+# ---- the number of micro-batches
+
+
+def test_stages_by_hand():
+    assert doubling(1, 6, 100) == {0: 1, 100: 2, 200: 4, 300: 6}
+    assert doubling(4, 4, 100) == {0: 4}
+    # 16 tokens a micro-batch: 7 steps of one are 112 tokens, 9 of two make 400
+    assert first_steps({0: 1, 100: 2, 400: 4}, 16) == {0: 1, 7: 2, 16: 4}
+    assert first_steps({0: 1, 112: 2, 113: 4}, 16) == {0: 1, 7: 2, 8: 4}
+
+
+def test_each_step_is_the_mean_over_its_own_micro_batches_as_in_a_plain_loop():
+    module = Foreign()
+    module.net[1].p = 0.0
+    fit(module, BatchSizeWarmup(STAGES))
+    assert sizes(module) == SIZES
+    plain, batches = Foreign(), iter(rows())
+    optimizer = plain.configure_optimizers()
+    plain.net[1].p = 0.0
+    for size in SIZES:
+        optimizer.zero_grad()
+        for _ in range(size):
+            (plain.net(next(batches)).square().mean() / size).backward()
+        optimizer.step()
+    assert equal(weights(module), weights(plain))
+
+
+def test_an_epochs_last_step_is_short_and_the_next_epoch_begins_a_step():
+    module = Foreign()
+    trainer = fit(module, BatchSizeWarmup({0: 1, 2: 2, 4: 4}), data=rows(14), max_steps=-1, max_epochs=3)
+    assert sizes(module) == [1, 1, 2, 2, 1, 4, 3, 4, 3]
+    assert total_steps(trainer) == 9 == trainer.global_step
+
+
+def test_a_micro_batch_of_none_moves_no_step_boundary():
+    batches = [*rows(60)]
+    batches[3] = None  # the first of the first step with two
+    module = Foreign()
+    fit(module, BatchSizeWarmup(STAGES), data=DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch))
+    assert sizes(module)[3:] == SIZES[3:]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"double_every": 3}, [1, 1, 1, 2, 2, 2, 4, 4]),
+        ({"double_every": 2, "start": 2}, [2, 2, 4, 4, 4, 4, 4, 4]),
+        ({"stages": {0: 1, 48: 2, 100: 4}, "unit": "tokens"}, [1, 1, 1, 2, 2, 4, 4, 4]),
+        ({"double_every": 40, "unit": "tokens"}, [1, 1, 1, 2, 4, 4, 4, 4]),
+    ],
+)
+def test_the_ramp_by_steps_and_by_tokens(shards, options, expected):
+    module, memory = Foreign(), Memory()
+    fit(module, BatchSizeWarmup(**options), data=tokens(shards), logger=memory)
+    assert sizes(module) == expected
+    logged = [values["train/batch_tokens"] for _, values in memory.rows if "train/batch_tokens" in values]
+    assert logged == [size * 16 for size in expected]
+
+
+def test_data_that_tell_no_tokens_log_micro_batches():
+    memory = Memory()
+    fit(Foreign(), BatchSizeWarmup(STAGES), logger=memory)
+    found = [values["train/batch_micro_batches"] for _, values in memory.rows if values]
+    assert found == SIZES
+
+
+def test_one_trainer_fits_twice():
+    warmup = BatchSizeWarmup(STAGES)
+    trainer = trainer_with(warmup)
+    trainer.fit(Foreign(), rows())
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.reset()
+    module = Foreign()
+    trainer.fit(module, rows())
+    assert sizes(module) == SIZES
+
+
+# ---- the learning rate
+
+
+@pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
+def test_the_rule_multiplies_the_schedule_of_every_group(rule):
+    module = WithGroups()
+    fit(module, BatchSizeWarmup(STAGES, lr_rule=rule))
+    groups = [group.get("lr_scale") or 1.0 for group in module.trainer.optimizers[0].param_groups]
+    assert len(set(groups)) == 2
+    for step, said in module.steps.items():
+        factor = (SIZES[step] / 4) ** RATES[rule]
+        assert said[-1] == [module.schedule.lr(0.05 * scale, step, 8) * factor for scale in groups]
+
+
+def test_without_a_scheduler_the_rule_multiplies_the_optimizers_own_rate():
+    module = Foreign()
+    fit(module, BatchSizeWarmup(STAGES, lr_rule="linear"))
+    assert [said[-1] for said in module.steps.values()] == [[0.05 * size / 4] for size in SIZES]
+
+
+def test_steps_that_a_scheduler_has_not_counted_have_their_own_factor():
+    class Held(Foreign):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            if self.trainer.global_step != 2:  # as after an overflow of fp16
+                super().lr_scheduler_step(scheduler, metric)
+
+    module = Held()
+    fit(module, BatchSizeWarmup(STAGES, lr_rule="linear"))
+    assert [said[-1] for said in module.steps.values()] == [[0.05 * size / 4] for size in SIZES]
+
+
+# ---- a resume
+
+
+@pytest.mark.parametrize("kind", ["tokens", "foreign", "foreign with dropout"])
+def test_a_resume_from_any_micro_batch_is_the_unbroken_run(tmp_path, shards, kind):
+    exact = (ExactResume(),) if kind != "tokens" else ()
+
+    def module() -> Any:
+        made = WithGroups()
+        if "dropout" not in kind:
+            made.net[1].p = 0.0  # a save within a step has the random state from there, and the step begins anew
+        return made
+
+    def run(made: Any, *callbacks: Any, **options: Any) -> None:
+        # 9 batches an epoch: the steps of 4 are cut short by its end
+        data = tokens(shards) if kind == "tokens" else DataLoader(rows(18).dataset, batch_size=2, shuffle=True)
+        fit(made, *exact, BatchSizeWarmup(STAGES, lr_rule="sqrt"), *callbacks, data=data, **options)
+
+    whole = module()
+    run(whole, SaveEach(tmp_path))
+    taken = sizes(whole)
+    assert taken == (SIZES if kind == "tokens" else [1, 1, 1, 2, 2, 2, 4, 4])
+    starts = [sum(taken[:step]) for step in range(1, 8)]
+    for done in starts if "dropout" in kind else range(1, sum(taken) + 1):
+        resumed = module()
+        run(resumed, ckpt_path=tmp_path / f"{done}.ckpt")
+        assert equal(weights(whole), weights(resumed)), done
+        assert resumed.steps == {step: whole.steps[step] for step in resumed.steps}, done
+
+
+def test_a_resume_without_the_warmup_takes_whole_steps_of_the_recipe(tmp_path, shards):
+    whole = Foreign()
+    fit(whole, BatchSizeWarmup(STAGES), SaveEach(tmp_path), data=tokens(shards))
+    for done in (3, 6, 7, 13):
+        resumed = Foreign()
+        fit(resumed, data=tokens(shards), ckpt_path=tmp_path / f"{done}.ckpt")
+        assert set(sizes(resumed)) == {4}, done
+    grown = Foreign()  # and the other way round
+    fit(Foreign(), SaveEach(tmp_path), data=tokens(shards), accumulate_grad_batches=1, max_steps=2)
+    fit(grown, BatchSizeWarmup({0: 1, 4: 4}), data=tokens(shards), ckpt_path=tmp_path / "2.ckpt")
+    assert sizes(grown) == [1, 1, 4, 4, 4, 4]
+
+
+def test_a_checkpoint_tells_the_samples_of_every_step_and_of_those_to_come(tmp_path, shards):
+    module, data = Foreign(), tokens(shards)
+    fit(module, BatchSizeWarmup(STAGES), SaveEach(tmp_path), data=data)
+    for done in (2, 5, 7, 19):
+        state = torch.load(tmp_path / f"{done}.ckpt", weights_only=True)["TokenData"]
+        samples = [data.samples_of_step(step, state) for step in range(8)]
+        first = [sum(SIZES[:step]) * 2 for step in range(9)]
+        assert samples == [[(first[step], first[step + 1] - 1)] for step in range(8)]
+
+
+# ---- several processes
+
+
+def _in_two(rank: int, folder: Path, shards: Path) -> None:
+    """Whole runs of two processes, and one that goes on from a checkpoint of one process."""
+
+    def run(name: str, strategy: Any, *callbacks: Any, ckpt_path: Any = None) -> None:
+        os.environ.pop("PL_GLOBAL_SEED", None)
+        module = WithGroups()
+        module.net[1].p = 0.0
+        warmup = BatchSizeWarmup({0: 2, 3: 4, 5: 8}, lr_rule="sqrt")
+        options = {"strategy": strategy, "devices": 2, "enable_checkpointing": bool(callbacks)}
+        trainer = fit(module, warmup, *callbacks, data=tokens(shards), ckpt_path=ckpt_path, **options)
+        whole = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in trainer.lightning_module.parameters()]
+        torch.save((module.steps, whole), folder / f"{name}.{rank}")
+
+    saves = pl.callbacks.ModelCheckpoint(folder / "two", "{step}", every_n_train_steps=1, save_top_k=-1)
+    run("whole", "ddp", saves)
+    run("resumed", "ddp", ckpt_path=folder / "two" / "step=4.ckpt")
+    run("from one", "ddp", ckpt_path=folder / "one" / "step=4.ckpt")
+    sharded = pl.callbacks.ModelCheckpoint(folder / "fsdp2", "{step}", every_n_train_steps=4, save_top_k=-1)
+    run("sharded", FSDP2Strategy(), sharded)
+    run("sharded, resumed", FSDP2Strategy(), ckpt_path=folder / "fsdp2" / "step=4.ckpt")
+
+
+def test_two_processes_resume_to_the_bit_and_keep_the_global_batch_of_one(tmp_path, shards):
+    def alone(*callbacks: Any, **options: Any) -> WithGroups:
+        module = WithGroups()
+        module.net[1].p = 0.0
+        warmup = BatchSizeWarmup({0: 2, 3: 4, 5: 8}, lr_rule="sqrt")
+        fit(module, warmup, *callbacks, data=tokens(shards), accumulate_grad_batches=8, **options)
+        return module
+
+    saves = pl.callbacks.ModelCheckpoint(tmp_path / "one", "{step}", every_n_train_steps=1, save_top_k=-1)
+    one = alone(saves, enable_checkpointing=True)
+    two_processes.run(_in_two, tmp_path, shards)
+    names = ("whole", "resumed", "from one", "sharded", "sharded, resumed")
+    runs = {name: [torch.load(tmp_path / f"{name}.{rank}") for rank in (0, 1)] for name in names}
+    for name, ((steps, end), (others, _)) in runs.items():
+        for step, (*said, lr) in steps.items():
+            taken = [rows for pair in zip(said, others[step][:-1], strict=True) for rows in pair]
+            assert [*taken, lr] == one.steps[step], (name, step)
+        assert min(steps) == (0 if name in ("whole", "sharded") else 4)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(end, weights(one), strict=True)), name
+    for whole, resumed in (("whole", "resumed"), ("sharded", "sharded, resumed")):
+        assert equal(runs[whole][0][1], runs[resumed][0][1])
+    back = alone(ckpt_path=tmp_path / "two" / "step=4.ckpt")
+    assert back.steps == {step: one.steps[step] for step in range(4, 8)}
+
+
+# ---- with the others
+
+
+class Ragged(DataLoader):
+    """Batches of a language model, some of whose labels are ignored."""
+
+    def __init__(self) -> None:
+        draws = torch.Generator().manual_seed(1)
+        batches = []
+        for number in range(20):
+            ids = torch.randint(64, (2, 9), generator=draws)
+            labels = ids[:, 1:].clone()
+            labels[:, : number % 6] = -100
+            batches.append({"input_ids": ids[:, :-1], "labels": labels})
+        super().__init__(batches, batch_size=None)
+
+
+def language_model(**options: Any) -> LanguageModel:
+    torch.manual_seed(5)
+    decoder = Llama(vocab_size=64, d_model=16, n_layers=1, n_heads=2, max_seq_len=8)
+    return LanguageModel(decoder=decoder, **options)
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_each_steps_batch():
+    module = language_model(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.5), weight_decay=0.0)
+    fit(module, BatchSizeWarmup(STAGES), data=Ragged(), gradient_clip_val=None)
+    plain = language_model()
+    plain.configure_model()
+    optimizer, batches = torch.optim.SGD(plain.parameters(), lr=0.5), iter(Ragged())
+    for size in SIZES:
+        sums = [plain.token_sums(next(batches)) for _ in range(size)]
+        optimizer.zero_grad()
+        (sum(nats for nats, _ in sums) / sum(count for _, count in sums)).backward()
+        optimizer.step()
+    for one, other in zip(weights(module), weights(plain), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_the_other_callbacks_count_the_steps_as_they_are(tmp_path, shards):
+    def others(folder: Path) -> list[Any]:
+        return [
+            LRMonitor(), GradNormMonitor(), RunLedger(str(folder / "ledger.jsonl")), LeanLoop(),
+            StepGuard(recheck=True, active_after_steps=2, window_steps=2, norm_ratio=0.0, sigmas=0.01),
+        ]  # fmt: skip
+
+    def run(folder: Path, *callbacks: Any, **options: Any) -> tuple[Any, Memory]:
+        memory, module = Memory(), language_model()
+        fit(module, *callbacks, data=tokens(shards), logger=memory, log_every_n_steps=1, **options)
+        return module, memory
+
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    module, memory = run(tmp_path / "a", *others(tmp_path / "a"), BatchSizeWarmup(STAGES), MFUMonitor(1e6))
+    values = {name: [row[name] for _, row in memory.rows if name in row] for row in memory.rows for name in row[1]}
+    assert values["train/batch_tokens"] == [16 * size for size in SIZES]
+    rates, seconds = values["throughput/tokens_per_second"], values["throughput/step_seconds"]
+    assert [round(a * b) for a, b in zip(rates, seconds, strict=True)] == [16 * size for size in SIZES[1:]]
+    assert max(values["guard/skipped_steps"]) > 0  # so that steps were computed again
+    first, *lines = (tmp_path / "a" / "ledger.jsonl").read_text().splitlines()
+    assert '"micro_batches": 4' in first or '"micro_batches":4' in first
+    assert len(lines) >= 8
+    again, _ = run(tmp_path / "b", BatchSizeWarmup(STAGES), *others(tmp_path / "b")[3:])
+    assert equal(weights(module), weights(again))
+    spikes, _ = run(tmp_path / "b", BatchSizeWarmup(STAGES), SpikeRollback(snapshot_every_n_steps=2))
+    assert equal(weights(spikes), weights(run(tmp_path / "b", BatchSizeWarmup(STAGES))[0]))
+
+
+# ---- wrong inputs
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({}, "stages=None, double_every=None: give one of the two"),
+        ({"stages": STAGES, "double_every": 3}, "give one of the two"),
+        ({"stages": STAGES, "start": 2}, "start=2: it is for double_every"),
+        ({"double_every": 0}, "double_every=0: give 1 or more"),
+        ({"double_every": 3, "start": 0}, "start=0: give 1 or more"),
+        ({"double_every": 3, "unit": "epochs"}, "unit='epochs': give one of steps, tokens"),
+        ({"double_every": 3, "lr_rule": "cube"}, "lr_rule='cube': give one of none, linear, sqrt"),
+        ({"stages": {}}, "stages={}: give a first stage at 0"),
+        ({"stages": {1: 1, 5: 4}}, "give a first stage at 0"),
+        ({"stages": {0: 2, 5: 1}}, "a larger batch in each later one"),
+        ({"stages": {0: 0, 5: 4}}, "give a first stage at 0"),
+        ({"stages": {0: 1, 5: 2}}, r"the last stage is the recipe's batch, 4 micro-batches \(1 process"),
+        ({"double_every": 30, "unit": "tokens"}, "unit=tokens: the data module has no micro_batch_size and seq_len"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_in_one_line(options, line):
+    with pytest.raises(UsageError, match=f"^BatchSizeWarmup.*{line}[^\n]*$"):
+        fit(Foreign(), BatchSizeWarmup(**options))
+
+
+class Manual(Foreign):
+    automatic_optimization = False
+
+
+class Stepped(Foreign):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)}
+
+
+def test_runs_that_it_cannot_change_are_refused_in_one_line():
+    warmup = BatchSizeWarmup(STAGES, lr_rule="sqrt")
+    with pytest.raises(UsageError, match=r"^BatchSizeWarmup: Manual optimizes manually[^\n]*$"):
+        fit(Manual(), BatchSizeWarmup({0: 1}), accumulate_grad_batches=1)
+    with pytest.raises(UsageError, match=r"^callbacks: BatchSizeWarmup and GradientAccumulationScheduler[^\n]*$"):
+        fit(Foreign(), warmup, GradientAccumulationScheduler({0: 4}))
+    with pytest.raises(UsageError, match=r"^BatchSizeWarmup: StepLR sets the learning rate \(interval epoch[^\n]*$"):
+        fit(Stepped(), warmup)
+
+    class Engine(pl.strategies.SingleDeviceStrategy):
+        handles_gradient_accumulation = True
+
+    with pytest.raises(UsageError, match=r"^BatchSizeWarmup: Engine has a fixed number of micro-batches[^\n]*$"):
+        fit(Foreign(), warmup, strategy=Engine(torch.device("cpu")), accelerator="auto", devices="auto")
+
+
+def _odd(rank: int) -> None:
+    with pytest.raises(UsageError, match=r"2 processes cannot share 1 micro-batches evenly[^\n]*$"):
+        fit(Foreign(), BatchSizeWarmup({0: 1, 3: 4}), strategy="ddp", devices=2, accumulate_grad_batches=2)
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused():
+    two_processes.run(_odd)
