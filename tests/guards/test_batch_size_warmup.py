@@ -28,6 +28,7 @@ from lightning_tricks.callbacks import (
     SpikeRollback,
     StepGuard,
 )
+from lightning_tricks.commands.autopsy.samples import samples_of_step
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.guards.batch_size.batch_size_warmup import doubling, first_steps
 from lightning_tricks.mixins import OptimizerMixin
@@ -295,6 +296,25 @@ def test_a_checkpoint_tells_the_samples_of_every_step_and_of_those_to_come(tmp_p
         assert samples == [[(first[step], first[step + 1] - 1)] for step in range(8)]
 
 
+def test_an_autopsy_finds_the_samples_of_a_run_that_went_on_with_other_stages(tmp_path, shards):
+    data = tokens(shards)
+    fit(Foreign(), BatchSizeWarmup(STAGES), SaveEach(tmp_path), data=data, max_steps=2)
+    fit(Foreign(), BatchSizeWarmup({0: 1, 3: 4}), SaveEach(tmp_path), data=data, ckpt_path=tmp_path / "2.ckpt")
+    path, later = tmp_path / "2.ckpt", tmp_path / "11.ckpt"
+    for old in tmp_path.glob("*.ckpt"):
+        if old not in (path, later):
+            old.unlink()
+    found = samples_of_step(data, torch.load(path, weights_only=True), path, 4, 8)
+    assert (found.runs, found.told_by) == ([(14, 21)], later)
+
+
+def test_passes_over_the_data_end_with_a_whole_step(shards):
+    module = Foreign()  # 111 rows: 55 micro-batches a pass, of which the first one can use 7 + 12 * 4
+    trainer = fit(module, BatchSizeWarmup(STAGES), data=tokens(shards), max_steps=-1, max_epochs=2)
+    assert trainer.global_step == 5 + 12 + 13
+    assert sizes(module) == [1, 1, 1, 2, 2] + [4] * 25
+
+
 # ---- several processes
 
 
@@ -428,7 +448,7 @@ def test_the_other_callbacks_count_the_steps_as_they_are(tmp_path, shards):
         ({"stages": {1: 1, 5: 4}}, "give a first stage at 0"),
         ({"stages": {0: 2, 5: 1}}, "a larger batch in each later one"),
         ({"stages": {0: 0, 5: 4}}, "give a first stage at 0"),
-        ({"stages": {0: 1, 5: 2}}, r"the last stage is the recipe's batch, 4 micro-batches \(1 process"),
+        ({"stages": {0: 1, 5: 2}}, r"the last stage must be the recipe's batch, 4 micro-batches \(1 process"),
         ({"double_every": 30, "unit": "tokens"}, "unit=tokens: the data module has no micro_batch_size and seq_len"),
     ],
 )

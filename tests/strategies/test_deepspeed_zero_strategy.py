@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_tricks
 from lightning_tricks._errors import UsageError
-from lightning_tricks.callbacks import StepGuard
+from lightning_tricks.callbacks import BatchSizeWarmup, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.checksummed_file import ChecksummedFile
@@ -215,10 +215,17 @@ def fit(model, strategy="auto", devices=1, data=None, ckpt_path=None, save=None,
     return figures
 
 
+def growing(world: int) -> dict[str, Any]:
+    """Options of a run whose first steps have one micro-batch, and later ones two."""
+    warmup = BatchSizeWarmup({0: world, 3: 2 * world}, lr_rule="sqrt")
+    return {"accumulate_grad_batches": 2, "max_epochs": 3, "max_steps": 6, "callbacks": [warmup]}
+
+
 def one_process() -> dict[str, Any]:
     """What the runs of two processes are compared with."""
     runs: dict[str, Any] = {"tokens": fit(language_model(), data=batches())}
     runs["ragged"] = fit(language_model(), data=ragged(), **IN_WINDOWS)
+    runs["growing"] = fit(language_model(), data=ragged(), **growing(1))
     runs["tied"] = fit(language_model(config=GPT2(**SHAPE)), data=batches(), max_steps=3)["train/loss"]
     for model, clip, epochs in ((CausalLM(), 0.3, 4), (Sgd(), 0.3, 2), (Quartered(), 0.6, 2), (Manual(), None, 2)):
         train(model, epochs=epochs, gradient_clip_val=clip)
@@ -333,6 +340,9 @@ def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> N
     def uneven() -> dict[str, list[float]]:
         return fit(language_model(), DeepSpeedZeROStrategy(stage), 2, ragged(rank, 2), **IN_WINDOWS)
 
+    def grown() -> dict[str, list[float]]:
+        return fit(language_model(), DeepSpeedZeROStrategy(stage), 2, ragged(rank, 2), **growing(2))
+
     def tied() -> list[float]:
         model = language_model(config=GPT2(**SHAPE))
         return fit(model, DeepSpeedZeROStrategy(stage), 2, batches(rank, 2), max_steps=3)["train/loss"]
@@ -361,6 +371,7 @@ def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> N
     case(("resumed", "bf16-mixed", stage), lambda: resumed("bf16-mixed"))
     case(("tokens", stage), tokens)
     case(("ragged", stage), uneven)
+    case(("growing", stage), grown)
     if stage > 1:
         case(("tokens resumed", stage), tokens_resumed)
         case(("tied", stage), tied)
@@ -600,6 +611,16 @@ def test_the_mean_over_tokens_is_that_of_one_process_in_windows_of_any_length(ze
     for name in ("train/loss", "train/grad_norm"):
         assert len(expected[name]) == 6
         close(found[name], expected[name])
+
+
+@STAGES
+def test_a_global_batch_grows_as_in_one_process(zero, one, stage):
+    found, expected = zero(("growing", stage)), one["growing"]
+    for name in ("train/loss", "train/grad_norm"):
+        assert len(expected[name]) == 6
+        close(found[name], expected[name])
+    assert expected["train/batch_micro_batches"] == [1, 1, 1, 2, 2, 2]
+    assert found["train/batch_micro_batches"] == [2, 2, 2, 4, 4, 4]
 
 
 @STAGES

@@ -129,7 +129,10 @@ class BatchSizeWarmup(pl.Callback):
             raise UsageError(f"{whose}: give a first stage at 0, and a larger batch in each later one")
         processes = f"{self._world} process(es) x accumulate_grad_batches={self._final}"
         if sizes[-1] != last:
-            raise UsageError(f"{whose}: the last stage is the recipe's batch, {last} micro-batches ({processes})")
+            raise UsageError(
+                f"{whose}: the last stage must be the recipe's batch, {last} micro-batches ({processes}): change one "
+                "of the two"
+            )
         if odd := [size for size in sizes if size % self._world]:
             raise UsageError(
                 f"{whose}: {self._world} processes cannot share {odd[0]} micro-batches evenly: begin with a larger "

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
+from torch.optim import Optimizer
+
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import unwrapped
@@ -63,5 +65,8 @@ class LearningRates:
 
 def _constant(optimizer: Any) -> Any:
     """A constant learning rate, as Lightning holds a scheduler."""
-    scheduler = ScheduleLR(unwrapped(optimizer), WarmupConstant(warmup_steps=0))
+    optimizer = unwrapped(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        optimizer = optimizer.optimizer  # inside DeepSpeed's, with the same groups
+    scheduler = ScheduleLR(optimizer, WarmupConstant(warmup_steps=0))
     return pl.utilities.types.LRSchedulerConfig(scheduler, interval="step")
