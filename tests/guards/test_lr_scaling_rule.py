@@ -1,15 +1,13 @@
 """LRScalingRule: the learning rate of a reference batch, scaled to the batch that the run has."""
 
-import logging
-
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
 from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import BatchSizeWarmup, LRScalingRule
+from lightning_tricks.guards.batch_size import lr_scaling_rule
 from lightning_tricks.schedules import ScheduleLR, WarmupLinear
 
 
@@ -78,15 +76,14 @@ def test_the_factor_multiplies_every_group_at_every_step(options, factor, schedu
     assert module.rates == [[rate * factor for rate in rates] for rates in plain({"scheduler": scheduler})]
 
 
-def test_a_loader_alone_tells_its_samples(caplog):
-    module = Model()
-    with caplog.at_level(logging.INFO):
-        fit(module, LRScalingRule(reference_batch_samples=2, rule="linear"), data=DataLoader(torch.ones(40, 4), 4))
+def test_a_loader_alone_tells_its_samples(monkeypatch):
+    module, said = Model(), []
+    monkeypatch.setattr(lr_scaling_rule, "rank_zero_info", said.append)
+    fit(module, LRScalingRule(reference_batch_samples=2, rule="linear"), data=DataLoader(torch.ones(40, 4), 4))
     assert module.rates == [[rate * 4 for rate in rates] for rates in plain()]
-    (line,) = [message for message in caplog.messages if "LRScalingRule" in message]
-    assert line == (
+    assert said == [
         "LRScalingRule: the recipe's lr is for 2 samples a step, a step of this run takes 8: lr x 4 (linear)"
-    )
+    ]
 
 
 def test_a_resume_follows_the_recipe_and_not_the_checkpoint(tmp_path):
@@ -107,16 +104,6 @@ def test_with_a_growing_batch_it_scales_to_the_last_stage_and_both_factors_multi
         assert module.rates == [
             [rate * (4 * part) for rate in rates] for rates, part in zip(unscaled, growth, strict=True)
         ]
-
-
-def _in_two(rank: int) -> None:
-    module = Model()
-    fit(module, LRScalingRule(12, rule="linear"), strategy="ddp", devices=2)
-    assert module.rates == [[rate * 8 for rate in rates] for rates in plain()]
-
-
-def test_every_process_counts():
-    two_processes.run(_in_two)
 
 
 @pytest.mark.parametrize(
