@@ -90,6 +90,13 @@ def test_is_accumulating_until_the_batch_that_has_the_optimizer_step():
     assert [not accumulating for accumulating in notes.answers] == notes.stepped
 
 
+def test_steps_in_epoch_are_those_that_are_done_in_it():
+    notes, _ = noted(
+        lambda trainer, _: _trainer.steps_in_epoch(trainer), batches=5, accumulate_grad_batches=2, max_epochs=2
+    )
+    assert notes.answers == [0, 0, 1, 1, 2] * 2
+
+
 class Validated(Model):
     """Validates."""
 
