@@ -254,19 +254,20 @@ def test_a_resume_from_any_micro_batch_is_the_unbroken_run(tmp_path, shards, kin
             made.net[1].p = 0.0  # a save within a step has the random state from there, and the step begins anew
         return made
 
-    def run(made: Any, *callbacks: Any, **options: Any) -> None:
+    def run(made: Any, *callbacks: Any, **options: Any) -> Any:
         # 9 batches an epoch: the steps of 4 are cut short by its end
         data = tokens(shards) if kind == "tokens" else DataLoader(rows(18).dataset, batch_size=2, shuffle=True)
-        fit(made, *exact, BatchSizeWarmup(STAGES, lr_rule="sqrt"), *callbacks, data=data, **options)
+        trainer = fit(made, *exact, BatchSizeWarmup(STAGES, lr_rule="sqrt"), *callbacks, data=data, **options)
+        return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
     whole = module()
-    run(whole, SaveEach(tmp_path))
+    count = run(whole, SaveEach(tmp_path))
     taken = sizes(whole)
     assert taken == (SIZES if kind == "tokens" else [1, 1, 1, 2, 2, 2, 4, 4])
     starts = [sum(taken[:step]) for step in range(1, 8)]
     for done in starts[1::2] if "dropout" in kind else (1, 2, 4, 5, 7, 10, 11, 12):
         resumed = module()
-        run(resumed, ckpt_path=tmp_path / f"{done}.ckpt")
+        assert run(resumed, ckpt_path=tmp_path / f"{done}.ckpt") == count, done
         assert equal(weights(whole), weights(resumed)), done
         assert resumed.steps == {step: whole.steps[step] for step in resumed.steps}, done
 
@@ -285,13 +286,18 @@ def test_a_resume_without_the_warmup_takes_whole_steps_of_the_recipe(tmp_path, s
 
 
 def test_a_checkpoint_tells_the_samples_of_every_step_and_of_those_to_come(tmp_path, shards):
-    module, data = Foreign(), tokens(shards)
-    fit(module, BatchSizeWarmup(STAGES), SaveEach(tmp_path), data=data)
+    class Asks(Foreign):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            asked.append(data.step_samples())
+
+    asked: list[Any] = []
+    data = tokens(shards)
+    fit(Asks(), BatchSizeWarmup(STAGES), SaveEach(tmp_path), data=data)
     for done in (2, 5, 7, 19):
         state = torch.load(tmp_path / f"{done}.ckpt", weights_only=True)["TokenData"]
         samples = [data.samples_of_step(step, state) for step in range(8)]
         first = [sum(SIZES[:step]) * 2 for step in range(9)]
-        assert samples == [[(first[step], first[step + 1] - 1)] for step in range(8)]
+        assert samples == asked == [[(first[step], first[step + 1] - 1)] for step in range(8)]
 
 
 def test_an_autopsy_finds_the_samples_of_a_run_that_went_on_with_other_stages(tmp_path, shards):
