@@ -34,7 +34,7 @@ class Accumulation:
         return start + (limit - self.before(start)) // self.micro_batches[stage] - first
 
     def steps_to_end_of_pass(self, done: int, micro_batches: int) -> int:
-        """Steps after `done` of them until a pass of so many micro-batches ends; each pass has whole steps, at least 1."""
+        """Steps after `done` of them to the end of a pass over so many micro-batches; each has whole steps, and one."""
         first = 0  # step of a pass
         while True:
             steps = max(self.whole_steps(first, micro_batches), 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_tricks._accumulation import Accumulation, accumulation, micro_batches_in_step
+from lightning_tricks._accumulation import accumulation, micro_batches_in_step
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import batch_progress, data_rank, is_restarting, steps_in_epoch

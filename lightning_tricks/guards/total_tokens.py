@@ -8,6 +8,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import data_rank, step_limit
+from lightning_tricks.guards.batch_size.batch_size_warmup import BatchSizeWarmup
 
 
 class TotalTokens(pl.Callback):
@@ -28,7 +29,8 @@ class TotalTokens(pl.Callback):
 
     Raises:
         UsageError: a number out of range; when the fit starts: `max_steps` is given too, the tokens of a step are not
-            known, or are not the same in each step (`GradientAccumulationScheduler`), manual optimization.
+            known, or are not the same in each step (`GradientAccumulationScheduler`, BatchSizeWarmup); manual
+            optimization.
     """
 
     def __init__(self, total_tokens: float, micro_batch_tokens: int | None = None) -> None:
@@ -78,11 +80,12 @@ class TotalTokens(pl.Callback):
         name = f"total_tokens={self.total_tokens}"
         if trainer.max_steps != -1:
             raise UsageError(f"{name} and trainer.max_steps={trainer.max_steps}: give one of them")
-        if any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks):
-            raise UsageError(
-                f"{name}: with a GradientAccumulationScheduler the tokens of a step change with the epoch: set "
-                "trainer.max_steps"
-            )
+        for callback in trainer.callbacks:
+            if isinstance(callback, BatchSizeWarmup) or hasattr(callback, "get_accumulate_grad_batches"):
+                raise UsageError(
+                    f"{name}: with {type(callback).__name__} the tokens of a step change in the run: set "
+                    "trainer.max_steps"
+                )
 
     def _micro_batch(self, data: Any) -> int:
         """Tokens in one micro-batch of one process."""

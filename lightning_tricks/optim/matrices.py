@@ -28,7 +28,7 @@ def held_matrices(module: nn.Module) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     modules = {"": module, **named_submodules(module)}
     for path, owner in modules.items():
-        rows_dim = 1 if type(owner).__name__ == "Conv1D" else 0
+        rows_dim = 1 if any(cls.__name__ == "Conv1D" for cls in type(owner).__mro__) else 0
         for name, param in owner.named_parameters(prefix=path, recurse=False):
             name = clean_name(name)
             if param.ndim == 2 and _THREE.fullmatch(_local(name)):

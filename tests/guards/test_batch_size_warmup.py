@@ -319,6 +319,24 @@ def test_passes_over_the_data_end_with_a_whole_step(shards):
     assert sizes(module) == [1, 1, 1, 2, 2] + [4] * 25
 
 
+@pytest.mark.parametrize("kind", ["rows", "tokens"])
+def test_the_schedule_of_a_run_in_epochs_ends_with_its_last_step(tmp_path, shards, kind):
+    def train(*callbacks: Any, **options: Any) -> tuple[Any, Any]:
+        module, data = WithGroups(), rows(14) if kind == "rows" else tokens(shards)
+        warmup = BatchSizeWarmup({0: 1, 2: 2, 4: 4})
+        trainer = fit(module, warmup, *callbacks, data=data, max_steps=-1, max_epochs=3, **options)
+        return module, trainer
+
+    whole, trainer = train(SaveEach(tmp_path))
+    (config,) = trainer.lr_scheduler_configs
+    assert config.scheduler.total_steps == trainer.global_step
+    for saved in sorted(tmp_path.glob("*.ckpt"), key=lambda path: int(path.stem))[::5]:
+        resumed, trainer = train(*([ExactResume()] if kind == "rows" else []), ckpt_path=saved)
+        assert trainer.lr_scheduler_configs[0].scheduler.total_steps == trainer.global_step, saved
+        rates = {step: said[-1] for step, said in resumed.steps.items()}
+        assert rates == {step: said[-1] for step, said in whole.steps.items() if step >= min(rates, default=99)}
+
+
 # ---- several processes
 
 

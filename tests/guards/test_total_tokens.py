@@ -11,7 +11,7 @@ from two_processes import run as in_processes
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
-from lightning_tricks.callbacks import TotalTokens, TrainingProgressBar
+from lightning_tricks.callbacks import BatchSizeWarmup, TotalTokens, TrainingProgressBar
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.schedules import WarmupCosine, WarmupLinear
@@ -229,8 +229,10 @@ def test_tokens_that_are_no_whole_number_above_0_are_refused(bad):
 def test_what_it_cannot_do_is_refused_in_one_line(shard):
     with pytest.raises(UsageError, match=r"^total_tokens=64 and trainer\.max_steps=3: give one of them$"):
         fit(shard, 64, max_steps=3)
-    with pytest.raises(UsageError, match=r"^total_tokens=64: with a GradientAccumulationScheduler [^\n]*$"):
-        fit(shard, 64, GradientAccumulationScheduler({1: 2}))
+    growing = GradientAccumulationScheduler({1: 2}), BatchSizeWarmup({0: 1, 2: 2})
+    for callback in growing:
+        with pytest.raises(UsageError, match=rf"^total_tokens=64: with {type(callback).__name__} [^\n]*$"):
+            fit(shard, 64, callback)
     with pytest.raises(UsageError, match=r"^total_tokens=64: the steps of manual optimization [^\n]*$"):
         fit(shard, 64, model=Model(manual=True))
 
