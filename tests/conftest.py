@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import gc
 import importlib.metadata
 import inspect
 import logging
@@ -10,13 +11,16 @@ import pathlib
 import sys
 import typing
 from collections.abc import Iterator
+from typing import Any
 
 # before anything imports torch or a tokenizer
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import fork_server
 import hypothesis
+import preloaded
 import pytest
 import torch
 
@@ -33,6 +37,27 @@ LEFT_BEHIND = (
     "GROUP_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "RANK",
     "WORLD_SIZE",
 )  # fmt: skip
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Of several workers, all take their programs from the same servers, which import while the tests are collected."""
+    if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
+        preloaded.share()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
+    """What was imported to collect the tests is imported in the processes that they start, and is no garbage."""
+    if not session.config.pluginmanager.has_plugin("dsession"):  # which runs no tests, but has them run
+        gc.collect()
+        gc.freeze()
+        if not torch.cuda.is_available():  # CUDA, once asked, cannot be used in a fork
+            capture = session.config.pluginmanager.getplugin("capturemanager")
+            preloaded.measure_the_cpu()
+            capture.resume_global_capture()  # as in a test: what the processes print is no part of the report
+            fork_server.start()
+            capture.suspend_global_capture()
+    return (yield)
 
 
 @pytest.fixture(autouse=True)

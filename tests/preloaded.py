@@ -53,25 +53,53 @@ os._exit(os.waitstatus_to_exitcode(status))
 COLLECTION = ("torch.distributed.run", "torch.distributed.tensor", "lightning_tricks.cli")
 
 
+SHARED = "PRELOADED_SERVERS"  # the folder of servers that a parent process has started
+
+
 @functools.cache
 def python(*imported: str) -> str:
-    """Path of the program. Its server starts with the first call, and ends with this process.
+    """Path of the program. Its server starts with the first call, and ends with this process, unless it is shared.
 
     Args:
         *imported: modules that the server imports in place of `COLLECTION`. With "pytorch_lightning" alone, a program
             decides for itself whether it imports the collection before or after it.
     """
+    shared = Path(os.environ.get(SHARED, "")) / name_of(imported)
+    folder = shared if SHARED in os.environ and shared.exists() else start(*imported)
+    while not (folder / "socket").exists():
+        select.select([], [], [], 0.02)
+    return str(folder / "python")
+
+
+def share() -> None:
+    """Start the servers for all processes that this one starts from now on; they end with this one."""
+    folder = make_folder()
+    for imported in ((), ("pytorch_lightning",)):
+        start(*imported, folder=folder)
+    os.environ[SHARED] = str(folder)
+
+
+def name_of(imported: tuple[str, ...]) -> str:
+    return "-".join(imported) or "collection"
+
+
+def make_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="preloaded-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def start(*imported: str, folder: Path | None = None) -> Path:
+    """Start a server; the folder of its program and, when it has imported everything, of its socket."""
+    folder = (folder or make_folder()) / name_of(imported)
+    folder.mkdir()
     program = folder / "python"
     program.write_text(PROXY.format(python=sys.executable, address=str(folder / "socket")))
     program.chmod(0o700)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PRELOADED_PYTHON": str(program)}
     command = [sys.executable, __file__, str(folder / "socket"), *(imported or COLLECTION)]
     subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-    while not (folder / "socket").exists():
-        select.select([], [], [], 0.02)
-    return str(program)
+    return folder
 
 
 def left_over(folder: Path) -> list[int]:
@@ -118,6 +146,15 @@ def serve(address: str) -> list[str]:
             os.close(fd)
         proxies[pid] = proxy
         proxy.sendall(b"%08d" % pid)
+
+
+def measure_the_cpu() -> None:
+    """Once for all processes that are forked from this one; MFUMonitor would have each of them do so."""
+    import torch
+
+    from lightning_tricks.accounting.peak_flops import device_peak
+
+    device_peak(torch.device("cpu"), "32-true")
 
 
 def become(request: Any, fds: list[int]) -> list[str]:
@@ -169,6 +206,8 @@ if __name__ == "__main__":
     for module in sys.argv[2:]:
         importlib.import_module(module)
     PYTHON = os.environ["PRELOADED_PYTHON"]
+    if "lightning_tricks.cli" in sys.modules:
+        measure_the_cpu()
     gc.freeze()
     code = run(serve(sys.argv[1]))
     threading._shutdown()

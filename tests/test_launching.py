@@ -2,7 +2,7 @@
 
 Each run is a command line in real processes, at toy size, on CPUs with gloo, in a folder of its own, by which its
 processes are known. They are forked from a server that has imported everything (`preloaded`). A run is made once and
-looked at by all tests that have something to ask of it.
+looked at by all tests that have something to ask of it; a few go on beside each other, as much of what they do is wait.
 """
 
 import csv
@@ -14,11 +14,12 @@ import socket
 import subprocess
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import beside
 import pytest
 import torch
 from preloaded import python
@@ -66,6 +67,7 @@ class Job:
         self.folder = folder
         self.started: list[subprocess.Popen] = []
         self.codes: list[int] = []
+        self.seconds = 0.0  # from the failure that was wanted to the end of the last process
 
     def start(self, *command: str, **env: str) -> None:
         inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
@@ -117,13 +119,18 @@ class Job:
         return load_file(whole, None)["state_dict"]
 
 
+GIVEN: set[int] = set()  # ports of runs that may not listen on them yet
+
+
 def free_port(low: int = 15000, high: int = 25000) -> int:
     """A port below those that the system gives away, so that nobody is given it before the run listens on it."""
     start = low + (os.getpid() * 37 + time.monotonic_ns() // 1000) % (high - low)
     for port in [*range(start, high), *range(low, start)]:
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("", port))
-            return port
+            if port not in GIVEN:
+                GIVEN.add(port)
+                return port
     raise OSError("no free port")
 
 
@@ -161,46 +168,6 @@ def slurm(job: Job, devices: int, *overrides: str, ranks: tuple[int, ...] | None
 
 
 @pytest.fixture(scope="module")
-def new_job(tmp_path_factory) -> Iterator[Any]:
-    """Makes a job in a folder of its own, with the recipe and the data; ends what is left of it."""
-    jobs: list[Job] = []
-
-    def make(name: str) -> Job:
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "toy.yaml").write_text(RECIPE)
-        (folder / "data").mkdir()
-        with ShardWriter(folder / "data", "train", vocab_size=64) as writer:
-            writer.append(torch.randint(0, 64, (4000,), generator=torch.Generator().manual_seed(0)).numpy())
-        jobs.append(Job(folder))
-        return jobs[-1]
-
-    yield make
-    for job in jobs:
-        for pid in job.alive():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def one_host(new_job) -> Job:
-    job = new_job("torchrun")
-    torchrun(job, 2)
-    job.finish()
-    assert job.codes == [0], job.out[-5000:]
-    return job
-
-
-@pytest.mark.parametrize("launcher", [lightning, slurm])
-def test_every_launcher_trains_the_same(launcher, one_host, new_job):
-    job = new_job(launcher.__name__)
-    launcher(job, 2)
-    job.finish()
-    assert set(job.codes) == {0}, job.out[-5000:]
-    assert len(job.losses) == 6
-    assert job.losses == one_host.losses
-
-
-@pytest.fixture(scope="module")
 def hosts() -> Iterator[list[tuple[list[str], dict[str, str]]]]:
     """Two hosts: what to put before a command to run it there, and what of the environment is the host's own."""
     names, links = ([f"{kind}{end}{os.getpid() % 100000}" for end in "ab"] for kind in ("lthost", "ltv"))
@@ -219,11 +186,10 @@ def hosts() -> Iterator[list[tuple[list[str], dict[str, str]]]]:
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", None) or error
             warnings.warn(f"no network namespaces ({said}): two loopback addresses in their place", stacklevel=1)
-            port = str(free_port())
-            yield [([], {"address": address, "port": port, "link": "lo"}) for address in ("127.0.0.2", "127.0.0.3")]
+            yield [([], {"address": address, "link": "lo"}) for address in ("127.0.0.2", "127.0.0.3")]
             return
         yield [
-            (["ip", "netns", "exec", name], {"address": f"10.77.0.{number}", "port": "29500", "link": link})
+            (["ip", "netns", "exec", name], {"address": f"10.77.0.{number}", "link": link})
             for number, (name, link) in enumerate(zip(names, links, strict=True), start=1)
         ]
 
@@ -233,30 +199,98 @@ def ip(*arguments: str) -> None:
 
 
 def on_two_hosts(job: Job, hosts: Any, **options: Any) -> None:
-    first = hosts[0][1]
+    first, port = hosts[0][1], str(free_port())
     for rank, (enter, host) in enumerate(hosts):
         job.start(
             *enter, python(), "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank),
-            "--nproc-per-node", "1", "--master-addr", first["address"], "--master-port", first["port"],
+            "--nproc-per-node", "1", "--master-addr", first["address"], "--master-port", port,
             "--local-addr", host["address"], *fit(1, "--trainer.num_nodes=2", **options),
             GLOO_SOCKET_IFNAME=host["link"],
         )  # fmt: skip
 
 
-def test_two_hosts_train_as_one(hosts, one_host, new_job):
-    job = new_job("two_hosts")
-    on_two_hosts(job, hosts)
+def trains(job: Job, kind: Any, *args: Any, **options: Any) -> None:
+    """Run to the end."""
+    kind(job, *args, **options)
     job.finish()
-    assert job.codes == [0, 0], job.out[-5000:]
+
+
+def fails(job: Job, kind: Any, *args: Any, **options: Any) -> None:
+    """Run to the failure and the end of it."""
+    kind(job, *args, **options)
+    ended = job.finish()
+    assert all(job.codes), job.out[-5000:]
+    job.seconds = ended - float((job.folder / "failed_at").read_text())
+
+
+def goes_on(job: Job, **options: Any) -> None:
+    """Fail, and go on from the last checkpoint."""
+    fails(job, torchrun, 2, **options)
+    (job.folder / "out").rename(job.folder / "first_out")
+    trains(job, torchrun, 2, "--ckpt_path=last")
+
+
+def is_alone(job: Job, came: int) -> None:
+    """One of two ranks starts, and waits for the other."""
+    slurm(job, 2, "--trainer.strategy.init_args.timeout_seconds=4", ranks=(came,))
+    job.finish(100)
+
+
+# by name, in the order of the tests: what to do with a job of its own, given the two hosts
+RUNS: dict[str, Callable[[Job, Any], None]] = {
+    "torchrun": lambda job, hosts: trains(job, torchrun, 2),
+    "lightning": lambda job, hosts: trains(job, lightning, 2),
+    "slurm": lambda job, hosts: trains(job, slurm, 2),
+    "two hosts": lambda job, hosts: trains(job, on_two_hosts, hosts),
+    "goes on": lambda job, hosts: goes_on(job, fail={"rank": 1, "step": 5}),
+    "child is killed": lambda job, hosts: fails(job, lightning, 3, fail={"rank": 2}),
+    "first is killed": lambda job, hosts: fails(job, lightning, 3, fail={"rank": 0, "others": "stuck"}, grace=4.0),
+    "killed far away": lambda job, hosts: fails(
+        job, on_two_hosts, hosts, fail={"rank": 1, "others": "sleep"}, grace=3.0
+    ),
+    "raises": lambda job, hosts: fails(job, torchrun, 3, fail={"rank": 1, "how": "raise"}),
+    "rank 0 alone": lambda job, hosts: is_alone(job, 0),
+    "rank 1 alone": lambda job, hosts: is_alone(job, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(hosts, tmp_path_factory) -> Iterator[Callable[[str], Job]]:
+    """A function that waits for the run of that name; ends what is left of all."""
+    jobs = {name: Job(tmp_path_factory.mktemp(name.replace(" ", "_"))) for name in RUNS}
+    for job in jobs.values():
+        (job.folder / "toy.yaml").write_text(RECIPE)
+        (job.folder / "data").mkdir()
+        with ShardWriter(job.folder / "data", "train", vocab_size=64) as writer:
+            writer.append(torch.randint(0, 64, (4000,), generator=torch.Generator().manual_seed(0)).numpy())
+    python()
+    with beside.threads({name: (RUNS[name], job, hosts) for name, job in jobs.items()}) as wait:
+        yield lambda name: (wait(name), jobs[name])[1]
+    for job in jobs.values():
+        for pid in job.alive():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def one_host(ended) -> Job:
+    job = ended("torchrun")
+    assert job.codes == [0], job.out[-5000:]
+    return job
+
+
+@pytest.mark.parametrize("launcher", ["lightning", "slurm"])
+def test_every_launcher_trains_the_same(launcher, one_host, ended):
+    job = ended(launcher)
+    assert set(job.codes) == {0}, job.out[-5000:]
+    assert len(job.losses) == 6
     assert job.losses == one_host.losses
 
 
-def fails(job: Job, kind: Any, devices: int, **options: Any) -> float:
-    """Run to the failure and the end of it; seconds between them, to the last process."""
-    kind(job, devices, **options)
-    ended = job.finish()
-    assert all(job.codes), job.out[-5000:]
-    return ended - float((job.folder / "failed_at").read_text())
+def test_two_hosts_train_as_one(one_host, ended):
+    job = ended("two hosts")
+    assert job.codes == [0, 0], job.out[-5000:]
+    assert job.losses == one_host.losses
 
 
 def first_error(out: str) -> str:
@@ -264,15 +298,14 @@ def first_error(out: str) -> str:
     return next(line for line in out.splitlines() if re.search("Error|Traceback|gone without|failed first", line))
 
 
-def test_a_rank_is_killed_and_the_run_goes_on_to_the_same_weights(one_host, new_job):
-    job = new_job("killed")
-    assert fails(job, torchrun, 2, fail={"rank": 1, "step": 5}) < 60
-    said = re.findall(GONE.format(rank=1, world=2), job.out, re.M)
+def test_a_rank_is_killed_and_the_run_goes_on_to_the_same_weights(one_host, ended):
+    job = ended("goes on")
+    assert job.seconds < 60
+    out = (job.folder / "first_out").read_text(errors="replace")
+    said = re.findall(GONE.format(rank=1, world=2), out, re.M)
     assert len(said) == 1
-    assert first_error(job.out) == said[0]
-    assert "Connection closed" not in job.out
-    torchrun(job, 2, "--ckpt_path=last")
-    job.finish()
+    assert first_error(out) == said[0]
+    assert "Connection closed" not in out
     assert job.codes[-1] == 0, job.out[-5000:]
     weights, expected = job.weights, one_host.weights
     assert weights.keys() == expected.keys()
@@ -280,17 +313,16 @@ def test_a_rank_is_killed_and_the_run_goes_on_to_the_same_weights(one_host, new_
     assert job.losses == one_host.losses  # each step once
 
 
-def test_under_lightnings_launcher_a_killed_rank_is_named_and_none_is_left(new_job):
-    job = new_job("killed_child")
-    assert fails(job, lightning, 3, fail={"rank": 2}) < 60
+def test_under_lightnings_launcher_a_killed_rank_is_named_and_none_is_left(ended):
+    job = ended("child is killed")
+    assert job.seconds < 60
     assert len(re.findall(GONE.format(rank=2, world=3), job.out, re.M)) == 2
     assert "Traceback" not in job.out
 
 
-def test_when_the_first_process_is_killed_the_others_say_so_and_end_though_they_are_stuck(new_job):
-    job = new_job("killed_parent")
-    took = fails(job, lightning, 3, fail={"rank": 0, "others": "stuck"}, grace=4.0)
-    assert 4 <= took < 60  # for ever, where nobody looks
+def test_when_the_first_process_is_killed_the_others_say_so_and_end_though_they_are_stuck(ended):
+    job = ended("first is killed")
+    assert 4 <= job.seconds < 60  # for ever, where nobody looks
     assert len(re.findall(GONE.format(rank=0, world=3), job.out, re.M)) == 2
     assert first_error(job.out).startswith("rank 0 of 3")
     for rank in (1, 2):
@@ -298,16 +330,15 @@ def test_when_the_first_process_is_killed_the_others_say_so_and_end_though_they_
     assert "pthreads.pthread_mutex_lock(mutex)" in job.out  # where
 
 
-def test_a_killed_rank_is_named_on_the_other_host(hosts, new_job):
-    job = new_job("killed_far_away")
-    took = fails(job, on_two_hosts, hosts, fail={"rank": 1, "others": "sleep"}, grace=3.0)
-    assert took < 60
+def test_a_killed_rank_is_named_on_the_other_host(ended):
+    job = ended("killed far away")
+    assert job.seconds < 60
     assert len(re.findall(GONE.format(rank=1, world=2), job.out, re.M)) == 1
 
 
-def test_a_rank_that_raises_shows_its_traceback_and_the_others_its_line(new_job):
-    job = new_job("raises")
-    assert fails(job, torchrun, 3, fail={"rank": 1, "how": "raise"}) < 60
+def test_a_rank_that_raises_shows_its_traceback_and_the_others_its_line(ended):
+    job = ended("raises")
+    assert job.seconds < 60
     said = re.findall(r"^rank 1 of 3 on \S+ failed first: ValueError: bad batch$", job.out, re.M)
     assert len(said) == 3
     assert first_error(job.out) == said[0]
@@ -316,10 +347,8 @@ def test_a_rank_that_raises_shows_its_traceback_and_the_others_its_line(new_job)
 
 
 @pytest.mark.parametrize("came", [0, 1])
-def test_a_rank_that_never_comes_is_waited_for_as_long_as_was_said(came, new_job):
-    job = new_job("alone")
-    slurm(job, 2, "--trainer.strategy.init_args.timeout_seconds=4", ranks=(came,))
-    job.finish(100)
+def test_a_rank_that_never_comes_is_waited_for_as_long_as_was_said(came, ended):
+    job = ended(f"rank {came} alone")
     assert job.codes == [2], job.out[-5000:]
     said = re.findall(
         "^error: this process has waited in vain for the others to start .*timeout_seconds", job.out, re.M

@@ -1,7 +1,6 @@
 """The GPU benchmark runs from end to end on a CPU at toy sizes, and a stage that fails costs no other."""
 
 import contextlib
-import gc
 import json
 import os
 import shutil
@@ -49,15 +48,6 @@ def contenders_of(stages):
 
 
 @pytest.fixture
-def little_garbage():
-    """What was imported is not looked through at each of the many collections that follow."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture
 def small_models(monkeypatch):
     """The proof of each format and the correctness checks with models and runs that are smaller still."""
     decoder = precision.MODEL["model.init_args.decoder.init_args"] | SMALL
@@ -68,7 +58,7 @@ def small_models(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("little_garbage", "small_models")
+@pytest.mark.usefixtures("small_models")
 def test_a_dry_run_goes_through_every_stage_and_call(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "run_limited", in_this_process)
     every = contenders_of(gpu.STAGES)

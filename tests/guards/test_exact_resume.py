@@ -7,13 +7,14 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
+import beside
 import lightning.pytorch as pl
 import pytest
 import torch
 from exact_run import Foreign, Rows, Stream, loaders, run, run_all, said
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
-from two_processes import PRELOADED, free_port
+from two_processes import free_port
 
 from lightning_tricks import ExactResume
 from lightning_tricks.data import ShardWriter, TokenData
@@ -52,40 +53,91 @@ CASES = {
 }  # fmt: skip
 
 
+def launch(function, *args, world=1, **options):
+    """Exit code of a function in processes of its own; where one dies, the others are ended."""
+    context = multiprocessing.get_context("fork")
+    more = (
+        [{}]
+        if world == 1
+        else [{"rank": r, "world": world, "port": port} for port in [free_port()] for r in range(world)]
+    )
+    processes = [context.Process(target=function, args=args, kwargs=options | own) for own in more]
+    for process in processes:
+        process.start()
+    running = list(processes)
+    while running:
+        multiprocessing.connection.wait([process.sentinel for process in running])
+        running = [process for process in running if process.is_alive()]
+        if any(process.exitcode not in (None, 0) for process in processes):
+            for process in running:
+                process.kill()
+    for process in processes:
+        process.join()
+    return min(process.exitcode for process in processes)
+
+
+# What is done in the folder of a test, by a process that starts the runs as its own children.
+
+
+def unbroken_runs(folder):
+    run_all(folder, {name: case[:2] for name, case in CASES.items()})
+
+
+def killed_and_resumed(folder, kind, options, kills):
+    for kill_at in kills:
+        assert launch(run, folder / "run", kind, kill_at=kill_at, **options) == -signal.SIGKILL
+    assert launch(run, folder / "run", kind, **options) == 0
+
+
+def without_it(folder):
+    assert launch(run, folder / "run", "shuffle", exact=False) == 0
+    assert launch(run, folder / "killed", "shuffle", kill_at=5, exact=False) == -signal.SIGKILL
+    assert launch(run, folder / "killed", "shuffle", exact=False) == 0
+
+
+def other_workers(folder, before, after):
+    assert launch(run, folder / "run", before, kill_at=8) == -signal.SIGKILL
+    assert launch(run, folder / "run", after) == 0
+
+
+def more_steps(folder):
+    for steps in (7, 15, 20):
+        assert launch(run, folder / "run", "shuffle", **BY_STEPS | NEVER | {"max_steps": steps}) == 0
+
+
+def two_resume(folder, kind, options):
+    assert launch(run, folder / "whole", kind, world=2, **options) == 0
+    # three or four micro-batches an epoch, or six
+    kill_at = 5 if kind == "stream/2" else 9
+    assert launch(run, folder / "run", kind, kill_at=kill_at, world=2, **options) == -signal.SIGKILL
+    assert launch(run, folder / "run", kind, world=2, **options) == 0
+
+
+def two_then_one(folder):
+    assert launch(run, folder / "two", "numbers", world=2) == 0
+    assert launch(run, folder / "run", "numbers", kill_at=5, world=2) == -signal.SIGKILL
+    assert launch(run, folder / "run", "numbers", accumulate_grad_batches=2) == 0
+
+
+OTHER_WORKERS = [("shuffle", "shuffle/2"), ("shuffle/2", "shuffle/3")]
+OF_TWO = [("shuffle", {}), ("stream/2", {"accumulate_grad_batches": 4}), ("shuffle", {"strategy": "fsdp2"})]
+RUNS = {
+    "unbroken": (unbroken_runs,),
+    **{name: (killed_and_resumed, *case) for name, case in CASES.items()},
+    "without it": (without_it,),
+    **{f"{before} to {after}": (other_workers, before, after) for before, after in OTHER_WORKERS},
+    "more steps": (more_steps,),
+    **{f"two, {kind} {options}": (two_resume, kind, options) for kind, options in OF_TWO},
+    "two, then one": (two_then_one,),
+}
+
+
 @pytest.fixture(scope="module")
-def start():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "lightning_tricks.callbacks", "exact_run"])
-
-    def launch(function, *args, world=1, **options):
-        """Exit code of a function in processes of its own; where one dies, the others are ended."""
-        more = (
-            [{}]
-            if world == 1
-            else [{"rank": r, "world": world, "port": port} for port in [free_port()] for r in range(world)]
-        )
-        processes = [context.Process(target=function, args=args, kwargs=options | own) for own in more]
-        for process in processes:
-            process.start()
-        running = list(processes)
-        while running:
-            multiprocessing.connection.wait([process.sentinel for process in running])
-            running = [process for process in running if process.is_alive()]
-            if any(process.exitcode not in (None, 0) for process in processes):
-                for process in running:
-                    process.kill()
-        for process in processes:
-            process.join()
-        return min(process.exitcode for process in processes)
-
-    return launch
-
-
-@pytest.fixture(scope="module")
-def unbroken(start, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("unbroken")
-    assert start(run_all, folder, {name: case[:2] for name, case in CASES.items()}) == 0
-    return folder
+def ended(tmp_path_factory):
+    """A function that waits for the runs of that name, and gives their folder."""
+    folders = {name: tmp_path_factory.mktemp("exact") for name in RUNS}
+    with beside.processes({name: (what, folders[name], *args) for name, (what, *args) in RUNS.items()}) as wait:
+        yield lambda name: (wait(name), folders[name])[1]
 
 
 def differences(folder: Path, reference: Path, rank: int = 0) -> list:
@@ -94,62 +146,45 @@ def differences(folder: Path, reference: Path, rank: int = 0) -> list:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_killed_and_resumed_a_run_is_the_unbroken_one_to_the_bit(start, unbroken, tmp_path, case):
-    kind, options, kills = CASES[case]
-    for kill_at in kills:
-        assert start(run, tmp_path / "run", kind, kill_at=kill_at, **options) == -signal.SIGKILL
-    assert start(run, tmp_path / "run", kind, **options) == 0
-    assert differences(tmp_path / "run", unbroken / case) == []
+def test_killed_and_resumed_a_run_is_the_unbroken_one_to_the_bit(ended, case):
+    folder, unbroken = ended(case), ended("unbroken")
+    assert differences(folder / "run", unbroken / case) == []
     steps = [key for key in said(unbroken / case) if key[0] == "step"]
     assert len(steps) >= 6
-    assert sum(key[0] == "weights" for key in said(tmp_path / "run")) == 1
+    assert sum(key[0] == "weights" for key in said(folder / "run")) == 1
 
 
-def test_without_it_the_same_kill_gives_another_run(start, tmp_path):
-    start(run, tmp_path / "run", "shuffle", exact=False)
-    start(run, tmp_path / "killed", "shuffle", kill_at=5, exact=False)
-    assert start(run, tmp_path / "killed", "shuffle", exact=False) == 0
-    assert len(differences(tmp_path / "killed", tmp_path / "run")) > 8
+def test_without_it_the_same_kill_gives_another_run(ended):
+    folder = ended("without it")
+    assert len(differences(folder / "killed", folder / "run")) > 8
 
 
-@pytest.mark.parametrize(("before", "after"), [("shuffle", "shuffle/2"), ("shuffle/2", "shuffle/3")])
-def test_rows_may_be_made_by_another_number_of_workers(start, unbroken, tmp_path, before, after):
-    assert start(run, tmp_path / "run", before, kill_at=8) == -signal.SIGKILL
-    assert start(run, tmp_path / "run", after) == 0
-    assert differences(tmp_path / "run", unbroken / next(iter(CASES))) == []
+@pytest.mark.parametrize(("before", "after"), OTHER_WORKERS)
+def test_rows_may_be_made_by_another_number_of_workers(ended, before, after):
+    folder = ended(f"{before} to {after}")
+    assert differences(folder / "run", ended("unbroken") / next(iter(CASES))) == []
 
 
-def test_a_finished_run_is_carried_on_with_more_steps(start, unbroken, tmp_path):
-    for steps in (7, 15, 20):
-        assert start(run, tmp_path / "run", "shuffle", **BY_STEPS | NEVER | {"max_steps": steps}) == 0
-    got, expected = said(tmp_path / "run"), said(unbroken / "max_steps, no validation")
+def test_a_finished_run_is_carried_on_with_more_steps(ended):
+    got, expected = said(ended("more steps") / "run"), said(ended("unbroken") / "max_steps, no validation")
     assert {key: got[key] for key in expected if key[0] in ("batch", "step")} == {
         key: expected[key] for key in expected if key[0] in ("batch", "step")
     }
     assert got["weights", 0] == expected["weights", 0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("shuffle", {}), ("stream/2", {"accumulate_grad_batches": 4}), ("shuffle", {"strategy": "fsdp2"})],
-)
-def test_two_processes_resume_each_with_its_own_state(start, tmp_path, kind, options):
-    assert start(run, tmp_path / "whole", kind, world=2, **options) == 0
-    # three or four micro-batches an epoch, or six
-    kill_at = 5 if kind == "stream/2" else 9
-    assert start(run, tmp_path / "run", kind, kill_at=kill_at, world=2, **options) == -signal.SIGKILL
-    assert start(run, tmp_path / "run", kind, world=2, **options) == 0
+@pytest.mark.parametrize(("kind", "options"), OF_TWO)
+def test_two_processes_resume_each_with_its_own_state(ended, kind, options):
+    folder = ended(f"two, {kind} {options}")
     for rank in range(2):
-        assert differences(tmp_path / "run", tmp_path / "whole", rank) == []
-    assert said(tmp_path / "run", 0)["batch", 1]["data"] != said(tmp_path / "run", 1)["batch", 1]["data"]
+        assert differences(folder / "run", folder / "whole", rank) == []
+    assert said(folder / "run", 0)["batch", 1]["data"] != said(folder / "run", 1)["batch", 1]["data"]
 
 
-def test_one_process_takes_the_rows_of_two(start, tmp_path):
-    start(run, tmp_path / "two", "numbers", world=2)
-    start(run, tmp_path / "run", "numbers", kill_at=5, world=2)
-    assert start(run, tmp_path / "run", "numbers", accumulate_grad_batches=2) == 0
-    of_two = [said(tmp_path / "two", rank) for rank in range(2)]
-    of_one = said(tmp_path / "run", 0)
+def test_one_process_takes_the_rows_of_two(ended):
+    folder = ended("two, then one")
+    of_two = [said(folder / "two", rank) for rank in range(2)]
+    of_one = said(folder / "run", 0)
     for step in range(6, 13):  # batches of two rows: those of step s are 2s-1 and 2s of the one process
         rows = sorted(row for rank in of_two for row in rank["batch", step]["rows"])
         assert rows == sorted(row for batch in (2 * step - 1, 2 * step) for row in of_one["batch", batch]["rows"])

@@ -4,10 +4,13 @@ import json
 import multiprocessing
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
+import beside
 import numpy as np
 import pytest
+from beside import Beside
 from killed_training import STEPS, Case, run
 from two_processes import free_port
 
@@ -28,8 +31,7 @@ CASES = {
 
 def launch(folder: Path, case: Case, kill: tuple[str, int] = ("", 0)) -> list[int]:
     """Run the ranks of a training; their exit codes. Where a rank dies, the others are ended."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning.pytorch", "lightning_tricks.callbacks", "lightning_tricks.strategies"])
+    context = multiprocessing.get_context("fork")
     port = free_port() if case.world > 1 else 0
     victim = 0 if kill[0] in ("save", "fsync") else case.world - 1  # rank 0 writes more than the others
     ranks = [
@@ -74,9 +76,8 @@ def folder(tmp_path_factory) -> Path:
     return made
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_killed_three_times_it_is_the_unbroken_run(folder, name):
+def kill_three_times(folder: Path, name: str) -> None:
+    """Train, and train again with three kills, by the processes that a process of this one's own starts."""
     case = CASES[name]
     unbroken, broken = folder / f"{name}, unbroken", folder / f"{name}, broken"
     unbroken.mkdir()
@@ -88,11 +89,24 @@ def test_killed_three_times_it_is_the_unbroken_run(folder, name):
         times = places(case, broken / "saved" / "last.ckpt")[place]
         assert -signal.SIGKILL in launch(broken, case, (place, draw.randint(1, times)))
     assert launch(broken, case) == [0] * case.world
-    for rank in range(case.world):
-        expected = said(unbroken, rank)
+
+
+@pytest.fixture(scope="module")
+def wait_for(folder) -> Iterator[Beside]:
+    runs = {name: (kill_three_times, folder, name) for name in CASES}
+    with beside.processes(runs | {"two, then one": (change_of_world, folder)}) as wait:
+        yield wait
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_killed_three_times_it_is_the_unbroken_run(wait_for, folder, name):
+    wait_for(name)
+    for rank in range(CASES[name].world):
+        expected = said(folder / f"{name}, unbroken", rank)
         assert {what for what, _ in expected} == {"step", "validation", "weights"}
         assert len(expected) == STEPS + STEPS // 2 + 1
-        assert said(broken, rank) == expected
+        assert said(folder / f"{name}, broken", rank) == expected
 
 
 def rows(folder: Path, world: int, first_step: int) -> dict[int, set[str]]:
@@ -105,8 +119,8 @@ def rows(folder: Path, world: int, first_step: int) -> dict[int, set[str]]:
     return found
 
 
-@pytest.mark.slow
-def test_one_process_goes_on_with_the_rows_of_two(folder):
+def change_of_world(folder: Path) -> None:
+    """Train in two processes, and again with a kill and the rest in one."""
     two, one = Case(world=2, accumulate=2), Case(accumulate=4)
     unbroken, broken = folder / "two processes", folder / "two, then one"
     unbroken.mkdir()
@@ -115,5 +129,11 @@ def test_one_process_goes_on_with_the_rows_of_two(folder):
     assert -signal.SIGKILL in launch(broken, two, ("step", 11))
     (broken / "log.0").unlink()
     assert launch(broken, one) == [0]
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_with_the_rows_of_two(wait_for, folder):
+    wait_for("two, then one")
+    unbroken, broken = folder / "two processes", folder / "two, then one"
     assert rows(broken, 1, 5) == rows(unbroken, 2, 5)
     assert len(rows(broken, 1, 1)) == STEPS - 4  # it went on from the checkpoint of step 4

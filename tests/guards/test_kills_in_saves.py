@@ -6,15 +6,19 @@ import random
 import signal
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import beside
 import pytest
 import torch
+from beside import Beside
 from killed_saves import run
-from two_processes import PRELOADED
 
 from lightning_tricks.checkpoints.record import damage, read_record
 
+FORK = multiprocessing.get_context("fork")
 KILLS = 13  # in each of four variants: 52
 
 
@@ -25,21 +29,22 @@ def step_of(content: bytes, scratch: Path) -> int | None:
     return None if record is None or damage(scratch, record) else record.step
 
 
-class Reader(threading.Thread):
+class Reader:
     """Looks into a folder every 10 ms; `wrong` lists what it should not have seen."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
-        super().__init__(daemon=True)
-        self.folder, self.scratch, self.stop = folder, scratch, threading.Event()
+        self.folder, self.scratch = folder, scratch
         self.looks, self.wrong, self.newest = 0, [], 0
 
-    def run(self) -> None:
-        while not self.stop.wait(0.01):
+    def run(self, stop: Any, say: Any) -> None:
+        """Look until it is told to stop, and say what was seen."""
+        while not stop.wait(0.01):
             if not self.newest and not os.path.lexists(self.folder / "last.ckpt"):
                 continue  # the first save has not come to its end
             self.looks += 1
             self.look_at_last()
             self.look_at_all()
+        say.send(self)
 
     def look_at_last(self) -> None:
         try:
@@ -66,40 +71,34 @@ class Reader(threading.Thread):
         self.wrong.append("no whole checkpoint")
 
 
-@pytest.fixture(scope="module")
-def forked():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
-def kill_in_a_save(forked, dice, *args) -> None:
+def kill_in_a_save(dice, *args) -> None:
     """Start a run, and kill it at a random moment of one of its next saves."""
-    listen, say = forked.Pipe(duplex=False)
-    process = forked.Process(target=run, args=(*args[:2], say, *args[2:]), daemon=True)
+    listen, say = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=run, args=(*args[:2], say, *args[2:]), daemon=True)
     process.start()
     say.close()
     for _ in range(dice.randint(1, 4)):
         listen.recv()
+    listen.close()
     threading.Event().wait(dice.random() * 0.05)  # somewhere in this save, or between it and the next
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("last", ["link", "copy"])
-def test_a_kill_in_a_save_leaves_whole_checkpoints_at_every_moment(forked, tmp_path, last, asynchronous):
+def kill_in_saves(tmp_path: Path, last: str, asynchronous: bool) -> None:
+    """One variant, in a process that starts the runs as its own children."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as temporary:
         folder = tmp_path / "checkpoints"
         folder.mkdir()
-        dice, reader = random.Random(f"{last} {asynchronous}"), Reader(folder, tmp_path / "read")
-        reader.start()
+        dice, stop = random.Random(f"{last} {asynchronous}"), FORK.Event()
+        listen, say = FORK.Pipe(duplex=False)
+        FORK.Process(target=Reader(folder, tmp_path / "read").run, args=(stop, say), daemon=True).start()
         for _ in range(KILLS):
-            kill_in_a_save(forked, dice, folder, Path(temporary), last, asynchronous)
-        reader.stop.set()
-        reader.join()
+            kill_in_a_save(dice, folder, Path(temporary), last, asynchronous)
+        stop.set()
+        reader = listen.recv()
         assert not list(Path(temporary).iterdir())  # nothing is staged on another file system
     assert not reader.wrong
     assert reader.looks > KILLS
@@ -109,3 +108,18 @@ def test_a_kill_in_a_save_leaves_whole_checkpoints_at_every_moment(forked, tmp_p
     assert len([path for path in folder.iterdir() if path.name.startswith(".")]) <= 2
     checkpoint = torch.load(folder / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == read_record(folder / "last.ckpt").step
+
+
+VARIANTS = [(last, asynchronous) for last in ("link", "copy") for asynchronous in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def wait_for(tmp_path_factory) -> Iterator[Beside]:
+    runs = {str(variant): (kill_in_saves, tmp_path_factory.mktemp("killed"), *variant) for variant in VARIANTS}
+    with beside.processes(runs) as wait:
+        yield wait
+
+
+@pytest.mark.parametrize(("last", "asynchronous"), VARIANTS)
+def test_a_kill_in_a_save_leaves_whole_checkpoints_at_every_moment(wait_for, last, asynchronous):
+    wait_for(str((last, asynchronous)))

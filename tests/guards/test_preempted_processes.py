@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import beside
 import pytest
 from preempted_run import make_data
 from preloaded import left_over, python
@@ -95,21 +96,63 @@ def losses(folder: Path) -> list[str]:
     return [line.split(",")[column] for line in lines[1:]]
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("unbroken") / "run"
-    process = start(folder, *FIT)
+STOPPED = {signal.SIGTERM: 143, signal.SIGINT: 130}
+OF_LIGHTNING = [(signal.SIGTERM, [0]), (signal.SIGTERM, [1]), (signal.SIGINT, "group")]
+OF_TORCHRUN = [[1], "launcher"]
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str]:
+    """Exit code and output."""
     out = process.communicate()[0]
-    assert process.returncode == 0, out
+    return process.returncode, out
+
+
+def run_alone(folder: Path, number: int) -> tuple[int, str]:
+    return finish(start(folder, *FIT, tell=number, ranks="group" if number else ()))
+
+
+def run_two(folder: Path, number: int, ranks: object) -> tuple[int, str]:
+    return finish(start(folder, *FIT, *TWO, tell=number, ranks=ranks))
+
+
+def run_torchrun(folder: Path, ranks: object) -> tuple[int, str]:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    process = start(folder, *torchrun, *FIT, *TWO, tell=signal.SIGTERM, ranks=ranks)
+    if ranks == "launcher":
+        while not (folder / "ready").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+    return finish(process)
+
+
+RUNS = {
+    "unbroken": (run_alone, 0),
+    **{f"alone {number}": (run_alone, number) for number in STOPPED},
+    **{f"two {number} {ranks}": (run_two, number, ranks) for number, ranks in OF_LIGHTNING},
+    **{f"torchrun {ranks}": (run_torchrun, ranks) for ranks in OF_TORCHRUN},
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A function that waits for the run of that name: its folder, exit code and output."""
+    folders = {name: tmp_path_factory.mktemp("stopped") / "run" for name in RUNS}
+    python()
+    with beside.threads({name: (run, folders[name], *args) for name, (run, *args) in RUNS.items()}) as wait:
+        yield lambda name: (folders[name], *wait(name))
+
+
+@pytest.fixture(scope="module")
+def unbroken(ended):
+    folder, code, out = ended("unbroken")
+    assert code == 0, out
     return losses(folder)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_command_line_stops_and_the_printed_command_goes_on(unbroken, tmp_path, number, code):
-    folder = tmp_path / "run"
-    process = start(folder, *FIT, tell=number, ranks="group")
-    out = process.communicate()[0]
-    assert process.returncode == code, out
+@pytest.mark.parametrize("number", STOPPED)
+def test_the_command_line_stops_and_the_printed_command_goes_on(unbroken, ended, number):
+    folder, code, out = ended(f"alone {number}")
+    assert code == STOPPED[number], out
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     checkpoint = "runs/toy/version_0/checkpoints/last.ckpt"
     assert f"Stopped by {name} after step 4: " in out
@@ -120,21 +163,15 @@ def test_the_command_line_stops_and_the_printed_command_goes_on(unbroken, tmp_pa
     assert command == ["python", *FIT, "--ckpt_path", checkpoint]
     assert left_over(folder) == []
     if number == signal.SIGTERM:  # once is enough
-        process = start(folder, *command[1:])
-        assert process.wait() == 0, process.communicate()[0]
+        code, out = finish(start(folder, *command[1:]))
+        assert code == 0, out
         assert losses(folder) == unbroken
 
 
-@pytest.mark.parametrize(
-    ("number", "ranks"),
-    [(signal.SIGTERM, [0]), (signal.SIGTERM, [1]), (signal.SIGINT, "group")],
-)
-def test_processes_of_lightnings_launcher_leave_together(tmp_path, number, ranks):
-    folder = tmp_path / "run"
-    process = start(folder, *FIT, *TWO, tell=number, ranks=ranks)
-    out = process.communicate()[0]
-    code = 130 if number == signal.SIGINT else 143
-    assert process.returncode == code, out
+@pytest.mark.parametrize(("number", "ranks"), OF_LIGHTNING)
+def test_processes_of_lightnings_launcher_leave_together(ended, number, ranks):
+    folder, code, out = ended(f"two {number} {ranks}")
+    assert code == STOPPED[number], out
     assert [(folder / f"code{rank}").read_text() for rank in (0, 1)] == [str(code)] * 2
     assert out.count("Stopped by") == 1
     assert "failed first" not in out
@@ -143,17 +180,10 @@ def test_processes_of_lightnings_launcher_leave_together(tmp_path, number, ranks
     assert left_over(folder) == []
 
 
-@pytest.mark.parametrize("ranks", [[1], "launcher"])
-def test_processes_of_torchrun_leave_together(tmp_path, ranks):
-    folder = tmp_path / "run"
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    process = start(folder, *torchrun, *FIT, *TWO, tell=signal.SIGTERM, ranks=ranks)
-    if ranks == "launcher":
-        while not (folder / "ready").exists() and process.poll() is None:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-    out = process.communicate()[0]
-    assert process.returncode != 0
+@pytest.mark.parametrize("ranks", OF_TORCHRUN)
+def test_processes_of_torchrun_leave_together(ended, ranks):
+    folder, code, out = ended(f"torchrun {ranks}")
+    assert code != 0
     assert [(folder / f"code{rank}").read_text() for rank in (0, 1)] == ["143"] * 2, out
     assert out.count("Stopped by SIGTERM after step") == 1
     if ranks == [1]:

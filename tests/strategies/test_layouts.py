@@ -308,6 +308,33 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def started(folder, tmp_path_factory):
+    """The runs that open what is in `folder`, or a copy of it: they go on while this process opens it, too."""
+    make_what_is_refused(folder)
+    killed, over = tmp_path_factory.mktemp("killed"), tmp_path_factory.mktemp("over")
+    for dcp in (True, False):
+        for to in (killed / f"foreign, 2, {dcp}", over / f"over {dcp}"):
+            shutil.copytree(folder / f"foreign, 2, {dcp}", to)
+    return {
+        "killed": (two_processes.start(killed_while_saving, killed), killed),
+        "four": (two_processes.start(read_and_written_by_four, folder, world=4), folder),
+        "one": (two_processes.start(read_by_one, folder, world=1), folder),
+        "refused": (two_processes.start(refused_by_two, folder), folder),
+        "over": (two_processes.start(saved_over, over, world=1), over),
+    }
+
+
+def make_what_is_refused(folder: Path) -> None:
+    shutil.copytree(folder / "foreign, 2, True" / "step=3.ckpt", folder / "incomplete.ckpt")
+    (folder / "incomplete.ckpt" / ".metadata").unlink()
+    (folder / "text.ckpt").write_text("hello")
+    (folder / "deepspeed.ckpt").mkdir()
+    (folder / "deepspeed.ckpt" / "zero_to_fp32.py").touch()
+    torch.save(CausalLM().state_dict(), folder / "bare.ckpt")
+
+
+@pytest.mark.usefixtures("started")
 @pytest.mark.parametrize("dcp", [True, False])
 @pytest.mark.parametrize("kind", MODELS)
 def test_shards_open_in_a_trainer_without_a_strategy(kind, dcp, folder):
@@ -323,44 +350,35 @@ def test_shards_that_a_thread_wrote_are_those_of_the_step(folder):
     read(folder, "background", "foreign")
 
 
-def test_shards_open_on_one_sharded_device(folder):
-    two_processes.run(read_by_one, folder, world=1)
-
-
-def test_what_cannot_be_opened_or_saved_is_said_in_one_line_on_every_rank(folder):
-    whole = folder / "foreign, 2, True" / "step=3.ckpt"
-    shutil.copytree(whole, folder / "incomplete.ckpt")
-    (folder / "incomplete.ckpt" / ".metadata").unlink()
-    (folder / "text.ckpt").write_text("hello")
-    (folder / "deepspeed.ckpt").mkdir()
-    (folder / "deepspeed.ckpt" / "zero_to_fp32.py").touch()
-    torch.save(CausalLM().state_dict(), folder / "bare.ckpt")
-    two_processes.run(refused_by_two, folder)
-
-
 @pytest.mark.slow
-def test_a_kill_or_a_full_disk_while_saving_leaves_the_older_checkpoint_whole(folder, tmp_path):
-    for dcp in (True, False):
-        shutil.copytree(folder / f"foreign, 2, {dcp}", tmp_path / f"foreign, 2, {dcp}")
+def test_a_kill_or_a_full_disk_while_saving_leaves_the_older_checkpoint_whole(started):
+    processes, folder = started["killed"]
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        two_processes.run(killed_while_saving, tmp_path)
-    left = tmp_path / "foreign, 2, True" / ".step=3.ckpt.saving"
+        two_processes.end(processes)
+    left = folder / "foreign, 2, True" / ".step=3.ckpt.saving"
     assert len(list(left.glob("*.distcp"))) == 2
     with pytest.raises(UsageError, match=r"incomplete: .* has no \.metadata"):
         check_checkpoint(left)
-    two_processes.run(one_rank_0_fails, tmp_path)
+    two_processes.run(one_rank_0_fails, folder)
     for dcp in (True, False):
-        read(tmp_path, f"foreign, 2, {dcp}", "foreign")
+        read(folder, f"foreign, 2, {dcp}", "foreign")
     assert not left.exists(), "the next save clears it"
 
 
-def test_a_save_over_another_layout_leaves_no_mixture(folder, tmp_path):
-    for dcp in (True, False):
-        shutil.copytree(folder / f"foreign, 2, {dcp}", tmp_path / f"over {dcp}")
-    two_processes.run(saved_over, tmp_path, world=1)
-
-
 @pytest.mark.slow
-def test_shards_of_two_open_on_four_and_those_of_hsdp_and_plain_files_on_two(folder):
-    two_processes.run(read_and_written_by_four, folder, world=4)
+def test_shards_of_two_open_on_four_and_those_of_hsdp_and_plain_files_on_two(started):
+    processes, folder = started["four"]
+    two_processes.end(processes)
     two_processes.run(read_by_two, folder)
+
+
+def test_shards_open_on_one_sharded_device(started):
+    two_processes.end(started["one"][0])
+
+
+def test_what_cannot_be_opened_or_saved_is_said_in_one_line_on_every_rank(started):
+    two_processes.end(started["refused"][0])
+
+
+def test_a_save_over_another_layout_leaves_no_mixture(started):
+    two_processes.end(started["over"][0])
