@@ -4,7 +4,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 
 import lightning.pytorch as pl
 import pytest
@@ -221,8 +220,8 @@ print("RESULT", json.dumps({{
 
 def project(tmp_path, imports: str, bar: str = "lt.TrainingProgressBar(), ", bar_option: str = "", **env: str):
     script = PROJECT.format(imports=imports, bar=bar, bar_option=bar_option)
-    # from a server that has imported neither the collection nor, for the other package, Lightning
-    program = sys.executable if "lightning.pytorch" in imports else python("pytorch_lightning")
+    # for the other package from a server that has not imported the collection; test_package.py has all choices
+    program = python() if "lightning.pytorch" in imports else python("pytorch_lightning")
     run = subprocess.run(
         [program, "-c", script], cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True,
         check=False,

@@ -1,6 +1,7 @@
 """The tables of docs/strategies.md are those of the committed measurement, which holds what is promised."""
 
 import copy
+import dataclasses
 import json
 import math
 import runpy
@@ -9,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import strategies, strategy_runs
+from benchmarks import strategies, strategy_rows, strategy_runs
 from benchmarks.strategy_rows import BATCH, CONFIG, LENGTH, ROWS, TRIALS, batches
 from lightning_tricks.accounting import training_flops_per_token
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = runpy.run_path(str(ROOT / "docs/fill_strategies.py"))
+SMALL = dataclasses.replace(CONFIG, d_model=32, n_layers=1)
 RESULTS = sorted((ROOT / "benchmarks/results").glob("strategies-*-cpu.json"))
 
 
@@ -119,11 +121,12 @@ def test_of_deepspeed_refusing_another_layout_is_the_promise(row_of):
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """Train a trial in this process; options replace the trial's own."""
+    """Train a trial of a smaller model in this process; options replace the trial's own."""
 
     def run(name, **options):
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("RANK", raising=False)
+            patch.setattr(strategy_rows, "CONFIG", SMALL)
             patch.setitem(strategy_runs.TRIALS, name, TRIALS[name]._replace(**options))
             return strategy_runs.fit(name, ROWS["one"], 4, tmp_path_factory.mktemp("trial"))
 
@@ -165,7 +168,7 @@ def test_another_learning_rate_or_a_clip_that_does_not_bite_shows(train, right, 
 
 def test_a_run_counts_the_tokens_and_flops_of_each_step(right):
     assert right["tokens"] == [BATCH * LENGTH] * 3  # the first step has no rate
-    assert right["flops"] == [BATCH * LENGTH * training_flops_per_token(CONFIG, LENGTH, "causal")] * 3
+    assert right["flops"] == [BATCH * LENGTH * training_flops_per_token(SMALL, LENGTH, "causal")] * 3
     assert right["lr"] == pytest.approx([0.15, 0.3, 0.3, 0.165])  # two steps of warmup, half a cosine to a tenth
 
 

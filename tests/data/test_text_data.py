@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from preloaded import python
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data import TextData, TokenData, open_shard
@@ -449,7 +450,7 @@ data.setup()
 next(iter(data.train_dataloader()))
 """
     env = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([python(), "-c", script], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "fork" not in done.stderr
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["Learning", "Tokenizing"]
