@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import beside
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -597,12 +598,6 @@ class Everywhere(pl.Callback):
         raise ValueError("everywhere")
 
 
-@pytest.mark.slow
-def test_what_is_no_failure_ends_nothing_and_changes_nothing(tmp_path):
-    two_processes.run(in_two, str(tmp_path))
-    assert {path.name for path in tmp_path.glob("done*")} == {"done0", "done1"}
-
-
 SCRIPT = """
 import os, signal
 import pytorch_lightning as pl
@@ -640,10 +635,24 @@ def script(folder: Path, step: str, workers: int = 0) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+KILLED = "batch_idx == 3 and self.global_rank == 1 and os.kill(os.getpid(), signal.SIGKILL)"
+INTERRUPTED = "batch_idx == 3 and self.global_rank == 0 and os.kill(os.getpid(), signal.SIGINT)"
+
+
+@pytest.fixture(scope="module")
+def beside_each_other(tmp_path_factory):
+    """The processes of `in_two` with their folder, and a function that waits for the program of a step."""
+    folders = {name: tmp_path_factory.mktemp("ranks") for name in ("two", KILLED, INTERRUPTED)}
+    python("pytorch_lightning")
+    two = two_processes.start(in_two, str(folders["two"]))
+    programs = {KILLED: (script, folders[KILLED], KILLED, 1), INTERRUPTED: (script, folders[INTERRUPTED], INTERRUPTED)}
+    with beside.threads(programs) as wait:
+        yield two, folders["two"], wait
+
+
 @pytest.mark.slow
-def test_under_pytorch_lightning_and_with_data_workers_a_killed_rank_is_named(tmp_path):
-    step = "batch_idx == 3 and self.global_rank == 1 and os.kill(os.getpid(), signal.SIGKILL)"
-    code, out = script(tmp_path, step, workers=1)
+def test_under_pytorch_lightning_and_with_data_workers_a_killed_rank_is_named(beside_each_other):
+    code, out = beside_each_other[2](KILLED)
     assert code
     assert out.count("rank 1 of 2 on") == 1
     assert "is gone without a word" in out
@@ -651,10 +660,16 @@ def test_under_pytorch_lightning_and_with_data_workers_a_killed_rank_is_named(tm
 
 
 @pytest.mark.slow
-def test_an_interrupt_is_as_without(tmp_path):
+def test_an_interrupt_is_as_without(beside_each_other):
     """Lightning's own words, its exit code, and none of ours."""
-    step = "batch_idx == 3 and self.global_rank == 0 and os.kill(os.getpid(), signal.SIGINT)"
-    code, out = script(tmp_path, step)
+    code, out = beside_each_other[2](INTERRUPTED)
     assert code == 1
     assert "Detected KeyboardInterrupt" in out
     assert "rank 0 of 2" not in out
+
+
+@pytest.mark.slow
+def test_what_is_no_failure_ends_nothing_and_changes_nothing(beside_each_other):
+    processes, folder, _ = beside_each_other
+    two_processes.end(processes)
+    assert {path.name for path in folder.glob("done*")} == {"done0", "done1"}
