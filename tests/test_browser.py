@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from urllib.parse import quote
 from urllib.request import urlopen
 
 import pytest
+from preloaded import python
 from short_run import Model, Raise, fit, save_every
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -78,7 +78,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def tensorboard(logdir: Path, *options: str) -> Iterator[str]:
     """The address of a TensorBoard that has read `logdir`."""
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0"]
+    command = [python(), "-m", "tensorboard.main", "--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
