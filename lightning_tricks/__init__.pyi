@@ -8,7 +8,9 @@ from lightning_tricks.callbacks import EMA as EMA
 from lightning_tricks.callbacks import ActivationMonitor as ActivationMonitor
 from lightning_tricks.callbacks import AttentionMonitor as AttentionMonitor
 from lightning_tricks.callbacks import BatchSizeWarmup as BatchSizeWarmup
+from lightning_tricks.callbacks import BranchLineage as BranchLineage
 from lightning_tricks.callbacks import CompressionBaseline as CompressionBaseline
+from lightning_tricks.callbacks import DecayOnDemand as DecayOnDemand
 from lightning_tricks.callbacks import ExactResume as ExactResume
 from lightning_tricks.callbacks import GCControl as GCControl
 from lightning_tricks.callbacks import GoodputMonitor as GoodputMonitor

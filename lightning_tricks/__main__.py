@@ -23,6 +23,7 @@ Train and evaluate language models from YAML recipes, with PyTorch Lightning.
   ls         list the recipes that come with the collection
   cp NAME    copy one, to change it
 
+  branch     start a decay from a checkpoint of the stable part of a run: --ckpt_path FILE --decay_steps N
   generate   continue a text: --ckpt_path FILE --prompt "..."
   consolidate FOLDER FILE   make one checkpoint file of a sharded one
   autopsy    rank the documents of one optimizer step: --config RECIPE.yaml --ckpt_path FILE --step N
@@ -48,9 +49,12 @@ def run(args: list[str]) -> None:
         # Before torch loads its thread pool. Threads that spin while they wait for each other made tiny.yaml eight
         # times slower on two cores when another program wanted one; with a hundredth of the spins it was 2.6 times.
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-        from lightning_tricks.cli import main as lightning_main
+        from lightning_tricks import cli
 
-        lightning_main(args)
+        if args[0] == "branch":
+            cli.branch(args[1:])
+        else:
+            cli.main(args)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from lightning_tricks._trainer.loop import go_on_with_next_epoch as go_on_with_n
 from lightning_tricks._trainer.loop import is_accumulating as is_accumulating
 from lightning_tricks._trainer.loop import is_last_step as is_last_step
 from lightning_tricks._trainer.loop import is_restarting as is_restarting
+from lightning_tricks._trainer.loop import limits_of_run as limits_of_run
 from lightning_tricks._trainer.loop import logging_step as logging_step
 from lightning_tricks._trainer.loop import prefetched_batches as prefetched_batches
 from lightning_tricks._trainer.loop import reopen_epoch as reopen_epoch

@@ -4,6 +4,7 @@ from lightning_tricks.guards.averages.ema import EMA as EMA
 from lightning_tricks.guards.averages.tail_average import TailAverage as TailAverage
 from lightning_tricks.guards.batch_size.batch_size_warmup import BatchSizeWarmup as BatchSizeWarmup
 from lightning_tricks.guards.batch_size.lr_scaling_rule import LRScalingRule as LRScalingRule
+from lightning_tricks.guards.decay_on_demand.decay_on_demand import DecayOnDemand as DecayOnDemand
 from lightning_tricks.guards.exact_resume.exact_resume import ExactResume as ExactResume
 from lightning_tricks.guards.gc_control import GCControl as GCControl
 from lightning_tricks.guards.hang_watchdog.hang_watchdog import HangWatchdog as HangWatchdog
@@ -15,6 +16,7 @@ from lightning_tricks.guards.spike_rollback.spike_rollback import SpikeRollback 
 from lightning_tricks.guards.step_guard.step_guard import StepGuard as StepGuard
 from lightning_tricks.guards.total_tokens import TotalTokens as TotalTokens
 from lightning_tricks.metrics.metric_buffer import MetricBuffer as MetricBuffer
+from lightning_tricks.monitors.branch_lineage import BranchLineage as BranchLineage
 from lightning_tricks.monitors.compression_baseline import CompressionBaseline as CompressionBaseline
 from lightning_tricks.monitors.dashboard.tensorboard_dashboard import TensorBoardDashboard as TensorBoardDashboard
 from lightning_tricks.monitors.goodput.goodput_monitor import GoodputMonitor as GoodputMonitor

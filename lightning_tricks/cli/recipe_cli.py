@@ -8,7 +8,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -92,6 +92,9 @@ class RecipeCLI(lightning_cli.LightningCLI):
         datamodule_class: As in LightningCLI; None for any that the recipe names.
         **kwargs: The other arguments of LightningCLI.
     """
+
+    own_folder = False
+    """Whether a fit that goes on from a checkpoint has a folder of its own, and not the folder of that run."""
 
     def __init__(
         self,
@@ -237,7 +240,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
             if hasattr(self.model, "check_run"):  # a module may know more
                 self.model.check_run(trainer, self.datamodule, subcommand)
             if not trainer.fast_dev_run:
-                self._run_folder.choose(subcommand, given["ckpt_path"], trainer)
+                self._run_folder.choose(subcommand, None if self.own_folder else given["ckpt_path"], trainer)
             if subcommand == "predict" and given.get("return_predictions") is None:
                 given["return_predictions"] = False  # they are in the file; all of them would fill the memory
         return super()._prepare_subcommand_kwargs(subcommand)
@@ -299,13 +302,24 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
 def main(args: list[str]) -> None:
     """Run `args` (a subcommand and its options); a user's mistake becomes a UsageError."""
     if args and args[0] not in RecipeCLI.subcommands() and not args[0].startswith("-"):
-        near = did_you_mean(args[0], [*RecipeCLI.subcommands(), *COMMANDS])
+        near = did_you_mean(args[0], [*RecipeCLI.subcommands(), *COMMANDS, "branch"])
         raise UsageError(f"unknown command {args[0]!r}{near}: --help lists them")
-    sys.argv[1:] = args
+    run_command(args, RecipeCLI, args)
+
+
+def run_command(typed: Sequence[str], cli: Callable[..., Any], args: Sequence[str]) -> None:
+    """Run a RecipeCLI as a whole command; its process group ends with it.
+
+    Args:
+        typed: the command line, which other ranks are started with.
+        cli: makes the RecipeCLI.
+        args: for it.
+    """
+    sys.argv[1:] = typed
     for noise in (".*isinstance.treespec, LeafSpec.*", "Precision .* is not supported by the model summary"):
         warnings.filterwarnings("ignore", message=noise)  # Lightning's own, and nothing that a user could mend
     try:
-        RecipeCLI(args=args)
+        cli(args=list(args))
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             if sys.exc_info()[0] is not None:

@@ -3,7 +3,7 @@
 Batches are addressed by position: `positions.py` says which positions come next, `batches.py` what a batch holds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ class ShardData(pl.LightningDataModule):
         if self.trainer is not None:
             self._position.begin(self.trainer)
 
-        def positions() -> range:
+        def positions() -> Iterable[int]:
             if self.trainer is None:
                 return micro_batch_positions(0, ENDLESS, 1, self.micro_batch_size)
             return self._position.positions(self.trainer, order.windows)

@@ -5,7 +5,7 @@ positions already depend on the rank. On a GPU a wrong id ends in a device-side 
 names the shard, the position and the id.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 
 import numpy as np
 import torch
@@ -61,20 +61,23 @@ class Loader:
 
     Args:
         batches: the dataset.
-        positions: called at each `iter`, returns the positions to serve from now on.
+        positions: called at each `iter`, returns the positions to serve from now on. Their end may change meanwhile:
+            they are asked again before each batch.
         num_workers: processes that fetch; 0 fetches in this one. The batches and their order are the same.
         guard: refuses a batch before it is yielded.
     """
 
     addressed_by_position = True  # ExactResume has nothing to do for a loader that says so
 
-    def __init__(self, batches: Batches, positions: Callable[[], range], num_workers: int, guard: IdGuard) -> None:
+    def __init__(
+        self, batches: Batches, positions: Callable[[], Iterable[int]], num_workers: int, guard: IdGuard
+    ) -> None:
         self.batches, self.positions, self.num_workers, self.guard = batches, positions, num_workers, guard
 
     def __iter__(self) -> Iterator[Batch]:
         return self._load(self.positions())
 
-    def _load(self, positions: range) -> Iterator[Batch]:
+    def _load(self, positions: Iterable[int]) -> Iterator[Batch]:
         loader = DataLoader(
             self.batches,
             batch_size=None,
@@ -84,7 +87,8 @@ class Loader:
             # its own generator: drawing the workers' seed must not move the run's random numbers
             generator=torch.Generator().manual_seed(0),
         )
-        for position, batch in zip(positions, loader, strict=True):
+        # not strict: where the end has come nearer, workers have fetched more, which nobody takes any more
+        for position, batch in zip(positions, loader, strict=False):
             self.guard.check(self.batches, position, batch)
             yield batch
 
@@ -93,4 +97,6 @@ class SizedLoader(Loader):
     """A loader whose length is the number of its batches; the training loader has none."""
 
     def __len__(self) -> int:
-        return len(self.positions())
+        positions = self.positions()
+        assert isinstance(positions, Sized)
+        return len(positions)

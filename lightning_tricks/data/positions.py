@@ -6,6 +6,7 @@ micro-batches of an incomplete step were done when the checkpoint was written.
 """
 
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -42,15 +43,34 @@ def steps_done(trainer: pl.Trainer) -> int:
     return batch_progress(trainer).total.processed
 
 
-def steps_to_come(trainer: pl.Trainer, pass_micro_batches: int) -> int:
-    """Steps that the loader should serve now: to `max_steps`; else to the end of this pass over the data; else no end.
+class Positions:
+    """First rows of this process's micro-batches up to the run's last step, which may change while they are served.
+
+    Args:
+        now: gives them as far as the run goes by what is known at the moment, always from the same one on.
+    """
+
+    def __init__(self, now: Callable[[], range]) -> None:
+        self._now = now
+
+    def __iter__(self) -> Iterator[int]:
+        index = 0
+        while index < len(positions := self._now()):
+            yield positions[index]
+            index += 1
+
+
+def steps_to_come(trainer: pl.Trainer, pass_micro_batches: int, done: int | None = None) -> int:
+    """Steps that the loader should serve: to `max_steps`; else to the end of this pass over the data; else no end.
 
     The loader has to know the end: Lightning validates after the last batch only if it sees that batch coming.
 
     Args:
+        trainer: of the run.
         pass_micro_batches: of each process in a pass, of which the whole steps are taken, but at least one.
+        done: optimizer steps before those that are counted; None for those that are done now.
     """
-    done = steps_done(trainer)
+    done = steps_done(trainer) if done is None else done
     if trainer.max_steps >= 0 and trainer.lightning_module.automatic_optimization:
         return max(trainer.max_steps - done, 0)
     if trainer.max_steps < 0 and (trainer.max_epochs or 0) > 0:
@@ -197,9 +217,13 @@ class DataPosition:
         rows = accumulation(trainer).at(steps_done(trainer)) * self.rows_at_once(trainer)
         return self.skipped.runs(self.rows(trainer), rows)
 
-    def positions(self, trainer: pl.Trainer, windows: int) -> range:
+    def positions(self, trainer: pl.Trainer, windows: int) -> Positions:
         """First rows of this process's micro-batches from the last completed step on; a pass has `windows` rows."""
-        (rank, world), plan, done = data_rank(trainer), accumulation(trainer), steps_done(trainer)
-        steps = steps_to_come(trainer, windows // self.rows_at_once(trainer))
-        number = plan.before(done + steps) - plan.before(done)
-        return micro_batch_positions(self.rows(trainer), number, 1, self.micro_batch_size, rank, world)
+        (rank, world), plan, rows = data_rank(trainer), accumulation(trainer), self.rows(trainer)
+        done, in_pass = steps_done(trainer), windows // self.rows_at_once(trainer)
+
+        def now() -> range:
+            number = plan.before(done + steps_to_come(trainer, in_pass, done)) - plan.before(done)
+            return micro_batch_positions(rows, number, 1, self.micro_batch_size, rank, world)
+
+        return Positions(now)

@@ -15,9 +15,10 @@ from lightning_tricks.mixins._run_length import check_length, schedule_lr
 from lightning_tricks.optim import LayerwiseLRDecay, ParamRule, build_optimizer, groups_table
 from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.optim.decay_groups import expanded
-from lightning_tricks.schedules import Schedule, WarmupConstant
+from lightning_tricks.schedules import Schedule, ScheduleLR, WarmupConstant
 
 _NAME = "optimizer_function"  # in a checkpoint
+SCHEDULE_KEY = "schedule"  # in a checkpoint: the schedule that the run followed, and the run's length
 
 
 class OptimizerMixin(Mixin):
@@ -107,9 +108,13 @@ class OptimizerMixin(Mixin):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write the optimizer's name and class, and the hyper-parameters in plain types."""
+        """Write the optimizer's name and class, the running schedule, and the hyper-parameters in plain types."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["optimizer_class"] = self._optimizer_class
+        running = [config.scheduler for config in self.trainer.lr_scheduler_configs] if self._trainer else []
+        for scheduler in running:
+            if isinstance(scheduler, ScheduleLR):  # for `branch`, which asks where the run stood in it
+                checkpoint[SCHEDULE_KEY] = {**to_plain(scheduler.schedule), "total_steps": scheduler.total_steps}
         if callable(self.optimizer):
             checkpoint[_NAME] = re.sub(r" at 0x\w+", "", repr(self.optimizer))
         settings = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)

@@ -105,6 +105,7 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         """Start the clock, and forget an earlier run."""
         self._due = False
         self._seconds, self._started, self._last_step = 0.0, time.perf_counter(), trainer.global_step
+        self._max_steps = trainer.max_steps
         self._total: int | None = None  # known with the first batch: other callbacks may still move the position
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -115,6 +116,9 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         """Print the finished interval: only now has the module logged its own metrics."""
         if self._total is None:
             self._total = total_steps(trainer)
+        elif trainer.max_steps != self._max_steps:
+            self._total = trainer.max_steps  # a callback has moved the end of the run
+        self._max_steps = trainer.max_steps
         self._show(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, cast
 
 from lightning_tricks._errors import UsageError
@@ -66,17 +66,22 @@ class WarmupStableDecay(Schedule):
         """Refuse, besides what every schedule refuses, a decay that starts in the warmup or never."""
         super().check(total_steps)
         total = cast(int, total_steps)
-        check_decay_fits(self, total, self._start(total))
+        check_decay_fits(self, total, self.start_of_decay(total))
 
-    def _start(self, total: int) -> int:
+    def start_of_decay(self, total: int) -> int:
+        """The step at which the decay of a run of `total` steps starts."""
         return decay_start(self, total, default_fraction=0.1)
+
+    def decaying_from(self, step: int) -> "WarmupStableDecay":
+        """The same schedule with the decay from `step` to the end of the run, whatever its length was given by."""
+        return replace(self, decay_start=step, decay_steps=None, decay_fraction=None)
 
     def lr(self, peak: float, step: int, total_steps: int | None) -> float:
         """Learning rate at `step`; see the class."""
         total = self._checked(total_steps)
         if step < self.warmup_steps:
             return warmup_lr(peak, step, self.warmup_steps)
-        start = self._start(total)
+        start = self.start_of_decay(total)
         if step < start:
             return peak
         floor = floor_lr(peak, self.min_ratio)

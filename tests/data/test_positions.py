@@ -1,5 +1,6 @@
 """Which rows a step takes, as arithmetic: the same for every split of the global batch."""
 
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -106,7 +107,7 @@ def test_after_a_change_of_the_global_batch_the_rows_before_it_still_count():
     assert resumed.rows(now) == 240
     now.global_step = 12
     assert resumed.rows(now) == 250
-    assert resumed.positions(now, windows=100)[:3] == range(250, 265, 5)
+    assert list(islice(resumed.positions(now, windows=100), 3)) == [250, 255, 260]
 
 
 def counters(now):
@@ -155,7 +156,7 @@ def test_the_last_batch_of_a_shorter_run_is_not_the_last_of_a_longer_one():
 def test_overfitting_starts_at_row_0_each_time():
     now = trainer(global_step=10, overfit_batches=2, max_steps=20)
     assert position().rows(now) == 0
-    assert position().positions(now, windows=100)[0] == 0
+    assert next(iter(position().positions(now, windows=100))) == 0
 
 
 def test_a_loaded_position_counts_for_one_fit_alone(monkeypatch):

@@ -45,6 +45,7 @@ import lightning_tricks.monitors
 MONITORS = monitors_in(lightning_tricks.monitors)
 # Options to try a monitor with, where its defaults are not enough or take time.
 EXAMPLES: dict[str, list[dict]] = {
+    "BranchLineage": [{"trunk": "step=8.ckpt", "trunk_step": 8, "decay_steps": 4}],
     "GradNormMonitor": [{}, {"per": "block"}],
     "MFUMonitor": [{"peak_flops": 1e12}],  # else the CPU's is measured
     "SampleText": [{"max_new_tokens": 2}],

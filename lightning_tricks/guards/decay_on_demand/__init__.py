@@ -1,0 +1,1 @@
+"""A run without a fixed end is told to decay while it trains."""

@@ -1,0 +1,230 @@
+"""branch: decays off one trunk are the runs in one piece, to the bit; what has no stable part is refused."""
+
+import contextlib
+import io
+import re
+import shutil
+from pathlib import Path
+
+import branching_run as small
+import pytest
+import torch
+from cli.parsers import one_parser  # noqa: F401, a fixture
+from short_run import points, tensors
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.record import Record, to_json
+from lightning_tricks.commands import branch as branch_module
+from lightning_tricks.commands.branch import Trunk, read_trunk
+from lightning_tricks.schedules import WarmupConstant, WarmupCosine, WarmupStableDecay
+
+TRUNK = "runs/toy/version_0/checkpoints"
+START = 6
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory, one_parser):  # noqa: F811
+    """A run of 12 steps whose decay starts at step 9, with a checkpoint of each step."""
+    folder = tmp_path_factory.mktemp("branch")
+    small.prepare(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        small.command("fit")
+        yield folder
+
+
+def branch(step: int | str, steps: int | str, *args: str) -> Path:
+    name = f"{TRUNK}/step={step}.ckpt" if isinstance(step, int) else step
+    small.command("branch", "--ckpt_path", name, "--decay_steps", str(steps), *args)
+    return small.newest("toy")
+
+
+@pytest.fixture(scope="module")
+def branched(trunk):
+    """A branch of 5 steps, and what its command printed; a link led to its trunk."""
+    link = Path(TRUNK, "link.ckpt")
+    link.symlink_to(f"step={START}.ckpt")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run = branch(str(link), 5)
+    link.unlink()
+    return run, printed.getvalue()
+
+
+def test_branches_of_two_lengths_are_the_runs_in_one_piece_to_the_bit(branched):
+    for run, steps in ((branched[0], 5), (branch(START, 2), 2)):
+        small.one_piece(f"whole{steps}", START, steps)
+        small.assert_equal(run, small.newest(f"whole{steps}"), START, START + steps)
+        assert min(small.logged(run, "train/loss")) == START
+
+
+def test_learning_rate_and_shape_are_those_of_its_recipe_and_tensorboard_has_its_origin(trunk):
+    logger = "{class_path: ResumingTensorBoardLogger, init_args: {save_dir: runs, name: board}}"
+    shape = ("--model.schedule.decay_shape", "cosine", "--model.schedule.min_ratio", "0.2")
+    branch(START, 4, "--model.optimizer.lr", "3e-3", *shape, "--trainer.logger", logger)
+    run = small.newest("board")
+    curve = WarmupStableDecay(warmup_steps=3, decay_start=START, decay_shape="cosine", min_ratio=0.2)
+    expected = [(step, pytest.approx(curve.lr(3e-3, step, START + 4), rel=1e-6)) for step in range(START, START + 4)]
+    assert points(run, "train/lr") == expected
+    (group, *_) = small.saved(run, START + 4)["optimizer_states"][0]["param_groups"]
+    assert (group["initial_lr"], group["lr"]) == (3e-3, pytest.approx(6e-4))
+    text = tensors(run).Tensors("branch/text_summary")
+    assert [event.step for event in text] == [START]
+    assert "| decay_steps | 4 |" in text[0].tensor_proto.string_val[0].decode()
+
+
+def test_its_origin_stands_in_its_checkpoints_its_log_its_recipe_and_on_the_terminal(branched):
+    run, printed = branched
+    trunk_path = str(Path(TRUNK, f"step={START}.ckpt").resolve())
+    (line,) = [line for line in printed.splitlines() if line.startswith("Branch:")]
+    assert line == f"Branch: a decay of 5 steps, from step {START} to {START + 5}, off {trunk_path}"
+    for step in (START + 2, START + 5):
+        origin = {"trunk": trunk_path, "trunk_step": START, "decay_steps": 5}
+        assert small.saved(run, step)["callbacks"]["BranchLineage"] == origin
+    assert f"branch/trunk: {trunk_path}" in (run / "hparams.yaml").read_text()
+    recipe = (run / "config.yaml").read_text()
+    assert "BranchLineage" in recipe
+    assert f"decay_start: {START}" in recipe
+    assert f"max_steps: {START + 5}" in recipe
+    assert f"fit --config {run}/config.yaml --ckpt_path {run}/checkpoints/last.ckpt" in printed  # how to go on
+
+
+def test_a_stopped_branch_goes_on_with_the_recipe_in_its_folder(branched):
+    whole, _ = branched
+    cut = Path(shutil.copytree(whole, whole.with_name("version_90")))
+    for step in (10, 11):
+        (cut / f"checkpoints/step={step}.ckpt").unlink()
+    small.door.run(["fit", "--config", f"{cut}/config.yaml", "--ckpt_path", f"{cut}/checkpoints/step=8.ckpt"])
+    small.assert_equal(cut, whole, START, START + 5)
+    assert small.saved(cut, START + 5)["callbacks"]["BranchLineage"]["trunk_step"] == START
+    assert small.newest("toy") == cut
+
+
+ASKS = """
+from pathlib import Path
+import lightning.pytorch as pl
+
+class Asks(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 5:
+            Path(trainer.log_dir, "decay").write_text("5")
+"""
+
+
+def test_a_decay_on_demand_is_the_branch_off_its_step(trunk, monkeypatch):
+    Path("asks.py").write_text(ASKS)
+    monkeypatch.syspath_prepend(trunk)
+    Path("demand.yaml").write_text(small.RECIPE + "    - DecayOnDemand\n    - {class_path: asks.Asks}\n")
+    small.door.run(["fit", "--config", "demand.yaml", "--trainer.max_steps", "30"])
+    demand = small.newest("toy")
+    run = branch(f"{demand}/checkpoints/step={START}.ckpt", 5)
+    small.assert_equal(run, demand, START, START + 5)
+    with pytest.raises(UsageError, match="step 8 lies inside the decay of its run, which started at step 6"):
+        branch(f"{demand}/checkpoints/step=8.ckpt", 5)
+
+
+def test_a_checkpoint_says_which_schedule_its_run_followed(trunk):
+    path = f"{TRUNK}/step={START}.ckpt"
+    schedule = WarmupStableDecay(warmup_steps=3, decay_steps=3)
+    assert read_trunk(path) == Trunk(str(Path(path).resolve()), START, schedule, 12)
+
+
+RULES = "[{pattern: head, schedule: {class_path: WarmupLinear, init_args: {warmup_steps: 2}}}]"
+REFUSED = {
+    "no checkpoint": (["--decay_steps", "2"], "--ckpt_path FILE"),
+    "the newest one": (["--decay_steps", "2", "--ckpt_path", "last"], "ckpt_path=last"),
+    "no length": (["--ckpt_path", f"{TRUNK}/step=6.ckpt"], "--decay_steps N"),
+    "no step": (["--ckpt_path", f"{TRUNK}/step=6.ckpt", "--decay_steps", "0"], "decay_steps=0"),
+    "a length in words": (["--ckpt_path", f"{TRUNK}/step=6.ckpt", "--decay_steps", "ten"], "decay_steps"),
+    "the warmup": (["--ckpt_path", f"{TRUNK}/step=2.ckpt", "--decay_steps", "2"], "step 2 lies in the warmup"),
+    "the decay": (
+        ["--ckpt_path", f"{TRUNK}/step=10.ckpt", "--decay_steps", "2"],
+        "inside the decay",
+        "from step 3 to 9",
+    ),
+    "weights alone": (["--ckpt_path", "weights.ckpt", "--decay_steps", "2"], "weights only"),
+    "nothing there": (["--ckpt_path", "no.ckpt", "--decay_steps", "2"], "no.ckpt"),
+    "another schedule": (
+        ["--ckpt_path", f"{TRUNK}/step=6.ckpt", "--decay_steps", "2", "--model.schedule", "WarmupCosine"],
+        "WarmupCosine",
+        "WarmupStableDecay",
+    ),
+    "no schedule": (
+        ["--ckpt_path", f"{TRUNK}/step=6.ckpt", "--decay_steps", "2", "--model.schedule", "null"],
+        "model.schedule=null",
+    ),
+    "a rule with another end": (
+        ["--ckpt_path", f"{TRUNK}/step=6.ckpt", "--decay_steps", "2", "--model.param_rules", RULES],
+        "model.param_rules[0].schedule=WarmupLinear",
+    ),
+    "an end of its own": (
+        ["--ckpt_path", f"{TRUNK}/step=6.ckpt", "--decay_steps", "2", "--trainer.max_steps", "20"],
+        "trainer.max_steps",
+        "leave it out",
+    ),
+    "a start of its own": (
+        ["--ckpt_path", f"{TRUNK}/step=6.ckpt", "--decay_steps", "2", "--model.schedule.decay_start=3"],
+        "model.schedule.decay_start",
+    ),
+    "the trunk's folder": (
+        ["--ckpt_path", f"{TRUNK}/step=6.ckpt", "--decay_steps", "2", "--trainer.logger.version", "0"],
+        "version_0/checkpoints, where that of the trunk lies",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_branch_is_refused_in_one_line_and_leaves_no_folder(trunk, name):
+    args, *words = REFUSED[name]
+    checkpoint = torch.load(f"{TRUNK}/step=6.ckpt", weights_only=True)
+    del checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+    torch.save(checkpoint, "weights.ckpt")
+    before = sorted(Path("runs").glob("*/*"))
+    with pytest.raises(UsageError) as refused:
+        small.command("branch", *args)
+    assert "\n" not in str(refused.value)
+    for word in words:
+        assert word in str(refused.value)
+    assert sorted(Path("runs").glob("*/*")) == before
+
+
+def test_a_folder_of_deepspeed_gives_its_step_by_its_record(tmp_path):
+    (tmp_path / "zero_to_fp32.py").touch()
+    with pytest.raises(UsageError, match="resume it by fit, with decay_start"):
+        read_trunk(str(tmp_path))
+    (tmp_path / "record.json").write_bytes(to_json(Record(step=70)))
+    assert read_trunk(str(tmp_path)) == Trunk(str(tmp_path.resolve()), 70)
+
+
+def test_a_folder_of_shards_gives_step_and_schedule_without_its_tensors(tmp_path, monkeypatch):
+    schedule = {"class_path": "WarmupConstant", "init_args": {"warmup_steps": 3}, "total_steps": -1}
+    torch.save({"global_step": 5, "lr_schedulers": [], "schedule": schedule}, tmp_path / "meta.pt")
+    (tmp_path / ".metadata").touch()
+    monkeypatch.setattr(branch_module, "check_checkpoint", lambda path, resumes: path)
+    assert read_trunk(str(tmp_path)) == Trunk(str(tmp_path.resolve()), 5, WarmupConstant(warmup_steps=3), -1)
+
+
+def test_a_checkpoint_that_does_not_say_is_judged_by_the_recipe():
+    wsd = WarmupStableDecay(warmup_steps=4, decay_steps=10)
+    Trunk("a.ckpt", 90).check(wsd, 100)
+    with pytest.raises(UsageError, match="step 91 lies inside the decay of its run, which started at step 90"):
+        Trunk("a.ckpt", 91).check(wsd, 100)
+    Trunk("a.ckpt", 91).check(wsd, None)
+
+
+@pytest.mark.parametrize(
+    ("own", "total", "words"),
+    [
+        (WarmupConstant(warmup_steps=50), None, ""),
+        (WarmupConstant(warmup_steps=70), None, "warmup of its run"),
+        (WarmupStableDecay(warmup_steps=4, decay_start=60), 100, ""),
+        (WarmupStableDecay(warmup_steps=4, decay_start=59), 100, "from step 4 to 59"),
+        (WarmupCosine(warmup_steps=4), 100, "followed WarmupCosine"),
+    ],
+)
+def test_the_run_s_own_schedule_says_where_its_stable_part_is(own, total, words):
+    trunk = Trunk("a.ckpt", 60, own, total)
+    if not words:
+        trunk.check(WarmupStableDecay(warmup_steps=4, decay_fraction=0.9), 100)
+    else:
+        with pytest.raises(UsageError, match=re.escape(words)):
+            trunk.check(WarmupStableDecay(warmup_steps=4, decay_fraction=0.9), 100)
