@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks import InitFrom, TotalTokens
 
 # Type, default and help of each.
 FIT_OPTIONS: dict[str, tuple[Any, Any, str]] = {
@@ -77,6 +78,27 @@ def choose_length(options: Any, args: Sequence[str]) -> str | None:
     if trainer["max_epochs"] is None:
         trainer["max_epochs"] = -1  # as Lightning does where max_steps is given
     return line
+
+
+def option_callbacks(options: Any) -> list[Any]:
+    """The callbacks that carry these options out, to stand before the recipe's own.
+
+    Args:
+        options: of `fit`, with its checkpoint chosen.
+
+    Raises:
+        UsageError: the weights of `init_from` cannot be read.
+    """
+    found: list[Any] = []
+    if options.get("init_from") is not None:
+        found.append(InitFrom(options["init_from"]))
+        if options["ckpt_path"] is None:
+            found[0].check()
+    if options.get("total_tokens") is not None:
+        total = TotalTokens(options["total_tokens"])
+        total.resumes = options["ckpt_path"] is not None
+        found.insert(0, total)
+    return found
 
 
 def _value(name: str, args: Sequence[str]) -> str:

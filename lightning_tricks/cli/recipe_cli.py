@@ -5,11 +5,10 @@ The module owns its optimizer, and a checkpoint never overrides the recipe. Meth
 
 import faulthandler
 import inspect
-import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,20 +18,14 @@ from lightning_tricks._errors import UsageError, one_line_and_exit
 from lightning_tricks._exit import end_within
 from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._suggest import did_you_mean
-from lightning_tricks.callbacks import (
-    InitFrom,
-    PredictionWriter,
-    Preemption,
-    RankMonitor,
-    TotalTokens,
-    TrainingProgressBar,
-)
+from lightning_tricks.callbacks import PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli import same_checkpoint
 from lightning_tricks.cli.autopsy_trainer import AutopsyTrainer
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
 from lightning_tricks.cli.class_change import change_lines, watch_class_changes
-from lightning_tricks.cli.fit_options import FIT_OPTIONS, check_fit_options, choose_length
+from lightning_tricks.cli.fit_options import FIT_OPTIONS, check_fit_options, choose_length, option_callbacks
+from lightning_tricks.cli.lines_of_lightning import without_advertisements
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
 from lightning_tricks.cli.parse_errors import parse_message
 from lightning_tricks.cli.recipe_parser import RecipeParser, check_options, join_negative_numbers, lightning_cli
@@ -42,25 +35,6 @@ from lightning_tricks.cli.run_folder import RunFolder, check_folders
 from lightning_tricks.commands import COMMANDS
 from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin
-
-# Advertisements, and statements that are of no use or not true here: a resume follows the recipe's settings and not the
-# checkpoint's, so not all states are restored.
-_UNWANTED = ("💡 Tip: ", "TPU available: False", "Restored all states from the checkpoint")
-
-
-@contextmanager
-def _without_advertisements() -> Iterator[None]:
-    """Inside the `with`, Lightning's logger drops the unwanted lines."""
-
-    def wanted(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(_UNWANTED)
-
-    log = pl.utilities.rank_zero.rank_zero_module.log
-    log.addFilter(wanted)
-    try:
-        yield
-    finally:
-        log.removeFilter(wanted)
 
 
 class RecipeTrainer(AutopsyTrainer):
@@ -112,7 +86,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
         self._run_folder = RunFolder()
         self._given = kwargs.get("args") or sys.argv[1:]
         lines = one_line_and_exit() if kwargs.get("args") is None else nullcontext()
-        with lines, usage_errors(self._ckpt_path), _without_advertisements():
+        with lines, usage_errors(self._ckpt_path), without_advertisements():
             super().__init__(model_class, datamodule_class, **kwargs)
 
     def _ckpt_path(self) -> str | None:
@@ -234,8 +208,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
             trainer: Any = self.trainer
             given = self.config_init[subcommand]
             given["ckpt_path"] = same_checkpoint.choose_once(subcommand, given, trainer)
-            self._init_from(given)
-            self._total_tokens(given)
+            if subcommand == "fit":
+                trainer.callbacks[:0] = option_callbacks(given)
             check_folders(trainer)
             if hasattr(self.model, "check_run"):  # a module may know more
                 self.model.check_run(trainer, self.datamodule, subcommand)
@@ -244,26 +218,6 @@ class RecipeCLI(lightning_cli.LightningCLI):
             if subcommand == "predict" and given.get("return_predictions") is None:
                 given["return_predictions"] = False  # they are in the file; all of them would fill the memory
         return super()._prepare_subcommand_kwargs(subcommand)
-
-    def _init_from(self, given: Any) -> None:
-        """Add the callback that starts a fit from another checkpoint's weights, where the recipe asks for it."""
-        trainer: Any = self.trainer
-        path = given.get("init_from")
-        if path is None or self.subcommand != "fit":
-            return
-        init_from = InitFrom(path)
-        if given["ckpt_path"] is None:
-            init_from.check()
-        trainer.callbacks.insert(0, init_from)
-
-    def _total_tokens(self, given: Any) -> None:
-        """Add the callback that ends a fit after a number of tokens, where the recipe gives its length so."""
-        trainer: Any = self.trainer
-        if given.get("total_tokens") is None or self.subcommand != "fit":
-            return
-        total = TotalTokens(given["total_tokens"])
-        total.resumes = given["ckpt_path"] is not None
-        trainer.callbacks.insert(0, total)
 
     def _options(self) -> list[str]:
         """The options of `fit` as typed; none where the recipe was given from Python."""
