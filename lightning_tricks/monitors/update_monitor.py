@@ -14,7 +14,7 @@ from lightning_tricks._find_modules import find_blocks
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
-from lightning_tricks.optim import param_roles
+from lightning_tricks.optim import MATRICES, param_roles
 
 _PARTS = ("update_square", "weight_square", "count")
 
@@ -122,7 +122,7 @@ class UpdateMonitor(pl.Callback):
         except UsageError as error:  # a watcher must not end a run that would train
             rank_zero_warn(f"UpdateMonitor records nothing: {error}")
             roles = []
-        found = [param for param in roles if param.role in ("matrix", "embedding") and param.param in moving]
+        found = [param for param in roles if param.role in (*MATRICES, "embedding") and param.param in moving]
         names = list(find_blocks(pl_module))
         blocks: dict[str, int] = {}
         self._watched = []

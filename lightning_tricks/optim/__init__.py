@@ -8,10 +8,11 @@ from lightning_tricks.optim.follow_recipe import follow_recipe
 from lightning_tricks.optim.layerwise_lr_decay import LayerwiseLRDecay
 from lightning_tricks.optim.muon import Muon
 from lightning_tricks.optim.muon_adamw import MuonAdamW
-from lightning_tricks.optim.param_roles import RoledParam, param_roles
+from lightning_tricks.optim.param_roles import MATRICES, RoledParam, param_roles
 from lightning_tricks.optim.param_rule import ParamRule, match_rules
 
 __all__ = [
+    "MATRICES",
     "ComposedOptimizer",
     "LayerwiseLRDecay",
     "Muon",

@@ -11,11 +11,10 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks.optim.layerwise_lr_decay import LayerwiseLRDecay
 from lightning_tricks.optim.matrices import held_matrices
-from lightning_tricks.optim.param_roles import Role, param_roles
+from lightning_tricks.optim.param_roles import MATRICES, param_roles
 from lightning_tricks.optim.param_rule import ParamRule, match_rules
 
 Rules = Sequence[ParamRule | LayerwiseLRDecay]
-_DECAYING: set[Role] = {"matrix", "expert", "router", "head", "embedding"}
 
 
 def decay_groups(
@@ -57,7 +56,7 @@ def decay_groups(
     rule_of = match_rules(params, written)
     held = held_matrices(module)
     groups = {name: _group(name, decay) for name, decay in (("decay", weight_decay), ("no_decay", 0.0))}
-    decaying = _DECAYING if decay_embeddings else _DECAYING - {"embedding"}
+    decaying = {*MATRICES, *(["embedding"] if decay_embeddings else [])}
     for param in params:
         name = "decay" if param.role in decaying else "no_decay"
         if param.name in rule_of:

@@ -15,6 +15,9 @@ from lightning_tricks.optim.output_heads import head_weights
 
 Role = Literal["exempt", "state", "norm", "bias", "vector", "router", "embedding", "head", "expert", "matrix"]
 
+MATRICES: tuple[Role, ...] = ("matrix", "expert", "router", "head")
+"""Roles of weights that multiply hidden states: linear layers, convolutions, experts, output heads."""
+
 _ORDER: tuple[Role, ...] = get_args(Role)
 _BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
 _NORM = re.compile(r"(^|_)norms?(_|$)")

@@ -56,7 +56,8 @@ class Tells(pl.Callback):
             return
         if ranks == "launcher":
             Path("ready").touch()
-            while not trainer.callbacks[-1]._signals.received:
+            preemption = next(c for c in trainer.callbacks if type(c).__name__ == "Preemption")
+            while not preemption._signals.received:
                 time.sleep(0.01)
         elif ranks == "group":
             if trainer.global_rank == 0:  # from outside: a loader's workers obey their own parent
