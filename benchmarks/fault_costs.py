@@ -93,7 +93,7 @@ class Clock:
             ours = getattr(derive, "__self__", None) in (callback, getattr(callback, "_skipped", None))
             return at_flush(own, self.around(derive) if ours else derive)
 
-        buffer.at_flush = wrapped  # type: ignore[method-assign]
+        buffer.at_flush = wrapped  # type: ignore[assignment, method-assign]
         self.restore = partial(setattr, buffer, "at_flush", at_flush)
 
 
