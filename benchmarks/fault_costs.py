@@ -7,7 +7,7 @@ around each hook of the callback, around what it lets MetricBuffer call with an 
 StepGuard's judgement within the clip. So the cost is not a difference of two runs, which on a machine whose speed
 changes from second to second is larger than the cost. What a callback makes others do, as the optimizer's kernel that
 skips a step, is not in it. `micro` is a step of a few milliseconds; `step_100ms` one of about 100 ms, between whose
-hooks the model's data have taken the caches.
+hooks the model's data have taken the caches. HangWatchdog is not here: it looks from a thread of its own.
 """
 
 import argparse
@@ -18,8 +18,8 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from benchmarks.contenders import run_ours
 from benchmarks.feed import in_memory, load, quietly, write_tokens
 from benchmarks.overhead import _MICRO, DATA, DECODER
 from lightning_tricks._lightning import pl
+from lightning_tricks._replaced import replaced
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
 Stamp = tuple[float, float]
@@ -47,7 +48,7 @@ SIZES = {"micro": ((*_MICRO, "50"), 64, 300), "step_100ms": (_SMALLER, 1024, 40)
 
 def callbacks() -> dict[str, Callable[[], pl.Callback]]:
     """Each callback, by name."""
-    from lightning_tricks import EMA, GoodputMonitor, HangWatchdog, RunLedger, StepGuard, TailAverage
+    from lightning_tricks import EMA, GoodputMonitor, RunLedger, StepGuard, TailAverage
 
     return {
         "StepGuard": StepGuard,
@@ -55,7 +56,6 @@ def callbacks() -> dict[str, Callable[[], pl.Callback]]:
         "RunLedger": RunLedger,
         "RunLedger all weights": lambda: RunLedger(cover_weights_in_steps=1),
         "GoodputMonitor": GoodputMonitor,
-        "HangWatchdog": HangWatchdog,
         "EMA": EMA,
         "TailAverage": TailAverage,
     }
@@ -82,37 +82,34 @@ class Clock:
 
         return timed
 
-    def watch(self, callback: Any, buffer: type[MetricBuffer]) -> None:
-        """Wrap a callback's hooks, its judgement, and what it gives to the buffer."""
+    @contextmanager
+    def watching(self, callback: pl.Callback) -> Iterator[None]:
+        """Inside the `with`, time a callback's hooks, its judgement, and what it lets the buffer call."""
         for name in [name for name in dir(pl.Callback) if name.startswith("on_")] + ["_judge"]:
             if getattr(type(callback), name, None) not in (None, getattr(pl.Callback, name, None)):
                 setattr(callback, name, self.around(getattr(callback, name)))
-        at_flush = buffer.at_flush
+        at_flush = MetricBuffer.at_flush
 
         def wrapped(own: MetricBuffer, derive: Any) -> Any:
             ours = getattr(derive, "__self__", None) in (callback, getattr(callback, "_skipped", None))
             return at_flush(own, self.around(derive) if ours else derive)
 
-        buffer.at_flush = wrapped  # type: ignore[assignment, method-assign]
-        self.restore = partial(setattr, buffer, "at_flush", at_flush)
+        with replaced(MetricBuffer, "at_flush", wrapped):
+            yield
 
 
 def run_once(overrides: Sequence[str], callback: pl.Callback, count: int, shards: str, folder: Path) -> list[Stamp]:
     """Train once; the CPU seconds of each step, and of the callback in it."""
-    clock, stamps = Clock(), []
-    clock.watch(callback, MetricBuffer)
+    clock, stamps = Clock(), list[Stamp]()
 
     def mark(index: int) -> None:
         stamps.append((time.thread_time(), clock.seconds))
 
     where = ("--trainer.logger.init_args.save_dir", str(folder), "--trainer.accelerator", "cpu")
-    try:
-        with quietly():
-            cli: Any = load("tiny", shards, folder, [*overrides, *where])
-            cli.trainer.callbacks = [*cli.trainer.callbacks, callback]
-            run_ours(cli, in_memory(cli, 32), count, mark)
-    finally:
-        clock.restore()
+    with quietly(), clock.watching(callback):
+        cli: Any = load("tiny", shards, folder, [*overrides, *where])
+        cli.trainer.callbacks = [*cli.trainer.callbacks, callback]
+        run_ours(cli, in_memory(cli, 32), count, mark)
     return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(stamps)]
 
 

@@ -5,11 +5,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from token_files import write_token_files
 
 from lightning_tricks import __main__ as door
-from lightning_tricks.data import ShardWriter
 
 RECIPE = """
 seed_everything: 0
@@ -43,12 +42,7 @@ trainer:
 
 def prepare(folder: Path) -> None:
     """Write the recipe and its data."""
-    folder.mkdir(exist_ok=True)
-    ids = np.random.default_rng(0).integers(0, 64, 4000)
-    for name, part in (("train", ids[:3900]), ("val", ids[3900:])):
-        with ShardWriter(folder, name, 64) as writer:
-            writer.append(part)
-        (folder / f"{name}_000000.bin").rename(folder / f"{name}.bin")
+    write_token_files(folder)
     (folder / "toy.yaml").write_text(RECIPE)
 
 

@@ -12,7 +12,6 @@ from lightning_tricks._trainer.loop import go_on_with_next_epoch as go_on_with_n
 from lightning_tricks._trainer.loop import is_accumulating as is_accumulating
 from lightning_tricks._trainer.loop import is_last_step as is_last_step
 from lightning_tricks._trainer.loop import is_restarting as is_restarting
-from lightning_tricks._trainer.loop import limits_of_run as limits_of_run
 from lightning_tricks._trainer.loop import logging_step as logging_step
 from lightning_tricks._trainer.loop import prefetched_batches as prefetched_batches
 from lightning_tricks._trainer.loop import reopen_epoch as reopen_epoch
@@ -42,6 +41,7 @@ from lightning_tricks._trainer.processes import signal_connector as signal_conne
 from lightning_tricks._trainer.processes import sigterm_broadcast as sigterm_broadcast
 from lightning_tricks._trainer.processes import slurm_checkpoint as slurm_checkpoint
 from lightning_tricks._trainer.processes import slurm_environment as slurm_environment
+from lightning_tricks._trainer.run_length import limits_of_run as limits_of_run
 from lightning_tricks._trainer.run_length import run_length as run_length
 from lightning_tricks._trainer.run_length import step_limit as step_limit
 from lightning_tricks._trainer.running import awaited_loader as awaited_loader

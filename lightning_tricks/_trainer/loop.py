@@ -24,15 +24,6 @@ def is_last_step(trainer: Any) -> bool:
     return at_end or (trainer.should_stop and loop._can_stop_early)
 
 
-def limits_of_run(trainer: Any, max_steps: int) -> list[tuple[Any, str, int]]:
-    """Owner, name and value of the attributes by which a fit, also one that runs, ends at an optimizer step.
-
-    `trainer.max_steps` and `trainer.max_epochs` show them. Read from `_FitLoop.done` (loops/fit_loop.py) and
-    `_TrainingEpochLoop._is_training_done` (loops/training_epoch_loop.py), which ask before each batch.
-    """
-    return [(trainer.fit_loop.epoch_loop, "max_steps", max_steps), (trainer.fit_loop, "max_epochs", -1)]
-
-
 def validation_follows(trainer: Any) -> bool:
     """In `on_train_batch_end`: whether validation comes before the next batch. If by time, every rank must ask.
 

@@ -55,15 +55,18 @@ def decay_groups(
     params, written = param_roles(module), expanded(module, rules)
     rule_of = match_rules(params, written)
     held = held_matrices(module)
-    groups = {name: _group(name, decay) for name, decay in (("decay", weight_decay), ("no_decay", 0.0))}
+    decays = {"decay": weight_decay, "no_decay": 0.0}
+    # by name and number of the rule
+    groups: dict[tuple[str, int | None], dict[str, Any]] = {
+        (name, None): _group(name, decay) for name, decay in decays.items()
+    }
     decaying = {*MATRICES, *(["embedding"] if decay_embeddings else [])}
     for param in params:
-        name = "decay" if param.role in decaying else "no_decay"
-        if param.name in rule_of:
-            rule, decay = written[rule_of[param.name]], groups[name]["weight_decay"]
-            name = f"{name}:{rule.label}"
-            groups.setdefault(name, _group(name, decay, rule, rule_of[param.name]))
-        group = groups[name]
+        name, number = "decay" if param.role in decaying else "no_decay", rule_of.get(param.name)
+        if number is not None and (name, number) not in groups:
+            rule = written[number]
+            groups[name, number] = _group(f"{name}:{rule.label}", decays[name], rule, number)
+        group = groups[name, number]
         group["params"].append(param.param)
         group["param_names"].append(param.name)
         group["roles"].append(param.role)

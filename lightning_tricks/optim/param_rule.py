@@ -54,8 +54,8 @@ class ParamRule:
 
     @property
     def label(self) -> str:
-        """Pattern and role, as they stand in the name of a group."""
-        return ":".join(filter(None, (self.role, self.pattern)))
+        """Role and pattern, as they stand in the name of a group: `role=head`, `embed`, `role=matrix:attn`."""
+        return ":".join(filter(None, (self.role and f"role={self.role}", self.pattern)))
 
     def in_words(self) -> str:
         """Pattern and role, for a message."""

@@ -7,12 +7,10 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from killed_run import run
+from token_files import write_token_files
 from two_processes import free_port
-
-from lightning_tricks.data import ShardWriter
 
 STEPS = 8
 
@@ -46,16 +44,6 @@ def launch():
     return Launcher()
 
 
-def make_data(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    ids = np.random.default_rng(0).integers(0, 64, 4000)
-    for name, part in (("train", ids[:3600]), ("val", ids[3600:])):
-        with ShardWriter(folder, name, 64) as writer:
-            writer.append(part)
-        (folder / f"{name}_000000.bin").rename(folder / f"{name}.bin")
-    return folder
-
-
 def lines(folder: Path, log: str = "batches.txt") -> list[str]:
     return (folder / log).read_text().splitlines()
 
@@ -74,7 +62,7 @@ def unbroken(launch, tmp_path_factory):
     """Batches of the runs that nobody killed, by accumulation."""
     result = {}
     for accumulate in (1, 4):
-        folder = make_data(tmp_path_factory.mktemp("unbroken"))
+        folder = write_token_files(tmp_path_factory.mktemp("unbroken"), train=3600)
         assert launch(folder, accumulate=accumulate, max_steps=STEPS) == 0
         result[accumulate] = lines(folder)
     return result
@@ -93,7 +81,7 @@ def test_the_unbroken_run_sees_each_batch_once(unbroken):
 def test_killed_twice_and_resumed_the_batches_are_the_unbroken_ones(
     launch, unbroken, tmp_path, accumulate, num_workers
 ):
-    folder = make_data(tmp_path / "run")
+    folder = write_token_files(tmp_path / "run", train=3600)
     options = {"accumulate": accumulate, "num_workers": num_workers, "max_steps": STEPS}
     middle = accumulate // 2
     # the second run is killed in the window in which its ModelCheckpoint has saved again, in mid-window
@@ -111,7 +99,7 @@ def test_killed_twice_and_resumed_the_batches_are_the_unbroken_ones(
 
 
 def test_a_finished_run_is_carried_on_with_more_steps(launch, unbroken, tmp_path):
-    folder = make_data(tmp_path / "run")
+    folder = write_token_files(tmp_path / "run", train=3600)
     once_at_the_end = {"val_check_interval": 1.0, "check_val_every_n_epoch": 1, "accumulate": 4}
     assert launch(folder, max_steps=4, **once_at_the_end) == 0
     assert launch(folder, max_steps=STEPS, **once_at_the_end) == 0
@@ -122,7 +110,7 @@ def test_a_finished_run_is_carried_on_with_more_steps(launch, unbroken, tmp_path
 
 
 def test_validation_comes_at_the_same_steps_after_a_kill(launch, unbroken, tmp_path):
-    folder = make_data(tmp_path / "run")
+    folder = write_token_files(tmp_path / "run", train=3600)
     launch(folder, kill_at=(4, 2), accumulate=4, max_steps=STEPS)
     launch(folder, kill_at=(5, 3), accumulate=4, max_steps=STEPS)
     launch(folder, accumulate=4, max_steps=STEPS)
@@ -140,7 +128,7 @@ def rows_by_step(log: list[str]) -> dict[int, set[str]]:
 
 
 def test_a_resume_may_split_the_global_batch_in_another_way(launch, unbroken, tmp_path):
-    folder = make_data(tmp_path / "run")
+    folder = write_token_files(tmp_path / "run", train=3600)
     launch(folder, kill_at=(5, 0), accumulate=1, micro_batch_size=8, max_steps=STEPS)
     assert launch(folder, accumulate=4, micro_batch_size=2, max_steps=STEPS, log="after.txt") == 0
     after = rows_by_step(lines(folder, "after.txt"))
@@ -149,7 +137,7 @@ def test_a_resume_may_split_the_global_batch_in_another_way(launch, unbroken, tm
 
 
 def test_a_resume_with_a_smaller_global_batch_goes_on_with_the_next_row(launch, unbroken, tmp_path):
-    folder = make_data(tmp_path / "run")
+    folder = write_token_files(tmp_path / "run", train=3600)
     launch(folder, kill_at=(5, 0), micro_batch_size=8, max_steps=STEPS)
     assert launch(folder, micro_batch_size=2, max_steps=STEPS, log="after.txt") == 0
     after = rows_by_step(lines(folder, "after.txt"))
@@ -159,7 +147,7 @@ def test_a_resume_with_a_smaller_global_batch_goes_on_with_the_next_row(launch, 
 
 
 def test_without_max_steps_an_epoch_is_a_pass_over_the_data(launch, tmp_path):
-    folder = make_data(tmp_path / "run")
+    folder = write_token_files(tmp_path / "run", train=3600)
     epochs = {
         "max_steps": 0,
         "max_epochs": 2,
@@ -176,7 +164,7 @@ def test_without_max_steps_an_epoch_is_a_pass_over_the_data(launch, tmp_path):
 
 
 def test_overfitting_takes_the_same_batches_every_epoch(launch, tmp_path):
-    folder = make_data(tmp_path / "run")
+    folder = write_token_files(tmp_path / "run", train=3600)
     assert launch(folder, max_steps=6, overfit_batches=2, val_check_interval=1.0, check_val_every_n_epoch=1) == 0
     rows = [line.split(" ", 2)[2] for line in lines(folder) if "validation" not in line]
     assert rows == rows[:2] * 3
@@ -185,7 +173,7 @@ def test_overfitting_takes_the_same_batches_every_epoch(launch, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_see_per_step_what_one_sees(launch, unbroken, tmp_path):
-    folder = make_data(tmp_path / "run")
+    folder = write_token_files(tmp_path / "run", train=3600)
     assert launch.many(folder, 2, accumulate=2, max_steps=STEPS) == [0, 0]
     assert rows_by_step(lines(folder)) == rows_by_step(unbroken[4])
     # 400 validation tokens: 50 windows of 8, each once on one of the two, four times

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_tricks import MetricBuffer, Preemption, ResumingCSVLogger, SafeCheckpoint
-from lightning_tricks.data import ShardWriter, TokenData
+from lightning_tricks.data import TokenData
 from lightning_tricks.data.batches import TrainBatches
 
 STEPS = 7
@@ -125,15 +124,6 @@ class Tokens(TokenData):
 
         loader.batches.__class__ = Waits
         return loader
-
-
-def make_data(folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    ids = np.random.default_rng(0).integers(0, 64, 4000)
-    for name, part in (("train", ids[:3900]), ("val", ids[3900:])):
-        with ShardWriter(folder, name, 64) as writer:
-            writer.append(part)
-        (folder / f"{name}_000000.bin").rename(folder / f"{name}.bin")
 
 
 def fit(

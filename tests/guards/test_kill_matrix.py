@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import beside
-import numpy as np
 import pytest
 from beside import Beside
 from killed_training import STEPS, Case, run
+from token_files import write_token_files
 from two_processes import free_port
 
 from lightning_tricks.checkpoints.record import read_record
-from lightning_tricks.data import ShardWriter
 
 CASES = {
     "tokens": Case(),
@@ -67,13 +66,7 @@ def places(case: Case, saved: Path) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("killed")
-    ids = np.random.default_rng(0).integers(0, 64, 4000)
-    for name, part in (("train", ids[:3600]), ("val", ids[3600:3700])):
-        with ShardWriter(made, name, 64) as writer:
-            writer.append(part)
-        (made / f"{name}_000000.bin").rename(made / f"{name}.bin")
-    return made
+    return write_token_files(tmp_path_factory.mktemp("killed"), train=3600, tokens=3700)
 
 
 def kill_three_times(folder: Path, name: str) -> None:

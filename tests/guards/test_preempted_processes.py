@@ -10,8 +10,8 @@ from pathlib import Path
 
 import beside
 import pytest
-from preempted_run import make_data
 from preloaded import left_over, python
+from token_files import write_token_files
 from two_processes import free_port
 
 RECIPE = """
@@ -74,7 +74,7 @@ LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "N
 def start(folder: Path, *command: str, tell: int = 0, ranks: object = (), **env: str) -> subprocess.Popen:
     """Start a command line in a folder of its own with the recipe, the data and the callback that gives the signal."""
     if not folder.exists():
-        make_data(folder)
+        write_token_files(folder)
         (folder / "toy.yaml").write_text(RECIPE)
         (folder / "tells.py").write_text(TELLS)
     inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHED}

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from preempted_run import STEPS, cases, make_data
+from preempted_run import STEPS, cases
+from token_files import write_token_files
 from two_processes import run
 
 HOWS = ("SIGTERM", "SIGUSR1", "SIGINT", "deadline")
@@ -23,7 +24,7 @@ def code_of(how: str) -> int:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    make_data(folder)
+    write_token_files(folder)
     return folder
 
 

@@ -78,8 +78,8 @@ def test_it_resumes_to_the_bit_with_a_schedule_for_each_group(through):
     train(first, optimizer, 0, 4, scheduler)
     rates = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
     common = WarmupCosine(warmup_steps=4).lr(0.01, 4, 8)
-    assert rates["muon:decay:matrix"] == (WarmupLinear(warmup_steps=2).lr(0.01, 4, 8), 0.1)
-    assert rates["adamw:decay:head"] == (common, WarmupCosine(warmup_steps=1).lr(0.1, 4, 8))
+    assert rates["muon:decay:role=matrix"] == (WarmupLinear(warmup_steps=2).lr(0.01, 4, 8), 0.1)
+    assert rates["adamw:decay:role=head"] == (common, WarmupCosine(warmup_steps=1).lr(0.1, 4, 8))
     assert rates["adamw:no_decay"] == (common, 0.0)
     if through == "pickle":  # as a process that is started by spawn gets it
         _, optimizer = pickle.loads(pickle.dumps((first, optimizer)))
@@ -203,7 +203,9 @@ def test_parameters_without_an_optimizer_or_with_two_are_refused(make, words):
 
 
 def test_a_rule_that_names_an_optimizer_wants_one_of_several():
-    with pytest.raises(UsageError, match="optimizer='muon' of 'decay:matrix': AdamW is one optimizer: take MuonAdamW"):
+    with pytest.raises(
+        UsageError, match="optimizer='muon' of 'decay:role=matrix': AdamW is one optimizer: take MuonAdamW"
+    ):
         build_optimizer(net(), rules=[ParamRule(role="matrix", optimizer="muon")])
-    with pytest.raises(UsageError, match="optimizer='lion' of decay:matrix: MuonAdamW has muon and adamw"):
+    with pytest.raises(UsageError, match="optimizer='lion' of decay:role=matrix: MuonAdamW has muon and adamw"):
         build_optimizer(net(), MuonAdamW, rules=[ParamRule(role="matrix", optimizer="lion")])

@@ -104,6 +104,15 @@ def test_the_first_matching_rule_wins():
     assert (scale["embed.weight"], scale["layers.0.weight"], scale["layers.0.bias"]) == (2, 3, 1)
 
 
+def test_a_rule_for_a_role_and_one_for_a_pattern_of_the_same_word_have_groups_of_their_own():
+    rules = [ParamRule(role="embedding", pattern="weight", lr_scale=2), ParamRule("layers", role="bias", lr_scale=3),
+             ParamRule("bias", lr_scale=4)]  # fmt: skip
+    scales = {
+        group["name"]: group["lr_scale"] for group in decay_groups(Model(), rules=rules) if group["lr_scale"] != 1
+    }
+    assert scales == {"decay:role=embedding:weight": 2, "no_decay:role=bias:layers": 3, "no_decay:bias": 4}
+
+
 def test_a_rule_that_matches_nothing_names_its_pattern_and_near_names():
     with pytest.raises(UsageError, match=r"pattern 'embd\.weight' matches no parameter: near names are embed\.weight"):
         decay_groups(Model(), rules=[ParamRule("norm"), ParamRule(r"embd\.weight".replace("\\", ""))])
