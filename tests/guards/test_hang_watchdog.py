@@ -4,12 +4,14 @@ import multiprocessing
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that the tests start
@@ -18,10 +20,11 @@ from hung_run import STEP, Module, Rows, Stands, fit, trainer_with
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import HangWatchdog
 from lightning_tricks.guards.hang_watchdog import watch
+from lightning_tricks.guards.hang_watchdog.board import Board
 from lightning_tricks.guards.hang_watchdog.even_validation import uneven
 from lightning_tricks.guards.hang_watchdog.place import FAILED, Place, started_at, this_process
 from lightning_tricks.guards.hang_watchdog.verdict import verdict
-from lightning_tricks.guards.hang_watchdog.watch import Limits
+from lightning_tricks.guards.hang_watchdog.watch import Limits, Watch
 from lightning_tricks.strategies import FSDP2Strategy
 
 LONG = 120.0  # seconds, for something that happens soon or never
@@ -298,6 +301,31 @@ def test_a_process_is_known_by_the_time_of_its_start():
     assert own.started
     assert own.started == started_at(own.pid)
     assert started_at(2**22 + 1) == ""  # no such process
+
+
+class AsRankZero(pl.Callback):
+    """Watches the training thread as rank 0 of two, whose other one is played by the test."""
+
+    def on_train_start(self, trainer, pl_module):
+        store = HashStore()
+        other, self.told = Board(1, 2, "token", store), {}
+        process = this_process(0, 2)
+        own = Watch(trainer, process, process, Limits(LONG, LONG, LONG), False, Board(0, 2, "token", store))
+        own._reported = True
+        place = replace(this_process(1, 2), part=process.part).to_dict()
+        other.tell({"place": place, "answers": other.request(), "ended": False})
+        own._look()
+        self.told["reported"] = other.told()[0]["answers"]
+        other.tell({"place": place, "answers": 1, "ended": True})  # after its report it does not look any more
+        own._answered = own._board.request()
+        self.told["silent"] = own._name_the_one_behind()
+
+
+def test_ranks_that_have_made_their_report_are_not_taken_for_silent(reports):
+    rank = AsRankZero()
+    fit(Stands(""), rank)
+    assert rank.told == {"reported": 1, "silent": {}}
+    assert not any("no sign of life" in said for said in reports.said)
 
 
 class Sized(Dataset):

@@ -24,7 +24,8 @@ from lightning_tricks.guards.hang_watchdog.place import (
 )
 from lightning_tricks.guards.hang_watchdog.verdict import verdict
 
-ANSWER_SECONDS = 5.0  # how long a rank waits for the places of the others
+LOOK_SECONDS = 2.0  # between two looks, at most
+ANSWER_SECONDS = 5.0  # how long a rank waits for the places of the others, which answer in their next look
 TIMER_SECONDS = 6.0  # beyond the limit: the others have named this rank then
 SILENT_SECONDS = 5.0  # after the answers: for the timer of a rank that gives none
 
@@ -113,7 +114,7 @@ class Watch(threading.Thread):
         """Look at the place at least ten times within the limit."""
         self._arm(self._limits.first_seconds)
         self._tell()
-        every = pause = min(5.0, self._limits.seconds / 10)
+        every = pause = min(LOOK_SECONDS, self._limits.seconds / 10)
         try:
             while not self._closed.wait(pause):
                 pause = max(0.01, min(every, self._look()))
@@ -134,7 +135,9 @@ class Watch(threading.Thread):
         left = self._since + limit - time.monotonic()
         requests = self._tell()
         if self._reported:
-            self._answered = max(self._answered, requests)
+            if requests > self._answered:  # by a rank that has gone on meanwhile, and stands still again
+                self._answered = requests
+                self._tell()
             return self._limits.seconds
         if left <= 0 or requests > self._answered:
             self._disarm()
@@ -216,7 +219,8 @@ def _has_left(told: Mapping[str, Any]) -> bool:
 
 
 def _answers(told: Mapping[str, Any], request: int) -> bool:
-    return told["answers"] >= request or _has_left(told)
+    """Whether a rank has told its place since a request; one that is about to end has told its last one."""
+    return told["answers"] >= request or told["ended"] or _has_left(told)
 
 
 def _kill(silent: Mapping[int, Place | None], host: str) -> None:
