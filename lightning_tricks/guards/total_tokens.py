@@ -4,6 +4,7 @@ import math
 from contextlib import ExitStack
 from typing import Any
 
+from lightning_tricks._accumulation import Accumulation
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks._replaced import replaced
@@ -16,8 +17,9 @@ class TotalTokens(pl.Callback):
 
     The run ends with the first optimizer step at which the tokens of all processes reach `total_tokens`. Because they
     become `max_steps`, before the data are asked for, the schedule, the progress bar, averages and monitors have the
-    right length. On a resume the tokens count that the checkpoint's runs have seen, whatever their batches were, so
-    the run still ends at the same number of tokens with other devices, accumulation or micro-batches.
+    right length. Under BatchSizeWarmup each step counts with its own batch. On a resume the tokens count that the
+    checkpoint's runs have seen, whatever their batches were, so the run still ends at the same number of tokens with
+    other devices, accumulation or micro-batches.
 
     Tokens are positions: padding counts. `max_steps` must be left out; with `max_epochs`, whichever comes first ends
     the run. Give a Trainer of your own `max_epochs=-1`, as Lightning sets 1000 where neither is given.
@@ -29,7 +31,7 @@ class TotalTokens(pl.Callback):
 
     Raises:
         UsageError: a number out of range; when the fit starts: `max_steps` is given too, the tokens of a step are not
-            known, or are not the same in each step (`GradientAccumulationScheduler`, BatchSizeWarmup); manual
+            known, or change by a callback that is no BatchSizeWarmup (`GradientAccumulationScheduler`); manual
             optimization.
     """
 
@@ -44,7 +46,8 @@ class TotalTokens(pl.Callback):
         self._limit = ExitStack()  # our `max_steps`
         self._trainer: Any = None
         self._step = self._tokens = 0  # step at which this run begins, and the tokens seen until then
-        self._step_tokens = 0
+        self._plan = Accumulation((0,), (1,))
+        self._at_once = 0  # tokens in one micro-batch of all processes together
 
     def planned_steps(self, trainer: Any, datamodule: Any) -> int | None:
         """The length of a new run, before its processes are up; None where a checkpoint will tell.
@@ -53,9 +56,9 @@ class TotalTokens(pl.Callback):
             UsageError: see the class.
         """
         self._check(trainer)
-        tokens = self._micro_batch(datamodule) * trainer.accumulate_grad_batches
-        steps = math.ceil(self.total_tokens / (tokens * trainer.num_devices * trainer.num_nodes))
-        return None if self.resumes else steps
+        world = trainer.num_devices * trainer.num_nodes
+        plan, at_once = _plan(trainer, datamodule, world), self._micro_batch(datamodule) * world
+        return None if self.resumes else plan.steps_of_epoch(0, math.ceil(self.total_tokens / at_once))
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Limit a new run."""
@@ -70,10 +73,11 @@ class TotalTokens(pl.Callback):
                 "trainer.max_steps"
             )
         self._trainer = trainer
-        micro_batch = self._micro_batch(trainer.datamodule)  # type: ignore[attr-defined]
         seen = self.tokens_at(trainer.global_step)  # in an earlier fit of this Trainer
-        self._step_tokens = micro_batch * trainer.accumulate_grad_batches * data_rank(trainer)[1]
         self._step, self._tokens = trainer.global_step, seen
+        data, world = trainer.datamodule, data_rank(trainer)[1]  # type: ignore[attr-defined]
+        self._at_once = self._micro_batch(data) * world
+        self._plan = _plan(trainer, data, world)
         self._set_limit()
 
     def _check(self, trainer: Any) -> None:
@@ -81,10 +85,10 @@ class TotalTokens(pl.Callback):
         if trainer.max_steps != -1:
             raise UsageError(f"{name} and trainer.max_steps={trainer.max_steps}: give one of them")
         for callback in trainer.callbacks:
-            if isinstance(callback, BatchSizeWarmup) or hasattr(callback, "get_accumulate_grad_batches"):
+            if hasattr(callback, "get_accumulate_grad_batches"):
                 raise UsageError(
-                    f"{name}: with {type(callback).__name__} the tokens of a step change in the run: set "
-                    "trainer.max_steps"
+                    f"{name}: with {type(callback).__name__} the tokens of a step change in the run: take "
+                    "BatchSizeWarmup, or set trainer.max_steps"
                 )
 
     def _micro_batch(self, data: Any) -> int:
@@ -101,10 +105,15 @@ class TotalTokens(pl.Callback):
 
     def tokens_at(self, step: int) -> int:
         """Tokens that the run and those before it have seen at an optimizer step of this run."""
-        return self._tokens + (step - self._step) * self._step_tokens
+        return self._tokens + self._between(self._step, step)
+
+    def _between(self, first: int, end: int) -> int:
+        """Tokens of the steps from `first` on and before `end`, with the batches of this run."""
+        return (self._plan.before(end) - self._plan.before(first)) * self._at_once
 
     def _steps(self) -> int:
-        return self._step + max(math.ceil((self.total_tokens - self._tokens) / self._step_tokens), 0)
+        left = max(math.ceil((self.total_tokens - self._tokens) / self._at_once), 0)  # micro-batches
+        return self._step + self._plan.steps_of_epoch(self._step, left)
 
     def _set_limit(self) -> None:
         self._limit.close()
@@ -118,7 +127,7 @@ class TotalTokens(pl.Callback):
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         tokens = state["tokens"] if state else _tokens_of_data(data, checkpoint, step)
-        self._step, self._tokens = step, step * self._step_tokens if tokens is None else tokens
+        self._step, self._tokens = step, self._between(0, step) if tokens is None else tokens
         self._set_limit()
         if self._tokens >= self.total_tokens:
             rank_zero_info(
@@ -129,8 +138,10 @@ class TotalTokens(pl.Callback):
         """Say how many steps they are."""
         if self._trainer is not None:
             seen = f"{self._tokens:,} seen at step {self._step}, " if self._step else ""
-            ends = f"{self._step_tokens:,} in a step, ends with step {self._steps()}"
-            rank_zero_info(f"total_tokens={self.total_tokens:,}: {seen}{ends}")
+            steps = self._steps()
+            sizes = {self._between(step, step + 1) for step in (self._step, max(steps - 1, self._step))}
+            in_a_step = " to ".join(f"{size:,}" for size in sorted(sizes))
+            rank_zero_info(f"total_tokens={self.total_tokens:,}: {seen}{in_a_step} in a step, ends with step {steps}")
 
     def state_dict(self) -> dict[str, Any]:
         """The tokens seen so far, by all processes."""
@@ -143,6 +154,14 @@ class TotalTokens(pl.Callback):
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Give the Trainer its own limit back."""
         self._limit.close()
+
+
+def _plan(trainer: Any, data: Any, world: int) -> Accumulation:
+    """The micro-batches of each step of a run that has not begun."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, BatchSizeWarmup):
+            return callback.planned(trainer, data, world)
+    return Accumulation((0,), (int(trainer.accumulate_grad_batches),))
 
 
 def _tokens_of_data(data: Any, checkpoint: dict[str, Any], step: int) -> int | None:

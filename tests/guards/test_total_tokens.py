@@ -164,6 +164,32 @@ def test_a_resume_with_more_tokens_goes_on_and_one_with_fewer_ends_at_once(shard
     assert "total_tokens=48: the checkpoint has seen 64; give more to go on" in caplog.text
 
 
+# ---- a batch that grows
+
+
+@pytest.mark.parametrize("first", [TotalTokens, BatchSizeWarmup])
+def test_each_step_counts_with_its_own_batch_and_a_resume_from_any_of_them_too(shard, tmp_path, caplog, first):
+    def growing(total, *others, **options):  # steps of 16, 16, 32, 32, ... tokens
+        pair = [TotalTokens(total), BatchSizeWarmup({0: 1, 32: 2}, unit="tokens")]
+        ordered = pair if first is TotalTokens else pair[::-1]
+        return fit(shard, None, *ordered, *others, accumulate_grad_batches=2, **options)
+
+    trainer, whole = growing(100, saver(tmp_path))
+    assert trainer.global_step == 5  # 16 + 16 + 32 + 32 = 96
+    assert whole.lrs == planned(5)
+    assert "total_tokens=100: 16 to 32 in a step, ends with step 5" in caplog.text
+    _, same = fit(shard, None, BatchSizeWarmup({0: 1, 2: 2}), max_steps=5, accumulate_grad_batches=2)
+    assert same_weights(whole, same)
+    for step in range(1, 5):
+        trainer, model = growing(100, resume=tmp_path / f"step={step}.ckpt")
+        assert trainer.global_step == 5
+        assert model.lrs == whole.lrs[step:]
+        assert same_weights(model, whole)
+    trainer, model = fit(shard, 100, resume=tmp_path / "step=3.ckpt")  # 64 seen, then 16 in a step
+    assert trainer.global_step == 3 + 3
+    assert model.lrs == planned(6)[3:]
+
+
 # ---- ranks
 
 
@@ -182,6 +208,9 @@ def _fit_on_two_ranks(rank, folder, shard):
         trainer, model = run(resume=checkpoint, accumulate=1)
         assert trainer.global_step == 3 + 4
         assert model.lrs == planned(7)[3:]
+        trainer, model = run(BatchSizeWarmup({0: 2, 2: 4}))
+        assert trainer.global_step == 2 + 4  # 32 tokens in each of two steps
+        assert model.lrs == planned(6)
 
 
 def test_two_ranks_see_the_tokens_together_and_a_resume_on_one_rank_counts_them(shard, tmp_path):
@@ -229,10 +258,10 @@ def test_tokens_that_are_no_whole_number_above_0_are_refused(bad):
 def test_what_it_cannot_do_is_refused_in_one_line(shard):
     with pytest.raises(UsageError, match=r"^total_tokens=64 and trainer\.max_steps=3: give one of them$"):
         fit(shard, 64, max_steps=3)
-    growing = GradientAccumulationScheduler({1: 2}), BatchSizeWarmup({0: 1, 2: 2})
-    for callback in growing:
-        with pytest.raises(UsageError, match=rf"^total_tokens=64: with {type(callback).__name__} [^\n]*$"):
-            fit(shard, 64, callback)
+    with pytest.raises(UsageError, match=r"^total_tokens=64: with GradientAccumulationScheduler [^\n]*$"):
+        fit(shard, 64, GradientAccumulationScheduler({1: 2}))
+    with pytest.raises(UsageError, match=r"^BatchSizeWarmup\.stages=\{0: 1, 2: 2\}: the last stage must be [^\n]*$"):
+        fit(shard, 64, BatchSizeWarmup({0: 1, 2: 2}))
     with pytest.raises(UsageError, match=r"^total_tokens=64: the steps of manual optimization [^\n]*$"):
         fit(shard, 64, model=Model(manual=True))
 

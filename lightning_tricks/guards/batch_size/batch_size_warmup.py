@@ -100,23 +100,29 @@ class BatchSizeWarmup(pl.Callback):
         self._trainer: Any = None
         self._loaded: dict[str, int] = {}
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: Module, stage: str) -> None:
         """Fix the stages, and stand first: the others' hooks shall find the micro-batches of the step that begins."""
         if stage != "fit":
             return
         _refuse(trainer, pl_module)
         self._trainer, self._begun = trainer, False
         self._buffer = MetricBuffer.of(trainer)
+        self.accumulation = self.planned(trainer, trainer.datamodule, data_rank(trainer)[1])
+        trainer.accumulate_grad_batches = self._final
+        others = [callback for callback in trainer.callbacks if callback is not self]
+        trainer.callbacks = [self, *others]
+
+    def planned(self, trainer: Any, data: Any, world: int) -> Accumulation:
+        """The micro-batches of each step of a run that has not begun; `data` is its data module, if it has one.
+
+        Raises:
+            UsageError: see the class.
+        """
         value: int = trainer.accumulate_grad_batches
-        final = value.final if isinstance(value, MicroBatches) else value  # of a fit before this one
-        trainer.accumulate_grad_batches, self._final = final, final
-        self._world = data_rank(trainer)[1]
-        self._tokens = _micro_batch_tokens(trainer)
-        stages = self._checked(final * self._world)
-        starts, sizes = tuple(stages), tuple(size // self._world for size in stages.values())
-        self.accumulation = Accumulation(starts, sizes)
-        others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
-        trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
+        self._final: int = value.final if isinstance(value, MicroBatches) else value  # of a fit before this one
+        self._world, self._tokens = world, _micro_batch_tokens(data)
+        stages = self._checked(self._final * world)
+        return Accumulation(tuple(stages), tuple(size // world for size in stages.values()))
 
     def _checked(self, last: int) -> dict[int, int]:
         """The stages by step; `last` is the recipe's batch in micro-batches of all processes."""
@@ -209,9 +215,8 @@ class BatchSizeWarmup(pl.Callback):
         self._loaded = state_dict
 
 
-def _micro_batch_tokens(trainer: Any) -> int | None:
+def _micro_batch_tokens(data: Any) -> int | None:
     """Tokens of one micro-batch of one process; None where the data module does not tell."""
-    data: Any = trainer.datamodule
     rows, length = getattr(data, "micro_batch_size", None), getattr(data, "seq_len", None)
     return rows * length if isinstance(rows, int) and isinstance(length, int) else None
 
