@@ -51,13 +51,14 @@ def fit(
     schedule: Schedule | None = WSD,
     max_steps: int = 40,
     ckpt_path: Any = None,
+    save_every: int = 1,
     **options: Any,
 ) -> Any:
     """Train on the data in `folder.parent`; the run's folder is `folder`."""
     pl.seed_everything(0, verbose=False)
     data = TokenData(str(folder.parent / "train.bin"), vocab_size=64, seq_len=8, micro_batch_size=2)
     model = LanguageModel(Llama(**DECODER), optimizer=partial(torch.optim.AdamW, lr=1e-2), schedule=schedule)
-    saver = SafeCheckpoint(folder / "checkpoints", every_n_train_steps=1, keep_last=50)
+    saver = SafeCheckpoint(folder / "checkpoints", every_n_train_steps=save_every, keep_last=50)
     defaults = {"accelerator": "cpu", "devices": 1, "log_every_n_steps": 2, "limit_val_batches": 0, "logger": False}
     defaults["enable_progress_bar"] = False
     trainer = pl.Trainer(
@@ -204,7 +205,7 @@ def test_a_resume_in_the_decay_and_one_from_before_it_are_the_same_run(place):
 
 def ranks(rank: int, place: Path) -> None:
     """Rank 1 alone gets the signal: under DDP, and under FSDP2, where a resume loads its checkpoint late."""
-    two = {"devices": 2, "strategy": "ddp"}
+    two = {"devices": 2, "strategy": "ddp", "save_every": 7}
     asks = Asks(4, usr2 if rank == 1 else lambda: None)
     fit(place / "ddp", DecayOnDemand(decay_steps=4), asks, **two)
     assert [length for _, _, length in asks.seen] == [40] * 6 + [10] * 4
