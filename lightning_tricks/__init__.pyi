@@ -30,6 +30,7 @@ from lightning_tricks.callbacks import RankMonitor as RankMonitor
 from lightning_tricks.callbacks import RunLedger as RunLedger
 from lightning_tricks.callbacks import SafeCheckpoint as SafeCheckpoint
 from lightning_tricks.callbacks import SampleText as SampleText
+from lightning_tricks.callbacks import ScheduleFree as ScheduleFree
 from lightning_tricks.callbacks import SpikeRollback as SpikeRollback
 from lightning_tricks.callbacks import StepGuard as StepGuard
 from lightning_tricks.callbacks import TailAverage as TailAverage
@@ -58,6 +59,7 @@ from lightning_tricks.models import DecoderConfig as DecoderConfig
 from lightning_tricks.models import Llama as Llama
 from lightning_tricks.models import Sampling as Sampling
 from lightning_tricks.models import generate as generate
+from lightning_tricks.optim import AdamWBF16State as AdamWBF16State
 from lightning_tricks.optim import ComposedOptimizer as ComposedOptimizer
 from lightning_tricks.optim import LayerwiseLRDecay as LayerwiseLRDecay
 from lightning_tricks.optim import Muon as Muon

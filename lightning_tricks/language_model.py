@@ -14,14 +14,22 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks.accounting import Attention, recompute_flops_per_token, training_flops_per_token
-from lightning_tricks.callbacks import GradNormMonitor, LRMonitor, MetricBuffer, MFUMonitor, PrecisionMonitor
+from lightning_tricks.callbacks import (
+    GradNormMonitor,
+    LRMonitor,
+    MetricBuffer,
+    MFUMonitor,
+    PrecisionMonitor,
+    ScheduleFree,
+)
 from lightning_tricks.checkpoints.read_folder import read_without_optimizers
 from lightning_tricks.metrics import BitsPerByte, TokenLoss
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
 from lightning_tricks.mixins._plain_settings import build, from_plain
 from lightning_tricks.models import Decoder, DecoderConfig
 from lightning_tricks.monitors.precision.precision_monitor import has_figures
-from lightning_tricks.optim import LayerwiseLRDecay, ParamRule, decay_groups
+from lightning_tricks.optim import LayerwiseLRDecay, ParamRule, decay_groups, schedule_free_parts
+from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.schedules import Schedule
 
 Batch = dict[str, Tensor]
@@ -40,8 +48,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
 
     Logs `train/loss` (mean over the tokens of the whole accumulated, global batch) of every step, through the buffer
     that the monitors share; `val/loss` and `val/bits_per_byte` over the whole validation set. Brings LRMonitor,
-    GradNormMonitor and MFUMonitor, and PrecisionMonitor where the precision plugin scales the loss or multiplies in
-    fp8, unless the Trainer has its own.
+    GradNormMonitor and MFUMonitor, PrecisionMonitor where the precision plugin scales the loss or multiplies in fp8,
+    and ScheduleFree where the optimizer is schedule-free, unless the Trainer has its own.
     A batch is a dict of `input_ids` and `labels`, both (B, T) int64, labels of -100 not counted; optional are
     `document_ids` (B, T), to attend within documents only, and `n_bytes` (B,), the bytes that the labels stand for.
     The initial weights depend on the seed alone, not on earlier use of the random state.
@@ -98,12 +106,15 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             self._buffer = None
 
     def configure_callbacks(self) -> list["pl.Callback"]:
-        """The monitors of every pretraining run, but for those that the Trainer has already."""
+        """The monitors of every pretraining run, and what its optimizer needs, unless the Trainer has them already."""
         given: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        monitors: list[type[pl.Callback]] = [LRMonitor, GradNormMonitor, MFUMonitor]
+        wanted: list[type[pl.Callback]] = [LRMonitor, GradNormMonitor, MFUMonitor]
         if has_figures(self.trainer.precision_plugin):
-            monitors.append(PrecisionMonitor)
-        return [monitor() for monitor in monitors if not any(isinstance(callback, monitor) for callback in given)]
+            wanted.append(PrecisionMonitor)
+        optimizer = check_settings(self.optimizer) if self.trainer.state.fn == "fit" else None
+        if optimizer is not None and schedule_free_parts(optimizer):
+            wanted.append(ScheduleFree)
+        return [callback() for callback in wanted if not any(isinstance(other, callback) for other in given)]
 
     def configure_model(self) -> None:
         """Build the decoder, once; on the meta device for a strategy that shards, which calls `init_weights` later."""

@@ -10,6 +10,8 @@ from lightning_tricks.callbacks import (
     EMA,
     ActivationMonitor,
     AttentionMonitor,
+    BatchSizeWarmup,
+    DecayOnDemand,
     GCControl,
     GoodputMonitor,
     GradNormMonitor,
@@ -25,6 +27,7 @@ from lightning_tricks.callbacks import (
 )
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.loggers import ResumingTensorBoardLogger
+from lightning_tricks.schedules import WarmupStableDecay
 
 READS = ["item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__"]
 
@@ -54,8 +57,9 @@ class Counts(pl.Callback):
 def fit(folder, accumulate, *callbacks):
     adamw = lambda groups: torch.optim.AdamW(groups, lr=1e-3, fused=True)  # noqa: E731
     model = LanguageModel(
-        decoder=Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=16), optimizer=adamw
-    )
+        decoder=Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=16), optimizer=adamw,
+        schedule=WarmupStableDecay(warmup_steps=1, decay_steps=2),
+    )  # fmt: skip
     batch = {name: torch.randint(0, 64, (2, 16)) for name in ("input_ids", "labels")}
     trainer = pl.Trainer(
         max_steps=22, accumulate_grad_batches=accumulate, gradient_clip_val=1.0, log_every_n_steps=10,
@@ -63,7 +67,8 @@ def fit(folder, accumulate, *callbacks):
         accelerator="cpu", callbacks=[
             *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
             UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(), LeanLoop(), StepGuard(),
-            EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(),
+            EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(), DecayOnDemand(),
+            BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
         ],
     )  # fmt: skip
     trainer.fit(model, DataLoader([batch] * (22 * accumulate), batch_size=None))

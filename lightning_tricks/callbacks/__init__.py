@@ -12,6 +12,7 @@ from lightning_tricks.guards.init_from import InitFrom as InitFrom
 from lightning_tricks.guards.lean_loop import LeanLoop as LeanLoop
 from lightning_tricks.guards.preemption.preemption import Preemption as Preemption
 from lightning_tricks.guards.saving.safe_checkpoint import SafeCheckpoint as SafeCheckpoint
+from lightning_tricks.guards.schedule_free import ScheduleFree as ScheduleFree
 from lightning_tricks.guards.spike_rollback.spike_rollback import SpikeRollback as SpikeRollback
 from lightning_tricks.guards.step_guard.step_guard import StepGuard as StepGuard
 from lightning_tricks.guards.total_tokens import TotalTokens as TotalTokens

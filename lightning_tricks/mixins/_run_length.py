@@ -26,7 +26,7 @@ class ScheduleLength(pl.Callback):
         trainer.callbacks = [*others, cls()]  # a new list: Lightning may be iterating over the old one
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Set it where it is another one than so far."""
+        """Set it where it is another one than so far; in a second fit of a Trainer, which counts on, the step too."""
         total = run_length(trainer)
         for config in trainer.lr_scheduler_configs:
             scheduler: Any = config.scheduler
@@ -35,6 +35,8 @@ class ScheduleLength(pl.Callback):
                     _refuse_untold(trainer, trainer.lightning_module, scheduler.curves)
                 with _named(trainer, total):
                     scheduler.set_total_steps(total)
+            if isinstance(scheduler, ScheduleLR) and not trainer.ckpt_path:
+                scheduler.load_state_dict({"last_epoch": trainer.global_step})
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Leave the Trainer's callbacks as they were."""

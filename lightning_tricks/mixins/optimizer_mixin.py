@@ -12,7 +12,14 @@ from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.mixins._plain_settings import from_plain, rules_from_plain, to_plain
 from lightning_tricks.mixins._run_length import check_length, schedule_lr
-from lightning_tricks.optim import LayerwiseLRDecay, ParamRule, build_optimizer, groups_table
+from lightning_tricks.optim import (
+    LayerwiseLRDecay,
+    ParamRule,
+    build_optimizer,
+    check_constant,
+    groups_table,
+    schedule_free_parts,
+)
 from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.optim.decay_groups import expanded
 from lightning_tricks.schedules import Schedule, ScheduleLR, WarmupConstant
@@ -78,8 +85,10 @@ class OptimizerMixin(Mixin):
         """
         if stage != "fit":
             return
-        check_settings(self.optimizer)
+        optimizer = check_settings(self.optimizer)
         rules = [rule for rule in self.param_rules or () if isinstance(rule, ParamRule)]
+        if optimizer is not None and not any(rule.schedule for rule in rules):
+            check_constant(optimizer, [self.schedule] * len(optimizer.param_groups))
         curves = [curve for rule in rules for curve in (rule.schedule, rule.decay_schedule)]
         if not getattr(trainer, "fast_dev_run", False):
             check_length(trainer, datamodule, self, [curve for curve in (self.schedule, *curves) if curve is not None])
@@ -95,6 +104,7 @@ class OptimizerMixin(Mixin):
         optimizer = build_optimizer(self, self.optimizer, self.weight_decay, self.decay_embeddings, self.param_rules)
         self._optimizer_class = type(optimizer).__name__
         self._check_optimizer_class()
+        self._refuse_unswitched(optimizer)
         rank_zero_info(f"{self._optimizer_class}\n{groups_table(optimizer.param_groups, lr=0.0)}")
         rules = expanded(self, self.param_rules)
         of_groups = [rules[group["rule"]] if group["rule"] is not None else None for group in optimizer.param_groups]
@@ -131,6 +141,15 @@ class OptimizerMixin(Mixin):
             check_training_state(checkpoint, self._trainer.ckpt_path)
             self._class_in_checkpoint = checkpoint.get("optimizer_class")
             self._check_optimizer_class()
+
+    def _refuse_unswitched(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer of two sets of weights that nobody exchanges."""
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if schedule_free_parts(optimizer) and not any(hasattr(one, "switches_schedule_free") for one in callbacks):
+            raise UsageError(
+                f"optimizer: {self._optimizer_class} trains one set of weights and evaluates another: add the callback "
+                "ScheduleFree, which exchanges them"
+            )
 
     def _check_optimizer_class(self) -> None:
         """Compare with the checkpoint, which Lightning loads before or after it builds the optimizer."""

@@ -1,5 +1,6 @@
 """Who decays, which optimizer, and the one clip: torch only."""
 
+from lightning_tricks.optim.adamw_bf16_state import AdamWBF16State
 from lightning_tricks.optim.build_optimizer import OptimizerFactory, build_optimizer, default_adamw
 from lightning_tricks.optim.clip import clip_grad_norm, clip_grad_norm_fsdp1, clip_grad_value, grad_norms_of
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer, skips_on_device
@@ -10,9 +11,11 @@ from lightning_tricks.optim.muon import Muon
 from lightning_tricks.optim.muon_adamw import MuonAdamW
 from lightning_tricks.optim.param_roles import MATRICES, RoledParam, param_roles
 from lightning_tricks.optim.param_rule import ParamRule, match_rules
+from lightning_tricks.optim.schedule_free import check_constant, schedule_free_parts
 
 __all__ = [
     "MATRICES",
+    "AdamWBF16State",
     "ComposedOptimizer",
     "LayerwiseLRDecay",
     "Muon",
@@ -21,6 +24,7 @@ __all__ = [
     "ParamRule",
     "RoledParam",
     "build_optimizer",
+    "check_constant",
     "check_each_parameter_once",
     "clip_grad_norm",
     "clip_grad_norm_fsdp1",
@@ -32,5 +36,6 @@ __all__ = [
     "groups_table",
     "match_rules",
     "param_roles",
+    "schedule_free_parts",
     "skips_on_device",
 ]

@@ -55,6 +55,8 @@ def build_optimizer(
     groups = decay_groups(module, weight_decay, decay_embeddings, rules)
     try:
         built = (optimizer or default_adamw)(groups)
+    except UsageError:
+        raise
     except ValueError as error:  # torch's own checks: "Invalid learning rate: -1.0"
         raise _refused(error) from error
     _refuse_own_decay(built)
@@ -65,8 +67,12 @@ def build_optimizer(
     return follow_recipe(built)
 
 
-def check_settings(optimizer: OptimizerFactory | None) -> None:
-    """Refuse settings that are wrong for any module: lr, betas, eps out of range, a decay of its own."""
+def check_settings(optimizer: OptimizerFactory | None) -> torch.optim.Optimizer | None:
+    """Refuse settings that are wrong for any module: lr, betas, eps out of range, a decay of its own.
+
+    Returns:
+        The optimizer of a small module, which tells its class; None if it cannot be built for that.
+    """
     both = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(1, 1)]), "head": nn.Linear(1, 1)})
     try:
         built = (optimizer or default_adamw)(decay_groups(both))
@@ -74,11 +80,13 @@ def check_settings(optimizer: OptimizerFactory | None) -> None:
         if str(error).startswith("Invalid "):  # torch's word for settings; other errors may be this parameter's
             raise _refused(error) from error
     except Exception:  # the optimizer may need other parameters than this one: it is built again with the real ones
-        return
+        return None
     else:
         _refuse_own_decay(built)
         for group in built.param_groups:
             _scaled_lr(group)
+        return built
+    return None
 
 
 def _refused(error: ValueError) -> UsageError:

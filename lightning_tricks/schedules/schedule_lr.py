@@ -77,6 +77,11 @@ class ScheduleLR(LRScheduler):
         """The schedule, and those of groups in place of it and of their decays."""
         return [curve for curve in (self.schedule, *self._group_schedules, *self._decay_schedules) if curve is not None]
 
+    @property
+    def group_curves(self) -> list[Schedule]:
+        """The curve of each group's learning rate."""
+        return [own or self.schedule for own in self._group_schedules]
+
     def _check(self, total_steps: int | None) -> None:
         for curve in self.curves:
             curve.check(total_steps)
@@ -93,11 +98,9 @@ class ScheduleLR(LRScheduler):
         """The learning rate of each group at the current step."""
         if self.length_follows:
             return [*self._peaks]
-        curves = [own or self.schedule for own in self._group_schedules]
         step, factor = self.last_epoch, self.factor(self.last_epoch)
-        return [
-            curve.lr(peak, step, self.total_steps) * factor for curve, peak in zip(curves, self._peaks, strict=True)
-        ]
+        curves = zip(self.group_curves, self._peaks, strict=True)
+        return [curve.lr(peak, step, self.total_steps) * factor for curve, peak in curves]
 
     def step(self, epoch: int | None = None) -> None:
         """Go on by one step: set learning rates, and decays that have a schedule."""

@@ -110,16 +110,41 @@ class Asks(pl.Callback):
 """
 
 
-def test_a_decay_on_demand_is_the_branch_off_its_step(trunk, monkeypatch):
+def test_a_decay_on_demand_is_the_branch_off_its_step(trunk, monkeypatch, caplog):
     Path("asks.py").write_text(ASKS)
     monkeypatch.syspath_prepend(trunk)
     Path("demand.yaml").write_text(small.RECIPE + "    - DecayOnDemand\n    - {class_path: asks.Asks}\n")
     small.door.run(["fit", "--config", "demand.yaml", "--trainer.max_steps", "30"])
     demand = small.newest("toy")
+    for step in (10, 11):
+        (demand / f"checkpoints/step={step}.ckpt").unlink()
+    last = ["fit", "--config", "demand.yaml", "--ckpt_path", "last", "--trainer.max_steps", "7"]
+    with caplog.at_level("INFO"):
+        small.door.run(last)
+        assert "has done all" not in caplog.text  # it has not: the decay goes on past max_steps
+        small.door.run(last)
+        assert "it has done all 11 steps already: branch off a checkpoint from before its decay" in caplog.text
     run = branch(f"{demand}/checkpoints/step={START}.ckpt", 5)
     small.assert_equal(run, demand, START, START + 5)
     with pytest.raises(UsageError, match="step 8 lies inside the decay of its run, which started at step 6"):
         branch(f"{demand}/checkpoints/step=8.ckpt", 5)
+
+
+@pytest.mark.parametrize("length", ["epochs", "tokens"])
+def test_a_trunk_whose_length_is_given_in_epochs_or_tokens_branches_too(branched, length):
+    recipe = small.RECIPE.replace("  max_steps: 12\n", "" if length == "tokens" else "  max_epochs: 1\n")
+    batches = "" if length == "tokens" else "  limit_train_batches: 12\n"
+    tokens = "total_tokens: 192\n" if length == "tokens" else ""
+    Path(f"{length}.yaml").write_text(tokens + recipe.replace("name: toy", f"name: {length}") + batches)
+    small.door.run(["fit", "--config", f"{length}.yaml"])
+    stable = small.newest(length)
+    assert small.saved(stable, 12)["schedule"]["total_steps"] == 12
+    ckpt = ["--ckpt_path", f"{stable}/checkpoints/step={START}.ckpt"]
+    small.door.run(["branch", "--config", f"{length}.yaml", *ckpt, "--decay_steps", "5"])
+    small.assert_equal(small.newest(length), branched[0], START, START + 5)
+    inside = ["--ckpt_path", f"{stable}/checkpoints/step=10.ckpt", "--decay_steps", "5"]
+    with pytest.raises(UsageError, match="step 10 lies inside the decay of its run"):
+        small.door.run(["branch", "--config", f"{length}.yaml", *inside])
 
 
 def test_a_checkpoint_says_which_schedule_its_run_followed(trunk):

@@ -15,7 +15,14 @@ from two_processes import run
 from lightning_tricks import LanguageModel, Llama, SafeCheckpoint, TokenData, WarmupCosine, WarmupStableDecay
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
-from lightning_tricks.callbacks import DecayOnDemand, MFUMonitor, Preemption, TrainingProgressBar
+from lightning_tricks.callbacks import (
+    BatchSizeWarmup,
+    DecayOnDemand,
+    MFUMonitor,
+    Preemption,
+    TotalTokens,
+    TrainingProgressBar,
+)
 from lightning_tricks.guards.decay_on_demand.request import DecayFile
 from lightning_tricks.schedules import Schedule
 from lightning_tricks.strategies import FSDP2Strategy
@@ -172,6 +179,37 @@ def test_the_last_step_is_followed_by_the_validation_as_in_the_run_in_one_piece(
     folder.mkdir()
     trained(folder, DecayOnDemand(), Asks(3, write(folder, "1")), max_steps=60)
     assert seen == [5]
+
+
+LENGTHS = {
+    "epochs": ({"max_steps": -1, "max_epochs": 9}, lambda: []),
+    "tokens": ({"max_steps": -1, "max_epochs": -1}, lambda: [TotalTokens(40 * 16)]),
+    "a batch that grows": (
+        {"accumulate_grad_batches": 2},
+        lambda: [BatchSizeWarmup(stages={0: 1, 4: 2}, lr_rule="sqrt")],
+    ),
+}
+
+
+@pytest.mark.parametrize("given", LENGTHS)
+def test_it_ends_runs_of_every_length_and_a_resume_too(place, given):
+    folder, (options, callbacks) = place / f"length {given}", LENGTHS[given]
+    folder.mkdir()
+    asks, expected = Asks(5, write(folder, "4")), "whole"
+    if given == "a batch that grows":
+        expected, wsd = "grown", WarmupStableDecay(warmup_steps=2, decay_start=6)
+        fit(place / expected, *callbacks(), schedule=wsd, max_steps=10, **options)
+    trainer = fit(folder, *callbacks(), DecayOnDemand(), asks, **options)
+    assert trainer.global_step == 10
+    assert [step for step, *_ in asks.seen] == list(range(10))
+    assert_same(state(folder, 10), state(place / expected, 10))
+    for step in (4, 8):
+        (folder / "checkpoints/step=10.ckpt").unlink()
+        resumed = fit(
+            folder, *callbacks(), DecayOnDemand(), ckpt_path=folder / f"checkpoints/step={step}.ckpt", **options
+        )
+        assert resumed.global_step == 10
+        assert_same(state(folder, 10), state(place / expected, 10))
 
 
 def test_progress_bar_and_time_left_follow(place, capsys):

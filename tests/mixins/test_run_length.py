@@ -149,6 +149,14 @@ def test_a_resume_with_more_epochs_follows_them(tmp_path):
     assert model.lrs == planned(12)[4:]
 
 
+def test_a_second_fit_of_a_trainer_which_counts_its_steps_on_goes_on_in_the_schedule():
+    trainer, _ = fit(loader(4), max_epochs=1)
+    trainer.fit_loop.max_epochs, second = 3, Model()
+    trainer.fit(second, loader(4))
+    assert trainer.global_step == 12
+    assert second.lrs == planned(12)[4:]
+
+
 # ---- refusals
 
 

@@ -1,0 +1,91 @@
+"""AdamW over fp32 weights with both of its averages in bf16: 4 bytes of state a parameter in place of 8."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, bfloat16
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._tensors import local
+
+_AVERAGES = ("exp_avg", "exp_avg_sq")
+
+
+class AdamWBF16State(torch.optim.AdamW):
+    """AdamW whose averages of gradients and of their squares are stored in bf16; weights and gradients stay in fp32.
+
+    The update is computed in fp32 by torch's fused kernel, which takes averages of another dtype on CUDA only; they are
+    rounded to the nearest bf16 value. So an average with beta 0.999 stands still where it changes by less than a part
+    in 512. Checkpoints hold bf16, and a load keeps them to the bit.
+
+    For weights that are in bf16 themselves take the plugin `BF16True` with its `optimizer_state: bf16`, which rounds
+    stochastically.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate; 3e-4 as `default_adamw`.
+        betas: of the two averages; (0.9, 0.95) as `default_adamw`.
+        eps: added to the root of the second average.
+        weight_decay: torch's default; `build_optimizer` and OptimizerMixin have their own.
+
+    Raises:
+        UsageError: torch has no kernel for it on the device of the parameters, such as a CPU; a parameter that is not
+            in fp32.
+
+    Source: `fused_opt_states_bf16` of torchtitan,
+        https://github.com/pytorch/torchtitan/blob/main/docs/bf16_optimizer_states.md (after DeepSeek-V3).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its averages begin as zeros in bf16, before torch would make them in fp32."""
+        super().add_param_group(param_group)
+        params: list[Tensor] = self.param_groups[-1]["params"]
+        _refuse(params)
+        for param in params:
+            averages = {name: torch.zeros_like(param, dtype=bfloat16, requires_grad=False) for name in _AVERAGES}
+            self.state[param] = {"step": torch.zeros((), device=param.device), **averages}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by `load_state_dict`, which has cast the averages to the dtype of the parameters."""
+        super().__setstate__(state)
+        for held in self.state.values():
+            held.update({name: held[name].to(bfloat16) for name in _AVERAGES if name in held})
+
+
+def _refuse(params: list[Tensor]) -> None:
+    for param in params:
+        if param.dtype != torch.float32:
+            raise UsageError(
+                f"AdamWBF16State: a parameter is {str(param.dtype).removeprefix('torch.')}: it is for fp32 weights, as "
+                "with the plugin BF16Mixed; for bf16 weights take the plugin BF16True with optimizer_state: bf16"
+            )
+    for device in dict.fromkeys(local(param).device for param in params):
+        if not _has_kernel(device):
+            raise UsageError(
+                f"AdamWBF16State: torch {torch.__version__} has no kernel for averages in bf16 on {device.type}, only "
+                "on CUDA: take AdamW, or the plugin BF16True with optimizer_state: bf16"
+            )
+
+
+def _has_kernel(device: torch.device) -> bool:
+    """Whether the fused kernel takes fp32 weights and bf16 averages: it is tried on a single number."""
+    fp32, bf16 = ([torch.zeros(1, dtype=dtype, device=device)] for dtype in (torch.float32, bfloat16))
+    try:
+        torch._fused_adamw_(
+            fp32, [fp32[0].clone()], bf16, [bf16[0].clone()], [], [torch.ones((), device=device)],
+            lr=0.0, beta1=0.9, beta2=0.95, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,120 @@
+"""The two sets of weights of a schedule-free optimizer: one takes gradients, and the average of another is evaluated.
+
+Optimizers of the package `schedulefree`, and others of its form, train weights `y`, keep weights `z` in their state,
+and compute from both the average `x`, which is the model. Their own methods `eval` and `train` compute each of x and y
+in the memory of the other, so that y comes back rounded. Here y is kept meanwhile, and comes back to the bit.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.optim import Optimizer
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.optim.follow_recipe import parts_of
+from lightning_tricks.schedules import Schedule, WarmupConstant
+
+TRAINED = "trained_weights"  # in the state of a parameter that holds its average: the weights that are trained
+
+
+def schedule_free_parts(optimizer: Optimizer) -> list[Any]:
+    """The optimizers of which `optimizer` is made that are schedule-free: those with `train`, `eval` and `train_mode`.
+
+    Example:
+        >>> schedule_free_parts(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]))
+        []
+    """
+    return [part for part in parts_of(optimizer) if _is_schedule_free(part)]
+
+
+def _is_schedule_free(optimizer: Any) -> bool:
+    switches = callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+    return switches and all("train_mode" in group for group in optimizer.param_groups)
+
+
+def has_trained_weights(optimizer: Any) -> bool:
+    """Whether the parameters hold the weights that are trained, and not their average."""
+    return any(group["train_mode"] for group in optimizer.param_groups)
+
+
+def put_average(optimizer: Any) -> None:
+    """Put the average into the parameters, and keep the weights that are trained in the state: `TRAINED`. Idempotent.
+
+    A checkpoint of model and optimizer that is saved then holds the average as the weights, and resumes to the bit.
+    """
+    if not has_trained_weights(optimizer):
+        return
+    with _in_place(optimizer):
+        for param, state in _states(optimizer):
+            state[TRAINED] = param.detach().clone()
+        optimizer.eval()
+    _drop_empty_states(optimizer)
+
+
+def put_trained_weights(optimizer: Any) -> None:
+    """Put the weights that are trained back into the parameters, to the bit. Idempotent.
+
+    Where nobody kept them, as in a checkpoint that was saved by `optimizer.eval()` alone, they are computed.
+    """
+    if has_trained_weights(optimizer):
+        return
+    with _in_place(optimizer):
+        optimizer.train()
+        for param, state in _states(optimizer):
+            if TRAINED in state:
+                param.copy_(state.pop(TRAINED))
+    _drop_empty_states(optimizer)
+
+
+@contextmanager
+def _in_place(optimizer: Any) -> Iterator[None]:
+    """Change parameters as if nobody could tell, in a validation or between a forward and its backward pass.
+
+    The copies outlive a validation. Autograd would refuse the weights of a forward pass as changed where a checkpoint
+    is saved before its backward pass, though they are back to the bit by then.
+    """
+    params = tuple(param for group in optimizer.param_groups for param in group["params"])
+    with torch.inference_mode(False), torch.no_grad(), _unsafe_preserve_version_counter(params):
+        yield
+
+
+def _states(optimizer: Any) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """Parameters that have had a step, with their state."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [(param, optimizer.state[param]) for param in params if optimizer.state.get(param)]
+
+
+def _drop_empty_states(optimizer: Any) -> None:
+    """Undo what a look at a parameter without state leaves: `eval` and `train` ask for each one's."""
+    for param in [param for param, state in optimizer.state.items() if not state]:
+        del optimizer.state[param]
+
+
+def check_constant(optimizer: Optimizer, curves: Sequence[Schedule | None]) -> None:
+    """Refuse a curve of the learning rate that a schedule-free optimizer does not want.
+
+    Args:
+        optimizer: any; one that is not schedule-free may have any curve.
+        curves: of the learning rates of each of its groups; None is a constant one.
+
+    Raises:
+        UsageError: a curve that is not constant after its warmup; a warmup here and in the optimizer.
+    """
+    names = {id(group): type(part).__name__ for part in schedule_free_parts(optimizer) for group in part.param_groups}
+    for group, curve in zip(optimizer.param_groups, curves, strict=True):
+        name = names.get(id(group))
+        if name is None or curve is None:
+            continue
+        if not isinstance(curve, WarmupConstant):
+            raise UsageError(
+                f"schedule={type(curve).__name__}: {name} wants a constant learning rate, since its average of the "
+                "weights takes the place of the decay: take WarmupConstant, or no schedule"
+            )
+        if curve.warmup_steps and group.get("warmup_steps"):
+            raise UsageError(
+                f"schedule: WarmupConstant.warmup_steps={curve.warmup_steps} and {name}.warmup_steps="
+                f"{group['warmup_steps']} would multiply: set one of them to 0"
+            )

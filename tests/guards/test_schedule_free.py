@@ -1,0 +1,513 @@
+"""ScheduleFree: the average is evaluated and saved, training is the library's by hand, a resume goes on to the bit."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import two_processes
+from preloaded import python
+from schedulefree import AdamWScheduleFree, RAdamScheduleFree, SGDScheduleFree
+from torch import nn
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
+from foreign import CausalLM, rows
+
+from lightning_tricks import LanguageModel, Llama, ParamRule, WarmupConstant, WarmupCosine
+from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks import EMA, BatchSizeWarmup, SafeCheckpoint, ScheduleFree, SpikeRollback, StepGuard
+from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, read_folder
+from lightning_tricks.guards.averages.swap import drop_gathered
+from lightning_tricks.mixins import OptimizerMixin
+from lightning_tricks.optim import ComposedOptimizer, Muon, MuonAdamW
+from lightning_tricks.optim.schedule_free import TRAINED
+from lightning_tricks.precision import BF16True
+from lightning_tricks.strategies import FSDP2Strategy
+
+OPTIMIZERS = {
+    "adamw": lambda params: AdamWScheduleFree(params, lr=0.05, warmup_steps=3, weight_decay=0.1),
+    "sgd": lambda params: SGDScheduleFree(params, lr=0.2),
+    "radam": lambda params: RAdamScheduleFree(params, lr=0.1),
+}
+
+
+def adamw(params: Any) -> Any:
+    return OPTIMIZERS["adamw"](params)
+
+
+class Net(pl.LightningModule):
+    """Two layers; its losses, the weights that each validation sees, and whether each step trains what it should."""
+
+    def __init__(self, make: Any = adamw) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.make, self.losses = make, []
+        self.seen: dict[int, list[torch.Tensor]] = {}
+        self.act: Any = lambda module: None  # in the last lines of a validation
+
+    def loss_of(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.net(batch) - batch.roll(1, 1)).pow(2).mean()
+
+    def training_step(self, batch, batch_idx):
+        assert self.trainer.optimizers[0].param_groups[0]["train_mode"]
+        loss = self.loss_of(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.seen[self.trainer.global_step] = weights(self)
+        self.act(self)
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+
+def weights(module: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def same(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+ROWS = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+
+
+def data(batches: torch.Tensor = ROWS) -> DataLoader:
+    return DataLoader(batches, batch_size=4)
+
+
+def fit(module: Any, *callbacks: Any, steps: int = 12, ckpt_path: Any = None, train: Any = None, **options: Any) -> Any:
+    options = {"val_check_interval": 2, "num_sanity_val_steps": 1, "limit_val_batches": 1, "plugins": [], **options}
+    trainer = pl.Trainer(
+        max_steps=steps, accelerator="cpu", logger=False, callbacks=list(callbacks), enable_progress_bar=False,
+        enable_checkpointing=any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks),
+        enable_model_summary=False, **{"devices": 1, **options},
+    )  # fmt: skip
+    trainer.fit(module, train or data(), data(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def by_hand(make: Any = adamw, steps: int = 12, micro: int = 1) -> tuple[list[float], dict[int, list[torch.Tensor]]]:
+    """The library called by hand: the losses, and the average after each step, of a copy of model and optimizer."""
+    module, losses, averages = Net(make), [], {}
+    optimizer = make(module.parameters())
+    averages[0] = weights(module)
+    optimizer.train()
+    batches = [batch for _ in range(micro * steps) for batch in data()]
+    for step in range(steps):
+        for batch in batches[step * micro : (step + 1) * micro]:
+            loss = module.loss_of(batch)
+            losses.append(loss.item())
+            (loss / micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        evaluated, switched = copy.deepcopy((module, optimizer))
+        switched.eval()
+        averages[step + 1] = weights(evaluated)
+    return losses, averages
+
+
+# ---- the weights
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_losses_and_averages_are_those_of_the_library_by_hand_whatever_is_validated(kind):
+    losses, averages = by_hand(OPTIMIZERS[kind])
+    for options in ({}, {"val_check_interval": 3}, {"limit_val_batches": 0}):
+        module = Net(OPTIMIZERS[kind])
+        trainer = fit(module, ScheduleFree(), **options)
+        assert module.losses == losses
+        assert all(same(seen, averages[step]) for step, seen in module.seen.items())
+        assert same(weights(module), averages[12]), "after the fit the module is the average"
+        assert "save_checkpoint" not in vars(trainer)
+    assert not module.seen
+    module = Net(OPTIMIZERS[kind])
+    fit(module, ScheduleFree())
+    assert sorted(module.seen) == [0, 2, 4, 6, 8, 10, 12]
+
+
+def test_a_validation_within_an_accumulation_window_changes_nothing():
+    losses, averages = by_hand(steps=8, micro=2)
+    module = Net()
+    fit(module, ScheduleFree(), steps=8, accumulate_grad_batches=2, val_check_interval=3)
+    assert module.losses == losses
+    assert same(weights(module), averages[8])
+    assert same(module.seen[5], averages[5])  # after micro-batch 11, with the gradient of half a step
+
+
+def test_what_other_callbacks_do_after_a_validation_sees_the_average():
+    found: dict[int, list[torch.Tensor]] = {}
+
+    class Looks(pl.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            found[trainer.global_step] = weights(pl_module)
+
+    module = Net()
+    fit(module, ScheduleFree(), Looks())
+    assert all(same(found[step], seen) for step, seen in module.seen.items())
+
+
+# ---- checkpoints
+
+
+class Saves(pl.Callback):
+    """Saves by hand, in the middle of a step, in a validation, after the last step and after the fit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        if trainer.global_step == 5:
+            trainer.save_checkpoint(self.folder / "step=5.ckpt")
+
+    def on_validation_start(self, trainer, pl_module):
+        trainer.save_checkpoint(self.folder / f"validation={trainer.global_step}.ckpt")
+
+    def on_train_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.folder / "end.ckpt")
+
+
+def test_every_checkpoint_holds_the_average_and_a_resume_is_the_unbroken_run_to_the_bit(tmp_path):
+    losses, averages = by_hand()
+    weights_only = pl.callbacks.ModelCheckpoint(
+        tmp_path / "classic", filename="{step}", every_n_train_steps=3, save_top_k=-1, save_weights_only=True
+    )
+    savers = [SafeCheckpoint(tmp_path / "safe", every_n_train_steps=3, keep_last=9), weights_only]
+    background = SafeCheckpoint(tmp_path / "background", every_n_train_steps=3, keep_last=9, asynchronous=True)
+    for callbacks in ([Saves(tmp_path), ScheduleFree(), *savers], [background, ScheduleFree()]):
+        module = Net()
+        trainer = fit(module, *callbacks, plugins=[AtomicCheckpointIO()])
+        assert module.losses == losses
+        assert same(weights(module), averages[12])
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    end = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    found = dict(places(tmp_path))
+    assert sorted(found) == [], sorted(str(p.relative_to(tmp_path)) for p in found)
+    for path, step in found.items():
+        saved = torch.load(path, weights_only=True)
+        assert same(list(saved["state_dict"].values()), averages[step]), path
+    for name in ("safe/step=3.ckpt", "background/step=9.ckpt", "step=5.ckpt", "validation=4.ckpt", "validation=8.ckpt"):
+        module, step = Net(), found[tmp_path / name]
+        trainer = fit(module, ScheduleFree(), ckpt_path=tmp_path / name, train=data_from(step))
+        assert module.losses == losses[step:], name
+        assert all(same(seen, averages[step]) for step, seen in module.seen.items()), name
+        state = trainer.optimizers[0].state_dict()
+        assert str(state) == str(end["optimizer_states"][0]), name
+    plain = Net()
+    load_weights(plain, tmp_path / "safe/step=9.ckpt")
+    assert same(weights(plain), averages[9])
+
+
+def places(folder: Path) -> list[tuple[Path, int]]:
+    """Each checkpoint, and its step."""
+    named = [path for path in folder.rglob("*.ckpt") if not path.is_symlink()]
+    return [(path, int(path.stem.split("=")[1]) if "=" in path.stem else 12) for path in named]
+
+
+def data_from(step: int) -> Any:
+    """What the loader of a resumed run gives: torch's own begins anew."""
+    return DataLoader((list(data()) * 4)[step:], batch_size=None)
+
+
+def test_a_checkpoint_of_the_library_by_hand_and_one_of_a_run_without_us_go_on(tmp_path):
+    _, averages = by_hand()
+
+    class Hand(pl.Callback):
+        """What the library's README asks for."""
+
+        def on_train_start(self, trainer, pl_module):
+            trainer.optimizers[0].train()
+
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step in (4, 6):
+                if trainer.global_step == 6:
+                    trainer.optimizers[0].eval()
+                trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+                trainer.optimizers[0].train()
+
+    fit(Net(), Hand(), limit_val_batches=0, steps=7)
+    for step in (4, 6):  # saved in train mode; in eval mode, from which the weights that are trained come back rounded
+        module = Net()
+        fit(module, ScheduleFree(), ckpt_path=tmp_path / f"{step}.ckpt", train=data_from(step))
+        assert step == 6 or same(weights(module), averages[12])
+        torch.testing.assert_close(weights(module), averages[12], rtol=1e-4, atol=1e-6)
+
+
+def test_after_an_exception_the_module_is_the_average_and_the_trainer_has_its_own_save(tmp_path):
+    _, averages = by_hand()
+
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 5:
+                raise RuntimeError("power cut")
+
+    for saves_first in (True, False):
+        folder = tmp_path / str(saves_first)
+        module, callbacks = Net(), [ScheduleFree(), pl.callbacks.OnExceptionCheckpoint(folder)]
+        with pytest.raises(RuntimeError, match="power cut"):
+            fit(module, Fails(), *(reversed(callbacks) if saves_first else callbacks))
+        assert same(weights(module), averages[5])
+        saved = torch.load(folder / "on_exception.ckpt", weights_only=True)
+        assert same(list(saved["state_dict"].values()), averages[5])
+    module = Net()
+    module.act = lambda module: 1 / 0 if module.trainer.global_step == 4 else None
+    with pytest.raises(ZeroDivisionError):
+        fit(module, ScheduleFree())
+    assert same(weights(module), averages[4])
+
+
+# ---- beside other guards
+
+
+def test_a_step_that_is_skipped_is_as_if_it_had_not_been(tmp_path):
+    losses, averages = by_hand(steps=11)
+    batches = list(data()) * 4
+    spoilt = [*batches[:5], torch.full((4, 4), torch.nan), *batches[5:]]
+    module, guard, saver = Net(), StepGuard(), SafeCheckpoint(tmp_path, every_n_train_steps=1, keep_last=20)
+    trainer = fit(module, guard, ScheduleFree(), saver, train=DataLoader(spoilt, batch_size=None))
+    assert [loss for loss in module.losses if loss == loss] == losses
+    assert same(weights(module), averages[11])
+    assert trainer.optimizers[0].param_groups[0]["k"] == 11
+    after = Net()
+    fit(after, ScheduleFree(), ckpt_path=tmp_path / "step=6.ckpt", train=DataLoader(spoilt[6:], batch_size=None))
+    assert same(weights(after), averages[11])
+
+
+def test_training_goes_on_from_a_checkpoint_that_a_rollback_has_put_back(tmp_path):
+    saver, frees = SafeCheckpoint(tmp_path, every_n_train_steps=4), ScheduleFree()
+
+    class Back(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 6:
+                saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+                trainer.strategy.load_model_state_dict(saved)
+                trainer.strategy.load_optimizer_state_dict(saved)
+                for callback in trainer.callbacks:
+                    getattr(callback, "after_rollback", lambda: None)()
+
+    module = Net()
+    fit(module, frees, Back(), saver)  # ours goes first, so that its own hook of this batch is past
+    losses, _ = by_hand(steps=4)
+    assert module.losses[:4] == losses
+    assert hasattr(SpikeRollback, "on_train_batch_start")
+    batches = list(data()) * 2
+    twin = Net()
+    fit(twin, ScheduleFree(), train=DataLoader([*batches[:4], *batches[6:12]], batch_size=None), steps=10)
+    assert same(weights(module), weights(twin))
+
+
+def test_a_part_of_a_composed_optimizer_is_exchanged_alone(tmp_path):
+    def make(module):
+        matrices, rest = [module.net[0].weight, module.net[2].weight], [module.net[0].bias, module.net[2].bias]
+        groups = [{"params": matrices, "optimizer": "muon"}, {"params": rest, "optimizer": "free"}]
+        return ComposedOptimizer(groups, {"muon": lambda own: Muon(own, lr=0.02), "free": adamw})
+
+    class Composed(Net):
+        def configure_optimizers(self):
+            return make(self)
+
+        def training_step(self, batch, batch_idx):
+            loss = self.loss_of(batch)
+            self.losses.append(loss.item())
+            return loss
+
+    module, saver = Composed(), SafeCheckpoint(tmp_path, every_n_train_steps=4)
+    trainer = fit(module, ScheduleFree(), saver, steps=8, plugins=[AtomicCheckpointIO()])
+    state = trainer.optimizers[0].state
+    assert [TRAINED in state[parameter] for parameter in module.parameters()] == [False, True, False, True]
+    resumed = Composed()
+    fit(resumed, ScheduleFree(), steps=8, ckpt_path=tmp_path / "step=4.ckpt", train=data_from(4))
+    assert resumed.losses == module.losses[4:]
+    assert same(weights(resumed), weights(module))
+
+
+# ---- with our modules
+
+
+DECODER = Llama(vocab_size=32, d_model=16, n_layers=1, n_heads=2, max_seq_len=8)
+DRAWN = torch.randint(0, 32, (6, 2, 2, 8), generator=torch.Generator().manual_seed(2))
+TOKENS = [{"input_ids": inputs, "labels": labels} for inputs, labels in DRAWN]
+
+
+def language_model(steps: int = 4, callbacks: tuple[Any, ...] = (), **options: Any) -> Any:
+    torch.manual_seed(0)
+    module = LanguageModel(DECODER, **{"optimizer": lambda groups: AdamWScheduleFree(groups, lr=1e-2), **options})
+    loader = DataLoader(TOKENS, batch_size=None)
+    return fit(module, *callbacks, steps=steps, train=loader, limit_val_batches=0)
+
+
+def test_a_language_model_brings_it_along_once_and_takes_a_warmup_from_the_schedule():
+    trainer = language_model(schedule=WarmupConstant(warmup_steps=2))
+    given = language_model(
+        schedule=None, optimizer=lambda g: AdamWScheduleFree(g, lr=1e-2, warmup_steps=2), callbacks=(ScheduleFree(),)
+    )
+    for one in (trainer, given):
+        assert sum(isinstance(callback, ScheduleFree) for callback in one.callbacks) == 1
+    torch.testing.assert_close(*(weights(one.lightning_module) for one in (trainer, given)), rtol=1e-6, atol=1e-8)
+    plain = language_model(optimizer=None)
+    assert not any(isinstance(callback, ScheduleFree) for callback in plain.callbacks)
+    grown = BatchSizeWarmup(stages={0: 1, 1: 2}, lr_rule="sqrt")
+    grown_trainer = fit(
+        LanguageModel(DECODER, optimizer=lambda g: AdamWScheduleFree(g, lr=1e-2)), grown, steps=3,
+        train=DataLoader(TOKENS, batch_size=None), accumulate_grad_batches=2, limit_val_batches=0,
+    )  # fmt: skip
+    assert grown_trainer.global_step == 3
+
+
+class Mixed(OptimizerMixin, Net):
+    pass
+
+
+def test_wrong_runs_are_refused_in_one_line():
+    def line(run: Any) -> str:
+        with pytest.raises(UsageError) as error:
+            run()
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    cosine = line(lambda: language_model(schedule=WarmupCosine(warmup_steps=1)))
+    assert cosine.startswith("schedule=WarmupCosine: AdamWScheduleFree wants a constant learning rate")
+    rule = ParamRule(role="head", schedule=WarmupCosine(warmup_steps=1))
+    assert "WarmupCosine" in line(lambda: language_model(schedule=WarmupConstant(warmup_steps=0), param_rules=[rule]))
+    twice = lambda groups: AdamWScheduleFree(groups, warmup_steps=5)  # noqa: E731
+    found = line(lambda: language_model(schedule=WarmupConstant(warmup_steps=2), optimizer=twice))
+    assert "WarmupConstant.warmup_steps=2 and AdamWScheduleFree.warmup_steps=5 would multiply" in found
+    settings = {"optimizer": AdamWScheduleFree}
+    assert "AdamWScheduleFree trains one set of weights" in line(lambda: fit(Mixed(**settings)))
+    assert "ScheduleFree: the optimizer is SGD: take" in line(
+        lambda: fit(Net(lambda params: torch.optim.SGD(params, lr=0.1)), ScheduleFree())
+    )
+    assert line(lambda: fit(Net(), ScheduleFree(), EMA())).startswith("EMA: a schedule-free optimizer averages")
+    assert "is bfloat16, in which an average" in line(lambda: fit(Net(), ScheduleFree(), plugins=[BF16True()]))
+    for name in ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"):
+        trainer: Any = SimpleNamespace(strategy=type(name, (), {"__module__": "lightning.pytorch.strategies"})())
+        assert name in line(lambda trainer=trainer: ScheduleFree().setup(trainer, Net(), "fit"))
+
+
+def test_check_run_refuses_a_schedule_before_the_data_are_there():
+    module = LanguageModel(DECODER, optimizer=AdamWScheduleFree, schedule=WarmupCosine(warmup_steps=1))
+    with pytest.raises(UsageError, match="schedule=WarmupCosine: AdamWScheduleFree wants a constant"):
+        module.check_run(SimpleNamespace(max_steps=9, callbacks=[], fast_dev_run=False), None, "fit")
+    rules = [ParamRule(role="matrix", optimizer="muon", schedule=WarmupCosine(warmup_steps=1))]
+    module = LanguageModel(DECODER, optimizer=MuonAdamW, schedule=WarmupCosine(warmup_steps=1), param_rules=rules)
+    module.check_run(SimpleNamespace(max_steps=9, max_epochs=None, callbacks=[], fast_dev_run=False), None, "fit")
+
+
+def test_batch_norm_and_a_scheduler_of_torch_are_warned_of(recwarn):
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def configure_optimizers(self):
+            optimizer = adamw(self.net.parameters())
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    fit(Normed(), ScheduleFree(), steps=1, limit_val_batches=0)
+    said = [str(warning.message) for warning in recwarn if str(warning.message).startswith("ScheduleFree")]
+    assert ["batch norm" in line for line in said] == [False, True]
+    assert "StepLR sets the learning rate" in said[0]
+
+
+# ---- several processes, and the other package
+
+
+class Model(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[float] = []
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.model(input_ids=batch, labels=batch).loss
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        self.validated.append(loss.item())
+
+    def configure_optimizers(self):
+        return AdamWScheduleFree(self.parameters(), lr=5e-3, warmup_steps=2)
+
+
+def fit_two(folder: Path | None = None, world: int = 1, rank: int = 0, strategy: Any = "auto", **options: Any) -> Any:
+    model = Model()
+    saver = [SafeCheckpoint(folder, every_n_train_steps=3, keep_last=9)] if folder else []
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, max_steps=6, logger=False, strategy=strategy, limit_val_batches=1,
+        plugins=[] if strategy != "auto" else [AtomicCheckpointIO()], callbacks=[ScheduleFree(), *saver],
+        enable_checkpointing=bool(saver), enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(model, rows(rank, world), rows(rank, world), **options)
+    drop_gathered(model)  # by the last validation
+    return model
+
+
+def local(model: Any) -> list[torch.Tensor]:
+    return [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in model.parameters()]
+
+
+def ranks(rank: int, folder: Path, expected: list[float]) -> None:
+    for name, make in (("fsdp2", FSDP2Strategy), ("ddp", lambda: "ddp")):
+        whole = fit_two(folder / name, 2, rank, make())
+        assert whole.validated == pytest.approx(expected, rel=1e-4), name
+        resumed = fit_two(None, 2, rank, make(), ckpt_path=folder / name / "step=3.ckpt")
+        assert resumed.losses == whole.losses[3:], name
+        assert resumed.validated == whole.validated[2:], name
+        assert same(local(resumed), local(whole)), name
+    if rank == 0:
+        torch.save(local(whole), folder / "end.pt")
+
+
+def test_two_ranks_train_as_one_process_and_resume_to_the_bit_in_shards_and_without(tmp_path):
+    one = fit_two(tmp_path / "one")
+    two_processes.run(ranks, tmp_path, one.validated)
+    alone = torch.load(tmp_path / "one/step=6.ckpt", weights_only=True)["state_dict"]
+    folder = read_folder(tmp_path / "fsdp2/step=6.ckpt")["state_dict"]
+    for name, value in alone.items():
+        torch.testing.assert_close(folder[name], value, rtol=1e-3, atol=1e-4)
+    gone_on = fit_two(ckpt_path=tmp_path / "fsdp2/step=3.ckpt")
+    assert gone_on.validated == pytest.approx(one.validated[2:], rel=1e-4)
+
+
+CLASSIC = """
+import pytorch_lightning as pl, torch
+from pytorch_lightning.demos.boring_classes import BoringModel
+from schedulefree import AdamWScheduleFree
+from lightning_tricks.callbacks import ScheduleFree
+
+class Model(BoringModel):
+    def configure_optimizers(self):
+        return AdamWScheduleFree(self.parameters(), lr=0.1)
+
+def fit(name, **options):
+    torch.manual_seed(0)
+    pl.seed_everything(0)
+    saver = pl.callbacks.ModelCheckpoint(name, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = pl.Trainer(
+        max_steps=4, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        val_check_interval=2, limit_val_batches=1, limit_train_batches=4, callbacks=[ScheduleFree(), saver],
+    )
+    model = Model()
+    trainer.fit(model, **options)
+    return model.layer.weight
+
+weight = fit("one")
+saved = torch.load("one/step=4.ckpt", weights_only=True)
+assert torch.equal(saved["state_dict"]["layer.weight"], weight)
+assert not saved["optimizer_states"][0]["param_groups"][0]["train_mode"]
+"""
+
+
+def test_it_works_with_the_package_pytorch_lightning(tmp_path):
+    subprocess.run([python("pytorch_lightning"), "-c", CLASSIC], cwd=tmp_path, check=True)
