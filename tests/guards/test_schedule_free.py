@@ -185,7 +185,7 @@ def test_every_checkpoint_holds_the_average_and_a_resume_is_the_unbroken_run_to_
     )
     savers = [SafeCheckpoint(tmp_path / "safe", every_n_train_steps=3, keep_last=9), weights_only]
     background = SafeCheckpoint(tmp_path / "background", every_n_train_steps=3, keep_last=9, asynchronous=True)
-    for callbacks in ([Saves(tmp_path), ScheduleFree(), *savers], [background, ScheduleFree()]):
+    for callbacks in ([background, ScheduleFree()], [Saves(tmp_path), ScheduleFree(), *savers]):
         module = Net()
         trainer = fit(module, *callbacks, plugins=[AtomicCheckpointIO()])
         assert module.losses == losses
@@ -193,7 +193,7 @@ def test_every_checkpoint_holds_the_average_and_a_resume_is_the_unbroken_run_to_
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     end = torch.load(tmp_path / "end.ckpt", weights_only=True)
     found = dict(places(tmp_path))
-    assert sorted(found) == [], sorted(str(p.relative_to(tmp_path)) for p in found)
+    assert len(found) == 4 + 4 + 4 + 7 + 3
     for path, step in found.items():
         saved = torch.load(path, weights_only=True)
         assert same(list(saved["state_dict"].values()), averages[step]), path
