@@ -337,7 +337,7 @@ ROWS = [
         )
     ),
     cold("--model.schedule PowerDecay --model.schedule.power 0", "PowerDecay.power=0", "above 0"),
-    cold("--model.schedule PowerDecay --model.schedule.decay_steps 3", "PowerDecay: the decay starts at step 0", "shorten the warmup"),
+    cold("--model.schedule PowerDecay --model.schedule.decay_steps 3", "PowerDecay: the decay starts at step 0"),
     option("--model.optimizer lightning_tricks.Muon", "Muon", "no hidden matrix", "MuonAdamW"),
     option("--model.optimizer MuonAdamW --model.optimizer.momentum 2", "momentum=2", "below 1"),
     option("--model.optimizer AdamWBF16State", "AdamWBF16State", "bf16 on cpu", "take AdamW"),
