@@ -19,18 +19,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import fork_server
-import hypothesis
 import preloaded
 import pytest
-import torch
-
-torch.set_num_threads(1)
-# Each Trainer asks every installed package for callbacks, which takes longer than the rest of its constructor. Here, as
-# Lightning, which no conftest imports, keeps the function itself.
-importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
-hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one may take a second for any example
-hypothesis.settings.load_profile("any machine")
-
+import rewritten
 
 # What a Trainer leaves behind; a process that a later test starts would take up the port and the seed.
 LEFT_BEHIND = (
@@ -39,16 +30,52 @@ LEFT_BEHIND = (
 )  # fmt: skip
 
 
+def _has_workers(config: pytest.Config) -> bool:
+    return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set up a process that runs tests; one that has workers for it needs nothing of what takes long to import."""
+    if _has_workers(config):
+        return
+    if hasattr(config, "workerinput"):
+        sys.executable = config.workerinput["python"]
+        rewritten.take()
+    import hypothesis
+    import torch
+
+    torch.set_num_threads(1)
+    # Each Trainer asks every installed package for callbacks, which takes longer than the rest of its constructor.
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+    hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one may take a second for any example
+    hypothesis.settings.load_profile("any machine")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Of several workers, all take their programs from the same servers, which import while the tests are collected."""
-    if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
-        preloaded.share()
+    """Of several workers, all take their programs from the same servers, which import while asserts are rewritten."""
+    if _has_workers(session.config):
+        rewritten.rewrite_all(session.config, preloaded.share())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Workers are forked from a server, too: what tests need is imported once, and not in each."""
+    for spec in specs:
+        spec.python = preloaded.python()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A worker tells its tests of Python itself, and not of the program that it was started as."""
+    node.workerinput["python"] = sys.executable
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
     """What was imported to collect the tests is imported in the processes that they start, and is no garbage."""
     if not session.config.pluginmanager.has_plugin("dsession"):  # which runs no tests, but has them run
+        import torch
+
         gc.collect()
         gc.freeze()
         if not torch.cuda.is_available():  # CUDA, once asked, cannot be used in a fork
@@ -68,6 +95,7 @@ def _nothing_distributed_left() -> Iterator[None]:
         lightning.rank_zero_only.rank = 0  # a strategy sets it for good
         lightning.rank_zero_module.log = logging.getLogger(lightning.__name__)  # pytorch_lightning puts its own there
     yield
+    torch = sys.modules["torch"]
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     for name in LEFT_BEHIND:

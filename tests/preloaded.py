@@ -53,6 +53,9 @@ os._exit(os.waitstatus_to_exitcode(status))
 COLLECTION = ("torch.distributed.run", "torch.distributed.tensor", "lightning_tricks.cli")
 
 
+IN_BOTH = ("torchmetrics", "torch._dynamo", "torch.distributed.fsdp")  # imported by either package of Lightning
+
+
 SHARED = "PRELOADED_SERVERS"  # the folder of servers that a parent process has started
 
 
@@ -65,18 +68,21 @@ def python(*imported: str) -> str:
             decides for itself whether it imports the collection before or after it.
     """
     shared = Path(os.environ.get(SHARED, "")) / name_of(imported)
-    folder = shared if SHARED in os.environ and shared.exists() else start(*imported)
-    while not (folder / "socket").exists():
+    if SHARED not in os.environ or not shared.exists():
+        folder = make_folder()
+        start(imported, folder=folder)
+        shared = folder / name_of(imported)
+    while not (shared / "socket").exists():
         select.select([], [], [], 0.02)
-    return str(folder / "python")
+    return str(shared / "python")
 
 
-def share() -> None:
-    """Start the servers for all processes that this one starts from now on; they end with this one."""
+def share() -> Path:
+    """Start the servers for all processes that this one starts from now on; they end with this one. Their folder."""
     folder = make_folder()
-    for imported in ((), ("pytorch_lightning",)):
-        start(*imported, folder=folder)
+    start((), ("pytorch_lightning",), folder=folder)
     os.environ[SHARED] = str(folder)
+    return folder
 
 
 def name_of(imported: tuple[str, ...]) -> str:
@@ -89,17 +95,35 @@ def make_folder() -> Path:
     return folder
 
 
-def start(*imported: str, folder: Path | None = None) -> Path:
-    """Start a server; the folder of its program and, when it has imported everything, of its socket."""
-    folder = (folder or make_folder()) / name_of(imported)
-    folder.mkdir()
-    program = folder / "python"
-    program.write_text(PROXY.format(python=sys.executable, address=str(folder / "socket")))
-    program.chmod(0o700)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PRELOADED_PYTHON": str(program)}
-    command = [sys.executable, __file__, str(folder / "socket"), *(imported or COLLECTION)]
-    subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-    return folder
+def start(*servers: tuple[str, ...], folder: Path) -> None:
+    """Start servers, by what they import, each of which has a folder of its program and, as soon as it has imported
+    everything, of its socket. They share what all of them import: all but the first are forked from it.
+    """
+    wanted = {}
+    for imported in servers:
+        own = folder / name_of(imported)
+        own.mkdir()
+        program = own / "python"
+        program.write_text(PROXY.format(python=sys.executable, address=str(own / "socket")))
+        program.chmod(0o700)
+        wanted[str(own)] = imported or COLLECTION
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.Popen([sys.executable, __file__, json.dumps(wanted)], stdin=subprocess.PIPE, env=environment)
+
+
+def import_apart(wanted: dict[str, list[str]]) -> Path:
+    """Import what a server imports, in a process for each; its folder."""
+    own, *others = wanted
+    if others:
+        for module in IN_BOTH:
+            importlib.import_module(module)
+    for other in others:
+        if os.fork() == 0:
+            own = other
+            break
+    for module in wanted[own]:
+        importlib.import_module(module)
+    return Path(own)
 
 
 def left_over(folder: Path) -> list[int]:
@@ -203,13 +227,12 @@ def run(args: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
-    PYTHON = os.environ["PRELOADED_PYTHON"]
+    own = import_apart(json.loads(sys.argv[1]))
+    PYTHON = str(own / "python")
     if "lightning_tricks.cli" in sys.modules:
         measure_the_cpu()
     gc.freeze()
-    code = run(serve(sys.argv[1]))
+    code = run(serve(str(own / "socket")))
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
