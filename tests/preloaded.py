@@ -181,6 +181,15 @@ def measure_the_cpu() -> None:
     device_peak(torch.device("cpu"), "32-true")
 
 
+def build_a_recipe() -> None:
+    """Once for all processes: what jsonargparse finds out about classes, which takes long, it keeps."""
+    from lightning_tricks.cli import load_recipe
+
+    recipe = Path(__file__).parents[1] / "recipes/tiny.yaml"
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        load_recipe("--config", str(recipe), "--seed_everything=false")
+
+
 def become(request: Any, fds: list[int]) -> list[str]:
     """Take over the standard streams, the network, the environment and the folder of a proxy."""
     import ctypes
@@ -231,6 +240,7 @@ if __name__ == "__main__":
     PYTHON = str(own / "python")
     if "lightning_tricks.cli" in sys.modules:
         measure_the_cpu()
+        build_a_recipe()
     gc.freeze()
     code = run(serve(str(own / "socket")))
     threading._shutdown()
