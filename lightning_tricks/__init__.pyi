@@ -40,6 +40,9 @@ from lightning_tricks.callbacks import TrainingProgressBar as TrainingProgressBa
 from lightning_tricks.callbacks import UpdateMonitor as UpdateMonitor
 from lightning_tricks.cli import RecipeCLI as RecipeCLI
 from lightning_tricks.cli import load_recipe as load_recipe
+from lightning_tricks.commands.coordinate_check import CoordinateReport as CoordinateReport
+from lightning_tricks.commands.coordinate_check import CoordinateTrial as CoordinateTrial
+from lightning_tricks.commands.coordinate_check import coordinate_check as coordinate_check
 from lightning_tricks.commands.verify_resume import ResumeReport as ResumeReport
 from lightning_tricks.commands.verify_resume import verify_resume as verify_resume
 from lightning_tricks.data import TextData as TextData
@@ -64,6 +67,7 @@ from lightning_tricks.optim import ComposedOptimizer as ComposedOptimizer
 from lightning_tricks.optim import LayerwiseLRDecay as LayerwiseLRDecay
 from lightning_tricks.optim import Muon as Muon
 from lightning_tricks.optim import MuonAdamW as MuonAdamW
+from lightning_tricks.optim import MuP as MuP
 from lightning_tricks.optim import ParamRule as ParamRule
 from lightning_tricks.optim import clip_grad_norm as clip_grad_norm
 from lightning_tricks.optim import decay_groups as decay_groups

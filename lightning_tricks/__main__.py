@@ -26,6 +26,7 @@ Train and evaluate language models from YAML recipes, with PyTorch Lightning.
   branch     start a decay from a checkpoint of the stable part of a run: --ckpt_path FILE --decay_steps N
   generate   continue a text: --ckpt_path FILE --prompt "..."
   consolidate FOLDER FILE   make one checkpoint file of a sharded one
+  coordinate-check --config RECIPE.yaml   do activations keep their size at widths 64 to 1024? Flat with muP
   autopsy    rank the documents of one optimizer step: --config RECIPE.yaml --ckpt_path FILE --step N
   verify-resume --config RECIPE.yaml   train some steps straight, and with kill -9 and a resume: are they equal?
   ledger diff A B   the first step, and the first thing, in which two runs with RunLedger differ; ledger check A
@@ -38,6 +39,8 @@ first run: python -m lightning_tricks cp tiny . && python -m lightning_tricks fi
 
 def run(args: list[str]) -> None:
     """Carry out one command line, without the program's name."""
+    if args and (name := args[0].replace("_", "-")) in (*COMMANDS, "coordinate-check"):
+        args = [name, *args[1:]]  # verify_resume is verify-resume
     if not args or args[0] in ("-h", "--help"):
         print(HELP, end="")
     elif args[0] == "--version":
@@ -53,6 +56,8 @@ def run(args: list[str]) -> None:
 
         if args[0] == "branch":
             cli.branch(args[1:])
+        elif args[0] == "coordinate-check":
+            cli.coordinate_check_command(args[1:])
         else:
             cli.main(args)
 

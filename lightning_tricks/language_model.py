@@ -1,7 +1,5 @@
 """The ready LightningModule: a decoder, its loss per token, and the mixins that own optimizer and clipping."""
 
-import dataclasses
-import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -22,25 +20,20 @@ from lightning_tricks.callbacks import (
     PrecisionMonitor,
     ScheduleFree,
 )
+from lightning_tricks.checkpoints.architecture import architecture, check_architecture, takes_decoder
 from lightning_tricks.checkpoints.read_folder import read_without_optimizers
 from lightning_tricks.metrics import BitsPerByte, TokenLoss
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
 from lightning_tricks.mixins._plain_settings import build, from_plain
+from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
 from lightning_tricks.models import Decoder, DecoderConfig
 from lightning_tricks.monitors.precision.precision_monitor import has_figures
-from lightning_tricks.optim import LayerwiseLRDecay, ParamRule, decay_groups, schedule_free_parts
+from lightning_tricks.optim import LayerwiseLRDecay, MuP, ParamRule, decay_groups, schedule_free_parts
 from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.schedules import Schedule
 
 Batch = dict[str, Tensor]
 IGNORED = -100
-
-
-def _takes_decoder(cls: type, settings: dict[str, Any]) -> bool:
-    """Whether to pass the decoder to a constructor: a subclass without saved settings may build its own."""
-    parameters = inspect.signature(cls).parameters
-    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return "decoder" in parameters or (passes_on and not settings)
 
 
 class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.LightningModule):
@@ -66,6 +59,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     """
 
     config: DecoderConfig
+    base_config: DecoderConfig
     activation_checkpointing: Mode
     compile_blocks: bool
     decoder: Decoder | None
@@ -86,6 +80,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             weight_decay: float = ...,
             decay_embeddings: bool = ...,
             param_rules: list[ParamRule | LayerwiseLRDecay] | None = ...,
+            mup: MuP | None = ...,
         ) -> None: ...
 
     else:
@@ -99,6 +94,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         ) -> None:
             super().__init__(**kwargs)
             self.config = from_plain(decoder, DecoderConfig, "decoder")
+            self.base_config = self.config if self.mup is None else self.mup.base_config(self.config)
             self.activation_checkpointing = check_mode(activation_checkpointing)
             self.compile_blocks = compile_blocks
             self.decoder = None
@@ -129,7 +125,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             )
         # The meta device draws no weights, so that the random state of training does not depend on the shape.
         with torch.device("meta"):
-            decoder = self.decoder = Decoder(self.config)
+            decoder = self.decoder = Decoder(self.config, self.base_config)
         decoder.set_activation_checkpointing(self.activation_checkpointing)
         plugin: Any = strategy.precision_plugin if strategy is not None else None
         if not strategy_shards and hasattr(plugin, "convert_before_sharding"):
@@ -140,6 +136,12 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         if not strategy_shards and device.type != "meta":
             decoder.to_empty(device=device)
             self.init_weights()
+
+    def base_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters in the base model of `mup`, by name; without one, those of this model."""
+        with torch.device("meta"):
+            base = Decoder(self.base_config)
+        return {f"decoder.{name}": tuple(param.shape) for name, param in base.named_parameters()}
 
     def init_weights(self) -> None:
         """Draw the decoder's weights from the seed, where they are; shards get what one device would have drawn."""
@@ -260,22 +262,21 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
             checkpoint, checkpoint_path = read_without_optimizers(Path(checkpoint_path), weights_only, average)
             settings = {**checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), **kwargs}
-            if "decoder" not in settings and _takes_decoder(cls, settings):
+            if "decoder" not in settings and takes_decoder(cls, settings):
                 if "decoder_config" not in checkpoint:
                     raise UsageError(
                         "the checkpoint has no decoder_config, so it is not of a LanguageModel: pass decoder=..."
                     )
                 shape = dict(checkpoint["decoder_config"])
                 kwargs["decoder"] = build(shape.pop("class"), shape, DecoderConfig, "decoder")
+            if MUP_KEY in checkpoint:
+                kwargs.setdefault("mup", checkpoint[MUP_KEY])
         return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
-
-    def _architecture(self) -> dict[str, Any]:
-        return {"class": type(self.config).__name__, **dataclasses.asdict(self.config)}  # type: ignore[call-overload]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write the architecture into the checkpoint, in plain types."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["decoder_config"] = self._architecture()
+        checkpoint["decoder_config"] = architecture(self.config)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another architecture or tokenizer, before any tensor is loaded."""
@@ -284,18 +285,11 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
 
     def check_weights(self, checkpoint: dict[str, Any]) -> None:
         """Refuse weights of another architecture or tokenizer for a new run; its sequences may be longer."""
+        self.check_mup(checkpoint)
         self._check_origin(checkpoint, {"init_std", "zero_init_outputs", "max_seq_len", "rope_theta"})
 
     def _check_origin(self, checkpoint: dict[str, Any], may_differ: set[str]) -> None:
         data: Any = getattr(trainer_of(self), "datamodule", None)
         if hasattr(data, "check_tokenizer"):  # its own state is restored later, and by the same class of data only
             data.check_tokenizer(checkpoint)
-        here, there = self._architecture(), checkpoint.get("decoder_config")
-        if there is None:
-            return
-        for name in ["class", *sorted((here.keys() | there.keys()) - {"class"} - may_differ)]:
-            if here.get(name) != there.get(name):
-                raise UsageError(
-                    f"the checkpoint's decoder has {name}={there.get(name)!r}, the recipe's {here.get(name)!r}: "
-                    "make them equal, or start without the checkpoint"
-                )
+        check_architecture(self.config, checkpoint, may_differ)

@@ -256,7 +256,7 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
 def main(args: list[str]) -> None:
     """Run `args` (a subcommand and its options); a user's mistake becomes a UsageError."""
     if args and args[0] not in RecipeCLI.subcommands() and not args[0].startswith("-"):
-        near = did_you_mean(args[0], [*RecipeCLI.subcommands(), *COMMANDS, "branch"])
+        near = did_you_mean(args[0], [*RecipeCLI.subcommands(), *COMMANDS, "branch", "coordinate-check"])
         raise UsageError(f"unknown command {args[0]!r}{near}: --help lists them")
     run_command(args, RecipeCLI, args)
 

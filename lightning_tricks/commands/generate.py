@@ -13,9 +13,12 @@ from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.checkpoints.read_folder import read_by_name
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
+from lightning_tricks.mixins._plain_settings import from_plain
+from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
 from lightning_tricks.models import GPT2, Decoder, DecoderConfig, Llama, Sampling
 from lightning_tricks.models import generate as generate_tokens
 from lightning_tricks.models.rope import RotaryPositions
+from lightning_tricks.optim import MuP
 
 DEFAULT_NEW_TOKENS = 200
 _FAMILIES: dict[str, type[DecoderConfig]] = {"Llama": Llama, "GPT2": GPT2}
@@ -110,8 +113,9 @@ def decoder_from_checkpoint(checkpoint: dict[str, Any]) -> Decoder:
             "the checkpoint holds no decoder_config of a Llama or GPT2, so it is not one of LanguageModel: "
             "write text with your own module's method"
         )
+    config, mup = family(**fields), from_plain(checkpoint.get(MUP_KEY), MuP, "mup")
     with torch.device("meta"):
-        decoder = Decoder(family(**fields))
+        decoder = Decoder(config, None if mup is None else mup.base_config(config))
     prefix = "decoder."
     weights = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
     decoder.load_state_dict(weights, assign=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.models import DecoderConfig
-from lightning_tricks.optim import LayerwiseLRDecay, ParamRule
+from lightning_tricks.optim import LayerwiseLRDecay, MuP, ParamRule
 from lightning_tricks.schedules import Schedule
 
-_OURS = (Schedule, ParamRule, LayerwiseLRDecay, DecoderConfig)
+_OURS = (Schedule, ParamRule, LayerwiseLRDecay, MuP, DecoderConfig)
 
 
 def to_plain(value: Any) -> Any:

@@ -14,6 +14,7 @@ from lightning_tricks.mixins._plain_settings import from_plain, rules_from_plain
 from lightning_tricks.mixins._run_length import check_length, schedule_lr
 from lightning_tricks.optim import (
     LayerwiseLRDecay,
+    MuP,
     ParamRule,
     build_optimizer,
     check_constant,
@@ -25,6 +26,7 @@ from lightning_tricks.optim.decay_groups import expanded
 from lightning_tricks.schedules import Schedule, ScheduleLR, WarmupConstant
 
 _NAME = "optimizer_function"  # in a checkpoint
+MUP_KEY = "mup"  # in a checkpoint: the parametrization of its weights
 SCHEDULE_KEY = "schedule"  # in a checkpoint: the schedule that the run followed, and the run's length
 
 
@@ -49,11 +51,13 @@ class OptimizerMixin(Mixin):
         decay_embeddings: whether embeddings decay with the matrices.
         param_rules: other learning rates, decays, schedules or optimizers by name or role of a parameter; the first
             rule that fits counts.
+        mup: the settings are those of a narrower model, and this one has learning rates, decays and initial weights in
+            proportion; see `MuP`. None: they are those of this model.
         **kwargs: for the next class in the bases.
 
     Raises:
         UsageError: when training starts: see `build_optimizer` and `Schedule.check`; a checkpoint that holds weights
-            only, or the state of an optimizer of another class.
+            only, or the state of an optimizer of another class; at load, weights of another MuP.
 
     Source: see `default_adamw` and `decay_groups`.
     """
@@ -66,6 +70,7 @@ class OptimizerMixin(Mixin):
         weight_decay: float = 0.1,
         decay_embeddings: bool = True,
         param_rules: list[ParamRule | LayerwiseLRDecay] | None = None,
+        mup: MuP | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -75,6 +80,7 @@ class OptimizerMixin(Mixin):
         self.weight_decay = weight_decay
         self.decay_embeddings = decay_embeddings
         self.param_rules: list[ParamRule | LayerwiseLRDecay] | None = rules_from_plain(param_rules)
+        self.mup: MuP | None = from_plain(mup, MuP, "mup")
         self._optimizer_class: str | None = None
         self._class_in_checkpoint: str | None = None
 
@@ -85,7 +91,7 @@ class OptimizerMixin(Mixin):
         """
         if stage != "fit":
             return
-        optimizer = check_settings(self.optimizer)
+        optimizer = check_settings(self.optimizer, self.mup)
         rules = [rule for rule in self.param_rules or () if isinstance(rule, ParamRule)]
         if optimizer is not None and not any(rule.schedule for rule in rules):
             check_constant(optimizer, [self.schedule] * len(optimizer.param_groups))
@@ -101,7 +107,8 @@ class OptimizerMixin(Mixin):
                 "hold: to train, pass optimizer=... to load_from_checkpoint, or build the module anew and give fit the "
                 "ckpt_path"
             )
-        optimizer = build_optimizer(self, self.optimizer, self.weight_decay, self.decay_embeddings, self.param_rules)
+        settings = (self.weight_decay, self.decay_embeddings, self.param_rules, self.mup)
+        optimizer = build_optimizer(self, self.optimizer, *settings)
         self._optimizer_class = type(optimizer).__name__
         self._check_optimizer_class()
         self._refuse_unswitched(optimizer)
@@ -121,6 +128,8 @@ class OptimizerMixin(Mixin):
         """Write the optimizer's name and class, the running schedule, and the hyper-parameters in plain types."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["optimizer_class"] = self._optimizer_class
+        if self.mup is not None:
+            checkpoint[MUP_KEY] = to_plain(self.mup)
         running = [config.scheduler for config in self.trainer.lr_scheduler_configs] if self._trainer else []
         for scheduler in running:
             if isinstance(scheduler, ScheduleLR):  # for `branch`, which asks where the run stood in it
@@ -135,6 +144,7 @@ class OptimizerMixin(Mixin):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse to go on training from weights alone, or with an optimizer of another class."""
         super().on_load_checkpoint(checkpoint)
+        self.check_mup(checkpoint)
         if self._trainer is None and self.optimizer is None:
             self._missing_optimizer = checkpoint.get(_NAME)
         elif self._trainer is not None and self._trainer.state.fn == "fit":
@@ -149,6 +159,15 @@ class OptimizerMixin(Mixin):
             raise UsageError(
                 f"optimizer: {self._optimizer_class} trains one set of weights and evaluates another: add the callback "
                 "ScheduleFree, which exchanges them"
+            )
+
+    def check_mup(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse weights of another parametrization: their multipliers, and the learning rates that fit, are others."""
+        here, there = self.mup, from_plain(checkpoint.get(MUP_KEY), MuP, "mup")
+        if here != there:
+            raise UsageError(
+                f"the checkpoint was trained with mup={there or 'null'}, the recipe has mup={here or 'null'}: make "
+                "them equal, or start without the checkpoint"
             )
 
     def _check_optimizer_class(self) -> None:

@@ -32,7 +32,7 @@ def document_mask(document_ids: Tensor) -> Tensor:
     return (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
     """Softmax-weighted mean of the values at the own and all earlier positions.
 
     Args:
@@ -40,6 +40,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
         k: (batch, kv_heads, length, head_dim); each serves heads / kv_heads neighbouring query heads.
         v: as `k`.
         mask: from `document_mask`, already causal. None: every earlier position.
+        scale: of the products of queries and keys. None: 1 / sqrt(head_dim).
 
     Returns:
         (batch, heads, length, head_dim).
@@ -51,11 +52,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         repeats = 1
     if by_products:
-        return _attention_by_products(q, k, v, mask)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=repeats > 1)
+        return _attention_by_products(q, k, v, mask, scale)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=repeats > 1
+    )
 
 
-def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """The textbook form, faster than torch's fused kernel for short rows.
 
     Scores are rounded to bf16 before the softmax, as in any bf16 model without a fused kernel. The backward pass needs
@@ -67,17 +70,19 @@ def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None)
     bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
     if bias.dim() == 4:
         bias = bias.expand(batch, heads, length, length).flatten(0, 1)
-    scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=head_dim**-0.5)
+    alpha = head_dim**-0.5 if scale is None else scale
+    scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=alpha)
     return torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1)).view(batch, heads, length, head_dim)
 
 
-def continued_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def continued_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """`causal_attention` for the last tokens of a row, of which all keys and values are given.
 
     Args:
         q: (batch, heads, new, head_dim), of the last `new` of `length` tokens.
         k: (batch, kv_heads, length, head_dim).
         v: as `k`.
+        scale: as there.
 
     Returns:
         (batch, heads, new, head_dim).
@@ -85,11 +90,11 @@ def continued_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     repeats, new, length = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     mask = torch.ones(new, length, dtype=torch.bool, device=q.device).tril(length - new)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
-def max_logit(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The largest number that enters the softmax of `causal_attention`: query times key, over sqrt(head_dim).
+def max_logit(q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """The largest number that enters the softmax of `causal_attention`: query times key, times its scale.
 
     The products are computed for a slice of the queries at a time. Arguments as there.
 
@@ -110,7 +115,7 @@ def max_logit(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
         else:
             seen = mask[:, :, begin:end, :end]
         largest.append(logits.masked_fill(~seen, float("-inf")).amax())
-    return torch.stack(largest).amax() * head_dim**-0.5
+    return torch.stack(largest).amax() * (head_dim**-0.5 if scale is None else scale)
 
 
 class Attention(nn.Module):
@@ -118,12 +123,19 @@ class Attention(nn.Module):
 
     Queries, keys and values have a matrix each: Muon treats them as three, tensor parallelism splits each by heads,
     and one matrix for all three was no faster (3 % slower on a CPU at d_model 256 and 2048 tokens).
+
+    Args:
+        config: of the decoder.
+        base: of the model whose settings are transferred, see `Decoder`. Where its heads have another width, products
+            are multiplied by sqrt(base width of a head) / head_dim in place of 1 / sqrt(head_dim).
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, base: DecoderConfig | None = None) -> None:
         super().__init__()
         kv_width = config.kv_heads * config.head_dim
         self.head_dim = config.head_dim
+        base_dim = config.head_dim if base is None else base.head_dim
+        self.scale = None if base_dim == config.head_dim else base_dim**0.5 / config.head_dim
         self.q = nn.Linear(config.d_model, config.d_model, bias=config.bias)
         self.k = nn.Linear(config.d_model, kv_width, bias=config.bias)
         self.v = nn.Linear(config.d_model, kv_width, bias=config.bias)
@@ -142,12 +154,15 @@ class Attention(nn.Module):
         """
         q, k = self._queries_and_keys(x, rope)
         v = self._split_heads(self.v(x))
-        heads = causal_attention(q, k, v, mask) if cache is None else continued_attention(q, *cache.append(k, v))
+        if cache is None:
+            heads = causal_attention(q, k, v, mask, self.scale)
+        else:
+            heads = continued_attention(q, *cache.append(k, v), self.scale)
         return self.o(heads.transpose(1, 2).flatten(2))
 
     def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
         """`max_logit` of the queries and keys of `forward`, a scalar; arguments as there."""
-        return max_logit(*self._queries_and_keys(x, rope), mask)
+        return max_logit(*self._queries_and_keys(x, rope), mask, self.scale)
 
     def _queries_and_keys(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         q = self.q_norm(self._split_heads(self.q(x)))

@@ -42,10 +42,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each of which reads the normalised residual stream and adds to it."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, base: DecoderConfig | None = None) -> None:
         super().__init__()
         self.attn_norm = block_norm(config)
-        self.attn = Attention(config)
+        self.attn = Attention(config, base)
         self.mlp_norm = block_norm(config)
         self.mlp = MLP(config)
         self.checkpointing: Mode = "none"
@@ -76,6 +76,8 @@ class Decoder(nn.Module):
 
     Args:
         config: `Llama(...)` or `GPT2(...)`.
+        base: shape of a narrower model whose settings are to hold for this one (muP): see `features`, `init_weights`
+            and `Attention`; `MuP.base_config` makes it. None, or the same shape: nothing changes.
 
     Raises:
         UsageError: more tokens in a row than `max_seq_len`.
@@ -84,9 +86,10 @@ class Decoder(nn.Module):
     (https://github.com/meta-llama/llama/blob/main/llama/model.py).
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, base: DecoderConfig | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.base = config, base or config
+        self.logit_multiplier = self.base.d_model / config.d_model
         device = torch.empty(0).device
         # Built on meta first, because torch would draw its own initial weights, which `init_weights` draws again.
         with torch.device("meta"):
@@ -96,7 +99,7 @@ class Decoder(nn.Module):
                 self.positions = nn.Embedding(config.max_seq_len, config.d_model)
             else:
                 self.positions = RotaryPositions(config.head_dim, config.max_seq_len, config.rope_theta)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+            self.blocks = nn.ModuleList(Block(config, base) for _ in range(config.n_layers))
             self.norm = block_norm(config)
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self._tie()
@@ -134,7 +137,10 @@ class Decoder(nn.Module):
             block.compile()
 
     def features(self, input_ids: Tensor, document_ids: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """The input of `head`, (batch, length, d_model), for a loss that applies the head in slices."""
+        """The input of `head`, (batch, length, d_model), for a loss that applies the head in slices.
+
+        It holds muP's multiplier of the logits, base width / width.
+        """
         length, begin = input_ids.shape[1], 0 if cache is None else cache.length
         if begin + length > self.config.max_seq_len:
             longest = f"max_seq_len={self.config.max_seq_len}"
@@ -152,7 +158,10 @@ class Decoder(nn.Module):
         else:
             for block, layer in zip(self.blocks, cache.layers, strict=True):
                 x = block(x, rope, mask, layer)
-        return self.norm(x).to(matmul_dtype(x))
+        normed = self.norm(x)
+        if self.logit_multiplier != 1.0:
+            normed = normed * self.logit_multiplier
+        return normed.to(matmul_dtype(x))
 
     def set_activation_checkpointing(self, mode: Mode | None) -> None:
         """Choose the activations that the blocks keep for the backward pass. Gradients are the same.
@@ -173,7 +182,7 @@ class Decoder(nn.Module):
         Matrices and embeddings are normal with `init_std`; those that write to the residual stream (`attn.o`,
         `mlp.down`), of which there are 2 n_layers, with `init_std / sqrt(2 n_layers)`, or zero with
         `zero_init_outputs`. Biases are zero, scales of norms one. Both families use this rule: Llama's own was not
-        published.
+        published. With a `base`, matrices in blocks have that over sqrt(inputs here / inputs in the base model).
 
         Args:
             generator: source of randomness on the weights' device, in the same state on every rank. Default: torch's.
@@ -185,11 +194,19 @@ class Decoder(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 std = scaled if name.endswith(("attn.o", "mlp.down")) else self.config.init_std
+                std *= self._growth(name) ** -0.5
                 _draw_normal(module.weight, std, generator)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, (nn.LayerNorm, nn.RMSNorm, RotaryPositions)):
                 module.reset_parameters()
+
+    def _growth(self, name: str) -> float:
+        """Inputs of a layer over its inputs in the base model; 1 outside the blocks."""
+        if not name.startswith("blocks."):
+            return 1.0
+        here, base = self.config, self.base
+        return here.ffn_width / base.ffn_width if name.endswith("mlp.down") else here.d_model / base.d_model
 
     def _tie(self) -> None:
         if self.config.tie_embeddings:

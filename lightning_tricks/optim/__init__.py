@@ -9,6 +9,7 @@ from lightning_tricks.optim.follow_recipe import follow_recipe
 from lightning_tricks.optim.layerwise_lr_decay import LayerwiseLRDecay
 from lightning_tricks.optim.muon import Muon
 from lightning_tricks.optim.muon_adamw import MuonAdamW
+from lightning_tricks.optim.mup import MuP
 from lightning_tricks.optim.param_roles import MATRICES, RoledParam, param_roles
 from lightning_tricks.optim.param_rule import ParamRule, match_rules
 from lightning_tricks.optim.schedule_free import check_constant, schedule_free_parts
@@ -18,6 +19,7 @@ __all__ = [
     "AdamWBF16State",
     "ComposedOptimizer",
     "LayerwiseLRDecay",
+    "MuP",
     "Muon",
     "MuonAdamW",
     "OptimizerFactory",

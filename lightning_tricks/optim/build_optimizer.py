@@ -12,6 +12,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.decay_groups import Rules, check_each_parameter_once, decay_groups
 from lightning_tricks.optim.follow_recipe import follow_recipe, parts_of
+from lightning_tricks.optim.mup import MuP
+from lightning_tricks.optim.mup_factors import rule_of, split_groups
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 
@@ -31,6 +33,7 @@ def build_optimizer(
     weight_decay: float = 0.1,
     decay_embeddings: bool = True,
     rules: Rules | None = None,
+    mup: MuP | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of `module`'s trainable parameters, grouped by `decay_groups` and guarded by `follow_recipe`.
 
@@ -41,10 +44,11 @@ def build_optimizer(
         decay_embeddings: whether embeddings decay.
         rules: exceptions by name or role; their `lr_scale` multiplies the optimizer's learning rate. A rule that names
             an optimizer wants one of several, such as MuonAdamW or ComposedOptimizer.
+        mup: the settings are those of a model of its base width; its factors multiply those of the rules.
 
     Raises:
         UsageError: the optimizer refuses its settings; its learning rate is negative, NaN or infinite; it has a weight
-            decay of its own; it leaves a parameter out; or an error of `decay_groups`.
+            decay of its own; it leaves a parameter out; or an error of `decay_groups` or `MuP`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -53,12 +57,10 @@ def build_optimizer(
         [('decay', ['0.weight'], 0.01), ('no_decay', ['0.bias', '1.weight', '1.bias'], 0.0)]
     """
     groups = decay_groups(module, weight_decay, decay_embeddings, rules)
-    try:
-        built = (optimizer or default_adamw)(groups)
-    except UsageError:
-        raise
-    except ValueError as error:  # torch's own checks: "Invalid learning rate: -1.0"
-        raise _refused(error) from error
+    if mup is not None:  # which rule a parameter has is known when its optimizer is there
+        first = _built(optimizer, [{**group, "params": [*group["params"]]} for group in groups])
+        groups = split_groups(groups, mup.lr_factors(module, first))
+    built = _built(optimizer, groups)
     _refuse_own_decay(built)
     _refuse_named_optimizer(built, groups)
     check_each_parameter_once(module, built.param_groups)
@@ -67,8 +69,17 @@ def build_optimizer(
     return follow_recipe(built)
 
 
-def check_settings(optimizer: OptimizerFactory | None) -> torch.optim.Optimizer | None:
-    """Refuse settings that are wrong for any module: lr, betas, eps out of range, a decay of its own.
+def _built(optimizer: OptimizerFactory | None, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    try:
+        return (optimizer or default_adamw)(groups)
+    except UsageError:
+        raise
+    except ValueError as error:  # torch's own checks: "Invalid learning rate: -1.0"
+        raise _refused(error) from error
+
+
+def check_settings(optimizer: OptimizerFactory | None, mup: MuP | None = None) -> torch.optim.Optimizer | None:
+    """Refuse settings wrong for any module: lr, betas, eps out of range, a decay of its own, no rule of muP.
 
     Returns:
         The optimizer of a small module, which tells its class; None if it cannot be built for that.
@@ -85,6 +96,8 @@ def check_settings(optimizer: OptimizerFactory | None) -> torch.optim.Optimizer 
         _refuse_own_decay(built)
         for group in built.param_groups:
             _scaled_lr(group)
+        for part in parts_of(built) if mup is not None else ():
+            rule_of(part)
         return built
     return None
 

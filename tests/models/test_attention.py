@@ -77,9 +77,9 @@ def test_grouped_heads_are_repeated_wherever_a_fused_kernel_might_refuse_them(mo
     causal_attention(q, k, k, mask)
     causal_attention(q, q, q)
     assert calls == [
-        (2, {"attn_mask": None, "is_causal": True, "enable_gqa": True}),
-        (4, {"attn_mask": mask, "is_causal": False, "enable_gqa": False}),
-        (4, {"attn_mask": None, "is_causal": True, "enable_gqa": False}),
+        (2, {"attn_mask": None, "is_causal": True, "scale": None, "enable_gqa": True}),
+        (4, {"attn_mask": mask, "is_causal": False, "scale": None, "enable_gqa": False}),
+        (4, {"attn_mask": None, "is_causal": True, "scale": None, "enable_gqa": False}),
     ]
 
 

@@ -9,12 +9,13 @@ from torch.distributed.fsdp import fully_shard
 from lightning_tricks.models import GPT2, Decoder, Llama
 
 SHAPE = {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 16}
-CONFIGS = [GPT2(**SHAPE), Llama(**SHAPE, n_kv_heads=2)]
+CONFIGS = [(GPT2(**SHAPE), None), (Llama(**SHAPE, n_kv_heads=2), None)]
+CONFIGS.append((Llama(**SHAPE), Llama(**{**SHAPE, "d_model": 16})))  # muP, from a base model half as wide
 
 
-def sharded(config, mode):
+def sharded(config, base, mode):
     with torch.device("meta"):
-        decoder = Decoder(config)
+        decoder = Decoder(config, base)
     decoder.set_activation_checkpointing(mode)
     for module in (*decoder.blocks, decoder):
         fully_shard(module, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
@@ -27,13 +28,13 @@ def sharded(config, mode):
 def compare(rank):
     dist.init_process_group("gloo")
     input_ids = torch.arange(32).view(2, 16)
-    for config in CONFIGS:
+    for config, base in CONFIGS:
         torch.manual_seed(0)
-        whole = Decoder(config)
+        whole = Decoder(config, base)
         expected = whole(input_ids)
         expected.square().mean().backward()
         for mode in ("none", "selective"):
-            shards = sharded(config, mode)
+            shards = sharded(config, base, mode)
             assert (shards.head.weight is shards.embed.weight) is config.tie_embeddings
             for (name, part), (_, tensor) in zip(shards.named_parameters(), whole.named_parameters(), strict=True):
                 assert torch.equal(part.full_tensor(), tensor), name

@@ -1,0 +1,209 @@
+"""Whether activations keep their size while a model grows wider and trains: the check of a parametrization."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import named_submodules, repeated_blocks
+from lightning_tricks.optim import param_roles
+
+DEFAULT_TOLERANCE = 0.3
+_LAYERS = ("embedding", "head")  # roles of parameters whose modules are layers, beside the blocks
+
+
+class CoordinateTrial(NamedTuple):
+    """A model of one width, ready to train.
+
+    Args:
+        module: with its weights.
+        optimizer: of the module, at its peak learning rate.
+        loss: of a batch, by a forward pass of the module.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Any], Tensor]
+
+
+class Sizes(NamedTuple):
+    """The mean absolute value of a layer's output on one batch, at one width.
+
+    Args:
+        start: with the initial weights.
+        end: after the steps.
+        change: of the difference of the two.
+    """
+
+    start: float
+    end: float
+    change: float
+
+
+@dataclass(frozen=True)
+class CoordinateReport:
+    """What became of the activations of each layer at each width.
+
+    Args:
+        widths: of the models, ascending.
+        steps: that each was trained.
+        tolerance: the largest slope, up or down, of a layer that counts as flat.
+        layers: of each layer the sizes at each width, means over the seeds.
+    """
+
+    widths: tuple[int, ...]
+    steps: int
+    tolerance: float
+    layers: Mapping[str, tuple[Sizes, ...]]
+
+    def slope(self, layer: str) -> float:
+        """Exponent p of size ~ width^p after the steps, by least squares; 0 for a layer that is silent everywhere."""
+        return self._slope([sizes.end for sizes in self.layers[layer]])
+
+    def slope_of_change(self, layer: str) -> float:
+        """The same of the change that training made."""
+        return self._slope([sizes.change for sizes in self.layers[layer]])
+
+    def _slope(self, sizes: Sequence[float]) -> float:
+        if not all(map(math.isfinite, sizes)):
+            return math.inf
+        if not any(sizes):
+            return 0.0
+        if not all(sizes):
+            return math.inf
+        x, y = [math.log(width) for width in self.widths], [math.log(size) for size in sizes]
+        mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+        rise = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+        return rise / sum((a - mean_x) ** 2 for a in x)
+
+    @property
+    def failed(self) -> list[str]:
+        """The layers whose output, or whose change, is not flat."""
+        return [
+            layer
+            for layer in self.layers
+            if max(abs(self.slope(layer)), abs(self.slope_of_change(layer))) > self.tolerance
+        ]
+
+    def __str__(self) -> str:
+        """A table of sizes after the steps, with slopes, and a verdict."""
+        heads = [*(f"width {width}" for width in self.widths), "slope", "of change"]
+        longest = max(len("layer"), *map(len, self.layers))
+        lines = [
+            f"mean |output| after {self.steps} steps",
+            "layer".ljust(longest) + "".join(h.rjust(12) for h in heads),
+        ]
+        failed = self.failed
+        for layer, sizes in self.layers.items():
+            slopes = [f"{slope:+.2f}" for slope in (self.slope(layer), self.slope_of_change(layer))]
+            cells = [*(f"{size.end:.4g}" for size in sizes), *slopes]
+            mark = "  not flat" if layer in failed else ""
+            lines.append(layer.ljust(longest) + "".join(cell.rjust(12) for cell in cells) + mark)
+        verdict = f"{len(failed)} of {len(self.layers)} layers are not flat" if failed else "flat"
+        return "\n".join([*lines, f"{verdict}: slopes may be {-self.tolerance:g} to {self.tolerance:g}"])
+
+
+def coordinate_check(
+    build: Callable[[int, int], CoordinateTrial],
+    batches: Sequence[Any],
+    widths: Iterable[int] = (64, 128, 256, 512, 1024),
+    seeds: int = 1,
+    tolerance: float = DEFAULT_TOLERANCE,
+) -> CoordinateReport:
+    """Train a model for a few steps at several widths, and compare the sizes of its activations.
+
+    Under muP the output of every layer, and its change by training, is as large at one width as at any other. Without
+    it they grow with the width. The learning rate rises to its peak over the steps, in equal parts: with the peak at
+    once, a deep model may leave the range in which the comparison says something.
+
+    Args:
+        build: makes the model of a width and a seed.
+        batches: one for each step; the first one is measured before and after.
+        widths: two or more. 64 to 1024 is what a laptop does in minutes.
+        seeds: models at each width, over which sizes are averaged.
+        tolerance: slope of log(size) over log(width) up to which a layer is flat. Without muP, slopes are 0.6 and more;
+            at small widths, and by chance, layers under muP have up to 0.2.
+
+    Raises:
+        UsageError: fewer than two widths; no batches; a model without blocks, embeddings and heads.
+
+    Source: mup/coord_check.py and "Coord Check" in README.md of https://github.com/microsoft/mup.
+    """
+    several = tuple(sorted(set(widths)))
+    if len(several) < 2 or several[0] < 1:
+        raise UsageError(f"widths={','.join(map(str, several))}: give two or more different widths")
+    if not batches or seeds < 1:
+        raise UsageError(f"steps={len(batches)}, seeds={seeds}: give at least one of each")
+    if not (tolerance > 0 and math.isfinite(tolerance)):
+        raise UsageError(f"tolerance={tolerance}: give a number above 0")
+    found: dict[str, list[Sizes]] = {}
+    for width in several:
+        runs = [_measured(build(width, seed), batches) for seed in range(seeds)]
+        for layer in runs[0]:
+            means = (sum(values) / seeds for values in zip(*(run[layer] for run in runs), strict=True))
+            found.setdefault(layer, []).append(Sizes(*means))
+    return CoordinateReport(several, len(batches), tolerance, {name: tuple(sizes) for name, sizes in found.items()})
+
+
+def layers_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose outputs are measured: embeddings, heads, repeated blocks and the children of blocks."""
+    modules, blocks = named_submodules(module), repeated_blocks(module)
+    roles = {param.name.rpartition(".")[0] for param in param_roles(module) if param.role in _LAYERS}
+    norms = {param.name.rpartition(".")[0] for param in param_roles(module) if param.role == "norm"}
+    chosen = {
+        name: child
+        for name, child in modules.items()
+        if name in roles or name in blocks or (name.rpartition(".")[0] in blocks and name not in norms)
+    }
+    if not chosen:
+        raise UsageError(f"coordinate-check: {type(module).__name__} has no embedding, head or repeated blocks")
+    return chosen
+
+
+def _measured(trial: CoordinateTrial, batches: Sequence[Any]) -> dict[str, Sizes]:
+    """Train, and measure each layer on the first batch before and after."""
+    before = _outputs(trial, batches[0])
+    peaks = [group["lr"] for group in trial.optimizer.param_groups]
+    for step, batch in enumerate(batches, start=1):
+        for group, peak in zip(trial.optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * step / len(batches)
+        trial.optimizer.zero_grad()
+        trial.loss(batch).backward()
+        trial.optimizer.step()
+    after = _outputs(trial, batches[0])
+    return {
+        name: Sizes(*(float(values.abs().mean()) for values in (before[name], after[name], after[name] - before[name])))
+        for name in before
+    }
+
+
+@torch.no_grad()
+def _outputs(trial: CoordinateTrial, batch: Any) -> dict[str, Tensor]:
+    kept: dict[str, Tensor] = {}
+    with _recording(layers_of(trial.module), kept):
+        trial.loss(batch)
+    return kept
+
+
+@contextmanager
+def _recording(layers: Mapping[str, nn.Module], kept: dict[str, Tensor]) -> Iterator[None]:
+    """Keep the output of each layer, in fp32; of several outputs the first."""
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple | list) else output
+            kept[name] = first.detach().float()
+
+        return keep
+
+    handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

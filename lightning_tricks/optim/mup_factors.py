@@ -1,0 +1,164 @@
+"""The tables of muP: by which factor a learning rate changes with the width, for each optimizer and kind of weight."""
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
+from lightning_tricks.optim.orthogonalize import SCALES
+from lightning_tricks.optim.param_roles import Role
+
+Kind = Literal["input", "hidden", "head"]
+Shape = tuple[int, ...]
+
+_HIDDEN: tuple[Role, ...] = ("matrix", "expert", "router")
+# Optimizers whose update of an entry has a size of its own, whatever the size of the gradient: the rule of Adam.
+_ADAM = {
+    "Adam", "AdamW", "NAdam", "RAdam", "Lion", "AdamW8bit", "AdamW4bit", "AdamWFp8", "AdamWBF16State",
+    "AdamWScheduleFree", "RAdamScheduleFree",
+}  # fmt: skip
+_SGD = {"SGD", "SGDScheduleFree"}
+
+
+class Growth(NamedTuple):
+    """How far a parameter has grown from the base model to this one.
+
+    Args:
+        kind: `hidden`: both sides of the matrix grow; `head`: its input alone does; `input`: what has no input that
+            grows, such as embeddings, norms and biases.
+        fan_in: inputs here over inputs in the base model.
+        fan_out: the same of the outputs.
+        shape: (rows, columns), (1, 1) of what is no hidden matrix.
+        base_shape: the same in the base model.
+        multiplied: whether the module multiplies its logits by base_width / width.
+    """
+
+    kind: Kind
+    fan_in: float
+    fan_out: float
+    shape: tuple[float, float] = (1.0, 1.0)
+    base_shape: tuple[float, float] = (1.0, 1.0)
+    multiplied: bool = False
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it is as large as in the base model."""
+        return self.fan_in == self.fan_out == 1.0
+
+    @classmethod
+    def of(cls, role: Role, shape: Shape, base: Shape, multiplied: bool) -> "Growth":
+        """The growth of a parameter with a known shape in the base model: (out, in, ...), experts (count, in, out)."""
+        ratios = [size / small for size, small in zip(shape, base, strict=True)]
+        if role == "head":
+            return cls("head", ratios[1], 1.0, multiplied=multiplied)
+        if role not in _HIDDEN:
+            return cls("input", 1.0, ratios[-1] if ratios else 1.0)  # the width is the last side of an embedding
+        fan_out, fan_in = (ratios[2], ratios[1]) if role == "expert" and len(shape) == 3 else ratios[:2]
+        return cls("hidden", fan_in, fan_out, _rows_and_columns(shape, role), _rows_and_columns(base, role))
+
+    @classmethod
+    def by_ratio(cls, role: Role, shape: Shape, fan_in: float, fan_out: float) -> "Growth":
+        """The growth of a parameter of a model whose matrices have all grown alike."""
+        if role == "head":
+            return cls("head", fan_in, 1.0)
+        if role not in _HIDDEN or fan_in == 1.0:
+            return cls("input", 1.0, fan_out)
+        fan_out = 1.0 if role == "router" else fan_out  # the number of experts does not grow
+        rows, columns = _rows_and_columns(shape, role)
+        return cls("hidden", fan_in, fan_out, (rows, columns), (rows / fan_out, columns / fan_in))
+
+
+def _rows_and_columns(shape: Shape, role: Role) -> tuple[float, float]:
+    if role == "expert" and len(shape) == 3:
+        return shape[2], shape[1]
+    return shape[0], math.prod(shape[1:])
+
+
+def lr_factor(grown: Growth, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> float:
+    """By which the learning rate of a parameter is multiplied; its weight decay is divided by the same.
+
+    | optimizer | hidden | head | head without multiplier | embedding, norm, bias |
+    |---|---|---|---|---|
+    | Adam-like | 1 / fan_in | 1 | 1 / fan_in | 1 |
+    | SGD | fan_out / fan_in | fan_in | 1 / fan_in | fan_out |
+    | Muon | see below | - | - | - |
+
+    fan_in and fan_out are ratios to those of the base model. An update of Muon shall have a spectral norm in proportion
+    to sqrt(fan_out / fan_in). `match_rms_adamw` gives it one in proportion to sqrt(max(rows, columns)), so that the
+    factor is 1 / sqrt(r) where all sides grow by r; `original` gives one that does not grow, and the factor is 1.
+
+    Args:
+        grown: of the parameter.
+        group: that has the parameter.
+        optimizer: that has the group.
+
+    Raises:
+        UsageError: the optimizer has no rule; MuonAdamW with `head_dim`.
+
+    Source: `MuAdam` and `MuSGD` in mup/optim.py of https://github.com/microsoft/mup; a head without multiplier has what
+        Adam makes of the multiplier, and SGD its square; Muon: https://github.com/NVIDIA/Megatron-LM/pull/3715.
+    """
+    rule = rule_of(_owner(optimizer, group))
+    if rule == "adam":
+        return 1.0 if grown.kind == "head" and grown.multiplied else 1.0 / grown.fan_in
+    if rule == "sgd":
+        if grown.kind == "head":
+            return grown.fan_in if grown.multiplied else 1.0 / grown.fan_in
+        return grown.fan_out / grown.fan_in
+    if getattr(optimizer, "_head_dim", None) is not None:
+        raise UsageError("MuP has no rule for MuonAdamW.head_dim: leave it out, or leave out mup")
+    scale = SCALES[group["adjust_lr_fn"] or "original"]
+    own, base = (float(scale(*sides)) for sides in (grown.shape, grown.base_shape))  # type: ignore[arg-type]
+    return math.sqrt(grown.fan_out / grown.fan_in) * base / own
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> Literal["adam", "sgd", "muon"]:
+    """The row of the table that an optimizer has.
+
+    Raises:
+        UsageError: it has none.
+    """
+    name = type(optimizer).__name__
+    if name in _ADAM:
+        return "adam"
+    if name in _SGD:
+        return "sgd"
+    if name == "Muon":
+        return "muon"
+    raise UsageError(
+        f"MuP has no rule for {name}: take AdamW, MuonAdamW, SGD or another of {', '.join(sorted(_ADAM - {'AdamW'}))}"
+    )
+
+
+def _owner(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """The optimizer that steps a group: of several, the one that the group names."""
+    return optimizer.optimizers[group["optimizer"]] if isinstance(optimizer, ComposedOptimizer) else optimizer
+
+
+def split_groups(groups: list[dict[str, Any]], factors: dict[str, float]) -> list[dict[str, Any]]:
+    """Groups of `decay_groups` in parts by their factor, which multiplies the learning rate and divides the decay.
+
+    Args:
+        groups: as `decay_groups` makes them; their lists have one entry a parameter.
+        factors: by name of a parameter; 1 where it has none. A group without any stays as it is.
+    """
+    parts: dict[tuple[int, float], dict[str, Any]] = {}
+    for number, group in enumerate(groups):
+        lists = [key for key, value in group.items() if isinstance(value, list)]
+        for index, name in enumerate(group["param_names"]):
+            factor = factors.get(name, 1.0)
+            if (number, factor) not in parts:
+                parts[number, factor] = _part(group, lists, factor)
+            for key in lists:
+                parts[number, factor][key].append(group[key][index])
+    return list(parts.values())
+
+
+def _part(group: dict[str, Any], lists: list[str], factor: float) -> dict[str, Any]:
+    part = {**group, **{key: [] for key in lists}}
+    if factor != 1.0:
+        part["name"] = f"{group['name']}:mup*{factor:.4g}"
+        part["lr_scale"], part["weight_decay"] = group["lr_scale"] * factor, group["weight_decay"] / factor
+    return part

@@ -1,0 +1,313 @@
+"""MuP: the factors of each role and optimizer by hand, models that are not ours, a base model that stays as it is."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.models import GPT2, Llama
+from lightning_tricks.optim import LayerwiseLRDecay, MuonAdamW, MuP, ParamRule, build_optimizer
+from lightning_tricks.optim.mup import at_width
+
+SHAPE = {"vocab_size": 61, "n_layers": 2, "max_seq_len": 16}
+LLAMA = Llama(**SHAPE, d_model=64, n_heads=8, n_kv_heads=4, activation="relu2")  # 4 times the base of 16
+IDS = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def model(config=LLAMA, mup=None, seed=0, **options):
+    torch.manual_seed(seed)
+    module = LanguageModel(config, mup=mup, **options)
+    module.configure_model()
+    return module
+
+
+def adamw(groups):
+    return torch.optim.AdamW(groups, lr=0.5)
+
+
+def sgd(groups):
+    return torch.optim.SGD(groups, lr=0.5)
+
+
+def settings(module, optimizer=adamw, **options):
+    """lr and decay of each parameter, over those of the recipe: 0.5 and 0.1."""
+    built = build_optimizer(module, optimizer, mup=module.mup, **options)
+    return {
+        name: (group["lr"] / 0.5, group["weight_decay"] / 0.1)
+        for group in built.param_groups
+        for name in group["param_names"]
+    }
+
+
+def of_kinds(found):
+    """The factors of each kind of parameter of the first block and outside of blocks."""
+    return {name.removeprefix("decoder."): pair for name, pair in found.items() if "blocks.1" not in name}
+
+
+# ---- the table
+
+
+def test_adam_gives_hidden_matrices_lr_over_the_ratio_and_decay_times_it():
+    found = of_kinds(settings(model(mup=MuP(16))))
+    matrices = {f"blocks.0.{part}.weight" for part in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down")}
+    assert found == {
+        "embed.weight": (1.0, 1.0),
+        "head.weight": (1.0, 1.0),
+        **dict.fromkeys(matrices, (0.25, 4.0)),
+        **dict.fromkeys(("blocks.0.attn_norm.weight", "blocks.0.mlp_norm.weight", "norm.weight"), (1.0, 0.0)),
+    }
+
+
+def test_each_matrix_has_the_ratio_of_its_own_inputs():
+    wide = Llama(**SHAPE, d_model=512, n_heads=8)  # d_ff is rounded up to 1536, and to 512 in the base model of 128
+    found = of_kinds(settings(model(wide, MuP(128))))
+    assert found["blocks.0.mlp.up.weight"][0] == 128 / 512
+    assert found["blocks.0.mlp.down.weight"] == (pytest.approx(512 / 1536), pytest.approx(1536 / 512))
+
+
+def test_sgd_has_the_other_table():
+    found = of_kinds(settings(model(GPT2(**SHAPE, d_model=64, n_heads=8, tie_embeddings=False), MuP(16)), sgd))
+    assert found["blocks.0.mlp.up.weight"] == (1.0, 1.0)
+    assert found["blocks.0.mlp.up.bias"] == (4.0, 0.0)
+    assert found["embed.weight"] == found["positions.weight"] == found["head.weight"] == (4.0, 0.25)
+    assert found["norm.weight"] == (4.0, 0.0)
+
+
+@pytest.mark.parametrize(("muon_lr", "factor"), [(None, 0.5), (0.5, 1.0)])
+def test_muon_has_the_square_root_where_its_update_grows_with_the_matrix(muon_lr, factor):
+    found = of_kinds(settings(model(mup=MuP(16)), lambda groups: MuonAdamW(groups, lr=0.5, muon_lr=muon_lr)))
+    assert found["blocks.0.attn.q.weight"] == found["blocks.0.mlp.up.weight"] == (factor, 1 / factor)
+    assert found["embed.weight"] == found["head.weight"] == (1.0, 1.0)
+
+
+def test_an_update_of_muon_has_a_spectral_norm_that_does_not_grow():
+    """The rule itself: norm of the change of a square matrix, at twice and four times the base width."""
+    norms = []
+    for width in (16, 32, 64):
+        config = Llama(**SHAPE, d_model=width, n_heads=width // 8, activation="relu2")
+        module = model(config, MuP(16))
+        optimizer = build_optimizer(module, lambda groups: MuonAdamW(groups, lr=0.01), mup=module.mup)
+        weight = module.decoder.blocks[0].attn.o.weight
+        before = weight.detach().clone()
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+        optimizer.step()
+        norms.append(torch.linalg.matrix_norm(weight.detach() - before, 2).item())
+    assert norms == pytest.approx([norms[0]] * 3, rel=0.1)
+
+
+def test_factors_multiply_those_of_rules():
+    rules = [ParamRule("mlp", lr_scale=3.0, weight_decay=0.2), LayerwiseLRDecay(0.5)]
+    found = of_kinds(settings(model(mup=MuP(16)), rules=rules))
+    assert found["blocks.0.mlp.up.weight"] == (0.75, pytest.approx(8.0))
+    assert found["blocks.0.attn.q.weight"] == (0.25 * 0.5**2, 4.0)
+    assert found["embed.weight"] == (0.5**3, 1.0)
+
+
+# ---- initial weights and multipliers
+
+
+def test_hidden_matrices_start_smaller_by_the_root_of_the_ratio_and_the_rest_as_in_the_base():
+    plain, scaled = (dict(model(mup=mup).named_parameters()) for mup in (None, MuP(16)))
+    for name, weight in scaled.items():
+        factor = 0.5 if ".attn." in name or ".mlp." in name else 1.0
+        torch.testing.assert_close(weight, plain[name] * factor)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2(**SHAPE, d_model=64, n_heads=8)], ids=["llama", "gpt2-tied"])
+def test_at_the_base_width_nothing_changes_to_the_bit(config):
+    weights = []
+    for mup in (None, MuP(64), MuP(64, base_head_dim=8)):
+        module = model(config, mup)
+        optimizer = build_optimizer(module, adamw, mup=mup)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module.decoder(IDS, labels=IDS).backward()
+            optimizer.step()
+        names = [(group["name"], group["param_names"]) for group in optimizer.param_groups]
+        weights.append((names, [param.detach().clone() for param in module.parameters()], module(IDS)))
+    for names, params, logits in weights[1:]:
+        assert names == weights[0][0]
+        assert all(torch.equal(one, other) for one, other in zip(params, weights[0][1], strict=True))
+        assert torch.equal(logits, weights[0][2])
+
+
+def test_logits_are_multiplied_by_base_width_over_width_in_every_path():
+    plain, scaled = model(), model(mup=MuP(16))
+    scaled.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(scaled(IDS), plain(IDS) / 4)
+    expected = F.cross_entropy((plain(IDS) / 4).flatten(0, 1), IDS.flatten(), reduction="sum")
+    torch.testing.assert_close(scaled.decoder(IDS, labels=IDS), expected)
+
+
+def test_attention_is_scaled_by_one_over_the_width_of_a_head_against_that_of_the_base():
+    wide = Llama(**SHAPE, d_model=64, n_heads=2)  # heads of 32, in the base of 8
+    scaled = model(wide, MuP(16, base_head_dim=8))
+    assert scaled.base_config.n_heads == 2
+    for block in scaled.decoder.blocks:
+        assert block.attn.scale == pytest.approx(math.sqrt(8) / 32)
+    assert model(wide, MuP(32)).decoder.blocks[0].attn.scale is None
+
+
+def test_another_width_keeps_heads_key_heads_and_mlp_in_proportion():
+    assert at_width(LLAMA, 16, 8) == Llama(**SHAPE, d_model=16, n_heads=2, n_kv_heads=1, activation="relu2")
+    one_key_head = Llama(**SHAPE, d_model=64, n_heads=8, n_kv_heads=1, d_ff=96)
+    assert at_width(one_key_head, 32, 8) == Llama(**SHAPE, d_model=32, n_heads=4, n_kv_heads=1, d_ff=48)
+
+
+# ---- models that are not ours
+
+
+@pytest.fixture(scope="module")
+def hugging_face():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def build(**options):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=61, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
+            num_key_value_heads=4, tie_word_embeddings=False, **options,
+        )  # fmt: skip
+        return LlamaForCausalLM(config)
+
+    return build
+
+
+def test_a_llama_of_transformers_has_the_factors_of_its_roles(hugging_face):
+    llama, plain, mup = hugging_face(), hugging_face(), MuP(16)
+    mup.scale_initial_weights(llama)
+    optimizer = build_optimizer(llama, adamw, mup=mup)
+    before, after = dict(plain.named_parameters()), dict(llama.named_parameters())
+    for group in optimizer.param_groups:
+        for name in group["param_names"]:
+            hidden, head = ".self_attn." in name or ".mlp." in name, name == "lm_head.weight"
+            assert group["lr"] == 0.5 * (0.25 if hidden or head else 1.0), name
+            decay = 0.0 if "norm" in name else 0.1
+            assert group["weight_decay"] == pytest.approx(decay * (4 if hidden or head else 1)), name
+            torch.testing.assert_close(after[name], before[name] * (0.5 if hidden else 0.25 if head else 1.0))
+
+
+def test_a_head_without_multiplier_trains_as_one_with_it():
+    """Under Adam a multiplier m of the logits is the same as a head with m times the weights and learning rate."""
+    ours, folded = model(mup=MuP(16)), model(mup=MuP(16))
+    with torch.no_grad():
+        folded.decoder.head.weight.mul_(1 / 4)
+        folded.decoder.logit_multiplier = 1.0
+    losses = []
+    for module, head_lr in ((ours, 1.0), (folded, 0.25)):
+        rules = [ParamRule(role="head", lr_scale=head_lr, weight_decay=0.1 / head_lr)]
+        optimizer = build_optimizer(module, lambda groups: torch.optim.AdamW(groups, lr=0.01, eps=1e-15), rules=rules,
+                                    mup=module.mup)  # fmt: skip
+        losses.append([])
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = module.decoder(IDS, labels=IDS)
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] < 0.95 * losses[0][0]
+
+
+class Net(nn.Module):
+    """Torch's own initial weights, a stem whose input does not grow, experts beside a router."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(32, 128), nn.Linear(128, 32)) for _ in range(2)])
+        self.gate, self.experts = nn.Linear(32, 4), nn.ModuleList([nn.Linear(32, 32) for _ in range(4)])
+        self.head = nn.Linear(32, 10)
+
+
+def test_inputs_that_do_not_grow_are_named_and_torchs_own_weights_are_by_fan_in():
+    net, mup = Net(), MuP(8, fixed_inputs="^stem")
+    before = copy.deepcopy(net.state_dict())
+    mup.scale_initial_weights(net, drawn="by_fan_in")
+    optimizer = build_optimizer(net, adamw, mup=mup)
+    lrs = {name: group["lr"] / 0.5 for group in optimizer.param_groups for name in group["param_names"]}
+    assert lrs["stem.weight"] == lrs["stem.bias"] == lrs["blocks.0.0.bias"] == 1.0
+    assert lrs["blocks.0.0.weight"] == lrs["blocks.0.1.weight"] == lrs["gate.weight"] == lrs["head.weight"] == 0.25
+    assert lrs["experts.0.weight"] == 0.25
+    changed = {name: weight for name, weight in net.state_dict().items() if not torch.equal(weight, before[name])}
+    assert list(changed) == ["head.weight"]
+    torch.testing.assert_close(changed["head.weight"], before["head.weight"] / 2)
+
+
+def test_a_module_may_give_the_shapes_of_its_base_model():
+    class Own(nn.Module):
+        def __init__(self, width, inner):
+            super().__init__()
+            self.inner, self.net = inner, nn.ModuleList([nn.Linear(width, inner), nn.Linear(inner, width)])
+            self.experts = nn.Parameter(torch.zeros(4, width, inner))
+
+        def base_shapes(self):
+            return {name: param.shape for name, param in Own(8, 8).named_parameters()}
+
+    optimizer = build_optimizer(Own(16, 64), adamw, mup=MuP(8))
+    lrs = {name: group["lr"] / 0.5 for group in optimizer.param_groups for name in group["param_names"]}
+    assert lrs["net.0.weight"] == 0.5
+    assert lrs["experts"] == 0.5
+    assert lrs["net.1.bias"] == 1.0
+
+
+# ---- wrong input
+
+
+def test_wrong_options_are_one_line():
+    for options, words in (
+        ({"base_width": 0}, r"MuP\.base_width=0: give a whole number of at least 1"),
+        ({"base_width": 2.5}, r"MuP\.base_width=2\.5"),
+        ({"base_width": 8, "base_head_dim": -1}, r"MuP\.base_head_dim=-1"),
+        ({"base_width": 8, "fixed_inputs": "("}, r"MuP\.fixed_inputs='\(' is no regular expression"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            MuP(**options)
+    with pytest.raises(UsageError, match=r"MuP\.base_width=12 holds no whole number of heads 8 wide"):
+        model(mup=MuP(12))
+    with pytest.raises(UsageError, match=r"MuP\.base_head_dim=16: the decoder has the base width 64 and heads 8 wide"):
+        model(mup=MuP(64, base_head_dim=16))
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "Adafactor", "RMSprop"])
+def test_an_optimizer_without_a_rule_is_refused_by_name(name):
+    with pytest.raises(UsageError, match=f"MuP has no rule for {name}: take AdamW, MuonAdamW, SGD"):
+        build_optimizer(model(mup=MuP(16)), getattr(torch.optim, name), mup=MuP(16))
+
+
+def test_muon_by_heads_is_refused():
+    with pytest.raises(UsageError, match=r"MuP has no rule for MuonAdamW\.head_dim: leave it out"):
+        build_optimizer(model(mup=MuP(16)), lambda groups: MuonAdamW(groups, head_dim=8), mup=MuP(16))
+
+
+def test_a_module_of_unknown_width_or_with_unscaled_weights_is_refused(hugging_face):
+    body = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)])
+    with pytest.raises(UsageError, match="width of ModuleList is not known, because it shows no output head: define"):
+        build_optimizer(body, mup=MuP(4))
+    tied = hugging_face()
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    with pytest.raises(UsageError, match="head of LlamaForCausalLM is tied to its embedding"):
+        build_optimizer(tied, mup=MuP(16))
+    llama = hugging_face()
+    with pytest.raises(UsageError, match="initial weights of LlamaForCausalLM are not those of muP: call"):
+        build_optimizer(llama, mup=MuP(16))
+    with pytest.raises(UsageError, match=r"MuP\.fixed_inputs='stem' matches no parameter of LlamaForCausalLM"):
+        build_optimizer(llama, mup=MuP(16, fixed_inputs="stem"))
+    with pytest.raises(UsageError, match="drawn='once': give constant or by_fan_in"):
+        MuP(16).scale_initial_weights(llama, drawn="once")
+    MuP(16).scale_initial_weights(llama)
+    with pytest.raises(UsageError, match="weights of LlamaForCausalLM are scaled already: call it once"):
+        MuP(16).scale_initial_weights(llama)
+    with torch.device("meta"), pytest.raises(UsageError, match="Net is on the meta device"):
+        MuP(16).scale_initial_weights(Net())
+
+
+def test_shapes_of_another_module_are_refused():
+    module = model(mup=MuP(16))
+    module.base_shapes = dict
+    with pytest.raises(UsageError, match=r"base_shapes\(\) has no shape of 2 dimensions for 'decoder.embed.weight'"):
+        build_optimizer(module, mup=MuP(16))
