@@ -135,11 +135,11 @@ def test_a_wrong_choice_is_refused(monkeypatch):
 def test_our_mixins_and_precision_run_under_a_pytorch_lightning_trainer():
     code = """
 import pytorch_lightning as pl, torch
-from lightning_tricks import AutoPrecision, LanguageModel, Llama
+from lightning_tricks import AutoPrecision, LanguageModel, Llama, MuonAdamW
 from lightning_tricks.callbacks import TrainingProgressBar
 from torch.utils.data import DataLoader
 assert TrainingProgressBar.__mro__[1].__module__.split('.')[0] == 'pytorch_lightning'
-model = LanguageModel(Llama(vocab_size=32, d_model=16, n_layers=1, n_heads=2, max_seq_len=8))
+model = LanguageModel(Llama(vocab_size=32, d_model=16, n_layers=1, n_heads=2, max_seq_len=8), optimizer=MuonAdamW)
 ids = torch.randint(0, 32, (4, 8))
 data = DataLoader([{"input_ids": ids, "labels": ids}] * 3, batch_size=None)
 trainer = pl.Trainer(accelerator="cpu", max_steps=3, plugins=AutoPrecision(), logger=False, enable_checkpointing=False)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.optim import Muon, MuonAdamW, decay_groups
+from lightning_tricks.optim import Muon, MuonAdamW, build_optimizer, decay_groups
+from lightning_tricks.optim.bf16_step import BF16Step
 from lightning_tricks.optim.orthogonalize import orthogonalize
 
 
@@ -263,3 +264,44 @@ def test_a_foreign_llama_and_a_convolutional_net_keep_their_ends_on_adamw():
 def test_what_muon_adamw_refuses(make, words):
     with pytest.raises(UsageError, match=words):
         make()
+
+
+# ---- in bf16
+
+
+@pytest.mark.parametrize("update", ["stochastic_rounding", "fp32_masters"])
+def test_bf16_weights_train_and_a_load_goes_on_to_the_bit(update):
+    """The orthogonalized update is rounded as any other; masters are kept for matrices and vectors alike."""
+
+    def made(model):
+        optimizer = build_optimizer(model, lambda groups: MuonAdamW(groups, lr=1e-3))
+        return model, optimizer, BF16Step(optimizer, update=update)
+
+    def train(model, optimizer, first, last):
+        for step in range(first, last):
+            batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(batch).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 4)).bfloat16()
+    model, optimizer, step = made(copy.deepcopy(start))
+    train(model, optimizer, 0, 4)
+    other, resumed, again = made(copy.deepcopy(model))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again.steps = step.steps
+    train(model, optimizer, 4, 8)
+    train(other, resumed, 4, 8)
+    assert equal(model.parameters(), other.parameters())
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), start.parameters(), strict=True) if p.ndim > 1)
+    assert all(("master" in state) == (update == "fp32_masters") for state in optimizer.state.values())
+    fp32 = copy.deepcopy(start).float()
+    plain = build_optimizer(fp32, lambda groups: MuonAdamW(groups, lr=1e-3))
+    for number in range(8):
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+        fp32(batch).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+    for one, two in zip(model.parameters(), fp32.parameters(), strict=True):
+        torch.testing.assert_close(one.float(), two, atol=6e-3, rtol=2e-2)

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_tricks
 from lightning_tricks._errors import UsageError
-from lightning_tricks.callbacks import BatchSizeWarmup, StepGuard
+from lightning_tricks.callbacks import BatchSizeWarmup, DecayOnDemand, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.checksummed_file import ChecksummedFile
@@ -44,7 +44,7 @@ from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
 from lightning_tricks.precision import AutoPrecision, BF16Mixed, BF16True, Float8, FP16Mixed
 from lightning_tricks.precision._autocast import refuse_strategy
-from lightning_tricks.schedules import WarmupCosine
+from lightning_tricks.schedules import WarmupCosine, WarmupStableDecay
 from lightning_tricks.strategies import DeepSpeedZeROStrategy, consolidate_deepspeed
 from lightning_tricks.strategies.deepspeed import load_deepspeed as loading
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
@@ -221,6 +221,22 @@ def growing(world: int) -> dict[str, Any]:
     return {"accumulate_grad_batches": 2, "max_epochs": 3, "max_steps": 6, "callbacks": [warmup]}
 
 
+class Asks(pl.Callback):
+    """A signal to one rank, in a step."""
+
+    def on_before_zero_grad(self, trainer, *_):
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def decaying(rank: int, schedule: WarmupStableDecay, *callbacks: Any, max_steps: int) -> dict[str, list[float]]:
+    """A run of two processes that decays by its schedule, or because it is asked to."""
+    model, data = language_model(), [*batches(rank, 2)] * 2
+    model.schedule = schedule
+    loader = DataLoader(data, batch_size=None)
+    return fit(model, DeepSpeedZeROStrategy(2), 2, loader, max_steps=max_steps, callbacks=list(callbacks))
+
+
 def one_process() -> dict[str, Any]:
     """What the runs of two processes are compared with."""
     runs: dict[str, Any] = {"tokens": fit(language_model(), data=batches())}
@@ -273,6 +289,9 @@ def two_process_runs(rank: int, folder: str) -> None:
 
     for stage in (1, 2, 3):
         stage_runs(case, losses, stage, rank, Path(folder))
+    wsd = WarmupStableDecay(warmup_steps=1, decay_steps=4)
+    case("demanded", lambda: decaying(rank, wsd, DecayOnDemand(decay_steps=3), Asks(), max_steps=19))
+    case("in one piece", lambda: decaying(rank, wsd.decaying_from(4), max_steps=7))
     refused_runs(case, losses, Path(folder))
     saving_runs(case, losses, rank, Path(folder))
     results["compiled"] = Path(folder, "extensions").exists()
@@ -621,6 +640,13 @@ def test_a_global_batch_grows_as_in_one_process(zero, one, stage):
         close(found[name], expected[name])
     assert expected["train/batch_micro_batches"] == [1, 1, 1, 2, 2, 2]
     assert found["train/batch_micro_batches"] == [2, 2, 2, 4, 4, 4]
+
+
+def test_a_decay_on_demand_is_the_run_in_one_piece(zero):
+    found, expected = zero("demanded"), zero("in one piece")
+    assert len(expected["train/loss"]) == 7
+    for name in ("train/loss", "train/lr", "train/grad_norm"):
+        assert found[name] == expected[name]
 
 
 @STAGES
