@@ -65,6 +65,7 @@ from lightning_tricks.models import generate as generate
 from lightning_tricks.optim import AdamWBF16State as AdamWBF16State
 from lightning_tricks.optim import ComposedOptimizer as ComposedOptimizer
 from lightning_tricks.optim import LayerwiseLRDecay as LayerwiseLRDecay
+from lightning_tricks.optim import MatrixAdamW as MatrixAdamW
 from lightning_tricks.optim import Muon as Muon
 from lightning_tricks.optim import MuonAdamW as MuonAdamW
 from lightning_tricks.optim import MuP as MuP

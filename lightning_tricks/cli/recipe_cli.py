@@ -32,6 +32,7 @@ from lightning_tricks.cli.recipe_parser import RecipeParser, check_options, join
 from lightning_tricks.cli.recipe_text import check_values
 from lightning_tricks.cli.run_errors import trainer_line, usage_errors
 from lightning_tricks.cli.run_folder import RunFolder, check_folders
+from lightning_tricks.cli.short_names import known_names_first
 from lightning_tricks.commands import COMMANDS
 from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin
@@ -118,7 +119,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse, refuse values that would fail later, and say what a class that replaces another one keeps."""
         given: list[str] = []
-        with watch_class_changes() as changes:
+        with watch_class_changes() as changes, known_names_first():
             if isinstance(args, dict | Namespace):
                 self.config = parser.parse_object(args)
             else:

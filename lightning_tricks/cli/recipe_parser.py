@@ -1,5 +1,6 @@
 """The parser of the command line: recipes as YAML, negative numbers as values, each error as one line."""
 
+import argparse
 import importlib
 import inspect
 import math
@@ -45,6 +46,15 @@ class RecipeParser(lightning_cli.LightningArgumentParser):
             return super().parse_path(cfg_path, *args, **kwargs)
         except UnicodeDecodeError as error:
             raise UsageError(f"--config {cfg_path}: no UTF-8 text; give a recipe in YAML") from error
+
+    def _add_signature_parameter(self, container: Any, nested_key: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+        """Leave out what a recipe does not give, where the default is a bare object, which is no value of the type.
+
+        So a library says "not given"; all classes of heavyball do.
+        """
+        if type(param.default) is object:
+            kwargs["default"] = argparse.SUPPRESS
+        super()._add_signature_parameter(container, nested_key, param, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the cause of a failed parse as a UsageError; a parser nested in another one reports to that one."""

@@ -10,6 +10,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
+from lightning_tricks.mixins._chosen_optimizer import name_of, refuse_for_run, refuse_other, say_whether_gradients_stay
 from lightning_tricks.mixins._plain_settings import from_plain, rules_from_plain, to_plain
 from lightning_tricks.mixins._run_length import check_length, schedule_lr
 from lightning_tricks.optim import (
@@ -56,8 +57,9 @@ class OptimizerMixin(Mixin):
         **kwargs: for the next class in the bases.
 
     Raises:
-        UsageError: when training starts: see `build_optimizer` and `Schedule.check`; a checkpoint that holds weights
-            only, or the state of an optimizer of another class; at load, weights of another MuP.
+        UsageError: when training starts: see `build_optimizer` and `Schedule.check`; an optimizer that is known not to
+            work under the strategy or precision; a checkpoint that holds weights only, or the state of an optimizer of
+            another class; at load, weights of another MuP.
 
     Source: see `default_adamw` and `decay_groups`.
     """
@@ -92,6 +94,8 @@ class OptimizerMixin(Mixin):
         if stage != "fit":
             return
         optimizer = check_settings(self.optimizer, self.mup)
+        if optimizer is not None:
+            refuse_for_run(optimizer, trainer, self)
         rules = [rule for rule in self.param_rules or () if isinstance(rule, ParamRule)]
         if optimizer is not None and not any(rule.schedule for rule in rules):
             check_constant(optimizer, [self.schedule] * len(optimizer.param_groups))
@@ -109,7 +113,9 @@ class OptimizerMixin(Mixin):
             )
         settings = (self.weight_decay, self.decay_embeddings, self.param_rules, self.mup)
         optimizer = build_optimizer(self, self.optimizer, *settings)
-        self._optimizer_class = type(optimizer).__name__
+        refuse_for_run(optimizer, self.trainer, self)
+        say_whether_gradients_stay(optimizer)
+        self._optimizer_class = name_of(optimizer)
         self._check_optimizer_class()
         self._refuse_unswitched(optimizer)
         rank_zero_info(f"{self._optimizer_class}\n{groups_table(optimizer.param_groups, lr=0.0)}")
@@ -174,9 +180,5 @@ class OptimizerMixin(Mixin):
         """Compare with the checkpoint, which Lightning loads before or after it builds the optimizer."""
         here, there = self._optimizer_class, self._class_in_checkpoint
         self._class_in_checkpoint = None if here else there
-        if here and there and here != there:
-            raise UsageError(
-                f"the checkpoint holds the state of {there}, which {here} cannot take up: set the optimizer to "
-                f"{there}, or start a new run from it with --init_from (InitFrom from Python), which keeps the weights "
-                "and drops the optimizer's state, the schedule and the step"
-            )
+        if here and there:
+            refuse_other(here, there)

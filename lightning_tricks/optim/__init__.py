@@ -7,6 +7,7 @@ from lightning_tricks.optim.composed_optimizer import ComposedOptimizer, skips_o
 from lightning_tricks.optim.decay_groups import check_each_parameter_once, decay_groups, groups_table
 from lightning_tricks.optim.follow_recipe import follow_recipe
 from lightning_tricks.optim.layerwise_lr_decay import LayerwiseLRDecay
+from lightning_tricks.optim.matrix_adamw import MatrixAdamW
 from lightning_tricks.optim.muon import Muon
 from lightning_tricks.optim.muon_adamw import MuonAdamW
 from lightning_tricks.optim.mup import MuP
@@ -19,6 +20,7 @@ __all__ = [
     "AdamWBF16State",
     "ComposedOptimizer",
     "LayerwiseLRDecay",
+    "MatrixAdamW",
     "MuP",
     "Muon",
     "MuonAdamW",

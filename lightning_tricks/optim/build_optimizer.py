@@ -12,6 +12,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.decay_groups import Rules, check_each_parameter_once, decay_groups
 from lightning_tricks.optim.follow_recipe import follow_recipe, parts_of
+from lightning_tricks.optim.limits import refuse_tensor_lr
 from lightning_tricks.optim.mup import MuP
 from lightning_tricks.optim.mup_factors import rule_of, split_groups
 
@@ -62,6 +63,7 @@ def build_optimizer(
         groups = split_groups(groups, mup.lr_factors(module, first))
     built = _built(optimizer, groups)
     _refuse_own_decay(built)
+    refuse_tensor_lr(built)
     _refuse_named_optimizer(built, groups)
     check_each_parameter_once(module, built.param_groups)
     for group in built.param_groups:
@@ -82,7 +84,7 @@ def check_settings(optimizer: OptimizerFactory | None, mup: MuP | None = None) -
     """Refuse settings wrong for any module: lr, betas, eps out of range, a decay of its own, no rule of muP.
 
     Returns:
-        The optimizer of a small module, which tells its class; None if it cannot be built for that.
+        An optimizer of two small parameters, to look at; None where it cannot be built from them.
     """
     both = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(1, 1)]), "head": nn.Linear(1, 1)})
     try:
@@ -94,6 +96,7 @@ def check_settings(optimizer: OptimizerFactory | None, mup: MuP | None = None) -
         return None
     else:
         _refuse_own_decay(built)
+        refuse_tensor_lr(built)
         for group in built.param_groups:
             _scaled_lr(group)
         for part in parts_of(built) if mup is not None else ():
@@ -121,7 +124,8 @@ def _refuse_own_decay(optimizer: torch.optim.Optimizer) -> None:
     for part in parts_of(optimizer):
         parameter = inspect.signature(type(part)).parameters.get("weight_decay")
         own = part.defaults.get("weight_decay")
-        if parameter is not None and own != parameter.default:
+        # some, such as pytorch_optimizer's NorMuon, keep it in no place but their groups, which have ours
+        if parameter is not None and "weight_decay" in part.defaults and own != parameter.default:
             raise UsageError(
                 f"weight_decay={own} of {type(part).__name__} would have no effect: "
                 "set the weight_decay beside the optimizer, which leaves out biases and norms"

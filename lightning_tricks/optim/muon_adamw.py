@@ -9,9 +9,9 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.matrices import is_unknown_fusion, split_by_heads
 from lightning_tricks.optim.muon import Muon
+from lightning_tricks.optim.split_by_role import split_by_role
 
 _HIDDEN = ("matrix", "expert")
-_LISTS = ("params", "param_names", "roles", "matrices")  # of a group, one entry a parameter
 
 
 class MuonAdamW(ComposedOptimizer):
@@ -76,23 +76,11 @@ class MuonAdamW(ComposedOptimizer):
 
     def _parts(self, group: Any) -> Iterator[dict[str, Any]]:
         """The parts of a group that go to Muon and to AdamW."""
-        if not isinstance(group, dict) or "roles" not in group:
-            raise UsageError("MuonAdamW: its groups do not tell the role of each parameter: make them by decay_groups")
-        chosen = group.get("optimizer")
-        if chosen not in (None, "muon", "adamw"):
-            raise UsageError(f"param_rules: optimizer={chosen!r} of {group['name']}: MuonAdamW has muon and adamw")
-        by_role = ["muon" if role in _HIDDEN else "adamw" for role in group["roles"]]
-        goes_to = by_role if chosen is None else [chosen] * len(by_role)
-        for name in ("muon", "adamw"):
-            entries = [index for index, optimizer in enumerate(goes_to) if optimizer == name]
-            if entries:
-                lists = {key: [group[key][index] for index in entries] for key in _LISTS}
-                part = {**group, **lists, "optimizer": name, "name": f"{name}:{group['name']}"}
-                if name == "muon":
-                    part["matrices"] = [
-                        self._matrices(*entry) for entry in zip(*(lists[key] for key in _LISTS), strict=True)
-                    ]
-                yield part
+        for part in split_by_role(group, "muon", lambda role, _: role in _HIDDEN, "MuonAdamW"):
+            if part["optimizer"] == "muon":
+                entries = zip(*(part[key] for key in ("params", "param_names", "roles", "matrices")), strict=True)
+                part["matrices"] = [self._matrices(*entry) for entry in entries]
+            yield part
 
     def _matrices(self, param: torch.Tensor, name: str, role: str, held: list[int]) -> list[int]:
         """The rows of each matrix in a parameter that goes to Muon."""

@@ -8,6 +8,7 @@ from torch import bfloat16, nn
 from lightning_tricks._errors import UsageError
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks.optim.bf16_step import BF16Step, StateType, Update
+from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.precision._autocast import AutocastPrecision
 
 
@@ -58,7 +59,8 @@ class BF16True(AutocastPrecision):
 
     Raises:
         UsageError: an unknown option value; when training starts, under a strategy with a precision of its own (FSDP1,
-            DeepSpeed), or with an optimizer that calls its closure more than once, such as LBFGS.
+            DeepSpeed), or with an optimizer that calls its closure more than once, such as LBFGS, or keeps the
+            parameters of a step, such as those of heavyball.
 
     Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192 (stochastic rounding of the weight update).
     """
@@ -88,6 +90,8 @@ class BF16True(AutocastPrecision):
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Wrap each optimizer's step, until `teardown`."""
+        for optimizer in optimizers:
+            refuse_limits(optimizer, "BF16True")
         # once and from rank 0: a module may set another seed during training, each rank its own
         seed = torch.initial_seed()
         self._seed = self._strategy.broadcast(seed) if self._strategy is not None else seed

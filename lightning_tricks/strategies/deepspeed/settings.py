@@ -7,13 +7,12 @@ from torch import nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._trainer import is_a
+from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.strategies.deepspeed.load_deepspeed import load_deepspeed
 
 Stage = Literal[1, 2, 3]
 _MAX_BUCKET = 200_000_000  # elements of a buffer, Lightning's default
 _MAX_PERSISTENT = 100_000  # elements, DeepSpeed's default for the size below which stage 3 does not shard
-# These optimizers compute with a matrix as a matrix; ZeRO gives an optimizer all parameters as one flat vector.
-_NEED_SHAPES = ("Adafactor", "LBFGS", "Muon", "SOAP", "Shampoo")
 
 
 def zero_config(stage: int, offload_optimizer: bool, offload_parameters: bool) -> dict[str, Any]:
@@ -95,8 +94,4 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers: 
             f"{type(module).__name__}.configure_optimizers gives {len(optimizers)} optimizers and {len(schedulers)} "
             "schedulers, DeepSpeed takes one optimizer and at most one scheduler: join them, or use FSDP2Strategy"
         )
-    for name in _NEED_SHAPES:
-        if is_a(optimizers[0], name):
-            raise UsageError(
-                f"{name} needs the shapes of the parameters, which DeepSpeed flattens: take AdamW, or FSDP2Strategy"
-            )
+    refuse_limits(optimizers[0], "flat parameters")

@@ -17,9 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._trainer import is_a
-
-# Optimizers whose state or arithmetic does not take DTensors, as tried with torch 2.13, and one that does.
-INSTEAD_OF = {"Adafactor": "AdamW", "AdamWFp8": "AdamW8bit", "SOAP": "Muon or AdamW"}
+from lightning_tricks.optim.limits import refuse_limits
 
 
 def shard_module(
@@ -155,11 +153,9 @@ def refuse_fsdp1(module: nn.Module) -> None:
 
 
 def refuse_optimizers(optimizers: Iterable[Any]) -> None:
-    """Refuse optimizers that take no DTensors, by the names of their classes."""
+    """Refuse optimizers that take no DTensors."""
     for optimizer in optimizers:
-        for name, other in INSTEAD_OF.items():
-            if is_a(optimizer, name):
-                raise UsageError(f"{name} does not work on sharded parameters: take {other}, or strategy: ddp")
+        refuse_limits(optimizer, "shards")
 
 
 def refuse_late_parameters(module: nn.Module) -> None:

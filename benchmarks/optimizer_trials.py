@@ -1,0 +1,173 @@
+"""What each optimizer of the table is tried on, in processes of its own: short runs whose end one process knows."""
+
+import functools
+import gc
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from benchmarks.optimizer_rows import ROWS, Spec, built, factory, spec
+from benchmarks.strategy_rows import CONFIG, LENGTH, VOCABULARY, batches
+from benchmarks.strategy_runs import attempt
+from lightning_tricks import BF16True, DeepSpeedZeROStrategy, FSDP2Strategy, WarmupCosine
+from lightning_tricks._lightning import pl
+from lightning_tricks.checkpoints import AtomicCheckpointIO
+from lightning_tricks.models import Decoder
+from lightning_tricks.optim import build_optimizer, limits
+
+STEPS, SAVED = 24, 12  # past two periods of ten steps; the save is in the middle of one
+Found = dict[str, Any]
+
+
+class Kept(pl.Callback):
+    """Keeps the loss of each step, and the bytes that live tensors hold at two steps and at the end."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.bytes: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if trainer.global_step in (SAVED + 1, STEPS - 1):
+            gc.collect()
+            live = [thing for thing in gc.get_objects() if isinstance(thing, Tensor) and not thing.is_meta]
+            self.bytes.append(sum(tensor.numel() * tensor.element_size() for tensor in live))
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The plain tensors, at any depth, of a state: lists, dicts, shards, and tensors made of several."""
+    if isinstance(value, dict | list | tuple):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(entry)
+    elif isinstance(value, DTensor):
+        yield from tensors_of(value.to_local())
+    elif isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from tensors_of(getattr(value, name))
+    elif isinstance(value, Tensor):
+        yield value
+
+
+@functools.cache
+def rank_and_world() -> tuple[int, int]:
+    """Of this process, as it was started: the first Trainer clears the variables at its end."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def fit(name: str, folder: Path, steps: int = STEPS, resume: Path | None = None, **options: Any) -> Found:
+    """Train the small model: its losses, and this process's weights and state at the end."""
+    row, kept = ROWS[name], Kept()
+    rank, world = rank_and_world()
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    if world == 1:
+        options["plugins"] = [*options.get("plugins", []), AtomicCheckpointIO()]
+    torch.manual_seed(0)
+    module = row.module(CONFIG, optimizer=factory(row.optimizer), schedule=WarmupCosine(warmup_steps=4))
+    trainer = pl.Trainer(
+        max_steps=steps, accelerator="cpu", logger=False, callbacks=[kept, *([] if resume else [saver])],
+        gradient_clip_val=1.0, use_distributed_sampler=False, default_root_dir=folder, devices=world,
+        enable_checkpointing=not resume, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(module, batches(steps, SAVED if resume else 0, rank, world), ckpt_path=resume)
+    optimizer: Any = getattr(trainer.optimizers[0], "optimizer", trainer.optimizers[0])
+    weights = [local(p).detach().clone() for p in module.parameters()]
+    state = [tensor.detach().clone() for entry in optimizer.state.values() for tensor in tensors_of(entry)]
+    return {"loss": kept.losses, "bytes": kept.bytes, "tensors": weights + state}
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def resumed(name: str, folder: Path, **options: Callable[[], Any]) -> Found:
+    """A run, and one that goes on from its checkpoint: whether both end alike, to the bit.
+
+    Args:
+        name: of the row.
+        folder: for the checkpoint.
+        **options: of the Trainer, made anew for each of the two.
+    """
+    made = lambda: {option: make() for option, make in options.items()}  # noqa: E731
+    whole = fit(name, folder, **made())
+    again = attempt(partial(fit, name, folder / "again", resume=folder / f"step={SAVED}.ckpt", **made()))
+    if "tensors" not in again:
+        return whole | {"resume": next(f"{kind}: {line}" for kind, line in again.items())}
+    pairs = list(zip(whole["tensors"], again["tensors"], strict=False))
+    equal = len(whole["tensors"]) == len(again["tensors"]) and all(torch.equal(*pair) for pair in pairs)
+    gap = max(abs(a - b) for a, b in zip(whole["loss"][SAVED:], again["loss"], strict=True))
+    return whole | {"resume": "bitwise" if equal else f"differs by {gap:.1e} in loss"}
+
+
+def bf16_true(name: str, folder: Path) -> Found:
+    """A run with bf16 weights, and whether the process holds more at its end than in its middle."""
+    found = fit(name, folder, plugins=[BF16True()])
+    return found | {"grows": found["bytes"][1] > 1.01 * found["bytes"][0]}
+
+
+def stepped(name: str, compiled: bool = False, tensor_lr: bool = False) -> list[Tensor]:
+    """The weights after three steps on the same gradients, of a model of one block."""
+    torch.manual_seed(0)
+    model = Decoder(type(CONFIG)(vocab_size=VOCABULARY, d_model=64, n_layers=1, n_heads=2, max_seq_len=LENGTH))
+    row = ROWS[name]
+    optimizer = build_optimizer(model, _with_tensor_lr(row.optimizer)) if tensor_lr else built(name, model)
+    step = torch.compile(optimizer.step) if compiled else optimizer.step
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def _with_tensor_lr(chosen: Spec) -> Callable[[Any], torch.optim.Optimizer]:
+    """The optimizer of a row, whose learning rate (of the matrices, where those have one) is a Tensor."""
+    inner = chosen["init_args"].get("matrices")
+    if inner:
+        return factory(chosen, matrices=spec(inner["class_path"], **_tensor_lr(inner)))
+    return factory(spec(chosen["class_path"], **_tensor_lr(chosen)))
+
+
+def _tensor_lr(chosen: Spec) -> dict[str, Any]:
+    return {**chosen["init_args"], "lr": torch.tensor(chosen["init_args"]["lr"])}
+
+
+def against_eager(name: str, **how: bool) -> Found:
+    """Largest difference of a weight from three plain steps, over the largest weight."""
+    plain, other = stepped(name), stepped(name, **how)
+    pairs = zip(plain, other, strict=True)
+    return {"gap": max(float((one - two).abs().max() / one.abs().max()) for one, two in pairs)}
+
+
+def in_one(name: str, folder: Path) -> Found:
+    """Everything that one process tries."""
+    if ROWS[name].module is not ROWS["AdamW"].module:  # its gradients come from the loss, at each step
+        alone: dict[str, Callable[[], Found]] = {}
+    else:
+        alone = {
+            "compile": partial(against_eager, name, compiled=True),
+            "tensor lr": partial(against_eager, name, tensor_lr=True),
+        }
+    trials = {
+        "one": partial(resumed, name, folder / "one"),
+        "bf16_true": partial(bf16_true, name, folder / "bf16_true"),
+        **alone,
+    }
+    return {trial: attempt(act) for trial, act in trials.items()}
+
+
+def in_two(name: str, folder: Path, strategy: str) -> Found:
+    """What two processes try: `fsdp2` or `deepspeed`."""
+    make = FSDP2Strategy if strategy == "fsdp2" else partial(DeepSpeedZeROStrategy, 2)
+    return attempt(partial(resumed, name, folder / strategy, strategy=make))
+
+
+def without_refusals(job: Callable[..., Found], *args: Any) -> Found:
+    """What happens to those that are refused, if they are not."""
+    limits.LIMITS.clear()
+    return job(*args)

@@ -1,0 +1,106 @@
+"""Write the tables of docs/optimizers.md from what `python -m benchmarks.optimizers` measured.
+
+python docs/fill_optimizers.py benchmarks/results/optimizers-DATE-cpu.json
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+PLACES = ("fsdp2", "deepspeed", "compile", "bf16_true", "tensor lr")
+# Largest differences that count as the same: of a loss in the small runs, of a weight after compiled steps.
+LOSS_BOUND, BF16_BOUND, WEIGHT_BOUND = 2e-3, 0.1, 1e-4
+HEADS = {
+    "cost": "optimizer|in a recipe|state, bytes a parameter|step, times AdamW's|bits/byte after 200 steps",
+    "places": "optimizer|FSDP2|DeepSpeed|`torch.compile(step)`|BF16True|Tensor lr|resume",
+}
+
+
+def fits(found: dict[str, Any], one: dict[str, Any], place: str) -> bool:
+    """Whether an optimizer does in a place what it does in one plain process."""
+    if "gap" in found:
+        return bool(found["gap"] <= WEIGHT_BOUND)
+    if "loss" not in found or len(found["loss"]) != len(one["loss"]):
+        return False
+    bound = BF16_BOUND if place == "bf16_true" else LOSS_BOUND
+    gap = max(abs(a - b) for a, b in zip(found["loss"], one["loss"], strict=True))
+    return gap <= bound and not found.get("grows") and found.get("resume", "bitwise") == "bitwise"
+
+
+def cell(tried: dict[str, Any], place: str) -> str:
+    """What a user meets in a place: `yes`, `refused`, or what is wrong."""
+    said = tried["said"].get(place)
+    if said is None:
+        return "not tried"
+    if "refused" in said:
+        return "refused"
+    return "yes" if fits(said, tried["said"]["one"], place) else "**no**"
+
+
+def misses(row: dict[str, Any]) -> list[str]:
+    """What of a row is not as promised: a place where it neither works nor is refused, or is refused though it works."""
+    tried, found = row["tried"], []
+    for place in PLACES:
+        shown = cell(tried, place)
+        if shown == "**no**":
+            found.append(f"{place}: {tried['said'][place]}")
+        if shown == "refused" and fits(tried["tried"].get(place, {}), tried["tried"]["one"], place):
+            found.append(f"{place}: refused, and works")
+    if tried["said"]["one"].get("resume") != "bitwise":
+        found.append(f"resume: {tried['said']['one'].get('resume')}")
+    if not row["learns"]["last_loss"] < row["learns"]["first_loss"] - 1:
+        found.append(f"learns: {row['learns']}")
+    return found
+
+
+def in_recipe(optimizer: dict[str, Any]) -> str:
+    """The class path, with that of the matrices in brackets."""
+    inner = optimizer["init_args"].get("matrices")
+    return f"`{optimizer['class_path']}`" + (f" of `{inner['class_path']}`" if inner else "")
+
+
+def tables(result: dict[str, Any]) -> dict[str, str]:
+    """Markdown by the name of its place in the page."""
+    cost, places = [], []
+    for name, row in result["rows"].items():
+        costs, learns, tried = row["costs"], row["learns"], row["tried"]
+        resume = tried["said"]["one"].get("resume", "not tried")
+        cost.append([
+            name, in_recipe(row["optimizer"]), f"{costs['state_bytes_per_parameter']:.2f}", f"{costs['ratio']:.2g}",
+            f"{learns['bits_per_byte']:.3f}",
+        ])  # fmt: skip
+        places.append([name, *(cell(tried, place) for place in PLACES), resume])
+    rows = {"cost": cost, "places": places}
+    return {name: table(head.split("|"), rows[name]) for name, head in HEADS.items()}
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A markdown table, its first column to the left."""
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def refusals(result: dict[str, Any]) -> dict[str, str]:
+    """The lines that users get, each once."""
+    said = [found["refused"] for row in result["rows"].values() for found in row["tried"]["said"].values()
+            if isinstance(found, dict) and "refused" in found]  # fmt: skip
+    return {"refusals": "```text\n" + "\n".join(dict.fromkeys(said)) + "\n```"}
+
+
+def fill(page: str, result: dict[str, Any]) -> str:
+    """`page` with each table between its two markers."""
+    for name, text in {**tables(result), **refusals(result)}.items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
+        page = place.sub(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", page, count=1)
+    return page
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python docs/fill_optimizers.py RESULT.json")
+    measured = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    card = DOCS / "optimizers.md"
+    card.write_text(fill(card.read_text(encoding="utf-8"), measured), encoding="utf-8")

@@ -1,0 +1,73 @@
+"""What known optimizers cannot do, in a table by class, so that a run is refused before its first step."""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.optim.follow_recipe import parts_of
+
+Place = Literal["shards", "flat parameters", "BF16True", "ComposedOptimizer", "a Tensor lr", "first derivatives"]
+
+
+class Limit(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        place: where these optimizers fail, or train wrongly without a message.
+        optimizers: `package.Class` and its subclasses, `package.*` for all of a package's, `Class` for any package's.
+        why: what the message says after the name of the optimizer.
+        remedy: what to do.
+    """
+
+    place: Place
+    optimizers: tuple[str, ...]
+    why: str
+    remedy: str
+
+
+_FLAT = "needs the shapes of the parameters, which DeepSpeed and FSDP1 flatten"
+_SHARDED = "does not work on sharded parameters"
+
+# As tried with torch 2.13, torchao 0.18, pytorch_optimizer 4.1 and heavyball 3.2 by `python -m benchmarks.optimizers`.
+LIMITS = [
+    Limit("shards", ("Adafactor", "SOAP", "Shampoo"), _SHARDED, "take AdamW or MuonAdamW, or strategy: ddp"),
+    Limit("shards", ("AdamWFp8", "AdamFp8"), _SHARDED, "take AdamW8bit, or strategy: ddp"),
+    Limit("flat parameters", ("Adafactor", "LBFGS", "Muon", "NorMuon", "SOAP", "Shampoo"), _FLAT,
+          "take AdamW, or FSDP2Strategy"),
+    Limit("a Tensor lr", ("pytorch_optimizer.*", "heavyball.*"), "changes a Tensor lr in its step, or fails on it",
+          "give a float, which the schedule sets at each step"),
+    Limit("first derivatives", ("SophiaH",), "needs second derivatives, and the module's backward() gives first ones",
+          "override it with `loss.backward(create_graph=True)`, in a model that is differentiable twice"),
+]  # fmt: skip
+
+
+def refuse_limits(optimizer: Optimizer, *places: Place) -> None:
+    """Refuse an optimizer, or one of several that it is made of, which is known not to work in one of the places.
+
+    Raises:
+        UsageError: with the first limit that fits.
+    """
+    for part in parts_of(optimizer):
+        names = set(_names(part))
+        for limit in LIMITS:
+            if limit.place in places and not names.isdisjoint(limit.optimizers):
+                raise UsageError(f"{type(part).__name__} {limit.why}: {limit.remedy}")
+
+
+def refuse_tensor_lr(optimizer: Optimizer) -> None:
+    """Refuse a Tensor that the user gave as learning rate to an optimizer that does not take one.
+
+    torchao's make a Tensor of a number by themselves.
+    """
+    for part in parts_of(optimizer):
+        if isinstance(part.defaults.get("lr"), torch.Tensor):
+            refuse_limits(part, "a Tensor lr")
+
+
+def _names(optimizer: Optimizer) -> Iterator[str]:
+    for cls in type(optimizer).__mro__:
+        package = cls.__module__.partition(".")[0]
+        yield from (cls.__name__, f"{package}.{cls.__name__}", f"{package}.*")

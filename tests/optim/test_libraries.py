@@ -1,0 +1,357 @@
+"""Optimizers of torch and of libraries, by one line: what the library itself would do, resumed, sharded, or refused."""
+
+import importlib
+import json
+import logging
+import math
+import os
+import sys
+from typing import Any
+
+import heavyball
+import lightning.pytorch as pl
+import pytest
+import torch
+import two_processes
+from cli.parsers import one_parser  # noqa: F401, a fixture
+from monitored import Memory
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.cli import load_recipe
+from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin
+from lightning_tricks.monitors.grad_norm_monitor import GradNormMonitor
+from lightning_tricks.monitors.update_monitor import UpdateMonitor
+from lightning_tricks.optim import MatrixAdamW, MuonAdamW, build_optimizer
+from lightning_tricks.precision import BF16True
+from lightning_tricks.schedules import WarmupLinear
+from lightning_tricks.strategies import DeepSpeedZeROStrategy, FSDP2Strategy
+
+
+def matrices(class_path: str, **init_args: Any) -> dict[str, Any]:
+    return {"class_path": "MatrixAdamW", "init_args": {
+        "lr": 0.01, "matrices": {"class_path": class_path, "init_args": {"lr": 0.01, **init_args}}}}  # fmt: skip
+
+
+def plain(class_path: str, **init_args: Any) -> dict[str, Any]:
+    return {"class_path": class_path, "init_args": {"lr": 0.01, **init_args}}
+
+
+CHOSEN = {
+    "SGD": plain("SGD", momentum=0.9),
+    "AdamW": plain("AdamW", fused=True),
+    "Adafactor": plain("Adafactor"),
+    "MuonAdamW": plain("MuonAdamW"),
+    "Lion": plain("pytorch_optimizer.Lion"),
+    "AdamW8bit": plain("torchao.optim.AdamW8bit"),
+    "heavyball AdamW": plain("heavyball.AdamW"),
+    "NorMuon": matrices("pytorch_optimizer.NorMuon"),
+    "SOAP": matrices("pytorch_optimizer.SOAP", precondition_frequency=2),
+    "Shampoo": matrices("pytorch_optimizer.Shampoo", momentum=0.9),
+}
+# bytes of state for each number of a 64 x 64 matrix, and of a vector of 64
+STATE = {
+    "SGD": (4, 4),
+    "AdamW": (8, 8),
+    "Adafactor": (4 * 2 / 64, 4),  # a row and a column; vectors are not factored
+    "MuonAdamW": (4, 8),
+    "Lion": (4, 4),
+    "AdamW8bit": (2 + 2 * 4 / 256 + 2 * 256 * 4 / 64**2, 8),  # a scale for 256 numbers and the table of codes
+    "heavyball AdamW": (8, 8),
+    "NorMuon": (4 + 4 / 64, 8),
+    "SOAP": (8 + 4 * 4, 8),  # two squares and their eigenvectors
+    "Shampoo": (4 + 4 * 4, 8),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_compiled():
+    """What torchao and heavyball compute is the same without a compiler, which would take minutes."""
+    with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
+        patch.setattr(heavyball.utils, "compile_mode", None)
+        yield
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 4))
+
+
+MATRICES, HEAD = ("0.weight", "2.weight"), "3.weight"
+
+
+def imported(class_path: str) -> Any:
+    package, _, name = class_path.rpartition(".")
+    return getattr(importlib.import_module(package or "torch.optim"), name)
+
+
+def factory(chosen: dict[str, Any], **others: Any) -> Any:
+    """What a recipe makes of it."""
+    arguments = {**chosen["init_args"], **others}
+    if "matrices" in arguments:
+        matrices = factory(arguments.pop("matrices"), **others)
+        return lambda groups: MatrixAdamW(groups, matrices, **arguments)
+    if chosen["class_path"] == "MuonAdamW":
+        return lambda groups: MuonAdamW(groups, **arguments)
+    return lambda groups: imported(chosen["class_path"])(groups, **arguments)
+
+
+def by_hand(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """The library's optimizer on groups that nobody of ours has made, and AdamW for what is no hidden matrix."""
+    named = dict(model.named_parameters())
+    vectors = {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0}
+    head = {"params": [named[HEAD]], "weight_decay": 0.1}
+    hidden = {"params": [named[key] for key in MATRICES], "weight_decay": 0.1}
+    arguments = dict(CHOSEN[name]["init_args"])
+    adamw = {"lr": 0.01, "betas": (0.9, 0.95), "fused": True}
+    if name == "MuonAdamW":
+        muon = torch.optim.Muon([hidden], lr=0.01, adjust_lr_fn="match_rms_adamw")
+        return [muon, torch.optim.AdamW([head, vectors], **adamw)]
+    if "matrices" in arguments:
+        inner = arguments["matrices"]
+        own = imported(inner["class_path"])([{**hidden, "use_muon": True}], **inner["init_args"])
+        return [own, torch.optim.AdamW([head, vectors], **adamw)]
+    decaying = {"params": [*hidden["params"], *head["params"]], "weight_decay": 0.1}
+    return [imported(CHOSEN[name]["class_path"])([decaying, vectors], **arguments)]
+
+
+def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], first: int, last: int) -> None:
+    for step in range(first, last):
+        torch.manual_seed(step)
+        model.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_three_steps_are_those_of_the_library_called_by_hand(name):
+    model, reference = net(), net()
+    train(model, [build_optimizer(model, factory(CHOSEN[name]))], 0, 3)
+    train(reference, by_hand(name, reference), 0, 3)
+    assert same(model, reference)
+    assert not same(model, net())
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_resume_is_bitwise_and_its_file_holds_plain_types(name, tmp_path):
+    model = net()
+    optimizer = build_optimizer(model, factory(CHOSEN[name]))
+    train(model, [optimizer], 0, 3)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    train(model, [optimizer], 3, 7)
+    resumed, saved = net(), torch.load(tmp_path / "saved.pt", weights_only=True)
+    resumed.load_state_dict(saved["model"])
+    optimizer = build_optimizer(resumed, factory(CHOSEN[name]))
+    optimizer.load_state_dict(saved["optimizer"])
+    train(resumed, [optimizer], 3, 7)
+    assert same(resumed, model)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, dict | list | tuple):
+        entries = value.values() if isinstance(value, dict) else value
+        return [tensor for entry in entries for tensor in tensors_of(entry)]
+    if hasattr(value, "__tensor_flatten__"):
+        return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    return [value] if isinstance(value, torch.Tensor) and value.numel() > 1 else []
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_state_has_the_bytes_that_follow_from_the_algorithm(name):
+    model = net()
+    optimizer = build_optimizer(model, factory(CHOSEN[name]))
+    train(model, [optimizer], 0, 2)
+    for parameter, expected in zip((model[2].weight, model[2].bias), STATE[name], strict=True):
+        held = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(optimizer.state[parameter]))
+        assert held / parameter.numel() == pytest.approx(expected)
+
+
+# ---- in a recipe
+
+
+RECIPE = """
+model:
+  class_path: LanguageModel
+  init_args:
+    decoder: {class_path: Llama, init_args: {vocab_size: 64, d_model: 16, n_layers: 1, n_heads: 2, max_seq_len: 8}}
+data: {class_path: TokenData, init_args: {train: nothing.bin, seq_len: 8}}
+"""
+
+
+@pytest.fixture
+def chosen(tmp_path, one_parser):  # noqa: F811
+    """The function that a recipe gives to the module for an optimizer written in one line."""
+
+    def load(line: str, *options: str) -> Any:
+        text = RECIPE.replace("data:", f"    optimizer: {line}\ndata:")
+        (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+        return load_recipe("--config", str(tmp_path / "recipe.yaml"), *options)[0].optimizer
+
+    return load
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_recipe_names_it_in_one_line(name, chosen):
+    model, reference = net(), net()
+    train(model, [build_optimizer(model, chosen(json.dumps(CHOSEN[name])))], 0, 1)
+    train(reference, [build_optimizer(reference, factory(CHOSEN[name]))], 0, 1)
+    assert same(model, reference)
+
+
+def test_a_short_name_is_torchs_or_ours_though_an_imported_library_has_it_too(chosen):
+    groups = [nn.Parameter(torch.eye(2))]
+    assert heavyball.SGD.__mro__[-2] is torch.optim.SGD.__mro__[-2]  # both are there, of one base class
+    assert type(chosen("SGD")(groups)) is torch.optim.SGD
+    assert type(chosen("SGD", "--model.optimizer", "heavyball.AdamW")(groups)) is heavyball.AdamW
+    assert type(chosen("heavyball.SGD", "--model.optimizer", "AdamW")(groups)) is torch.optim.AdamW
+
+
+class NotInstalled:
+    """Finds no module of some packages, as where they are not installed."""
+
+    packages = ("pytorch_optimizer", "heavyball", "torchao")
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name.partition(".")[0] in self.packages:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["pytorch_optimizer.Lion", "heavyball.SOAP", "torchao.optim.AdamW8bit", "{class_path: pytorch_optimizer.Lion}"],
+)
+def test_a_package_that_is_missing_is_one_line_with_the_command_that_installs_it(line, chosen, monkeypatch):
+    for module in [module for module in sys.modules if module.partition(".")[0] in NotInstalled.packages]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [NotInstalled(), *sys.meta_path])
+    with pytest.raises(UsageError) as error:
+        chosen(line)
+    package = next(package for package in NotInstalled.packages if package in line)
+    assert str(error.value) == (
+        f"model.optimizer: {package} is not installed: pip install 'lightning-tricks[optimizers]'"
+    )
+
+
+# ---- in a Trainer
+
+
+class Model(GradientClippingMixin, OptimizerMixin, pl.LightningModule):
+    """Learns nothing in particular, and writes down what its hooks see."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.net = net()
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.lrs: list[Any] = []
+        self.left: list[Any] = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        grads = [parameter.grad.clone() for parameter in self.parameters()]
+        self.norms.append(float(torch.nn.utils.get_total_norm(grads)) if self.trainer.world_size == 1 else 0.0)
+        self.lrs.append([lr.clone() if isinstance(lr := group["lr"], torch.Tensor) else lr
+                         for group in optimizer.param_groups])  # fmt: skip
+
+    def on_train_batch_end(self, *args):
+        self.left.append([parameter.grad for parameter in self.parameters()])
+
+
+def fit(chosen: Any, *callbacks: Any, steps: int = 6, resume: Any = None, schedule: Any = None, **options: Any) -> Any:
+    """Train on fixed data, which the ranks share; the model and the Trainer."""
+    model = Model(optimizer=chosen, schedule=schedule)
+    rank, world = int(os.environ.get("RANK", 0)), options.get("devices", 1)
+    data = torch.randn(steps, world, 12 // world, 8, generator=torch.Generator().manual_seed(1))
+    first = 3 if resume else 0
+    trainer = pl.Trainer(
+        max_steps=steps, accelerator="cpu", logger=Memory(), log_every_n_steps=1, gradient_clip_val=0.05,
+        callbacks=list(callbacks), enable_checkpointing=any(isinstance(each, pl.callbacks.ModelCheckpoint) for each in callbacks), enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, **{"devices": 1, **options},
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(data[first:, rank if world > 1 else 0], batch_size=None), ckpt_path=resume)
+    return model, trainer
+
+
+def test_monitors_read_the_gradients_that_heavyball_clears(caplog):
+    with caplog.at_level(logging.INFO):
+        model, trainer = fit(factory(CHOSEN["heavyball AdamW"]), GradNormMonitor(per="block"), UpdateMonitor())
+    assert all(grad is None for grads in model.left for grad in grads)
+    logged = [row for _, row in trainer.logger.rows]
+    assert [row["train/grad_norm"] for row in logged if "train/grad_norm" in row] == pytest.approx(model.norms)
+    blocks = [name for name in logged[-1] if name.startswith("grad_norms/")]
+    assert math.hypot(*(logged[-1][name] for name in blocks)) == pytest.approx(model.norms[-1], rel=1e-5)
+    assert all(row["updates/ratio"] > 0 for row in logged if "updates/ratio" in row)
+    (line,) = [record.message for record in caplog.records if "consume_grad" in record.message]
+    assert line.startswith("AdamW clears each gradient in its step (consume_grad): monitors read them before it;")
+    assert "\n" not in line
+
+
+def test_monitors_change_nothing_of_what_heavyball_trains():
+    watched = fit(factory(CHOSEN["heavyball AdamW"]), GradNormMonitor(per="block"), UpdateMonitor())[0]
+    assert same(watched, fit(factory(CHOSEN["heavyball AdamW"]))[0])
+
+
+def test_of_an_optimizer_that_leaves_the_gradients_nothing_is_said(caplog):
+    with caplog.at_level(logging.INFO):
+        fit(factory(CHOSEN["Lion"]), steps=1)
+        fit(factory(plain("heavyball.AdamW", consume_grad=False)), steps=1)
+    assert not [record for record in caplog.records if "consume_grad" in record.message]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_schedule_sets_each_learning_rate_and_a_tensor_stays_one(name):
+    model, _ = fit(factory(CHOSEN[name]), schedule=WarmupLinear(warmup_steps=2))
+    expected = [0.005, 0.01, 0.01, 0.0075, 0.005, 0.0025]
+    for step, lr in zip(model.lrs, expected, strict=True):
+        assert [float(each) for each in step] == pytest.approx([lr] * len(step))
+        assert all(isinstance(each, torch.Tensor) == (name == "AdamW8bit") for each in step)
+
+
+# ---- in shards
+
+
+SHARDED = ("SGD", "AdamW", "MuonAdamW", "Lion", "AdamW8bit")
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
+
+def in_shards(rank: int, expected: dict[str, list[torch.Tensor]], folder: Any) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        for name, weights in expected.items():
+            saver = pl.callbacks.ModelCheckpoint(folder / name, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+            options = {"devices": 2, "schedule": WarmupLinear(warmup_steps=2)}
+            model, _ = fit(factory(CHOSEN[name]), saver, strategy=FSDP2Strategy(blocks=[r"net\.\d"]), **options)
+            for found, one in zip(whole(model), weights, strict=True):
+                torch.testing.assert_close(found, one, atol=2e-4, rtol=0, msg=lambda said, name=name: f"{name}: {said}")
+            saved = folder / name / "step=3.ckpt"
+            strategy = FSDP2Strategy(blocks=[r"net\.\d"])
+            resumed, _ = fit(factory(CHOSEN[name]), resume=saved, strategy=strategy, **options)
+            for found, one in zip(whole(resumed), whole(model), strict=True):
+                assert torch.equal(found, one), name
+
+
+def test_two_shards_train_as_one_process_and_resume_to_the_bit(tmp_path):
+    expected = {name: whole(fit(factory(CHOSEN[name]), schedule=WarmupLinear(warmup_steps=2))[0]) for name in SHARDED}
+    two_processes.run(in_shards, expected, tmp_path)
+
+
+# ---- refused
+
+
+def told(chosen: Any, **options: Any) -> str:
+    with pytest.raises(UsageError) as error:
+        fit(chosen, steps=1, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
