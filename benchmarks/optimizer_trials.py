@@ -3,7 +3,8 @@
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,28 +14,28 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from benchmarks.memory_logger import Memory
 from benchmarks.optimizer_rows import ROWS, Spec, built, factory, spec
-from benchmarks.strategy_rows import CONFIG, LENGTH, VOCABULARY, batches
+from benchmarks.strategy_rows import LENGTH, VOCABULARY, batches
 from benchmarks.strategy_runs import attempt
-from lightning_tricks import BF16True, DeepSpeedZeROStrategy, FSDP2Strategy, WarmupCosine
+from lightning_tricks import BF16True, DeepSpeedZeROStrategy, FSDP2Strategy, Llama, WarmupCosine
 from lightning_tricks._lightning import pl
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.models import Decoder
 from lightning_tricks.optim import build_optimizer, limits
 
-STEPS, SAVED = 24, 12  # past two periods of ten steps; the save is in the middle of one
+STEPS, SAVED = 14, 6  # past a period of ten steps, with the save in the middle of it
+CONFIG = Llama(vocab_size=VOCABULARY, d_model=64, n_layers=2, n_heads=2, max_seq_len=LENGTH)
 Found = dict[str, Any]
 
 
-class Kept(pl.Callback):
-    """Keeps the loss of each step, and the bytes that live tensors hold at two steps and at the end."""
+class Held(pl.Callback):
+    """Keeps the bytes that live tensors hold after two of the steps."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
         self.bytes: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
         if trainer.global_step in (SAVED + 1, STEPS - 1):
             gc.collect()
             live = [thing for thing in gc.get_objects() if isinstance(thing, Tensor) and not thing.is_meta]
@@ -44,7 +45,8 @@ class Kept(pl.Callback):
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """The plain tensors, at any depth, of a state: lists, dicts, shards, and tensors made of several."""
     if isinstance(value, dict | list | tuple):
-        for entry in value.values() if isinstance(value, dict) else value:
+        entries = [value[key] for key in sorted(value, key=str)] if isinstance(value, dict) else value
+        for entry in entries:
             yield from tensors_of(entry)
     elif isinstance(value, DTensor):
         yield from tensors_of(value.to_local())
@@ -63,7 +65,7 @@ def rank_and_world() -> tuple[int, int]:
 
 def fit(name: str, folder: Path, steps: int = STEPS, resume: Path | None = None, **options: Any) -> Found:
     """Train the small model: its losses, and this process's weights and state at the end."""
-    row, kept = ROWS[name], Kept()
+    row, held, memory = ROWS[name], Held(), Memory()
     rank, world = rank_and_world()
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
     if world == 1:
@@ -71,15 +73,16 @@ def fit(name: str, folder: Path, steps: int = STEPS, resume: Path | None = None,
     torch.manual_seed(0)
     module = row.module(CONFIG, optimizer=factory(row.optimizer), schedule=WarmupCosine(warmup_steps=4))
     trainer = pl.Trainer(
-        max_steps=steps, accelerator="cpu", logger=False, callbacks=[kept, *([] if resume else [saver])],
+        max_steps=steps, accelerator="cpu", logger=memory, log_every_n_steps=1, callbacks=[held, *([] if resume else [saver])],
         gradient_clip_val=1.0, use_distributed_sampler=False, default_root_dir=folder, devices=world,
         enable_checkpointing=not resume, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
     trainer.fit(module, batches(steps, SAVED if resume else 0, rank, world), ckpt_path=resume)
     optimizer: Any = getattr(trainer.optimizers[0], "optimizer", trainer.optimizers[0])
     weights = [local(p).detach().clone() for p in module.parameters()]
-    state = [tensor.detach().clone() for entry in optimizer.state.values() for tensor in tensors_of(entry)]
-    return {"loss": kept.losses, "bytes": kept.bytes, "tensors": weights + state}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [tensor.detach().clone() for p in stepped for tensor in tensors_of(optimizer.state[p])]
+    return {"loss": memory.series["train/loss"], "bytes": held.bytes, "tensors": weights + state}
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -114,10 +117,10 @@ def bf16_true(name: str, folder: Path) -> Found:
 def stepped(name: str, compiled: bool = False, tensor_lr: bool = False) -> list[Tensor]:
     """The weights after three steps on the same gradients, of a model of one block."""
     torch.manual_seed(0)
-    model = Decoder(type(CONFIG)(vocab_size=VOCABULARY, d_model=64, n_layers=1, n_heads=2, max_seq_len=LENGTH))
+    model = Decoder(CONFIG)
     row = ROWS[name]
     optimizer = build_optimizer(model, _with_tensor_lr(row.optimizer)) if tensor_lr else built(name, model)
-    step = torch.compile(optimizer.step) if compiled else optimizer.step
+    step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
     for _ in range(3):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -144,30 +147,43 @@ def against_eager(name: str, **how: bool) -> Found:
     return {"gap": max(float((one - two).abs().max() / one.abs().max()) for one, two in pairs)}
 
 
-def in_one(name: str, folder: Path) -> Found:
-    """Everything that one process tries."""
-    if ROWS[name].module is not ROWS["AdamW"].module:  # its gradients come from the loss, at each step
-        alone: dict[str, Callable[[], Found]] = {}
-    else:
-        alone = {
-            "compile": partial(against_eager, name, compiled=True),
-            "tensor lr": partial(against_eager, name, tensor_lr=True),
+def in_one(names: Sequence[str], folder: Path, refused: bool = False) -> dict[str, Found]:
+    """What one process tries of each row, by its name and the place.
+
+    Args:
+        names: of rows.
+        folder: for checkpoints.
+        refused: try what is refused as well.
+    """
+    if refused:
+        limits.LIMITS.clear()
+    found: dict[str, Found] = {}
+    for name in names:
+        here = folder / name.replace(" ", "_")
+        trials: dict[str, Callable[[], Found]] = {
+            "one": partial(resumed, name, here / "one"),
+            "bf16_true": partial(bf16_true, name, here / "bf16_true"),
         }
-    trials = {
-        "one": partial(resumed, name, folder / "one"),
-        "bf16_true": partial(bf16_true, name, folder / "bf16_true"),
-        **alone,
-    }
-    return {trial: attempt(act) for trial, act in trials.items()}
+        if ROWS[name].module is ROWS["AdamW"].module:  # Sophia's gradients come from the loss, at each step
+            trials |= {
+                "compile": partial(against_eager, name, compiled=True),
+                "tensor lr": partial(against_eager, name, tensor_lr=True),
+            }
+        found[name] = {}
+        for trial, act in trials.items():
+            # torchao compiles its step by itself, one kernel for each shape, which takes longer than all of this
+            with nullcontext() if trial == "compile" else torch.compiler.set_stance("force_eager"):
+                found[name][trial] = attempt(act)
+    return found
 
 
-def in_two(name: str, folder: Path, strategy: str) -> Found:
-    """What two processes try: `fsdp2` or `deepspeed`."""
+def in_two(names: Sequence[str], folder: Path, strategy: str, refused: bool = False) -> dict[str, Found]:
+    """What two processes try of each row: `fsdp2` or `deepspeed`; other arguments as for `in_one`."""
+    if refused:
+        limits.LIMITS.clear()
     make = FSDP2Strategy if strategy == "fsdp2" else partial(DeepSpeedZeROStrategy, 2)
-    return attempt(partial(resumed, name, folder / strategy, strategy=make))
-
-
-def without_refusals(job: Callable[..., Found], *args: Any) -> Found:
-    """What happens to those that are refused, if they are not."""
-    limits.LIMITS.clear()
-    return job(*args)
+    with torch.compiler.set_stance("force_eager"):
+        return {
+            name: {strategy: attempt(partial(resumed, name, folder / name.replace(" ", "_"), strategy=make))}
+            for name in names
+        }

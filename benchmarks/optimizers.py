@@ -1,7 +1,7 @@
 """Try every optimizer that a recipe may name: what it costs, where it works, whether it resumes, and what it learns.
 
-`python -m benchmarks.optimizers` takes about an hour on two CPU cores; docs/optimizers.md shows what it wrote. Rows that
-the file holds already are kept.
+`python -m benchmarks.optimizers` takes about an hour on two CPU cores; docs/optimizers.md shows what it wrote. Parts of
+rows that the file holds already are kept.
 """
 
 import argparse
@@ -12,15 +12,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import machine, optimizer_trials
+from benchmarks import machine, optimizer_trials, strategy_runs
 from benchmarks.memory_logger import Memory
 from benchmarks.optimizer_rows import ROWS, built
-from benchmarks.precision import flag
+from benchmarks.precision import MODEL, flag
 from benchmarks.stage_file import write
 from benchmarks.strategy_runs import attempt, start
 from lightning_tricks import Llama
@@ -28,11 +29,20 @@ from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.models import Decoder
 
-TINY = {"vocab_size": 4096, "d_model": 256, "n_heads": 4, "max_seq_len": 256, "activation": "relu2", "qk_norm": True}
+TINY: dict[str, Any] = {
+    "vocab_size": 4096,
+    "d_model": 256,
+    "n_heads": 4,
+    "max_seq_len": 256,
+    "activation": "relu2",
+    "qk_norm": True,
+}
 BLOCKS = 60  # of the recipe's, which make 50M parameters
 LEARNING_STEPS = 200
+TIME_LIMIT = 1500.0  # seconds for the processes that try all rows in one place
 ENOUGH_SECONDS, ROUNDS = 20.0, 3  # of the clock: as many rounds as fit, one at least
 OPTIONS: dict[str, Any] = {
+    "data.init_args.micro_batch_size": 8, "trainer.accelerator": "cpu", "trainer.limit_val_batches": 50,
     "trainer.max_steps": LEARNING_STEPS, "trainer.val_check_interval": LEARNING_STEPS, "trainer.callbacks": [],
     "trainer.logger": False, "trainer.enable_checkpointing": False, "trainer.enable_progress_bar": False,
     "trainer.enable_model_summary": False, "trainer.num_sanity_val_steps": 0,
@@ -74,7 +84,9 @@ def costs(name: str) -> dict[str, Any]:
     other = Stepped(name)
     first = other.seconds(1)
     other.seconds(1)
-    own, base, begin = [], [], time.perf_counter()
+    own: list[float] = []
+    base: list[float] = []
+    begin = time.perf_counter()
     while len(own) < ROUNDS and (not own or time.perf_counter() - begin < ENOUGH_SECONDS):
         own.append(other.seconds(period))
         base.append(adamw.seconds(max(period, 3)))
@@ -91,8 +103,8 @@ def costs(name: str) -> dict[str, Any]:
 
 
 def learns(name: str, folder: Path) -> dict[str, Any]:
-    """Two hundred steps of the recipe `tiny`: the first loss, the last ones, and bits per byte."""
-    row, options = ROWS[name], {**OPTIONS, "trainer.default_root_dir": str(folder)}
+    """Two hundred steps of the recipe `tiny` with the small model of the precision table: first and last loss."""
+    row, options = ROWS[name], {**MODEL, **OPTIONS, "trainer.default_root_dir": str(folder)}
     flags = [text for option, value in options.items() for text in flag(option, value)]
     chosen = ["--model.init_args.optimizer", json.dumps(row.optimizer)]
     model = [] if row.module is ROWS["AdamW"].module else ["--model", f"{row.module.__module__}.{row.module.__name__}"]
@@ -114,22 +126,31 @@ def learns(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def tried(name: str, folder: Path) -> dict[str, Any]:
-    """What becomes of the optimizer in each place: as a user has it, and without our refusals."""
-    found: dict[str, Any] = {}
-    for kind in ("said", "tried"):
-        here = folder / kind / name.replace(" ", "_")
-        here.mkdir(parents=True)
-        bare = kind == "tried"
-        for job, world, *more in (("in_one", 1), ("in_two", 2, "fsdp2"), ("in_two", 2, "deepspeed")):
+def tried(names: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """What becomes of each optimizer in each place: as a user has it, and where that is a refusal, without it."""
+    found: dict[str, dict[str, Any]] = {name: {"said": {}, "tried": {}} for name in names}
+    for job, world, *strategy in (("in_one", 1), ("in_two", 2, "fsdp2"), ("in_two", 2, "deepspeed")):
+        place = strategy[0] if strategy else "one"
+        for kind in ("said", "tried"):
             act: Any = getattr(optimizer_trials, job)
-            place = more[0] if more else "one"
-            call = (optimizer_trials.without_refusals, world, here / place, act, name, here, *more)
-            given = call if bare else (act, world, here / place, name, here, *more)
-            ranks = attempt(lambda given=given: start(*given))  # type: ignore[misc]
-            rank = joined(ranks) if isinstance(ranks, list) else ranks
-            found.setdefault(kind, {}).update(plain(rank) if place == "one" else {place: plain(rank)})
+            chosen = names if kind == "said" else [n for n in names if refuses(found[n]["said"], place)]
+            for some in [chosen] if kind == "said" else [[name] for name in chosen]:
+                out = folder / f"{kind}-{place}-{len(some)}-{some[0] if some else ''}".replace(" ", "_")
+                (out / "runs").mkdir(parents=True)
+                try:
+                    ranks = start(act, world, out / "log", some, out / "runs", *strategy, kind == "tried")
+                except Exception as error:  # a process that ended, or took too long
+                    ranks = [{name: {place: {"failed": str(error).strip().splitlines()[-1]}} for name in some}]
+                for name in some:
+                    trials = {trial: joined([rank[name][trial] for rank in ranks]) for trial in ranks[0][name]}
+                    found[name][kind].update(plain(trials))
     return found
+
+
+def refuses(said: dict[str, Any], place: str) -> bool:
+    """Whether something was refused in a place, or in one of those that one process tries."""
+    places = ("one", "bf16_true", "compile", "tensor lr") if place == "one" else (place,)
+    return any("refused" in said.get(each, {}) for each in places)
 
 
 def joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -144,20 +165,6 @@ def plain(found: dict[str, Any]) -> dict[str, Any]:
     return {key: plain(value) if isinstance(value, dict) else value for key, value in found.items() if key != "tensors"}
 
 
-def measure(name: str, folder: Path, parts: Sequence[str]) -> dict[str, Any]:
-    """The parts of a row."""
-    acts = {
-        "tried": lambda: tried(name, folder),
-        "costs": lambda: costs(name),
-        "learns": lambda: learns(name, folder),
-    }
-    found = {}
-    for part in parts:
-        found[part] = attempt(acts[part])
-        gc.collect()
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; see --help."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.optimizers", description=__doc__)
@@ -167,19 +174,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in ROWS]:
         parser.exit(2, f"unknown optimizer {' '.join(unknown)}: give some of {', '.join(ROWS)}\n")
+    strategy_runs.TIME_LIMIT = TIME_LIMIT
     out = options.out or Path(__file__).parent / "results" / f"optimizers-{machine.today()}-cpu.json"
     result = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": {}, "left_out": {}}
     result = {"machine": machine.describe(), **result}
-    for name in options.names or ROWS:
-        if ROWS[name].missing:
-            result["left_out"][name] = f"needs {ROWS[name].missing}"
-            continue
-        row = result["rows"].setdefault(name, {"optimizer": ROWS[name].optimizer, "needs": ROWS[name].needs})
-        wanted = [part for part in options.parts if part not in row]
-        with tempfile.TemporaryDirectory() as folder:
-            row.update(measure(name, Path(folder), wanted))
-        write(out, result)
-        print(name, *(f"{part}: {json.dumps(row[part])[:300]}" for part in wanted), sep="\n  ", flush=True)
+    names = [name for name in options.names or ROWS if not ROWS[name].missing]
+    result["left_out"] |= {name: f"needs {ROWS[name].missing}" for name in ROWS if ROWS[name].missing}
+    for name in names:
+        result["rows"].setdefault(name, {"optimizer": ROWS[name].optimizer, "needs": ROWS[name].needs})
+    result["rows"] = {name: result["rows"][name] for name in ROWS if name in result["rows"]}
+    rows = result["rows"]
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = [name for name in names if "tried" not in rows[name]]
+        if "tried" in options.parts and wanted:
+            for name, found in tried(wanted, Path(folder)).items():
+                rows[name]["tried"] = found
+            write(out, result)
+        for part, act in (("learns", lambda name: learns(name, Path(folder))), ("costs", costs)):
+            for name in names:
+                if part in options.parts and part not in rows[name]:
+                    rows[name][part] = attempt(partial(act, name))
+                    gc.collect()
+                    write(out, result)
+                    print(name, part, json.dumps(rows[name][part]), flush=True)
 
 
 if __name__ == "__main__":

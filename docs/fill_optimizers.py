@@ -41,7 +41,7 @@ def cell(tried: dict[str, Any], place: str) -> str:
 
 
 def misses(row: dict[str, Any]) -> list[str]:
-    """What of a row is not as promised: a place where it neither works nor is refused, or is refused though it works."""
+    """What of a row is not as promised: it neither works in a place nor is refused, or is refused though it works."""
     tried, found = row["tried"], []
     for place in PLACES:
         shown = cell(tried, place)

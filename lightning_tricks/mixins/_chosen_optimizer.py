@@ -1,4 +1,4 @@
-"""What OptimizerMixin says of an optimizer when it is chosen: that it cannot work in this run, or what to know of it."""
+"""What OptimizerMixin says of an optimizer when it is chosen: that it cannot work in this run, or what it does."""
 
 from typing import Any
 
@@ -54,12 +54,16 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def refuse_other(here: str, there: str) -> None:
-    """Refuse to go on from the state of another optimizer; both as `name_of` gives them, `there` perhaps without package.
+    """Refuse to go on from the state of another optimizer.
+
+    Args:
+        here: of this run, as `name_of` gives it.
+        there: of the checkpoint, likewise.
 
     Raises:
         UsageError: they differ.
     """
-    if there not in (here, here.rpartition(".")[2], here.partition("(")[0]):
+    if here != there:
         raise UsageError(
             f"the checkpoint holds the state of {there}, which {here} cannot take up: set the optimizer to "
             f"{there}, or start a new run from it with --init_from (InitFrom from Python), which keeps the weights "

@@ -1,4 +1,4 @@
-"""Split parameter groups between one optimizer for hidden matrices and AdamW for the rest, by the roles in the groups."""
+"""Split parameter groups between an optimizer for hidden matrices and AdamW for the rest, by role."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -23,7 +23,7 @@ from lightning_tricks.cli import load_recipe
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin
 from lightning_tricks.monitors.grad_norm_monitor import GradNormMonitor
 from lightning_tricks.monitors.update_monitor import UpdateMonitor
-from lightning_tricks.optim import MatrixAdamW, MuonAdamW, build_optimizer
+from lightning_tricks.optim import MatrixAdamW, MuonAdamW, ParamRule, build_optimizer
 from lightning_tricks.precision import BF16True
 from lightning_tricks.schedules import WarmupLinear
 from lightning_tricks.strategies import DeepSpeedZeROStrategy, FSDP2Strategy
@@ -273,10 +273,11 @@ def fit(chosen: Any, *callbacks: Any, steps: int = 6, resume: Any = None, schedu
     rank, world = int(os.environ.get("RANK", 0)), options.get("devices", 1)
     data = torch.randn(steps, world, 12 // world, 8, generator=torch.Generator().manual_seed(1))
     first = 3 if resume else 0
+    saves = any(isinstance(each, pl.callbacks.ModelCheckpoint) for each in callbacks)
     trainer = pl.Trainer(
         max_steps=steps, accelerator="cpu", logger=Memory(), log_every_n_steps=1, gradient_clip_val=0.05,
-        callbacks=list(callbacks), enable_checkpointing=any(isinstance(each, pl.callbacks.ModelCheckpoint) for each in callbacks), enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, **{"devices": 1, **options},
+        callbacks=list(callbacks), enable_checkpointing=saves, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, **{"devices": 1, **options},
     )  # fmt: skip
     trainer.fit(model, DataLoader(data[first:, rank if world > 1 else 0], batch_size=None), ckpt_path=resume)
     return model, trainer
@@ -334,7 +335,9 @@ def in_shards(rank: int, expected: dict[str, list[torch.Tensor]], folder: Any) -
             options = {"devices": 2, "schedule": WarmupLinear(warmup_steps=2)}
             model, _ = fit(factory(CHOSEN[name]), saver, strategy=FSDP2Strategy(blocks=[r"net\.\d"]), **options)
             for found, one in zip(whole(model), weights, strict=True):
-                torch.testing.assert_close(found, one, atol=2e-4, rtol=0, msg=lambda said, name=name: f"{name}: {said}")
+                # Muon sends matrices in bf16; torchao has state in 8 bits from 4096 numbers on, which no shard here has
+                atol = 1e-3 if name in ("MuonAdamW", "AdamW8bit") else 1e-5
+                torch.testing.assert_close(found, one, atol=atol, rtol=0, msg=lambda said, name=name: f"{name}: {said}")
             saved = folder / name / "step=3.ckpt"
             strategy = FSDP2Strategy(blocks=[r"net\.\d"])
             resumed, _ = fit(factory(CHOSEN[name]), resume=saved, strategy=strategy, **options)
@@ -350,8 +353,107 @@ def test_two_shards_train_as_one_process_and_resume_to_the_bit(tmp_path):
 # ---- refused
 
 
-def told(chosen: Any, **options: Any) -> str:
+def trainer_with(**options: Any) -> Any:
+    return pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **options)
+
+
+SOPHIA = plain("pytorch_optimizer.SophiaH")
+SHAPES = "needs the shapes of the parameters, which DeepSpeed and FSDP1 flatten: take AdamW, or FSDP2Strategy"
+REFUSED = {
+    "Adafactor, shards": (CHOSEN["Adafactor"], {"strategy": FSDP2Strategy}, "Adafactor does not work on sharded"),
+    "SOAP, shards": (CHOSEN["SOAP"], {"strategy": FSDP2Strategy}, "SOAP does not work on sharded parameters"),
+    "Shampoo, shards": (CHOSEN["Shampoo"], {"strategy": FSDP2Strategy}, "Shampoo does not work on sharded parameters"),
+    "AdamWFp8, shards": (plain("torchao.optim.AdamWFp8"), {"strategy": FSDP2Strategy}, "take AdamW8bit"),
+    "Muon, flat": (CHOSEN["MuonAdamW"], {"strategy": DeepSpeedZeROStrategy}, f"Muon {SHAPES}"),
+    "NorMuon, flat": (CHOSEN["NorMuon"], {"strategy": DeepSpeedZeROStrategy}, f"NorMuon {SHAPES}"),
+    "heavyball, bf16": (CHOSEN["heavyball AdamW"], {"plugins": BF16True}, "AdamW keeps every fp32 copy"),
+    "Sophia": (SOPHIA, {}, "SophiaH needs second derivatives, and the module's backward() gives first ones"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_one_line_when_it_is_chosen(case):
+    chosen, options, line = REFUSED[case]
+    trainer, model = (
+        trainer_with(**{option: make() for option, make in options.items()}),
+        Model(optimizer=factory(chosen)),
+    )
     with pytest.raises(UsageError) as error:
-        fit(chosen, steps=1, **options)
+        model.check_run(trainer, None, "fit")
+    assert line in str(error.value)
     assert "\n" not in str(error.value)
-    return str(error.value)
+    model.trainer = trainer
+    with pytest.raises(UsageError) as again:
+        model.configure_optimizers()
+    assert str(again.value) == str(error.value)
+
+
+def test_sophia_trains_a_module_that_gives_second_derivatives():
+    class Twice(Model):
+        def backward(self, loss, *args, **kwargs):
+            loss.backward(create_graph=True)
+
+    model = Twice(optimizer=factory(SOPHIA))
+    Model.check_run(model, trainer_with(), None, "fit")
+    trainer = trainer_with(max_steps=12, enable_progress_bar=False, enable_model_summary=False)
+    data = torch.randn(12, 8, generator=torch.Generator().manual_seed(1)).expand(12, 12, 8)
+    trainer.fit(model, DataLoader(data, batch_size=None))
+    assert model.losses[-1] < 0.9 * model.losses[0]
+
+
+@pytest.mark.parametrize("name", ["Lion", "SOAP", "heavyball AdamW"])
+def test_a_tensor_as_learning_rate_is_refused_where_a_step_would_change_it(name):
+    lr = torch.tensor(0.01)
+    chosen = CHOSEN[name]
+    inner = chosen["init_args"].get("matrices")
+    others = {"matrices": {**inner, "init_args": {**inner["init_args"], "lr": lr}}} if inner else {"lr": lr}
+    with pytest.raises(UsageError, match=r"Tensor lr[^\n]*: give a float, which the schedule sets at each step$"):
+        build_optimizer(net(), factory({**chosen, "init_args": {**chosen["init_args"], **others}}))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        (CHOSEN["AdamW"], CHOSEN["heavyball AdamW"], ("AdamW", "heavyball.AdamW")),
+        (
+            CHOSEN["SOAP"],
+            CHOSEN["NorMuon"],
+            ("MatrixAdamW(matrices=pytorch_optimizer.SOAP", "MatrixAdamW(matrices=pytorch_optimizer.NorMuon"),
+        ),
+    ],
+)
+def test_a_resume_with_an_optimizer_of_another_package_is_refused(first, second, names, tmp_path):
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, filename="saved", every_n_train_steps=3)
+    fit(factory(first), saver, steps=3)
+    with pytest.raises(UsageError) as error:
+        fit(factory(second), resume=tmp_path / "saved.ckpt")
+    assert f"the checkpoint holds the state of {names[0]}" in str(error.value)
+    assert f"which {names[1]}" in str(error.value)
+    assert "\n" not in str(error.value)
+    fit(factory(first), resume=tmp_path / "saved.ckpt")
+
+
+# ---- MatrixAdamW
+
+
+def test_matrices_go_to_the_chosen_optimizer_and_the_rest_to_adamw():
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Conv1d(8, 8, 3), nn.Linear(8, 10))
+    optimizer = build_optimizer(model, lambda groups: MatrixAdamW(groups, lambda own: torch.optim.SGD(own, lr=0.1)))
+    names = {group["name"]: group["param_names"] for group in optimizer.param_groups}
+    assert names["matrices:decay"] == ["1.weight", "3.weight"]
+    assert names["adamw:decay"] == ["0.weight", "4.weight"]
+    assert {group["name"]: group["lr"] for group in optimizer.param_groups}["adamw:no_decay"] == 3e-4
+    rules = [ParamRule("1.weight", optimizer="adamw")]
+    optimizer = build_optimizer(model, lambda groups: MatrixAdamW(groups, torch.optim.SGD), rules=rules)
+    names = {group["name"]: group["param_names"] for group in optimizer.param_groups}
+    assert names["matrices:decay"] == ["3.weight"]
+
+
+def test_what_matrix_adamw_cannot_split_is_one_line():
+    made = lambda groups: MatrixAdamW(groups, torch.optim.SGD)  # noqa: E731
+    with pytest.raises(UsageError, match=r"MatrixAdamW: the model has no hidden matrix: take torch\.optim\.AdamW"):
+        build_optimizer(nn.LayerNorm(4), made)
+    with pytest.raises(UsageError, match=r"optimizer='muon' of [^\n]*: MatrixAdamW has matrices and adamw"):
+        build_optimizer(net(), made, rules=[ParamRule("0.weight", optimizer="muon")])
+    with pytest.raises(UsageError, match=r"MatrixAdamW: its groups do not tell the role of each parameter"):
+        made([{"params": [nn.Parameter(torch.eye(2))]}])
