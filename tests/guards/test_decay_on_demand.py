@@ -140,6 +140,17 @@ def test_a_decay_without_a_length_is_as_long_as_that_of_the_schedule_and_is_told
     assert said == ["DecayOnDemand: step 6: the decay starts and takes 3 steps: the run ends at step 9 in place of 40"]
 
 
+def test_with_a_logger_that_has_no_folder_the_file_is_in_that_of_the_trainer(place):
+    class Nowhere(pl.loggers.logger.DummyLogger):
+        save_dir = None
+
+    folder = place / "nowhere"
+    folder.mkdir()
+    trainer = fit(folder, DecayOnDemand(), Asks(3, write(folder, "2")), logger=Nowhere())
+    assert trainer.global_step == 6
+    assert (folder / "decay").read_text() == "2 from step 4\n"
+
+
 def test_a_decay_may_be_longer_than_the_rest_of_the_run(place):
     """Then the loader, whose end was known when it began, goes on."""
     folder = place / "longer"

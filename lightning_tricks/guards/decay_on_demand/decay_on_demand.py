@@ -54,7 +54,7 @@ class DecayOnDemand(pl.Callback):
             return
         self._trainer, self._is_on, self._decay = trainer, True, None
         self._resumes = self._said_warmup = False
-        self._file = DecayFile(str(trainer.log_dir))
+        self._file = DecayFile(str(trainer.log_dir or trainer.default_root_dir))  # some loggers have no folder
         found = (self._file.exists(), self._file.started()) if trainer.is_global_zero else None
         self._file_exists, self._started = trainer.strategy.broadcast(found)
         self._signal = DecaySignal()
