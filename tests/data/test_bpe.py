@@ -24,11 +24,15 @@ def tokenizer():
     return train_bpe(["the cat sat on the mat, the cat sat again\n", "def f(x):\n    return x\n"] * 3, 280)
 
 
+@pytest.fixture(scope="module")
+def texts(tokenizer):
+    return token_texts(tokenizer)
+
+
 @given(text=st.text())
 @settings(max_examples=200)
-def test_every_text_comes_back_byte_for_byte(tokenizer, text):
+def test_every_text_comes_back_byte_for_byte(tokenizer, texts, text):
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    texts = token_texts(tokenizer)
     assert b"".join(texts[i] for i in ids) == text.encode()
     assert tokenizer.decode(ids) == text
 

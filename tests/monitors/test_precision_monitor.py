@@ -637,7 +637,7 @@ def shapes_of_linears():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [
-    {"compiled": "in_place", "accumulate_grad_batches": 2, "checkpointing": "selective", "backend": "aot_eager"},
+    {"compiled": "in_place", "accumulate_grad_batches": 2, "checkpointing": "selective"},
     {"compiled": "wrapped", "checkpointing": "full", "config": LLAMA}, {"compiled": "whole"},
 ], ids=["in_place", "wrapped", "whole"])  # fmt: skip
 def test_float8_is_measured_in_graphs_as_outside_and_trains_the_same(options):
