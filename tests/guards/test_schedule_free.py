@@ -153,9 +153,28 @@ def test_what_other_callbacks_do_after_a_validation_sees_the_average():
         def on_validation_end(self, trainer, pl_module):
             found[trainer.global_step] = weights(pl_module)
 
+        def on_train_end(self, trainer, pl_module):
+            found[-1] = weights(pl_module)
+
     module = Net()
     fit(module, ScheduleFree(), Looks())
     assert all(same(found[step], seen) for step, seen in module.seen.items())
+    fit(module := Net(), ScheduleFree(), Looks(), steps=5, limit_val_batches=0)
+    assert same(found[-1], by_hand(steps=5)[1][5])
+
+
+def test_a_parameter_without_a_gradient_gets_no_state():
+    """The package's own switches leave an empty one, which a checkpoint of shards would miss."""
+
+    class Unused(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.ones(2))
+
+    module = Unused()
+    trainer = fit(module, ScheduleFree(), steps=4)
+    assert module.unused not in trainer.optimizers[0].state
+    assert module.unused.tolist() == [1.0, 1.0]
 
 
 # ---- checkpoints
@@ -457,10 +476,14 @@ def local(model: Any) -> list[torch.Tensor]:
     return [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in model.parameters()]
 
 
-def ranks(rank: int, folder: Path, expected: list[float]) -> None:
+def ranks(rank: int, folder: Path, expected: tuple[list[float], list[float]]) -> None:
     for name, make in (("fsdp2", FSDP2Strategy), ("ddp", lambda: "ddp")):
         whole = fit_two(folder / name, 2, rank, make())
-        assert whole.validated == pytest.approx(expected, rel=1e-4), name
+        assert whole.validated == pytest.approx(expected[0], rel=1e-4), name
+        losses = torch.tensor(whole.losses)
+        dist.all_reduce(losses)
+        assert (losses / 2).tolist() == pytest.approx(expected[1], rel=1e-5), name
+        assert fit_two(None, 2, rank, make()).losses == whole.losses, "a save has put gathered weights right"
         resumed = fit_two(None, 2, rank, make(), ckpt_path=folder / name / "step=3.ckpt")
         assert resumed.losses == whole.losses[3:], name
         assert resumed.validated == whole.validated[2:], name
@@ -471,7 +494,7 @@ def ranks(rank: int, folder: Path, expected: list[float]) -> None:
 
 def test_two_ranks_train_as_one_process_and_resume_to_the_bit_in_shards_and_without(tmp_path):
     one = fit_two(tmp_path / "one")
-    two_processes.run(ranks, tmp_path, one.validated)
+    two_processes.run(ranks, tmp_path, (one.validated, one.losses))
     alone = torch.load(tmp_path / "one/step=6.ckpt", weights_only=True)["state_dict"]
     folder = read_folder(tmp_path / "fsdp2/step=6.ckpt")["state_dict"]
     for name, value in alone.items():
