@@ -41,7 +41,7 @@ def table(result: dict[str, Any]) -> str:
     note = (
         f"From width {widths[0]} to {widths[-1]} the best learning rate moves by {moved[False]} steps of a 2x grid "
         f"without muP and by {moved[True]} with it. {steps} training steps, loss on held-out text in nats a token, "
-        f"{seeds} seed(s); torch {machine['versions']['torch']}, {machine['cpu']}, {machine['date'][:10]}."
+        f"seeds: {seeds}; torch {machine['versions']['torch']}, {machine['cpu']}, {machine['date'][:10]}."
     )
     return "\n".join([*lines, "", note])
 

@@ -118,6 +118,13 @@ def test_hidden_matrices_start_smaller_by_the_root_of_the_ratio_and_the_rest_as_
         torch.testing.assert_close(weight, plain[name] * factor)
 
 
+def test_the_mlps_output_starts_by_the_ratio_of_its_own_inputs():
+    wide = Llama(**SHAPE, d_model=256, n_heads=8)  # d_ff is rounded up to 768, and to 256 in the base model of 64
+    plain, scaled = model(wide).decoder.blocks[0].mlp, model(wide, MuP(64)).decoder.blocks[0].mlp
+    torch.testing.assert_close(scaled.down.weight, plain.down.weight / 3**0.5)
+    torch.testing.assert_close(scaled.up.weight, plain.up.weight / 4**0.5)
+
+
 @pytest.mark.parametrize("config", [LLAMA, GPT2(**SHAPE, d_model=64, n_heads=8)], ids=["llama", "gpt2-tied"])
 def test_at_the_base_width_nothing_changes_to_the_bit(config):
     weights = []
