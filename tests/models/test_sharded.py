@@ -7,6 +7,7 @@ import two_processes
 from torch.distributed.fsdp import fully_shard
 
 from lightning_tricks.models import GPT2, Decoder, Llama
+from lightning_tricks.optim import MuP, build_optimizer
 
 SHAPE = {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 16}
 CONFIGS = [(GPT2(**SHAPE), None), (Llama(**SHAPE, n_kv_heads=2), None)]
@@ -25,6 +26,16 @@ def sharded(config, base, mode):
     return decoder
 
 
+def factors(decoder, base):
+    with torch.device("meta"):
+        shapes = {name: param.shape for name, param in Decoder(base).named_parameters()}
+    decoder.base_shapes = lambda: shapes
+    optimizer = build_optimizer(decoder, mup=MuP(base.d_model))
+    found = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert sorted(set(found.values())) == [1.5e-4, 3e-4]
+    return found
+
+
 def compare(rank):
     dist.init_process_group("gloo")
     input_ids = torch.arange(32).view(2, 16)
@@ -38,6 +49,8 @@ def compare(rank):
             assert (shards.head.weight is shards.embed.weight) is config.tie_embeddings
             for (name, part), (_, tensor) in zip(shards.named_parameters(), whole.named_parameters(), strict=True):
                 assert torch.equal(part.full_tensor(), tensor), name
+            if base is not None:
+                assert factors(shards, base) == factors(whole, base)
             found = shards(input_ids)
             torch.testing.assert_close(found, expected)
             found.square().mean().backward()
