@@ -19,7 +19,7 @@ from lightning_tricks.optim.mup import at_width
 
 CONFIG = Llama(vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=32, activation="relu2")
 WIDTHS = (64, 128, 256)
-BATCHES = [torch.randint(61, (4, 33), generator=torch.Generator().manual_seed(step)) for step in range(5)]
+BATCHES = [torch.randint(61, (2, 33), generator=torch.Generator().manual_seed(step)) for step in range(4)]
 
 
 def check(mup, optimizer, **options):
@@ -39,7 +39,7 @@ def check(mup, optimizer, **options):
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.005),
     "muon": lambda groups: MuonAdamW(groups, lr=0.005),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.7),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.4),
 }
 
 
