@@ -21,7 +21,7 @@ TRAINED = "trained_weights"  # in the state of a parameter that holds its averag
 
 
 def schedule_free_parts(optimizer: Optimizer) -> list[Any]:
-    """The optimizers of which `optimizer` is made that are schedule-free: those with `train`, `eval` and `train_mode`.
+    """The optimizers of which `optimizer` is made that are schedule-free: those with the methods `train` and `eval`.
 
     Example:
         >>> schedule_free_parts(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]))
@@ -31,13 +31,13 @@ def schedule_free_parts(optimizer: Optimizer) -> list[Any]:
 
 
 def _is_schedule_free(optimizer: Any) -> bool:
-    switches = callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
-    return switches and all("train_mode" in group for group in optimizer.param_groups)
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 def has_trained_weights(optimizer: Any) -> bool:
     """Whether the parameters hold the weights that are trained, and not their average."""
-    return any(group["train_mode"] for group in optimizer.param_groups)
+    # heavyball's begin in training, and have no such key before they leave it
+    return any(group.get("train_mode", True) for group in optimizer.param_groups)
 
 
 def put_average(optimizer: Any) -> None:
