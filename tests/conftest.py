@@ -1,13 +1,12 @@
 """What every test shares: one torch thread a worker, no network, no process group of an earlier test, a little text."""
 
 import argparse
-import functools
 import gc
-import importlib.metadata
 import inspect
 import logging
 import os
 import pathlib
+import shlex
 import sys
 import typing
 from collections.abc import Iterator
@@ -30,6 +29,9 @@ LEFT_BEHIND = (
 )  # fmt: skip
 
 
+GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # which cannot be used in a fork of a process that has asked for them
+
+
 def _has_workers(config: pytest.Config) -> bool:
     return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
 
@@ -45,8 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)
-    # Each Trainer asks every installed package for callbacks, which takes longer than the rest of its constructor.
-    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+    preloaded.remember_entry_points()
     hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one may take a second for any example
     hypothesis.settings.load_profile("any machine")
 
@@ -60,8 +61,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Workers are forked from a server, too: what tests need is imported once, and not in each."""
-    for spec in specs:
-        spec.python = preloaded.python()
+    if sys.platform == "linux" and not any(map(os.path.exists, GPUS)):
+        for spec in specs:
+            spec.python = shlex.quote(preloaded.python())
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import runpy
@@ -172,6 +173,14 @@ def serve(address: str) -> list[str]:
         proxy.sendall(b"%08d" % pid)
 
 
+def remember_entry_points() -> None:
+    """Each Trainer asks every installed package for callbacks, which takes longer than the rest of its constructor.
+
+    To be called before Lightning is imported, which keeps the function itself.
+    """
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+
+
 def measure_the_cpu() -> None:
     """Once for all processes that are forked from this one; MFUMonitor would have each of them do so."""
     import torch
@@ -236,6 +245,7 @@ def run(args: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    remember_entry_points()
     own = import_apart(json.loads(sys.argv[1]))
     PYTHON = str(own / "python")
     if "lightning_tricks.cli" in sys.modules:

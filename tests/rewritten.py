@@ -38,6 +38,8 @@ def _name_of(path: Path) -> str:
 
 def take() -> None:
     """Let pytest take what was rewritten for this worker."""
+    if FOLDER not in os.environ:
+        return
     folder, real = Path(os.environ[FOLDER]), rewrite._rewrite_test
 
     def taken(path: Path, config: pytest.Config) -> tuple:
