@@ -67,7 +67,7 @@ def matrices(adamw_lr: float, class_path: str, **init_args: Any) -> Spec:
 # Learning rates are not tuned: those of AdamW in the recipe where updates are as large, else what the authors advise.
 ROWS = {
     "AdamW": Row(spec("AdamW", lr=2e-3, betas=[0.9, 0.95], fused=True)),
-    "SGD": Row(spec("SGD", lr=0.2, momentum=0.9, nesterov=True, fused=True)),
+    "SGD": Row(spec("SGD", lr=0.2, momentum=0.9, nesterov=True)),
     "Adafactor": Row(spec("Adafactor", lr=2e-2)),
     "Lion": Row(spec("pytorch_optimizer.Lion", lr=2e-4, betas=[0.9, 0.99]), "pytorch_optimizer"),
     "SophiaH": Row(

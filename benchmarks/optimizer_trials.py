@@ -24,7 +24,8 @@ from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.models import Decoder
 from lightning_tricks.optim import build_optimizer, limits
 
-STEPS, SAVED = 14, 6  # past a period of ten steps, with the save in the middle of it
+# past a period of ten steps; more steps before the save than after it, or Lightning would end the epoch too early
+STEPS, SAVED = 14, 8
 CONFIG = Llama(vocab_size=VOCABULARY, d_model=64, n_layers=2, n_heads=2, max_seq_len=LENGTH)
 Found = dict[str, Any]
 
@@ -171,7 +172,8 @@ def in_one(names: Sequence[str], folder: Path, refused: bool = False) -> dict[st
         found[name] = {}
         for trial, act in trials.items():
             # torchao compiles its step by itself, one kernel for each shape, which takes longer than all of this
-            with nullcontext() if trial == "compile" else torch.compiler.set_stance("force_eager"):
+            stance: Any = nullcontext() if trial == "compile" else torch.compiler.set_stance("force_eager")
+            with stance:
                 found[name][trial] = attempt(act)
     return found
 

@@ -62,18 +62,26 @@ class Stepped:
         self.gradients = [torch.randn_like(parameter) * 1e-3 for parameter in self.parameters]
 
     def seconds(self, steps: int) -> float:
-        """Time of a step, mean over some; gradients are put back before each, as some optimizers write to them."""
+        """CPU time of a step, mean over some, which other programs on the machine change little.
+
+        Gradients are put back before each step, as some optimizers write to them.
+        """
         total = 0.0
         for _ in range(steps):
             for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
                 parameter.grad = gradient.clone()
             # Sophia's curvature is given to it, as these gradients have no second derivatives: its time is not counted
-            given = {"hessian": self.gradients} if self.estimates and self.steps % ROWS["SophiaH"].period == 0 else {}
+            given = (
+                {"hessian": self._curvature()} if self.estimates and self.steps % ROWS["SophiaH"].period == 0 else {}
+            )
             self.steps += 1
-            begin = time.perf_counter()
+            begin = time.process_time()
             self.optimizer.step(**given)
-            total += time.perf_counter() - begin
+            total += time.process_time() - begin
         return total / steps
+
+    def _curvature(self) -> list[torch.Tensor]:
+        return [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def state_bytes(self) -> int:
         """Of the optimizer's state, after a step."""
@@ -97,6 +105,7 @@ def costs(name: str) -> dict[str, Any]:
     ratios = [one / two for one, two in zip(own, base, strict=True)]
     return {
         "parameters": other.numel,
+        "threads": torch.get_num_threads(),
         "state_bytes_per_parameter": round(other.state_bytes() / other.numel, 3),
         "first_step_ms": round(first * 1e3, 1),
         "step_ms": round(statistics.median(own) * 1e3, 1),
@@ -194,7 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name, found in tried(wanted, Path(folder)).items():
                 rows[name]["tried"] = found
             write(out, result)
-        for part, act in (("learns", lambda name: learns(name, Path(folder))), ("costs", costs)):
+        acts: dict[str, Any] = {"learns": lambda name: learns(name, Path(folder)), "costs": costs}
+        for part, act in acts.items():
             for name in names:
                 if part in options.parts and part not in rows[name]:
                     rows[name][part] = attempt(partial(act, name))

@@ -51,7 +51,7 @@ def misses(row: dict[str, Any]) -> list[str]:
             found.append(f"{place}: refused, and works")
     if tried["said"]["one"].get("resume") != "bitwise":
         found.append(f"resume: {tried['said']['one'].get('resume')}")
-    if not row["learns"]["last_loss"] < row["learns"]["first_loss"] - 1:
+    if "learns" in row and not row["learns"]["last_loss"] < row["learns"]["first_loss"] - 1:
         found.append(f"learns: {row['learns']}")
     return found
 
@@ -66,15 +66,20 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
     """Markdown by the name of its place in the page."""
     cost, places = [], []
     for name, row in result["rows"].items():
-        costs, learns, tried = row["costs"], row["learns"], row["tried"]
+        costs, learns, tried = row.get("costs", {}), row.get("learns", {}), row["tried"]
         resume = tried["said"]["one"].get("resume", "not tried")
         cost.append([
-            name, in_recipe(row["optimizer"]), f"{costs['state_bytes_per_parameter']:.2f}", f"{costs['ratio']:.2g}",
-            f"{learns['bits_per_byte']:.3f}",
+            name, in_recipe(row["optimizer"]), shown(costs, "state_bytes_per_parameter", ".2f"),
+            shown(costs, "ratio", ".2g"), shown(learns, "bits_per_byte", ".3f"),
         ])  # fmt: skip
         places.append([name, *(cell(tried, place) for place in PLACES), resume])
     rows = {"cost": cost, "places": places}
     return {name: table(head.split("|"), rows[name]) for name, head in HEADS.items()}
+
+
+def shown(figures: dict[str, Any], name: str, digits: str) -> str:
+    """A figure, or that it is not there."""
+    return format(figures[name], digits) if name in figures else "not measured"
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

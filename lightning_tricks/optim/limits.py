@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.follow_recipe import parts_of
 
-Place = Literal["shards", "flat parameters", "BF16True", "ComposedOptimizer", "a Tensor lr", "first derivatives"]
+Place = Literal["shards", "flat parameters", "BF16True", "a Tensor lr", "first derivatives"]
 
 
 class Limit(NamedTuple):
@@ -20,21 +20,27 @@ class Limit(NamedTuple):
         optimizers: `package.Class` and its subclasses, `package.*` for all of a package's, `Class` for any package's.
         why: what the message says after the name of the optimizer.
         remedy: what to do.
+        option: the limit holds only where this option of a group is set.
     """
 
     place: Place
     optimizers: tuple[str, ...]
     why: str
     remedy: str
+    option: str | None = None
 
 
 _FLAT = "needs the shapes of the parameters, which DeepSpeed and FSDP1 flatten"
+_SECOND = "needs second derivatives, which sharding does not give"
 _SHARDED = "does not work on sharded parameters"
 
 # As tried with torch 2.13, torchao 0.18, pytorch_optimizer 4.1 and heavyball 3.2 by `python -m benchmarks.optimizers`.
 LIMITS = [
     Limit("shards", ("Adafactor", "SOAP", "Shampoo"), _SHARDED, "take AdamW or MuonAdamW, or strategy: ddp"),
     Limit("shards", ("AdamWFp8", "AdamFp8"), _SHARDED, "take AdamW8bit, or strategy: ddp"),
+    Limit("shards", ("torch.SGD",), "with fused=True does not work on sharded parameters", "leave out fused", "fused"),
+    Limit("shards", ("SophiaH",), _SECOND, "take AdamW or MuonAdamW, or one device"),
+    Limit("flat parameters", ("SophiaH",), _SECOND, "take AdamW or MuonAdamW, or one device"),
     Limit("flat parameters", ("Adafactor", "LBFGS", "Muon", "NorMuon", "SOAP", "Shampoo"), _FLAT,
           "take AdamW, or FSDP2Strategy"),
     Limit("BF16True", ("heavyball.*",), "keeps every fp32 copy that BF16True makes for a step, until memory is full",
@@ -57,7 +63,8 @@ def refuse_limits(optimizer: Optimizer, *places: Place) -> None:
     for part in parts_of(optimizer):
         names = set(_names(part))
         for limit in LIMITS:
-            if limit.place in places and not names.isdisjoint(limit.optimizers):
+            chosen = limit.option is None or any(group.get(limit.option) for group in part.param_groups)
+            if limit.place in places and chosen and not names.isdisjoint(limit.optimizers):
                 raise UsageError(f"{type(part).__name__} {limit.why}: {limit.remedy}")
 
 
