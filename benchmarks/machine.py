@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 # What nvidia-smi is asked for once in each process: limits, and why the clock is lower than it could be.
 _SMI = ("driver_version", "power.limit", "clocks.max.sm", "clocks.mem", "clocks_event_reasons.active", "pstate")
 _SAMPLE_SECONDS = 0.5
+_LIBRARIES = ("pytorch-optimizer", "heavyball")  # of optimizers
 
 
 def cpu_name() -> str:
@@ -33,7 +34,16 @@ def describe() -> dict[str, Any]:
     """Date (UTC), processor, GPU with driver and limits, and versions, ready for JSON."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     packages = {}
-    for name in ("torch", "lightning", "pytorch-lightning", "torchao", "deepspeed", "triton", "jsonargparse"):
+    for name in (
+        "torch",
+        "lightning",
+        "pytorch-lightning",
+        "torchao",
+        "deepspeed",
+        "triton",
+        "jsonargparse",
+        *_LIBRARIES,
+    ):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

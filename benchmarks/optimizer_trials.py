@@ -74,10 +74,20 @@ def fit(name: str, folder: Path, steps: int = STEPS, resume: Path | None = None,
     torch.manual_seed(0)
     module = row.module(CONFIG, optimizer=factory(row.optimizer), schedule=WarmupCosine(warmup_steps=4))
     trainer = pl.Trainer(
-        max_steps=steps, accelerator="cpu", logger=memory, log_every_n_steps=1, gradient_clip_val=1.0,
-        callbacks=[held] if resume else [held, saver], use_distributed_sampler=False, default_root_dir=folder, devices=world,
-        enable_checkpointing=not resume, enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+        max_steps=steps,
+        accelerator="cpu",
+        devices=world,
+        logger=memory,
+        log_every_n_steps=1,
+        callbacks=[held] if resume else [held, saver],
+        gradient_clip_val=1.0,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        enable_checkpointing=not resume,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
     trainer.fit(module, batches(steps, SAVED if resume else 0, rank, world), ckpt_path=resume)
     optimizer: Any = getattr(trainer.optimizers[0], "optimizer", trainer.optimizers[0])
     weights = [local(p).detach().clone() for p in module.parameters()]

@@ -36,7 +36,7 @@ _SHARDED = "does not work on sharded parameters"
 
 # As tried with torch 2.13, torchao 0.18, pytorch_optimizer 4.1 and heavyball 3.2 by `python -m benchmarks.optimizers`.
 LIMITS = [
-    Limit("shards", ("Adafactor", "SOAP", "Shampoo"), _SHARDED, "take AdamW or MuonAdamW, or strategy: ddp"),
+    Limit("shards", ("Adafactor", "NorMuon", "SOAP", "Shampoo"), _SHARDED, "take AdamW or MuonAdamW, or strategy: ddp"),
     Limit("shards", ("AdamWFp8", "AdamFp8"), _SHARDED, "take AdamW8bit, or strategy: ddp"),
     Limit("shards", ("torch.SGD",), "with fused=True does not work on sharded parameters", "leave out fused", "fused"),
     Limit("shards", ("SophiaH",), _SECOND, "take AdamW or MuonAdamW, or one device"),

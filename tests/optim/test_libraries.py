@@ -361,12 +361,19 @@ SOPHIA = plain("pytorch_optimizer.SophiaH")
 SHAPES = "needs the shapes of the parameters, which DeepSpeed and FSDP1 flatten: take AdamW, or FSDP2Strategy"
 REFUSED = {
     "Adafactor, shards": (CHOSEN["Adafactor"], {"strategy": FSDP2Strategy}, "Adafactor does not work on sharded"),
+    "NorMuon, shards": (CHOSEN["NorMuon"], {"strategy": FSDP2Strategy}, "NorMuon does not work on sharded parameters"),
     "SOAP, shards": (CHOSEN["SOAP"], {"strategy": FSDP2Strategy}, "SOAP does not work on sharded parameters"),
     "Shampoo, shards": (CHOSEN["Shampoo"], {"strategy": FSDP2Strategy}, "Shampoo does not work on sharded parameters"),
     "AdamWFp8, shards": (plain("torchao.optim.AdamWFp8"), {"strategy": FSDP2Strategy}, "take AdamW8bit"),
     "Muon, flat": (CHOSEN["MuonAdamW"], {"strategy": DeepSpeedZeROStrategy}, f"Muon {SHAPES}"),
     "NorMuon, flat": (CHOSEN["NorMuon"], {"strategy": DeepSpeedZeROStrategy}, f"NorMuon {SHAPES}"),
     "heavyball, bf16": (CHOSEN["heavyball AdamW"], {"plugins": BF16True}, "AdamW keeps every fp32 copy"),
+    "Sophia, bf16": (SOPHIA, {"plugins": BF16True}, "SophiaH needs second derivatives, which the fp32 copies"),
+    "fused SGD, shards": (
+        plain("SGD", fused=True),
+        {"strategy": FSDP2Strategy},
+        "SGD with fused=True does not work on sharded parameters: leave out fused",
+    ),
     "Sophia": (SOPHIA, {}, "SophiaH needs second derivatives, and the module's backward() gives first ones"),
 }
 
