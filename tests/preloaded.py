@@ -246,6 +246,9 @@ def run(args: list[str]) -> int:
 
 if __name__ == "__main__":
     remember_entry_points()
+    sys.path.insert(
+        1, str(Path(__file__).parents[1])
+    )  # of the collection beside these tests, as in pytest's own process
     own = import_apart(json.loads(sys.argv[1]))
     PYTHON = str(own / "python")
     if "lightning_tricks.cli" in sys.modules:
