@@ -415,12 +415,13 @@ def test_wrong_runs_are_refused_in_one_line():
 
 
 def test_check_run_refuses_a_schedule_before_the_data_are_there():
+    trainer = pl.Trainer(max_steps=9, accelerator="cpu", logger=False, enable_checkpointing=False)
     module = LanguageModel(DECODER, optimizer=AdamWScheduleFree, schedule=WarmupCosine(warmup_steps=1))
     with pytest.raises(UsageError, match="schedule=WarmupCosine: AdamWScheduleFree wants a constant"):
-        module.check_run(SimpleNamespace(max_steps=9, callbacks=[], fast_dev_run=False), None, "fit")
+        module.check_run(trainer, None, "fit")
     rules = [ParamRule(role="matrix", optimizer="muon", schedule=WarmupCosine(warmup_steps=1))]
     module = LanguageModel(DECODER, optimizer=MuonAdamW, schedule=WarmupCosine(warmup_steps=1), param_rules=rules)
-    module.check_run(SimpleNamespace(max_steps=9, max_epochs=None, callbacks=[], fast_dev_run=False), None, "fit")
+    module.check_run(trainer, None, "fit")
 
 
 def test_batch_norm_and_a_scheduler_of_torch_are_warned_of(recwarn):
