@@ -96,6 +96,10 @@ def fit(name: str, folder: Path, steps: int = STEPS, resume: Path | None = None,
     return {"loss": memory.series["train/loss"], "bytes": held.bytes, "tensors": weights + state}
 
 
+def without_tensors(found: Found) -> Found:
+    return {name: value for name, value in found.items() if name != "tensors"}
+
+
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -112,17 +116,17 @@ def resumed(name: str, folder: Path, **options: Callable[[], Any]) -> Found:
     whole = fit(name, folder, **made())
     again = attempt(partial(fit, name, folder / "again", resume=folder / f"step={SAVED}.ckpt", **made()))
     if "tensors" not in again:
-        return whole | {"resume": next(f"{kind}: {line}" for kind, line in again.items())}
+        return without_tensors(whole) | {"resume": next(f"{kind}: {line}" for kind, line in again.items())}
     pairs = list(zip(whole["tensors"], again["tensors"], strict=False))
     equal = len(whole["tensors"]) == len(again["tensors"]) and all(torch.equal(*pair) for pair in pairs)
     gap = max(abs(a - b) for a, b in zip(whole["loss"][SAVED:], again["loss"], strict=True))
-    return whole | {"resume": "bitwise" if equal else f"differs by {gap:.1e} in loss"}
+    return without_tensors(whole) | {"resume": "bitwise" if equal else f"differs by {gap:.1e} in loss"}
 
 
 def bf16_true(name: str, folder: Path) -> Found:
     """A run with bf16 weights, and whether the process holds more at its end than in its middle."""
     found = fit(name, folder, plugins=[BF16True()])
-    return found | {"grows": found["bytes"][1] > 1.01 * found["bytes"][0]}
+    return without_tensors(found) | {"grows": found["bytes"][1] > 1.01 * found["bytes"][0]}
 
 
 def stepped(name: str, compiled: bool = False, tensor_lr: bool = False) -> list[Tensor]:

@@ -27,7 +27,7 @@ def fits(found: dict[str, Any], one: dict[str, Any], place: str) -> bool:
         return False
     bound = BF16_BOUND if place == "bf16_true" else LOSS_BOUND
     gap = max(abs(a - b) for a, b in zip(found["loss"], one["loss"], strict=True))
-    return gap <= bound and not found.get("grows") and found.get("resume", "bitwise") == "bitwise"
+    return gap <= bound and not found.get("grows")
 
 
 def cell(tried: dict[str, Any], place: str) -> str:
@@ -37,7 +37,10 @@ def cell(tried: dict[str, Any], place: str) -> str:
         return "not tried"
     if "refused" in said:
         return "refused"
-    return "yes" if fits(said, tried["said"]["one"], place) else "**no**"
+    if "one" not in tried["said"] or not fits(said, tried["said"]["one"], place):
+        return "**no**"
+    resume = said.get("resume", "bitwise")
+    return "yes" if resume == "bitwise" else f"yes; its resume {resume}"
 
 
 def misses(row: dict[str, Any]) -> list[str]:
@@ -47,10 +50,15 @@ def misses(row: dict[str, Any]) -> list[str]:
         shown = cell(tried, place)
         if shown == "**no**":
             found.append(f"{place}: {tried['said'][place]}")
-        if shown == "refused" and fits(tried["tried"].get(place, {}), tried["tried"]["one"], place):
+        if "resume failed" in shown or "resume refused" in shown:
+            found.append(f"{place}: {shown}")
+        without = tried["tried"].get(place, {})
+        exact = without.get("resume", "bitwise") == "bitwise"
+        if shown == "refused" and exact and fits(without, tried["said"]["one"], place):
             found.append(f"{place}: refused, and works")
-    if tried["said"]["one"].get("resume") != "bitwise":
-        found.append(f"resume: {tried['said']['one'].get('resume')}")
+    resume = tried["said"].get("one", {}).get("resume", "not tried")
+    if resume != "bitwise":
+        found.append(f"resume: {resume}")
     if "learns" in row and not row["learns"]["last_loss"] < row["learns"]["first_loss"] - 1:
         found.append(f"learns: {row['learns']}")
     return found
@@ -67,7 +75,7 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
     cost, places = [], []
     for name, row in result["rows"].items():
         costs, learns, tried = row.get("costs", {}), row.get("learns", {}), row["tried"]
-        resume = tried["said"]["one"].get("resume", "not tried")
+        resume = tried["said"].get("one", {}).get("resume", "not tried")
         cost.append([
             name, in_recipe(row["optimizer"]), shown(costs, "state_bytes_per_parameter", ".2f"),
             shown(costs, "ratio", ".2g"), shown(learns, "bits_per_byte", ".3f"),

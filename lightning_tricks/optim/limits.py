@@ -47,7 +47,7 @@ LIMITS = [
           "take one of another package, or the plugin BF16Mixed"),
     Limit("BF16True", ("SophiaH",), "needs second derivatives, which the fp32 copies of BF16True do not have",
           "take the plugin BF16Mixed"),
-    Limit("a Tensor lr", ("pytorch_optimizer.*", "heavyball.*"), "changes a Tensor lr in its step, or fails on it",
+    Limit("a Tensor lr", ("pytorch_optimizer.SOAP",), "changes a Tensor lr in its step",
           "give a float, which the schedule sets at each step"),
     Limit("first derivatives", ("SophiaH",), "needs second derivatives, and the module's backward() gives first ones",
           "override it with `loss.backward(create_graph=True)`, in a model that is differentiable twice"),
