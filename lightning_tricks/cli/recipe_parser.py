@@ -16,6 +16,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks.cli.parse_errors import one_line, parse_message
 from lightning_tricks.cli.recipe_text import PARSER_MODE
+from lightning_tricks.cli.short_names import FIRST
 from lightning_tricks.mixins._plain_settings import subclasses
 from lightning_tricks.models import DecoderConfig
 from lightning_tricks.schedules import Schedule
@@ -119,7 +120,10 @@ def nameable_classes() -> dict[str, list[str]]:
         Schedule,
         DecoderConfig,
     ]
-    return {cls.__name__: _parameters(cls) for base in bases for cls in subclasses(base)}
+    found = [cls for base in bases for cls in subclasses(base)]
+    known = {package: number for number, package in enumerate(reversed(FIRST), 1)}
+    found.sort(key=lambda cls: known.get(cls.__module__.partition(".")[0], 0))  # of two with one name the last counts
+    return {cls.__name__: _parameters(cls) for cls in found}
 
 
 def _parameters(cls: type) -> list[str]:

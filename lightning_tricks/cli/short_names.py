@@ -11,7 +11,7 @@ import jsonargparse._typehints as typehints
 
 from lightning_tricks._replaced import replaced
 
-_FIRST = ("lightning_tricks", "torch", "lightning", "pytorch_lightning")
+FIRST = ("lightning_tricks", "torch", "lightning", "pytorch_lightning")
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def known_names_first() -> Iterator[None]:
             return original(cls, name)
         except ValueError:
             paths = [path for path in typehints.get_all_subclass_paths(cls) if path.rpartition(".")[2] == name]
-            for package in _FIRST:
+            for package in FIRST:
                 own = [path for path in paths if path.partition(".")[0] == package]
                 if len(own) == 1:
                     return own[0]

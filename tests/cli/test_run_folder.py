@@ -298,6 +298,7 @@ def test_the_lines_after_a_fit_can_be_typed_as_they_are(capfd):
     ]  # fmt: skip
     assert re.search(r"^TensorBoard: tensorboard --logdir runs/toy   then open http://localhost:6006$", said.out, re.M)
     run("fit")  # a newer run changes nothing
+    capfd.readouterr()  # of a Trainer by itself
     RecipeCLI(args=lines["Evaluate"])
     cli = RecipeCLI(args=lines["Go on"])
     assert cli.trainer.global_step == 8

@@ -263,7 +263,7 @@ def parser():
 def test_a_recipe_sets_optimizer_schedule_and_rules(parser):
     settings = {
         "width": 3,
-        "optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.5, "betas": [0.9, 0.8], "fused": True}},
+        "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.5, "betas": [0.9, 0.8], "fused": True}},
         "schedule": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 7}},
         "weight_decay": 0.2,
         "param_rules": [

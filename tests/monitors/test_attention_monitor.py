@@ -74,11 +74,11 @@ def test_a_block_tells_the_maximum_of_what_its_attention_computes(config, docume
     scores, told = [], []
     real = attention.causal_attention
 
-    def spy(q, k, v, mask):
+    def spy(q, k, v, mask, scale):
         seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril() if mask is None else mask
         every_head = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores.append((q @ every_head.mT / q.shape[3] ** 0.5).masked_fill(~seen, -math.inf).max())
-        return real(q, k, v, mask)
+        return real(q, k, v, mask, scale)
 
     monkeypatch.setattr(attention, "causal_attention", spy)
     ids = torch.randint(61, (2, 16))
