@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.memory_logger import Memory
@@ -39,7 +40,8 @@ class Held(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step in (SAVED + 1, STEPS - 1):
             gc.collect()
-            live = [thing for thing in gc.get_objects() if isinstance(thing, Tensor) and not thing.is_meta]
+            tensors = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
+            live = [tensor for tensor in tensors if not tensor.is_meta and not isinstance(tensor, FakeTensor)]
             self.bytes.append(sum(tensor.numel() * tensor.element_size() for tensor in live))
 
 

@@ -87,7 +87,9 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
 
 def shown(figures: dict[str, Any], name: str, digits: str) -> str:
     """A figure, or that it is not there."""
-    return format(figures[name], digits) if name in figures else "not measured"
+    if name not in figures:
+        return "not measured"
+    return format(figures[name], digits if figures[name] < 100 else ".0f")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

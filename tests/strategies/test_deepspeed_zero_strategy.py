@@ -229,12 +229,12 @@ class Asks(pl.Callback):
             os.kill(os.getpid(), signal.SIGUSR2)
 
 
-def decaying(rank: int, schedule: WarmupStableDecay, *callbacks: Any, max_steps: int) -> dict[str, list[float]]:
+def decaying(rank: int, schedule: WarmupStableDecay, *callbacks: Any, **options: Any) -> dict[str, list[float]]:
     """A run of two processes that decays by its schedule, or because it is asked to."""
     model, data = language_model(), [*batches(rank, 2)] * 2
     model.schedule = schedule
     loader = DataLoader(data, batch_size=None)
-    return fit(model, DeepSpeedZeROStrategy(2), 2, loader, max_steps=max_steps, callbacks=list(callbacks))
+    return fit(model, DeepSpeedZeROStrategy(2), 2, loader, callbacks=list(callbacks), **options)
 
 
 def one_process() -> dict[str, Any]:
@@ -290,7 +290,10 @@ def two_process_runs(rank: int, folder: str) -> None:
     for stage in (1, 2, 3):
         stage_runs(case, losses, stage, rank, Path(folder))
     wsd = WarmupStableDecay(warmup_steps=1, decay_steps=4)
-    case("demanded", lambda: decaying(rank, wsd, DecayOnDemand(decay_steps=3), Asks(), max_steps=19))
+    case(
+        "demanded",
+        lambda: decaying(rank, wsd, DecayOnDemand(decay_steps=3), Asks(), max_steps=19, default_root_dir=folder),
+    )
     case("in one piece", lambda: decaying(rank, wsd.decaying_from(4), max_steps=7))
     refused_runs(case, losses, Path(folder))
     saving_runs(case, losses, rank, Path(folder))
