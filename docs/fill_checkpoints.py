@@ -3,18 +3,14 @@
 python docs/fill_checkpoints.py benchmarks/results/checkpoints-DATE-cpu.json
 """
 
-import json
-import re
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from fill_page import DOCS, between_markers, rewrite
 
-from benchmarks.checkpoints import table  # noqa: E402  the benchmark is found from the checkout's root
+sys.path.insert(0, str(DOCS.parent))  # the benchmark is found from the root of the checkout
 
-PAGE = ROOT / "docs/checkpoints.md"
+from benchmarks.checkpoints import table
 
 
 def fill(page: str, result: dict[str, Any]) -> str:
@@ -27,9 +23,8 @@ def fill(page: str, result: dict[str, Any]) -> str:
         f"{result['gib']:.2f} GiB. One thread, measured {described['date'][:10]} on a CPU with {described['cores']} "
         f"cores, load average {result['load_average'][0]:.1f} at the start: {packages}."
     )
-    pattern = r"(<!-- checkpoints -->\n).*?(<!-- /checkpoints -->)"
-    return re.sub(pattern, lambda m: f"{m[1]}{text}\n{m[2]}", page, flags=re.S)
+    return between_markers(page, {"checkpoints": text})
 
 
 if __name__ == "__main__":
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    rewrite("checkpoints.md", fill)

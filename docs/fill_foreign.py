@@ -3,18 +3,14 @@
 python docs/fill_foreign.py benchmarks/results/foreign-DATE-cpu.json
 """
 
-import json
-import re
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from fill_page import DOCS, between_markers, rewrite
 
-from benchmarks.foreign import table  # noqa: E402  the benchmark is found from the checkout's root
+sys.path.insert(0, str(DOCS.parent))  # the benchmark is found from the root of the checkout
 
-PAGE = ROOT / "docs/existing_projects.md"
+from benchmarks.foreign import table
 
 
 def fill(page: str, result: dict[str, Any]) -> str:
@@ -22,8 +18,8 @@ def fill(page: str, result: dict[str, Any]) -> str:
     versions = result["machine"]["versions"]
     packages = ", ".join(f"{name} {versions[name]}" for name in sorted(versions))
     text = f"{table(result['rows'])}\n\nMeasured {result['machine']['date'][:10]} on a CPU: {packages}."
-    return re.sub(r"(<!-- foreign -->\n).*?(\n<!-- /foreign -->)", lambda m: m[1] + text + m[2], page, flags=re.S)
+    return between_markers(page, {"foreign": text})
 
 
 if __name__ == "__main__":
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    rewrite("existing_projects.md", fill)

@@ -3,13 +3,10 @@
 python docs/fill_optimizers.py benchmarks/results/optimizers-DATE-cpu.json
 """
 
-import json
-import re
-import sys
-from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parent
+from fill_page import between_markers, rewrite
+
 PLACES = ("fsdp2", "deepspeed", "compile", "bf16_true", "tensor lr")
 # Largest differences that count as the same: of a loss in the small runs, of a weight after compiled steps.
 LOSS_BOUND, BF16_BOUND, WEIGHT_BOUND = 2e-3, 0.1, 1e-4
@@ -106,16 +103,9 @@ def refusals(result: dict[str, Any]) -> dict[str, str]:
 
 
 def fill(page: str, result: dict[str, Any]) -> str:
-    """`page` with each table between its two markers."""
-    for name, text in {**tables(result), **refusals(result)}.items():
-        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
-        page = place.sub(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", page, count=1)
-    return page
+    """`page` with the tables and lines of this result."""
+    return between_markers(page, {**tables(result), **refusals(result)})
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python docs/fill_optimizers.py RESULT.json")
-    measured = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    card = DOCS / "optimizers.md"
-    card.write_text(fill(card.read_text(encoding="utf-8"), measured), encoding="utf-8")
+    rewrite("optimizers.md", fill)

@@ -3,13 +3,11 @@
 python docs/fill_strategies.py benchmarks/results/strategies-DATE-cpu.json
 """
 
-import json
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parent
+from fill_page import between_markers, rewrite
+
 TITLES = {
     "one": "one process",
     "ddp": '`"ddp"`',
@@ -111,16 +109,9 @@ def refusals(result: dict[str, Any]) -> dict[str, str]:
 
 
 def fill(page: str, result: dict[str, Any]) -> str:
-    """`page` with each table between its two markers."""
-    for name, text in {**tables(result), **refusals(result)}.items():
-        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
-        page = place.sub(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", page, count=1)
-    return page
+    """`page` with the tables and lines of this result."""
+    return between_markers(page, {**tables(result), **refusals(result)})
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python docs/fill_strategies.py RESULT.json")
-    measured = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    card = DOCS / "strategies.md"
-    card.write_text(fill(card.read_text(encoding="utf-8"), measured), encoding="utf-8")
+    rewrite("strategies.md", fill)

@@ -3,8 +3,6 @@
 python docs/plot_mup.py benchmarks/results/mup-transfer-DATE-cpu.json
 """
 
-import json
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -14,11 +12,11 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from fill_page import DOCS, between_markers, rewrite
 
-DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent))
+sys.path.insert(0, str(DOCS.parent))  # the benchmark is found from the root of the checkout
 
-from benchmarks.mup_transfer import best, shift  # noqa: E402  the benchmark is found from the checkout's root
+from benchmarks.mup_transfer import best, shift
 
 TITLES = {False: "without muP", True: "with muP"}
 
@@ -48,12 +46,7 @@ def table(result: dict[str, Any]) -> str:
 
 def fill(page: str, result: dict[str, Any]) -> str:
     """`page` with the table of this result."""
-    return re.sub(
-        r"(<!-- transfer -->\n).*?(<!-- end -->)",
-        lambda match: f"{match[1]}{table(result)}\n{match[2]}",
-        page,
-        flags=re.S,
-    )
+    return between_markers(page, {"transfer": table(result)})
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
@@ -82,9 +75,4 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python docs/plot_mup.py RESULT.json")
-    measured = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    page = DOCS / "mup.md"
-    page.write_text(fill(page.read_text(encoding="utf-8"), measured), encoding="utf-8")
-    draw(measured, DOCS / "images" / "mup.svg")
+    draw(rewrite("mup.md", fill), DOCS / "images" / "mup.svg")

@@ -3,9 +3,6 @@
 python docs/plot_precision.py benchmarks/results/precision-DATE-cpu.json
 """
 
-import json
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,8 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from fill_page import DOCS, between_markers, rewrite
 
-DOCS = Path(__file__).resolve().parent
 TITLES = {
     "fp32": "fp32",
     "fp32_another_seed": "fp32, another seed",
@@ -69,11 +66,8 @@ def rows(at: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def fill(page: str, result: dict[str, Any]) -> str:
-    """`page` with each table between its two markers."""
-    for name, text in tables(result).items():
-        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
-        page = place.sub(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", page, count=1)
-    return page
+    """`page` with the tables of this result."""
+    return between_markers(page, tables(result))
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
@@ -103,9 +97,4 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python docs/plot_precision.py RESULT.json")
-    measured = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    page = DOCS / "precision.md"
-    page.write_text(fill(page.read_text(encoding="utf-8"), measured), encoding="utf-8")
-    draw(measured, DOCS / "images" / "precision.svg")
+    draw(rewrite("precision.md", fill), DOCS / "images" / "precision.svg")

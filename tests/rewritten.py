@@ -1,7 +1,7 @@
 """pytest's rewriting of asserts, once for all workers: in each it would take as long as a minute of the tests.
 
 The process that has the workers rewrites while a server imports (`preloaded`) what the workers are forked with. What
-pytest finds rewritten in `__pycache__` is left to it.
+pytest finds rewritten in `__pycache__` is left to it. Functions of pytest that are private are used, as in 9.2.
 """
 
 import marshal
