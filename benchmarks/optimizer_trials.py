@@ -21,6 +21,7 @@ from benchmarks.strategy_rows import LENGTH, VOCABULARY, batches
 from benchmarks.strategy_runs import attempt
 from lightning_tricks import BF16True, DeepSpeedZeROStrategy, FSDP2Strategy, Llama, WarmupCosine
 from lightning_tricks._lightning import pl
+from lightning_tricks._tensors import local
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.models import Decoder
 from lightning_tricks.optim import build_optimizer, limits
@@ -46,7 +47,7 @@ class Held(pl.Callback):
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The plain tensors, at any depth, of a state: lists, dicts, shards, and tensors made of several."""
+    """The plain tensors in a state: in lists and dicts at any depth, of shards, and of tensors made of several."""
     if isinstance(value, dict | list | tuple):
         entries = [value[key] for key in sorted(value, key=str)] if isinstance(value, dict) else value
         for entry in entries:
@@ -100,10 +101,6 @@ def fit(name: str, folder: Path, steps: int = STEPS, resume: Path | None = None,
 
 def without_tensors(found: Found) -> Found:
     return {name: value for name, value in found.items() if name != "tensors"}
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def resumed(name: str, folder: Path, **options: Callable[[], Any]) -> Found:

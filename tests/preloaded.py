@@ -79,7 +79,10 @@ def python(*imported: str) -> str:
 
 
 def share() -> Path:
-    """Start the servers for all processes that this one starts from now on; they end with this one. Their folder."""
+    """Start the servers for all processes that this one starts from now on, and return their folder.
+
+    They end with this process.
+    """
     folder = make_folder()
     start((), ("pytorch_lightning",), folder=folder)
     os.environ[SHARED] = str(folder)
@@ -97,8 +100,10 @@ def make_folder() -> Path:
 
 
 def start(*servers: tuple[str, ...], folder: Path) -> None:
-    """Start servers, by what they import, each of which has a folder of its program and, as soon as it has imported
-    everything, of its socket. They share what all of them import: all but the first are forked from it.
+    """Start servers, each of which imports some modules and has a folder for its program and its socket.
+
+    The socket is there when everything is imported. All servers but the first are forked from the first, so that they
+    share what all of them import.
     """
     wanted = {}
     for imported in servers:
@@ -113,7 +118,7 @@ def start(*servers: tuple[str, ...], folder: Path) -> None:
 
 
 def import_apart(wanted: dict[str, list[str]]) -> Path:
-    """Import what a server imports, in a process for each; its folder."""
+    """Fork a process for each server, and import its modules there; returns the folder of this process's server."""
     own, *others = wanted
     if others:
         for module in IN_BOTH:

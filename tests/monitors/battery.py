@@ -570,7 +570,10 @@ def play(situation: Callable[[Trial], None], make: Make = lambda: None, fresh: b
 
 @functools.cache
 def without(situation: Callable[[Trial], None]) -> Record:
-    """Play a situation without a callback; for the second time, as torch changes some of its classes at the first."""
+    """Play a situation without a callback; for the second time, as torch changes some of its classes at the first.
+
+    To be called before a callback plays, or that one's record has the changes.
+    """
     play(situation)
     return play(situation)
 

@@ -5,7 +5,6 @@ import contextlib
 import enum
 import functools
 import gc
-import inspect
 import logging
 import os
 import pathlib
@@ -119,11 +118,7 @@ PATCHABLE_CLASSES = (
     pl.Trainer, pl.LightningModule, Strategy, SingleDeviceStrategy, DDPStrategy, Precision, MixedPrecision, nn.Module,
     nn.Linear, Tensor, torch.optim.Optimizer, torch.optim.AdamW, Logger, TensorBoardLogger,
 )  # fmt: skip
-# Done here, as it changes classes once for a process: Python adds `__annotations__` where somebody asks for them, and
-# torch replaces a method of its optimizers when the first module is compiled.
-for cls in PATCHABLE_CLASSES:
-    inspect.get_annotations(cls)
-torch.compile(nn.Identity())
+torch.compile(nn.Identity())  # done here, as torch replaces a method of its optimizers with the first in a process
 
 
 def process() -> dict[str, Any]:

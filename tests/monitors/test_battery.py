@@ -69,6 +69,7 @@ def named(situations):
 
 @functools.cache
 def outcome(situation, make):
+    without(situation)  # before it, as torch changes some of its classes when a process plays for the first time
     return play(situation, make)
 
 
