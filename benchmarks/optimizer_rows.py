@@ -83,7 +83,7 @@ ROWS = {
         matrices(2e-3, "heavyball.SOAP", lr=2e-3, precondition_frequency=10, max_precond_dim=1024), "heavyball", 10
     ),
     "Shampoo": Row(
-        matrices(2e-3, "pytorch_optimizer.Shampoo", lr=2e-2, momentum=0.9, preconditioning_compute_steps=10),
+        matrices(2e-3, "pytorch_optimizer.Shampoo", lr=2e-2, preconditioning_compute_steps=10),
         "pytorch_optimizer", 10,
     ),
 }  # fmt: skip
