@@ -26,8 +26,8 @@ from lightning_tricks.checkpoints.read_file import load_file, read_file, refused
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 
 KeyPath = tuple[str | int, ...]
-# Makes the tensor to read into, given its path in the checkpoint, its size and its type.
-AllocateTensor = Callable[[KeyPath, torch.Size, torch.dtype], Tensor]
+# Makes the tensor to read into, given its path in the checkpoint and torch's description of it: size, type, chunks.
+AllocateTensor = Callable[[KeyPath, TensorStorageMetadata], Tensor]
 _OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 
@@ -60,8 +60,8 @@ def by_index(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _allocate_whole(path: KeyPath, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.empty(size, dtype=dtype)
+def _allocate_whole(path: KeyPath, entry: TensorStorageMetadata) -> Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
 def read_by_name(
@@ -91,7 +91,7 @@ def read_by_name(
         if (optimizers or key not in numbers) and (averages or path[0] != AVERAGES):
             entry = metadata.state_dict_metadata[key]
             is_tensor = isinstance(entry, TensorStorageMetadata)  # an object replaces None when it is read
-            flat[key] = allocate(path, entry.size, entry.properties.dtype) if is_tensor else None
+            flat[key] = allocate(path, entry) if is_tensor else None
     _fill(flat, folder, metadata, weights_only)
     tree = unflatten_state_dict(flat, paths)
     weights = tree.pop("state_dict", None) or tree.pop("model", None)

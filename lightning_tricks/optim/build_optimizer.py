@@ -13,6 +13,7 @@ from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.decay_groups import Rules, check_each_parameter_once, decay_groups
 from lightning_tricks.optim.follow_recipe import follow_recipe, parts_of
 from lightning_tricks.optim.limits import refuse_tensor_lr
+from lightning_tricks.optim.low_bit_state import keep_low_bit
 from lightning_tricks.optim.mup import MuP
 from lightning_tricks.optim.mup_factors import rule_of, split_groups
 
@@ -68,7 +69,7 @@ def build_optimizer(
     check_each_parameter_once(module, built.param_groups)
     for group in built.param_groups:
         group["lr"] = _scaled_lr(group)
-    return follow_recipe(built)
+    return keep_low_bit(follow_recipe(built))
 
 
 def _built(optimizer: OptimizerFactory | None, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

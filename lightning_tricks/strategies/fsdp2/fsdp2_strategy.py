@@ -278,7 +278,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         path = check_together(given)
         if path.is_dir():
             verify_together(path)
-            return sharded_checkpoint.read_shards(path, self._module, bool(self.optimizers), weights_only)
+            return sharded_checkpoint.read_shards(path, self._module, self.optimizers, weights_only)
         if path.is_file():
             return read_file(path, weights_only)
         return self.checkpoint_io.load_checkpoint(given, weights_only=weights_only)  # not on a file system

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -20,6 +22,7 @@ from lightning_tricks._find_modules import clean_name
 from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.read_folder import KeyPath, by_index, read_by_name
+from lightning_tricks.optim.low_bit_state import LOW_BIT, as_kept, empty_state, owners_of, plain_values
 from lightning_tricks.strategies.agreement import on_all_ranks
 
 
@@ -29,6 +32,7 @@ def gather(tree: Any, keep: bool) -> Any:
     def whole(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        value = plain_values(value)  # torchao cannot gather codes and scales of shards that differ in size
         value = value.full_tensor() if isinstance(value, DTensor) else value
         return value.detach().cpu() if keep else None
 
@@ -67,25 +71,54 @@ def _refuse_local_state(module: nn.Module, optimizer: Optimizer) -> None:
                 )
 
 
-def read_shards(folder: Path, module: nn.Module, optimizers: bool, weights_only: bool | None) -> dict[str, Any]:
+def read_shards(
+    folder: Path, module: nn.Module, optimizers: Sequence[Optimizer], weights_only: bool | None
+) -> dict[str, Any]:
     """A folder as a Lightning checkpoint, with DTensors where this rank has shards; optimizer state is by name.
 
-    No process holds a sharded tensor whole.
+    No process holds a sharded tensor whole, but low-bit state whose blocks new shards would cut. State that is low-bit
+    comes so, to the bit, where this rank has the shard that was saved, and else as plain values.
     """
     weights = {clean_name(name): value for name, value in module.state_dict(keep_vars=True).items()}
     parameters = {clean_name(name): parameter for name, parameter in module.named_parameters()}
+    owners = {parameter: owner for optimizer in optimizers for parameter, owner in owners_of(optimizer).items()}
 
-    def allocate(path: KeyPath, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    def allocate(path: KeyPath, entry: TensorStorageMetadata) -> Tensor:
         # .../state/NAME/exp_avg belongs to a parameter; state of another shape, such as `step`, is not sharded
+        owner = None
         if path[0] in ("state_dict", "model", AVERAGES):
             like = weights.get(clean_name(str(path[-1])))
         else:
             like = parameters.get(str(path[2])) if path[1] == "state" else None
-        if isinstance(like, DTensor) and like.shape == size:
-            return torch.empty_like(like, dtype=dtype, requires_grad=False)
-        return torch.empty(size, dtype=dtype)
+            owner = owners.get(like) if like is not None and path[3] in LOW_BIT else None
+        dtype = entry.properties.dtype
+        if not isinstance(like, DTensor) or like.shape != entry.size:
+            return torch.empty(entry.size, dtype=dtype)
+        if owner is not None:
+            kept = empty_state(owner, like, str(path[3]))
+            if kept is not None and _is_a_chunk(like, entry):
+                return kept
+            if _cuts_a_block(like, entry, owner.block_size):
+                return torch.empty(entry.size, dtype=dtype)
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
 
-    return read_by_name(folder, weights_only, allocate, optimizers)
+    return read_by_name(folder, weights_only, allocate, bool(optimizers))
+
+
+def _is_a_chunk(shard: DTensor, saved: TensorStorageMetadata) -> bool:
+    """Whether a tensor's shard on this rank was saved by one rank as it is."""
+    shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+    return any(tuple(chunk.sizes) == shape and tuple(chunk.offsets) == offset for chunk in saved.chunks)
+
+
+def _cuts_a_block(shard: DTensor, saved: TensorStorageMetadata, block_size: int) -> bool:
+    """Whether a shard here, or one that was saved, begins or ends within a block of values that share a scale."""
+    shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+    parts = [(shape, offset), *((tuple(chunk.sizes), tuple(chunk.offsets)) for chunk in saved.chunks)]
+    if any(sizes[1:] != tuple(saved.size[1:]) for sizes, _ in parts):
+        return True
+    row = saved.size[1:].numel()
+    return any(edge * row % block_size for sizes, offsets in parts for edge in (offsets[0], offsets[0] + sizes[0]))
 
 
 def load_weights(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -139,7 +172,7 @@ def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: S
             index: tree_map(partial(_as_shards, like=like.get(index)), entry)
             for index, entry in state_dict["state"].items()
         }
-        optimizer.load_state_dict({**state_dict, "state": state})
+        optimizer.load_state_dict(as_kept(optimizer, {**state_dict, "state": state}))
         missing = _without_state(module, optimizer)
         if missing:
             rank_zero_warn(
@@ -174,6 +207,7 @@ def _as_shards(value: Any, like: Tensor | None) -> Any:
         return value
     if not isinstance(like, DTensor) or like.shape != value.shape:
         return value.clone()
+    value = plain_values(value)  # torchao cannot split codes and scales
     # every rank has read the same tensor, so there is nothing to send
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).clone()
 
