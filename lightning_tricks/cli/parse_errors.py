@@ -43,7 +43,7 @@ _LINES = [
      "--{key} {file}: there is no such file; check the path (the command ls lists recipes)"),
     (r".*?No module named '(?P<module>heavyball|pytorch_optimizer|schedulefree|torchao)'",
      "{at}{module} is not installed: pip install 'lightning-tricks[optimizers]'"),
-    (r"No module named '(?P<module>.*)'",
+    (r".*?No module named '(?P<module>[^']*)'",
      "{at}no module named {module!r}: start the command in the folder that holds it, or install it"),
     (r"argument (?:-\w/)?--(?P<name>\S+): expected one argument", "--{name} has no value: write --{name} VALUE"),
     (r"expected \"subcommand\" to be one of",

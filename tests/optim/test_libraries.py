@@ -238,6 +238,15 @@ def test_a_package_that_is_missing_is_one_line_with_the_command_that_installs_it
     )
 
 
+@pytest.mark.parametrize("line", ["nobodys.AdamW8bit", "{class_path: nobodys.AdamW8bit}"])
+def test_a_package_that_we_do_not_know_is_one_line_too(line, chosen):
+    with pytest.raises(UsageError) as error:
+        chosen(line)
+    assert str(error.value) == (
+        "model.optimizer: no module named 'nobodys': start the command in the folder that holds it, or install it"
+    )
+
+
 # ---- in a Trainer
 
 
