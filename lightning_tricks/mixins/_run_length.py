@@ -26,16 +26,22 @@ class ScheduleLength(pl.Callback):
         trainer.callbacks = [*others, cls()]  # a new list: Lightning may be iterating over the old one
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Set it where it is another one than so far; in a second fit of a Trainer, which counts on, the step too."""
+        """Set it where it is another one than so far; and the step, where no checkpoint had one for the schedule.
+
+        So it is in a second fit of a Trainer, which counts on, and where the run before had no schedule.
+        """
         total = run_length(trainer)
         for config in trainer.lr_scheduler_configs:
             scheduler: Any = config.scheduler
-            if isinstance(scheduler, ScheduleLR) and (scheduler.length_follows or scheduler.total_steps != total):
+            if not isinstance(scheduler, ScheduleLR):
+                continue
+            if scheduler.length_follows or scheduler.total_steps != total:
                 if total is None:
                     _refuse_untold(trainer, trainer.lightning_module, scheduler.curves)
                 with _named(trainer, total):
                     scheduler.set_total_steps(total)
-            if isinstance(scheduler, ScheduleLR) and not trainer.ckpt_path:
+            untold = pl_module.automatic_optimization and scheduler.last_epoch == 0
+            if untold or not trainer.ckpt_path:
                 scheduler.load_state_dict({"last_epoch": trainer.global_step})
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:

@@ -157,6 +157,14 @@ def test_a_second_fit_of_a_trainer_which_counts_its_steps_on_goes_on_in_the_sche
     assert second.lrs == planned(12)[4:]
 
 
+def test_a_run_without_a_schedule_goes_on_in_the_step_of_one(tmp_path):
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(loader(8), save, model=Model(schedule=None), max_epochs=1)
+    resumed = Model()
+    fit(loader(8), resume=tmp_path / "step=5.ckpt", model=resumed, max_epochs=1)
+    assert resumed.lrs == planned(8)[5:]
+
+
 # ---- refusals
 
 
