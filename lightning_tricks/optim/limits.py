@@ -1,7 +1,7 @@
 """What known optimizers cannot do, in a table by class, so that a run is refused before its first step."""
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -20,25 +20,29 @@ class Limit(NamedTuple):
         optimizers: `package.Class` and its subclasses, `package.*` for all of a package's, `Class` for any package's.
         why: what the message says after the name of the optimizer.
         remedy: what to do.
-        option: the limit holds only where this option of a group is set.
+        holds: of the options of a group, whether the limit is one for them; None for any.
     """
 
     place: Place
     optimizers: tuple[str, ...]
     why: str
     remedy: str
-    option: str | None = None
+    holds: Callable[[dict[str, Any]], Any] | None = None
 
 
 _FLAT = "needs the shapes of the parameters, which DeepSpeed and FSDP1 flatten"
 _SECOND = "needs second derivatives, which sharding does not give"
 _SHARDED = "does not work on sharded parameters"
+_NO_FOREACH_LERP = torch.__version__ < "2.13"  # of DTensors; tried with 2.11 and 2.13
 
 # As tried with torch 2.13, torchao 0.18, pytorch_optimizer 4.1 and heavyball 3.2 by `python -m benchmarks.optimizers`.
 LIMITS = [
     Limit("shards", ("Adafactor", "NorMuon", "SOAP", "Shampoo"), _SHARDED, "take AdamW or MuonAdamW, or strategy: ddp"),
     Limit("shards", ("AdamWFp8", "AdamFp8"), _SHARDED, "take AdamW8bit, or strategy: ddp"),
-    Limit("shards", ("torch.SGD",), "with fused=True does not work on sharded parameters", "leave out fused", "fused"),
+    Limit("shards", ("torch.SGD",), "with fused=True does not work on sharded parameters", "leave out fused",
+          lambda group: group.get("fused")),
+    Limit("shards", ("pytorch_optimizer.Lion",), f"{_SHARDED} with torch {torch.__version__}", "set foreach to false",
+          lambda group: _NO_FOREACH_LERP and group.get("foreach") is not False),
     Limit("shards", ("SophiaH",), _SECOND, "take AdamW or MuonAdamW, or one device"),
     Limit("flat parameters", ("SophiaH",), _SECOND, "take AdamW or MuonAdamW, or one device"),
     Limit("flat parameters", ("Adafactor", "LBFGS", "Muon", "NorMuon", "SOAP", "Shampoo"), _FLAT,
@@ -63,7 +67,7 @@ def refuse_limits(optimizer: Optimizer, *places: Place) -> None:
     for part in parts_of(optimizer):
         names = set(_names(part))
         for limit in LIMITS:
-            chosen = limit.option is None or any(group.get(limit.option) for group in part.param_groups)
+            chosen = limit.holds is None or any(map(limit.holds, part.param_groups))
             if limit.place in places and chosen and not names.isdisjoint(limit.optimizers):
                 raise UsageError(f"{type(part).__name__} {limit.why}: {limit.remedy}")
 
