@@ -322,7 +322,8 @@ def test_passes_over_the_data_end_with_a_whole_step(shards):
 @pytest.mark.parametrize("kind", ["rows", "tokens"])
 def test_the_schedule_of_a_run_in_epochs_ends_with_its_last_step(tmp_path, shards, kind):
     def train(*callbacks: Any, **options: Any) -> tuple[Any, Any]:
-        module, data = WithGroups(), rows(14) if kind == "rows" else tokens(shards)
+        # 7 micro-batches a pass, and 11 of windows of 40 tokens
+        module, data = WithGroups(), rows(14) if kind == "rows" else tokens(shards, seq_len=40)
         warmup = BatchSizeWarmup({0: 1, 2: 2, 4: 4})
         trainer = fit(module, warmup, *callbacks, data=data, max_steps=-1, max_epochs=3, **options)
         return module, trainer
