@@ -15,14 +15,20 @@ from lightning_tricks.callbacks import GCControl
 
 @pytest.fixture(autouse=True)
 def collector():
-    """The collector, as each test found it."""
+    """The collector, as each test found it. All that the tests have imported is frozen, and quick to pass over."""
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
-    gc.unfreeze()
+    gc.freeze()
     yield
     gc.unfreeze()
     if frozen:
         gc.freeze()
     (gc.enable if enabled else gc.disable)()
+
+
+@pytest.fixture
+def thawed(collector):
+    """As in a program that has frozen nothing itself."""
+    gc.unfreeze()
 
 
 class Cycle:
@@ -66,7 +72,7 @@ def test_with_accumulation_it_counts_optimizer_steps():
     assert looks.gone == [0, 0, 2, 2, 4, 4]
 
 
-def test_what_lives_at_the_start_and_after_the_first_step_is_left_out_of_collections():
+def test_what_lives_at_the_start_and_after_the_first_step_is_left_out_of_collections(thawed):
     looks = Looks()
     kept: list[object] = []
 
@@ -74,7 +80,8 @@ def test_what_lives_at_the_start_and_after_the_first_step_is_left_out_of_collect
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             kept.extend([] for _ in range(5000 if batch_idx == 0 else 0))
 
-    fit(looks, Compiles(), GCControl())
+    fit(looks, Compiles(), GCControl(every_n_steps=4))
+    assert looks.gone == [0, 1, 1, 1, 4, 4, 4, 4, 8]
     assert looks.frozen[0] > 1000
     assert looks.frozen[1] >= looks.frozen[0] + 5000
     assert max(looks.frozen[2:]) <= looks.frozen[1]  # of frozen objects, some are freed
@@ -100,18 +107,18 @@ def test_an_object_that_outlived_a_collection_is_collected_when_it_is_garbage():
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
-def test_after_an_exception_the_collector_is_as_it_was(was_enabled):
+def test_after_an_exception_the_collector_is_as_it_was(thawed, was_enabled):
     (gc.enable if was_enabled else gc.disable)()
     with pytest.raises(ValueError, match="bad batch"):
         fit(Looks(fail_at=3), GCControl())
     assert gc.isenabled() is was_enabled
     assert gc.get_freeze_count() == 0
+    gc.freeze()
     fit(GCControl())
     assert gc.isenabled() is was_enabled
 
 
 def test_what_the_program_has_frozen_itself_stays_frozen_and_nothing_is_added():
-    gc.freeze()
     frozen = gc.get_freeze_count()
     looks = Looks()
     fit(looks, GCControl())
