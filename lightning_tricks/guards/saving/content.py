@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,6 +17,8 @@ from lightning_tricks._trainer import is_a
 from lightning_tricks.checkpoints.other_weights import other_weights
 from lightning_tricks.checkpoints.record import KEY, Record
 from lightning_tricks.guards.saving.random_state import gather_random_states
+
+_written: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # recipes by the callback that holds their settings
 
 
 def content(trainer: Trainer, module: Module, record: Record) -> dict[str, Any]:
@@ -36,10 +39,15 @@ def content(trainer: Trainer, module: Module, record: Record) -> dict[str, Any]:
 
 
 def recipe_of(trainer: Trainer) -> str | None:
-    """The settings of a run of LightningCLI, as it saves them in `config.yaml`."""
+    """The settings of a run of LightningCLI, as it saves them in `config.yaml`.
+
+    They are the same at every save of a run, and jsonargparse takes a fifth of a second to write them.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if is_a(callback, "SaveConfigCallback"):
-            return str(callback.parser.dump(callback.config, skip_none=False))
+            if callback not in _written:
+                _written[callback] = str(callback.parser.dump(callback.config, skip_none=False))
+            return _written[callback]
     return None
 
 
