@@ -209,7 +209,9 @@ def run(folder: Path, kind: str, kill_at: int | None = None, saver: dict | None 
             options["strategy"] = FSDP2Strategy()
     pl.seed_everything(options.pop("seed", 3), verbose=False)
     folder.mkdir(exist_ok=True)
-    callbacks = [ModelCheckpoint(folder, save_last=True, **({"every_n_train_steps": 2} | (saver or {})))]
+    callbacks = [
+        ModelCheckpoint(folder, save_last=True, **({"every_n_train_steps": 2, "save_top_k": 0} | (saver or {})))
+    ]
     if options.pop("exact", True):
         callbacks.append(ExactResume())
     validation = DataLoader(torch.ones(2, 4), num_workers=0)
@@ -220,7 +222,7 @@ def run(folder: Path, kind: str, kill_at: int | None = None, saver: dict | None 
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **({"max_epochs": 2, "devices": 1, "num_sanity_val_steps": 1} | options),
+        **({"max_epochs": 2, "devices": 1, "num_sanity_val_steps": 0} | options),
     )
     last = folder / "last.ckpt"
     trainer.fit(module, loaders(kind), validation, ckpt_path=last if last.exists() else None)

@@ -56,7 +56,7 @@ def test_from_each_position_of_two_passes_the_rest_is_the_same(kind):
         assert len(rest) in (len(whole) // 2 - index, len(whole) - index)
 
 
-@pytest.mark.parametrize("kind", ["shuffle/2", "stateful/2", "stream/3"])
+@pytest.mark.parametrize("kind", ["shuffle/2", "rows/2", "whim/2", "stateful/2", "stream/3"])
 def test_workers_make_the_same_batches_from_a_position_on(kind):
     loader, positions = served(loaders(kind)), []
     whole = []
