@@ -162,15 +162,14 @@ def test_a_block_that_did_not_run_has_no_figures():
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"config": GPT}, {"checkpointing": "full"}, {"compiled": "wrapped", "backend": "eager"},
-    {"compiled": "whole", "backend": "eager"},
-    {"checkpointing": "selective", "compiled": "in_place"}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"},
+    {}, {"checkpointing": "full"}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"},
+    {"compiled": "wrapped", "backend": "eager"}, {"compiled": "whole", "backend": "eager"},
+    {"config": GPT, "checkpointing": "selective", "compiled": "in_place"},
 ], ids=str)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*records nothing")
 def test_training_is_the_same_with_activations_attention_and_updates_watched(options):
     torch.compiler.reset()
     plain = decoding(**options)
-    torch.compiler.reset()
     watched = decoding(ActivationMonitor(), AttentionMonitor(), UpdateMonitor(None), UpdateMonitor(100), **options)
     assert same_training(plain, watched)
     rooms = {name.split("/")[0] for name in watched.names()}
@@ -233,7 +232,6 @@ def test_blocks_inside_a_compiled_function_give_one_line_and_train_the_same():
 
     torch.compiler.reset()
     plain = fit(Hidden(), max_steps=6)
-    torch.compiler.reset()
     with pytest.warns(UserWarning, match=r"no block \(model.blocks.0, \.\.\.\) ran where it can be seen") as caught:
         watched = fit(Hidden(), ActivationMonitor(), AttentionMonitor(), max_steps=6)
     assert same_training(plain, watched)
