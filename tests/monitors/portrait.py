@@ -48,13 +48,19 @@ def portrait(roots: Mapping[str, Any], leave_out: list[Any]) -> dict[str, Any]:
     seen = {id(each): each for each in leave_out}
     while waiting:
         path, value = waiting.popleft()
-        if isinstance(value, PLAIN):
+        if _is_a(PLAIN, type(value)):
             found[path] = repr(value)
         elif id(value) not in seen:
             seen[id(value)] = value
             found[path], parts = _look(value, leave_out)
             waiting += [(f"{path}.{name}", part) for name, part in parts.items()]
     return found
+
+
+@functools.cache
+def _is_a(classes: Any, kind: type) -> bool:
+    """`issubclass`, which takes long for the abstract ones, asked once of each class."""
+    return issubclass(kind, classes)
 
 
 def _look(value: Any, leave_out: list[Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -69,15 +75,16 @@ def _look(value: Any, leave_out: list[Any]) -> tuple[Any, Mapping[str, Any]]:
         return name, {"wrapped": getattr(value, "__wrapped__", None)}
     if isinstance(value, functools.partial):
         return kind, {"func": value.func, "args": value.args, "keywords": value.keywords}
-    if isinstance(value, Mapping):
+    if _is_a(Mapping, type(value)):
         items = enumerate(value.items())
-        return (kind, len(value)), {repr(k) if isinstance(k, PLAIN) else f"key {i}": part for i, (k, part) in items}
-    if isinstance(value, list | tuple | collections.deque):
-        parts = [part for part in value if not any(part is each for each in leave_out)]
+        return (kind, len(value)), {repr(k) if _is_a(PLAIN, type(k)) else f"key {i}": part for i, (k, part) in items}
+    if isinstance(value, (list, tuple, collections.deque)):
+        left_out = set(map(id, leave_out))
+        parts = [part for part in value if id(part) not in left_out]
         return (kind, len(parts)), {str(index): part for index, part in enumerate(parts)}
     if isinstance(value, set | frozenset):
         return (kind, sorted(map(repr, value)) if all(isinstance(part, PLAIN) for part in value) else len(value)), {}
-    followed = type(value).__module__.partition(".")[0] in PACKAGES or isinstance(value, CLASSES)
+    followed = type(value).__module__.partition(".")[0] in PACKAGES or _is_a(CLASSES, type(value))
     if not followed or isinstance(value, MetricBuffer) or not hasattr(value, "__dict__"):
         return kind, {}
     return (kind, len(vars(value))), {n: _users(n, part) for n, part in vars(value).items() if n not in CHANGING}

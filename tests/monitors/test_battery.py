@@ -94,21 +94,31 @@ def test_a_monitor_changes_nothing(make, situation):
     assert without(situation).differences(outcome(situation, make)) == {}
 
 
+@functools.cache
+def outcome_of_many(situation, group):
+    """Of the group of that number; see `outcome`."""
+    return outcome(situation, all_of(GROUPS[group]))
+
+
+groups = pytest.mark.parametrize("group", range(len(GROUPS)), ids=[f"{len(group)} monitors" for group in GROUPS])
+
+
 @named(TOGETHER)
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{len(group)} monitors")
+@groups
 def test_many_monitors_change_nothing(group, situation):
-    assert differences_of(situation, group) == {}
+    assert differences_of(situation, GROUPS[group], outcome_of_many(situation, group)) == {}
 
 
 @named(SEVERAL_FITS)
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{len(group)} monitors")
+@groups
 def test_a_later_fit_knows_nothing_of_an_earlier_one(group, situation):
-    assert kept(situation, all_of(group)) == []
+    assert kept(situation, all_of(GROUPS[group]), outcome_of_many(situation, group)) == []
 
 
-def kept(situation, make):
+def kept(situation, make, played=None):
     """The rows that callbacks log in the last fit, where others of the same classes log other rows."""
-    rows, anew = (comparable(play(situation, make, fresh).logged[-1]) for fresh in (False, True))
+    played = played or play(situation, make)
+    rows, anew = (comparable(each.logged[-1]) for each in (played, play(situation, make, fresh=True)))
     return [pair for pair in itertools.zip_longest(rows, anew) if pair[0] != pair[1]]
 
 
