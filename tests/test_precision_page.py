@@ -54,7 +54,12 @@ def test_frozen_counts_weights_that_ended_where_they_began():
 
 
 @pytest.mark.slow
-def test_a_short_run_writes_what_the_page_needs_and_goes_on_where_it_stopped(tmp_path, capsys):
+def test_a_short_run_writes_what_the_page_needs_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
+    decoder = precision.MODEL["model.init_args.decoder.init_args"]
+    smaller = {"d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 32, "d_ff": 64}
+    monkeypatch.setitem(precision.MODEL, "model.init_args.decoder.init_args", {**decoder, **smaller})
+    monkeypatch.setitem(precision.MODEL, "data.init_args.seq_len", 32)
+    monkeypatch.setitem(precision.MODEL, "trainer.gradient_clip_val", 0.1)  # its gradients are as small
     out = tmp_path / "precision.json"
     options = ["--steps", "20", "--device", "cpu", "--out", str(out)]
     precision.main(["bf16_true_naive", *options, "--only_peak_lr"])
