@@ -80,6 +80,7 @@ def test_its_origin_stands_in_its_checkpoints_its_log_its_recipe_and_on_the_term
     for step in (START + 2, START + 5):
         origin = {"trunk": trunk_path, "trunk_step": START, "decay_steps": 5}
         assert small.saved(run, step)["callbacks"]["BranchLineage"] == origin
+        assert small.saved(run, step)["lightning_tricks"]["recipe"] == (run / "config.yaml").read_text()
     assert f"branch/trunk: {trunk_path}" in (run / "hparams.yaml").read_text()
     recipe = (run / "config.yaml").read_text()
     assert "BranchLineage" in recipe
