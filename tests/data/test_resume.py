@@ -62,7 +62,7 @@ def unbroken(launch, tmp_path_factory):
     """Batches of the runs that nobody killed, by accumulation."""
     result = {}
     for accumulate in (1, 4):
-        folder = write_token_files(tmp_path_factory.mktemp("unbroken"), train=3600)
+        folder = write_token_files(tmp_path_factory.mktemp("unbroken"), train=3600, tokens=3700)
         assert launch(folder, accumulate=accumulate, max_steps=STEPS) == 0
         result[accumulate] = lines(folder)
     return result
@@ -76,12 +76,11 @@ def test_the_unbroken_run_sees_each_batch_once(unbroken):
         assert len(set(rows)) == len(rows) == STEPS * accumulate * 2
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(("accumulate", "num_workers"), [(1, 0), (4, 2)])
 def test_killed_twice_and_resumed_the_batches_are_the_unbroken_ones(
     launch, unbroken, tmp_path, accumulate, num_workers
 ):
-    folder = write_token_files(tmp_path / "run", train=3600)
+    folder = write_token_files(tmp_path / "run", train=3600, tokens=3700)
     options = {"accumulate": accumulate, "num_workers": num_workers, "max_steps": STEPS}
     middle = accumulate // 2
     # the second run is killed in the window in which its ModelCheckpoint has saved again, in mid-window
@@ -99,7 +98,7 @@ def test_killed_twice_and_resumed_the_batches_are_the_unbroken_ones(
 
 
 def test_a_finished_run_is_carried_on_with_more_steps(launch, unbroken, tmp_path):
-    folder = write_token_files(tmp_path / "run", train=3600)
+    folder = write_token_files(tmp_path / "run", train=3600, tokens=3700)
     once_at_the_end = {"val_check_interval": 1.0, "check_val_every_n_epoch": 1, "accumulate": 4}
     assert launch(folder, max_steps=4, **once_at_the_end) == 0
     assert launch(folder, max_steps=STEPS, **once_at_the_end) == 0
@@ -110,7 +109,7 @@ def test_a_finished_run_is_carried_on_with_more_steps(launch, unbroken, tmp_path
 
 
 def test_validation_comes_at_the_same_steps_after_a_kill(launch, unbroken, tmp_path):
-    folder = write_token_files(tmp_path / "run", train=3600)
+    folder = write_token_files(tmp_path / "run", train=3600, tokens=3700)
     launch(folder, kill_at=(4, 2), accumulate=4, max_steps=STEPS)
     launch(folder, kill_at=(5, 3), accumulate=4, max_steps=STEPS)
     launch(folder, accumulate=4, max_steps=STEPS)
@@ -128,7 +127,7 @@ def rows_by_step(log: list[str]) -> dict[int, set[str]]:
 
 
 def test_a_resume_may_split_the_global_batch_in_another_way(launch, unbroken, tmp_path):
-    folder = write_token_files(tmp_path / "run", train=3600)
+    folder = write_token_files(tmp_path / "run", train=3600, tokens=3700)
     launch(folder, kill_at=(5, 0), accumulate=1, micro_batch_size=8, max_steps=STEPS)
     assert launch(folder, accumulate=4, micro_batch_size=2, max_steps=STEPS, log="after.txt") == 0
     after = rows_by_step(lines(folder, "after.txt"))
@@ -137,7 +136,7 @@ def test_a_resume_may_split_the_global_batch_in_another_way(launch, unbroken, tm
 
 
 def test_a_resume_with_a_smaller_global_batch_goes_on_with_the_next_row(launch, unbroken, tmp_path):
-    folder = write_token_files(tmp_path / "run", train=3600)
+    folder = write_token_files(tmp_path / "run", train=3600, tokens=3700)
     launch(folder, kill_at=(5, 0), micro_batch_size=8, max_steps=STEPS)
     assert launch(folder, micro_batch_size=2, max_steps=STEPS, log="after.txt") == 0
     after = rows_by_step(lines(folder, "after.txt"))
@@ -147,7 +146,7 @@ def test_a_resume_with_a_smaller_global_batch_goes_on_with_the_next_row(launch, 
 
 
 def test_without_max_steps_an_epoch_is_a_pass_over_the_data(launch, tmp_path):
-    folder = write_token_files(tmp_path / "run", train=3600)
+    folder = write_token_files(tmp_path / "run", train=3600, tokens=3700)
     epochs = {
         "max_steps": 0,
         "max_epochs": 2,
@@ -164,7 +163,7 @@ def test_without_max_steps_an_epoch_is_a_pass_over_the_data(launch, tmp_path):
 
 
 def test_overfitting_takes_the_same_batches_every_epoch(launch, tmp_path):
-    folder = write_token_files(tmp_path / "run", train=3600)
+    folder = write_token_files(tmp_path / "run", train=3600, tokens=3700)
     assert launch(folder, max_steps=6, overfit_batches=2, val_check_interval=1.0, check_val_every_n_epoch=1) == 0
     rows = [line.split(" ", 2)[2] for line in lines(folder) if "validation" not in line]
     assert rows == rows[:2] * 3
@@ -173,8 +172,8 @@ def test_overfitting_takes_the_same_batches_every_epoch(launch, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_see_per_step_what_one_sees(launch, unbroken, tmp_path):
-    folder = write_token_files(tmp_path / "run", train=3600)
+    folder = write_token_files(tmp_path / "run", train=3600, tokens=3700)
     assert launch.many(folder, 2, accumulate=2, max_steps=STEPS) == [0, 0]
     assert rows_by_step(lines(folder)) == rows_by_step(unbroken[4])
-    # 400 validation tokens: 50 windows of 8, each once on one of the two, four times
-    assert sorted(Counter(lines(folder, "batches.val")).values()) == [4] * 50
+    # 100 validation tokens: 13 windows of 8, each once on one of the two, four times
+    assert sorted(Counter(lines(folder, "batches.val")).values()) == [4] * 13
