@@ -13,8 +13,8 @@ PLACES = {
     "setup": 0, "sanity check": 0, "compile": 1, "window": 3, "step": 3, "save": 3, "validation is due": 4,
     "validation": 4, "loader": 5,
 }  # fmt: skip
-# Each place with two of the four reasons, so that each reason comes at four or five places.
-ALONE = [(place, HOWS[(i + 2 * j) % 4]) for i, place in enumerate(PLACES) for j in range(2)]
+# Each place with one of the four reasons, and below, with two processes, with another one.
+ALONE = [(place, HOWS[i % 4]) for i, place in enumerate(PLACES)]
 
 
 def code_of(how: str) -> int:
