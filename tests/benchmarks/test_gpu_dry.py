@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.parsers import one_parser  # noqa: F401, a fixture
+from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
+from preloaded import python
 
 from benchmarks import gpu, gpu_checks, gpu_sizes, gpu_smoke, gpu_table, gpu_tests, gpu_train, precision
 
-pytestmark = pytest.mark.usefixtures("one_parser")
+pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,10 +49,11 @@ def contenders_of(stages):
 
 
 @pytest.fixture
-def small_models(monkeypatch):
-    """The proof of each format and the correctness checks with models and runs that are smaller still."""
+def small_models(monkeypatch, text_file):
+    """The proof of each format and the correctness checks with models, a text and runs that are smaller still."""
     decoder = precision.MODEL["model.init_args.decoder.init_args"] | SMALL
     data = {"data.init_args.vocab_size": SMALL["vocab_size"], "data.init_args.seq_len": SMALL["max_seq_len"]}
+    data |= {"data.init_args.files": text_file}
     monkeypatch.setattr(precision, "MODEL", precision.MODEL | data | {"model.init_args.decoder.init_args": decoder})
     for name, value in {"STEPS": 9, "LOG_EVERY": 3, "FALL": 0.9}.items():
         monkeypatch.setattr(gpu_smoke, name, value)
@@ -61,6 +63,7 @@ def small_models(monkeypatch):
 @pytest.mark.usefixtures("small_models")
 def test_a_dry_run_goes_through_every_stage_and_call(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "run_limited", in_this_process)
+    monkeypatch.setattr(sys, "executable", python())  # for the tests on the GPU
     every = contenders_of(gpu.STAGES)
     for stage, processes in FEWER.items():
         monkeypatch.setitem(gpu.STAGES, stage, [(contenders, 60) for contenders in processes])

@@ -1,4 +1,4 @@
-"""One parser of the command line for many command lines: to build it takes longer than to use it."""
+"""What command lines of one process need not do again: to build a parser takes longer than to use it."""
 
 from typing import Any
 
@@ -23,4 +23,14 @@ def one_parser() -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RecipeCLI, "setup_parser", once)
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_hyper_parameters() -> Any:
+    """Write no hyper-parameters for Lightning's checkpoints: that takes as long as reading the command line."""
+    from lightning_tricks.cli import RecipeCLI
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecipeCLI, "_dump_config", lambda cli: setattr(cli, "config_dump", {}))
         yield

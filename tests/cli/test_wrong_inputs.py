@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli.parsers import one_parser  # noqa: F401, a fixture
+from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
 from cli.wrong_inputs import PLAIN, ROWS, SMALL, Row
 
 from lightning_tricks import __main__ as door
@@ -69,7 +69,7 @@ CHANGES = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_parser")
+pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
 
 
 @pytest.fixture(scope="module", autouse=True)
