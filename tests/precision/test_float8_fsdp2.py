@@ -27,10 +27,12 @@ from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama
 from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting import count_flops, training_flops_per_token
 from lightning_tricks.models import Decoder
+from lightning_tricks.precision.float8 import torchao_linear  # noqa: F401  takes long: once for all processes
 from lightning_tricks.strategies import FSDP2Strategy
 
 pytestmark = pytest.mark.slow
 SMALL = Llama(vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=16)
+ONE_LAYER = ["mlp", r"attn\.[kvo]"]  # to exclude, where each product that is traced takes long
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 
@@ -173,12 +175,12 @@ def which_is_gathered_how(rank: int) -> None:
     trained("tensorwise", 0, steps=1, evaluate_in_bf16=True)
 
     # a module that shards by itself: converted after that, compiled in place; in bf16, as the table says
-    own, model, log.text = plugin(), Foreign(), ""
+    own, model, log.text = plugin(exclude=ONE_LAYER), Foreign(), ""
     train(model, own, steps=2)
-    assert len(own.fp8_layers) == 14
+    assert len(own.fp8_layers) == 2
     assert not any(hasattr(layer.weight.to_local(), "fsdp_pre_all_gather") for layer in own.fp8_layers.values())
     if rank == 0:
-        assert "0 of 14 weights gathered in fp8" in log.text
+        assert "0 of 2 weights gathered in fp8" in log.text
     plain = Foreign(compiled=False)
     train(plain, BF16Mixed(), steps=2)
     torch.testing.assert_close(torch.stack(model.losses), torch.stack(plain.losses), rtol=0.03, atol=0)
@@ -278,7 +280,7 @@ def whole_amax(weight: DTensor) -> torch.Tensor:
 
 def scales_are_those_of_the_weights(rank: int, folder: str) -> None:
     model = Counted()
-    train(model, plugin(), steps=2)
+    train(model, plugin(exclude=ONE_LAYER), steps=2)
     assert model.counted[0] / 32 == pytest.approx(training_flops_per_token(SMALL, 16, "full"), rel=0.01)
     assert all(scale is not None for scale in model.scales), "found one by one, at each gathering"
     assert len({scale.item() for scale in model.scales}) == 2, "a stale scale would repeat"
