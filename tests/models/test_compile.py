@@ -36,10 +36,9 @@ def trained(name, *, compiled, mode="none", documents=False, autocast=False, n_l
 
 
 # each mode of checkpointing with each way to compile it, each architecture with some of them: it does not ask for it;
-# the whole model without checkpointing is below, with documents
-@pytest.mark.parametrize(("name", "mode"), [("llama", "full"), ("gpt2", "selective")])
-def test_one_graph_of_the_model_gives_the_same_logits_and_gradients(name, mode):
-    torch.testing.assert_close(trained(name, compiled="whole", mode=mode), trained(name, compiled="no"))
+# the whole model with the two other modes is below, with documents
+def test_one_graph_of_the_model_gives_the_same_logits_and_gradients():
+    torch.testing.assert_close(trained("gpt2", compiled="whole", mode="selective"), trained("gpt2", compiled="no"))
 
 
 @pytest.mark.parametrize(("name", "mode"), [("gpt2", "none"), ("gpt2", "full"), ("llama", "selective")])
@@ -59,8 +58,8 @@ def test_compile_blocks_compiles_each_block_and_keeps_the_names(monkeypatch):
     assert list(decoder.state_dict()) == names
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_one_graph_with_documents_and_autocast(name):
+@pytest.mark.parametrize(("name", "mode"), [("llama", "full"), ("gpt2", "none")])
+def test_one_graph_with_documents_and_autocast(name, mode):
     options = {"documents": True, "autocast": True}
-    found, expected = trained(name, compiled="whole", **options), trained(name, compiled="no", **options)
+    found, expected = trained(name, compiled="whole", mode=mode, **options), trained(name, compiled="no", **options)
     torch.testing.assert_close(found, expected, rtol=0.02, atol=2e-3)
