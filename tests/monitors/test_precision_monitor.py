@@ -386,8 +386,8 @@ class Resting(pl.LightningModule):
 def test_random_numbers_statistics_counters_and_modes_are_those_of_a_run_without_it(compiled):
     found = []
     seen_modes.clear()
+    torch.compiler.reset()
     for monitors in ([], [PrecisionMonitor()]):
-        torch.compiler.reset()
         model, plugin = Resting(compiled), InFp8(pattern="linear")
         run = fit(model, *monitors, plugins=[plugin], log_every_n_steps=1)
         assert len(plugin.asked) == len(seen_modes) == 4 * len(monitors)
@@ -583,6 +583,7 @@ def test_fp16mixed_with_two_optimizers():
 # -------------------------------------------------------------------------------------------------------- with Float8
 
 Q = "model.blocks.1.attn.q"
+BUT_Q = ["mlp", r"attn\.[kvo]"]  # to exclude: one layer of a block is soon traced
 
 
 def float8(**options):
@@ -644,7 +645,7 @@ def test_float8_is_measured_in_graphs_as_outside_and_trains_the_same():
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
         # evaluation in bf16 would show another input than training has
-        plugin = float8(evaluate_in_bf16=True, exclude=["mlp"])
+        plugin = float8(evaluate_in_bf16=True, exclude=BUT_Q)
         options = {"accumulate_grad_batches": 2, "checkpointing": "selective", "config": ONE_BLOCK}
         with torch._dynamo.config.patch(error_on_recompile=True):
             found, lines = lines_of(lambda: decoding(*monitors, plugin=plugin, compiled=compiled, **options))
@@ -657,7 +658,7 @@ def test_float8_is_measured_in_graphs_as_outside_and_trains_the_same():
     assert graphs == 1
     assert len(watched.rows) == 2
     for (_, found), (_, expected) in zip(watched.rows, eager.rows, strict=True):
-        assert len(found) == 2 + 4 * 4
+        assert len(found) == 2 + 4
         assert found == pytest.approx(expected, rel=0.02, abs=1e-3)
 
 
@@ -811,7 +812,7 @@ def with_float8(rank, folder):
         torch.compiler.reset()
         model, loader = ours_in_float8(compile_blocks=compiled)
         monitors = [PrecisionMonitor()] if watched else []
-        options = {"devices": 2, "strategy": FSDP2Strategy(), "plugins": [float8(exclude=["mlp"])], "logger": Memory()}
+        options = {"devices": 2, "strategy": FSDP2Strategy(), "plugins": [float8(exclude=BUT_Q)], "logger": Memory()}
         run = fit(model, *monitors, data=loader, max_steps=2, log_every_n_steps=1, **options)
         runs[compiled, watched] = (run.trainer.loggers[0].rows, local(run))
     for compiled in (False, True):
@@ -824,16 +825,14 @@ def with_float8(rank, folder):
             own = {name: value for name, value in row.items() if name.startswith(("fp8/", "precision/"))}
             far = {n: (own[n], v) for n, v in expected.items() if own[n] != pytest.approx(v, rel=0.04, abs=1e-3)}
             assert not far, (compiled, far)
-            assert len(own) == 2 + 4 * 8
+            assert len(own) == 2 + 4 * 2
     Path(folder, f"float8{rank}").touch()
 
 
 @pytest.mark.slow
 def test_float8_gathered_in_fp8_shows_what_one_process_shows(tmp_path):
     model, loader = ours_in_float8()
-    run = fit(
-        model, PrecisionMonitor(), data=loader, plugins=[float8(exclude=["mlp"])], max_steps=2, log_every_n_steps=1
-    )
+    run = fit(model, PrecisionMonitor(), data=loader, plugins=[float8(exclude=BUT_Q)], max_steps=2, log_every_n_steps=1)
     own = [(step, {n: v for n, v in row.items() if n.startswith(("fp8/", "precision/"))}) for step, row in run.rows]
     torch.save(own, tmp_path / "float8.pt")
     run_in_two(with_float8, str(tmp_path))
