@@ -24,7 +24,7 @@ CASES = {
     "foreign loader": Case(data="foreign", accumulate=4),
     "foreign loader, workers": Case(data="foreign", workers=2),
     "DDP": Case(world=2, accumulate=4),
-    "FSDP2": Case(world=2, strategy="fsdp2", workers=2, precision="bf16"),
+    "FSDP2": Case(world=2, strategy="fsdp2", workers=1, precision="bf16"),
 }
 
 
