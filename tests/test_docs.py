@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
+from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
 
 import lightning_tricks
 from lightning_tricks.cli import load_recipe
@@ -81,7 +81,7 @@ def recipe_arguments(page: Path) -> set[tuple[str, ...]]:
     return {tuple(shlex.split(re.sub(r"--ckpt_path \S+", "", arguments))) for arguments in found}
 
 
-@pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
+@pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
 @pytest.mark.parametrize("arguments", sorted(set().union(*map(recipe_arguments, PAGES))), ids=" ".join)
 def test_recipe_commands_build(arguments, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -9,6 +9,7 @@ from typing import Any
 import jsonargparse
 import pytest
 import yaml
+from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
 from preloaded import python
 
 from lightning_tricks._errors import UsageError
@@ -95,6 +96,7 @@ def decoder(*options: str) -> Any:
     return load_recipe("--config", str(TINY), *options)[0].config
 
 
+@pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
 def test_another_decoder_brings_its_own_architecture_and_one_line_says_what_was_dropped(tmp_path, caplog):
     later = tmp_path / "later.yaml"
     later.write_text("model: {init_args: {decoder: {class_path: GPT2}}}")
@@ -105,6 +107,7 @@ def test_another_decoder_brings_its_own_architecture_and_one_line_says_what_was_
         assert [record.message for record in caplog.records if "in place of" in record.message] == [DROPPED]
 
 
+@pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
 def test_what_is_given_for_the_new_decoder_counts():
     assert decoder("--model.decoder", "GPT2", "--model.decoder.qk_norm", "true") == GPT2(**SIZES, qk_norm=True)
     text = "{class_path: GPT2, init_args: {activation: swiglu, d_model: 128}}"
@@ -113,6 +116,7 @@ def test_what_is_given_for_the_new_decoder_counts():
     assert decoder("--model.decoder", "Llama") == decoder() == tiny, "it is no other decoder"
 
 
+@pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -130,6 +134,7 @@ def test_another_class_says_which_settings_of_the_one_before_stay(options, line,
     assert [record.message for record in caplog.records if "in place of" in record.message] == [line]
 
 
+@pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
 def test_a_list_of_callbacks_takes_nothing_over_from_the_list_before(caplog):
     before = "[{class_path: ModelCheckpoint, init_args: {monitor: val/loss, verbose: true}}]"
     after = "[{class_path: EarlyStopping, init_args: {monitor: train/loss}}]"
