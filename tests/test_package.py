@@ -87,10 +87,16 @@ follow_imports = silent
 [mypy-torch.*,torchmetrics.*,numpy.*,jsonargparse.*,tokenizers.*,matplotlib.*,rich.*,tensorboard.*,PIL.*,fsspec.*]
 follow_imports = skip
 follow_imports_for_stubs = True
-[mypy-tqdm.*,yaml.*,lightning_utilities.*]
+[mypy-tqdm.*,yaml.*,lightning_utilities.*,multiprocessing.*,concurrent.*,docstring_parser.*,urllib.*,asyncio.*,http.*]
 follow_imports = skip
 follow_imports_for_stubs = True
-"""  # types of others than Lightning are not needed here, and reading torch's takes a minute
+[mypy-lightning.pytorch.loops.*,lightning.pytorch.tuner.*,lightning.pytorch.profilers.*]
+follow_imports = skip
+[mypy-lightning.pytorch.trainer.connectors.*,lightning.*.launchers.*,lightning.*.accelerators.*,lightning.fabric.fabric.*]
+follow_imports = skip
+[mypy-lightning.fabric.loggers.*,lightning.fabric.wrappers.*,lightning.pytorch.core.saving.*,lightning.*._graveyard.*]
+follow_imports = skip
+"""  # types of others than Lightning's public classes are not needed here, and reading torch's takes a minute
 
 
 def test_a_type_checker_knows_every_public_name_and_finds_wrong_arguments(tmp_path):
