@@ -51,7 +51,7 @@ trainer:
   enable_model_summary: false
   logger: {class_path: ResumingCSVLogger, init_args: {save_dir: runs, name: toy}}
   callbacks:
-    - {class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_last: link}}
+    - {class_path: ModelCheckpoint, init_args: {every_n_train_steps: 3, save_last: link}}
 """
 GONE = (
     r"^rank {rank} of {world} on \S+ is gone without a word \(process \d+\): killed, or out of memory \(dmesg tells\)$"
@@ -243,12 +243,14 @@ RUNS: dict[str, Callable[[Job, Any], None]] = {
     "slurm": lambda job, hosts: trains(job, slurm, 2),
     "two hosts": lambda job, hosts: trains(job, on_two_hosts, hosts),
     "goes on": lambda job, hosts: goes_on(job, fail={"rank": 1, "step": 5}),
-    "child is killed": lambda job, hosts: fails(job, lightning, 3, fail={"rank": 2}),
-    "first is killed": lambda job, hosts: fails(job, lightning, 3, fail={"rank": 0, "others": "stuck"}, grace=4.0),
-    "killed far away": lambda job, hosts: fails(
-        job, on_two_hosts, hosts, fail={"rank": 1, "others": "sleep"}, grace=3.0
+    "child is killed": lambda job, hosts: fails(job, lightning, 2, fail={"rank": 1, "step": 2}),
+    "first is killed": lambda job, hosts: fails(
+        job, lightning, 3, fail={"rank": 0, "step": 2, "others": "stuck"}, grace=4.0
     ),
-    "raises": lambda job, hosts: fails(job, torchrun, 3, fail={"rank": 1, "how": "raise"}),
+    "killed far away": lambda job, hosts: fails(
+        job, on_two_hosts, hosts, fail={"rank": 1, "step": 2, "others": "sleep"}, grace=3.0
+    ),
+    "raises": lambda job, hosts: fails(job, torchrun, 3, fail={"rank": 1, "step": 2, "how": "raise"}),
     "rank 0 alone": lambda job, hosts: is_alone(job, 0),
     "rank 1 alone": lambda job, hosts: is_alone(job, 1),
 }
@@ -316,7 +318,7 @@ def test_a_rank_is_killed_and_the_run_goes_on_to_the_same_weights(one_host, ende
 def test_under_lightnings_launcher_a_killed_rank_is_named_and_none_is_left(ended):
     job = ended("child is killed")
     assert job.seconds < 60
-    assert len(re.findall(GONE.format(rank=2, world=3), job.out, re.M)) == 2
+    assert len(re.findall(GONE.format(rank=1, world=2), job.out, re.M)) == 1
     assert "Traceback" not in job.out
 
 
