@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.parsers import one_parser  # noqa: F401, a fixture
+from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
 from cli.test_run_folder import Toy, command_line, folders, step_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from preloaded import python
@@ -18,11 +18,11 @@ from two_processes import run as run_processes
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.find_checkpoint import candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.record import save_with_record
-from lightning_tricks.cli import same_checkpoint
+from lightning_tricks.cli import RecipeCLI, same_checkpoint
 from lightning_tricks.cli.same_checkpoint import SameCheckpoint, identity
 
 KEEP = "[{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 1, save_top_k: -1, save_last: link}}]"
-pytestmark = pytest.mark.usefixtures("one_parser")
+pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
 
 CHECKPOINTS = Path("runs/toy/version_0/checkpoints")
 
@@ -308,11 +308,15 @@ def two_processes(launcher: str, folder: Path, steps: int) -> subprocess.Complet
 
 @pytest.fixture(scope="module")
 def two_steps(text_file, tmp_path_factory) -> Path:
-    """A run of two steps in two processes, whose newest checkpoint is damaged."""
+    """A run of two steps, whose newest checkpoint is damaged."""
     folder = tmp_path_factory.mktemp("two") / "run"
     folder.mkdir()
     (folder / "small.yaml").write_text(TWO.replace("TEXT", text_file))
-    two_processes("lightning", folder, 2)
+    alone = ["--trainer.devices=1", "--trainer.strategy=auto", "--trainer.max_steps=2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("sys.argv", ["lightning-tricks"])
+        RecipeCLI(args=["fit", "--config=small.yaml", *alone])
     flip(max(folder.glob("runs/small/*/checkpoints/epoch*.ckpt"), key=lambda path: path.stat().st_mtime_ns))
     return folder
 
