@@ -33,8 +33,8 @@ TOY = {
     "trainer.val_check_interval": 40,
     "trainer.limit_val_batches": 20,
     "trainer.limit_test_batches": 20,
-    # the second list replaces the recipe's: checkpoints every 5 steps, no baseline
-    "trainer.callbacks": "[{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 5, save_last: link}}]",
+    # the second list replaces the recipe's: checkpoints every 8 steps, no baseline
+    "trainer.callbacks": "[{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 8, save_last: link}}]",
 }
 
 
@@ -116,13 +116,13 @@ def test_prepare_makes_the_shards_and_says_where(tmp_path, text_file):
 
 def test_killed_in_mid_run_it_goes_on_to_the_same_weights(trained, tmp_path, text_file):
     whole, _ = trained
-    killed = "[{class_path: faults.Fail, init_args: {rank: 0, step: 8}}]"
+    killed = "[{class_path: faults.Fail, init_args: {rank: 0, step: 13}}]"  # when ten steps have been logged
     done = subprocess.run(
         [python(), *arguments("fit", text_file), f"--trainer.callbacks+={killed}"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}, capture_output=True, timeout=250,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL
-    assert torch.load(tmp_path / LAST, weights_only=True)["global_step"] == 5
+    assert torch.load(tmp_path / LAST, weights_only=True)["global_step"] == 8
     run(tmp_path, "validate", text_file, ckpt_path=LAST)
     out = run(tmp_path, "fit", text_file, ckpt_path="last")
     assert re.findall(r"step (\d+)/40", out)[0] == "10"
