@@ -53,6 +53,15 @@ def test_it_reads_what_torch_reads(folder):
     assert {entry.properties.dtype for entry in list(found.state_dict_metadata.values())[: len(DTYPES)]} == set(DTYPES)
 
 
+def test_members_of_enums_may_be_pickled_as_python_3_11_0_does_it(folder, monkeypatch):
+    metadata = FileSystemReader(folder).read_metadata()
+    kind = type(next(iter(metadata.state_dict_metadata.values())).properties.__getstate__()[3])
+    monkeypatch.setattr(kind, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert read_metadata(folder).state_dict_metadata == metadata.state_dict_metadata
+
+
 @pytest.mark.parametrize("weights_only", [None, True, False])
 def test_a_program_in_the_metadata_is_refused_and_not_run(folder, weights_only, tmp_path):
     marker = tmp_path / "marker"
@@ -71,6 +80,9 @@ def test_a_program_in_the_metadata_is_refused_and_not_run(folder, weights_only, 
         b"ctorch.distributed.checkpoint.metadata\nos.system\n.",  # of the module's own import
         b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93.",
         b"cbuiltins\neval\n.",
+        # attributes that are no members: of a class that describes tensors, and of an enum of such
+        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\nV__init__\ntR.",
+        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nV__class__\ntR.",
         b"ctorch\nload\n.",
         b"ctorch\nload_inline\n.",
     ],
