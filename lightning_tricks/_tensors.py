@@ -1,4 +1,4 @@
-"""Two facts about a tensor: the dtype in which a linear layer works on it, and the shard of it on this rank."""
+"""What others ask of a tensor: the dtype in which a linear layer works on it, and the shard of it on this rank."""
 
 import torch
 from torch import Tensor
@@ -26,3 +26,14 @@ def autocasts(device: str) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, in the same memory; any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
+    """`shard` as this rank's part of a DTensor that is sharded as `tensor` is; itself where `tensor` is no DTensor."""
+    if not hasattr(tensor, "to_local"):
+        return shard
+    from torch.distributed.tensor import DTensor  # here, as it takes long and is there already if a tensor is one
+
+    assert isinstance(tensor, DTensor)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())

@@ -26,9 +26,9 @@ class ScheduleLength(pl.Callback):
         trainer.callbacks = [*others, cls()]  # a new list: Lightning may be iterating over the old one
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Set it where it is another one than so far; and the step, where no checkpoint had one for the schedule.
+        """Set the length where it has changed, and the step where no checkpoint told the schedule its own.
 
-        So it is in a second fit of a Trainer, which counts on, and where the run before had no schedule.
+        No checkpoint does in a second fit of a Trainer, which counts on, and after a run without a schedule.
         """
         total = run_length(trainer)
         for config in trainer.lr_scheduler_configs:
@@ -40,8 +40,8 @@ class ScheduleLength(pl.Callback):
                     _refuse_untold(trainer, trainer.lightning_module, scheduler.curves)
                 with _named(trainer, total):
                     scheduler.set_total_steps(total)
-            untold = pl_module.automatic_optimization and scheduler.last_epoch == 0
-            if untold or not trainer.ckpt_path:
+            never_loaded = pl_module.automatic_optimization and scheduler.last_epoch == 0
+            if never_loaded or not trainer.ckpt_path:
                 scheduler.load_state_dict({"last_epoch": trainer.global_step})
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:

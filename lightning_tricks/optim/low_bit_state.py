@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_tricks._tensors import local
+from lightning_tricks._tensors import local, sharded_like
 from lightning_tricks.optim.follow_recipe import parts_of
 
 LOW_BIT = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}  # the averages, and whether they have a sign
@@ -26,15 +25,7 @@ def plain_values(state: Tensor) -> Tensor:
     """A low-bit state in fp32, sharded as it was; any other tensor as it is."""
     if not is_low_bit(state):
         return state
-    return _sharded_like(state, local(state).dequantize())
-
-
-def _sharded_like(state: Tensor, shard: Tensor) -> Tensor:
-    """`shard`, as this rank's part of a DTensor where `state` is one."""
-    if not isinstance(state, DTensor):
-        return shard
-    mesh, placements = state.device_mesh, state.placements
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=state.shape, stride=state.stride())
+    return sharded_like(state, local(state).dequantize())
 
 
 def owners_of(optimizer: Optimizer) -> dict[Tensor, Any]:
@@ -57,7 +48,7 @@ def empty_state(owner: Any, parameter: Tensor, name: str) -> Tensor | None:
         return None
     state: Tensor = owner._new_buffer(parameter, LOW_BIT[name])
     # built again, as torchao's DTensor of bf16 weights has another dtype than what it holds
-    return _sharded_like(state, local(state)) if is_low_bit(state) else None
+    return sharded_like(state, local(state)) if is_low_bit(state) else None
 
 
 def keep_low_bit(optimizer: Optimizer) -> Optimizer:

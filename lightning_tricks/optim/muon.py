@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._tensors import local
+from lightning_tricks._tensors import local, sharded_like
 from lightning_tricks.optim.orthogonalize import SCALES, common_factor, orthogonalize_all
 from lightning_tricks.optim.whole_matrices import on_whole_matrices
 
@@ -144,9 +144,7 @@ class Muon(Optimizer):
         average.copy_(averaged if skip is None else torch.where(skip > 0, average, averaged))
         if not isinstance(grad, DTensor) or weight.is_local():
             return update
-        return DTensor.from_local(
-            update, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
-        )
+        return sharded_like(grad, update)
 
     def _momentum(
         self, state: dict[str, Any], group: dict[str, Any], device: torch.device, skip: Tensor | None

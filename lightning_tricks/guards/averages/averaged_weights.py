@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
-from lightning_tricks._tensors import local
+from lightning_tricks._tensors import local, sharded_like
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")  # of batch norm: they belong to the weights
 _BUCKET_BYTES = 256 << 20  # bound of the fp32 copies of weights of another dtype
@@ -70,7 +70,7 @@ class AveragedWeights:
     def by_name(self, average: Sequence[Tensor]) -> dict[str, Tensor]:
         """An average as a checkpoint holds it: under each name of the weight, in shards where the weight is."""
         triples = zip(self.names, self.tensors, average, strict=True)
-        return {name: _sharded_like(tensor, own) for names, tensor, own in triples for name in names}
+        return {name: sharded_like(tensor, own) for names, tensor, own in triples for name in names}
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor], path: Any) -> list[Tensor]:
@@ -122,11 +122,3 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
-
-
-def _sharded_like(tensor: Tensor, own: Tensor) -> Tensor:
-    """`own` as the shard of a DTensor, where `tensor` is one."""
-    if not isinstance(tensor, DTensor):
-        return own
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=tensor.size(), stride=tensor.stride())

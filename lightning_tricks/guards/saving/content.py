@@ -18,7 +18,7 @@ from lightning_tricks.checkpoints.other_weights import other_weights
 from lightning_tricks.checkpoints.record import KEY, Record
 from lightning_tricks.guards.saving.random_state import gather_random_states
 
-_written: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # recipes by the callback that holds their settings
+_recipes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of the callbacks that hold their settings
 
 
 def content(trainer: Trainer, module: Module, record: Record) -> dict[str, Any]:
@@ -45,9 +45,9 @@ def recipe_of(trainer: Trainer) -> str | None:
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if is_a(callback, "SaveConfigCallback"):
-            if callback not in _written:
-                _written[callback] = str(callback.parser.dump(callback.config, skip_none=False))
-            return _written[callback]
+            if callback not in _recipes:
+                _recipes[callback] = str(callback.parser.dump(callback.config, skip_none=False))
+            return _recipes[callback]
     return None
 
 

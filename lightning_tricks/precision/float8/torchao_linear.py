@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
+from lightning_tricks._tensors import sharded_like
 from lightning_tricks.precision.float8.linear import CheckedLinear
 
 # torchao does not export its class, but its public function returns an object of it
@@ -139,10 +140,7 @@ def _save_plain(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
     # a checkpoint is the same as without fp8: it has no tensors of torchao's classes
     value = state_dict.get(f"{prefix}weight")
     if isinstance(value, DTensor) and hasattr(_local(value), "fsdp_pre_all_gather"):
-        state_dict[f"{prefix}weight"] = DTensor.from_local(
-            _local(value)._tensor.detach(), value.device_mesh, value.placements, run_check=False,
-            shape=value.size(), stride=value.stride(),
-        )  # fmt: skip
+        state_dict[f"{prefix}weight"] = sharded_like(value, _local(value)._tensor.detach())
 
 
 def _local(weight: Any) -> Any:

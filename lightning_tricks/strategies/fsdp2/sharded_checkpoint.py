@@ -76,8 +76,8 @@ def read_shards(
 ) -> dict[str, Any]:
     """A folder as a Lightning checkpoint, with DTensors where this rank has shards; optimizer state is by name.
 
-    No process holds a sharded tensor whole, but low-bit state whose blocks new shards would cut. State that is low-bit
-    comes so, to the bit, where this rank has the shard that was saved, and else as plain values.
+    Low-bit state is read as its codes and scales where this rank has a shard as it was saved, and else as plain values.
+    No process holds a sharded tensor whole, except low-bit state of which the new shards would cut a block.
     """
     weights = {clean_name(name): value for name, value in module.state_dict(keep_vars=True).items()}
     parameters = {clean_name(name): parameter for name, parameter in module.named_parameters()}
