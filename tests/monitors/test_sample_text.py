@@ -132,6 +132,27 @@ def test_a_model_of_nan_is_said_and_ends_nothing(capsys):
     assert capsys.readouterr().out.count("def  (the model's logits are NaN)") == 2
 
 
+def test_no_block_is_compiled_for_samples(capsys):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def graphs_of_a_run(*callbacks):
+        torch.compiler.reset()
+        graphs.clear()
+        model = Module()
+        for block in model.model.blocks:
+            block.compile(backend=count)
+        run(*callbacks, model=model)
+        return len(graphs)
+
+    without = graphs_of_a_run()
+    assert without == graphs_of_a_run(SampleText(["def "], max_new_tokens=20)) > 0  # rows of another width
+    assert capsys.readouterr().out.count("step 4  sample") == 1
+
+
 def sample_in_two(rank, expected):
     compile_ = torch.nn.Module.compile
     torch.nn.Module.compile = lambda module: compile_(module, backend="eager")  # inductor would take a minute

@@ -97,6 +97,8 @@ class Start(pl.Callback):
 
 def trained_by_two(rank: int, folder: Path, expected: dict[str, Any]) -> None:
     plain, _ = fit(world=2, rank=rank, strategy=FSDP2Strategy())
+    unsaved, _ = fit(EMA(decay=0.8), world=2, rank=rank, strategy=FSDP2Strategy())
+    assert unsaved.losses == plain.losses, "after a validation, a step has used what was gathered in it"
     for kind, (averages, validated) in expected.items():
         callback, recorder = AVERAGES[kind](), Recorder()
         saver = SafeCheckpoint(folder / kind, every_n_train_steps=3, keep_last=9)
