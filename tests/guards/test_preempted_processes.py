@@ -38,7 +38,7 @@ trainer:
     - {class_path: tells.Tells}
 """
 TELLS = """
-import json, os, subprocess, time
+import atexit, json, os, signal, subprocess, time
 from pathlib import Path
 import lightning.pytorch as pl
 
@@ -49,6 +49,8 @@ class Tells(pl.Callback):
         if os.environ.get("TELL_GROUP"):
             os.setpgid(0, 0)  # as a shell does for a job
             os.environ.pop("TELL_GROUP")
+        if int(os.environ.get("TELL_SIGNAL", 0)):  # as torchrun does, which may see another process end first
+            atexit.register(os.kill, os.getpid(), signal.SIGTERM)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         number, ranks = int(os.environ.get("TELL_SIGNAL", 0)), json.loads(os.environ.get("TELL_RANKS", "[]"))

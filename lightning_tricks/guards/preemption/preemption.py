@@ -193,6 +193,7 @@ class Preemption(pl.Callback):
         dismiss_process_observer()
         if children := launched_processes(trainer):
             atexit.register(_end_all, children)
+        self._signals.ignore_at_exit()
         if trainer.is_global_zero:
             self._say(trainer)
         code = 130 if self._reason is Reason.CTRL_C else 143

@@ -1,5 +1,6 @@
 """Signals that ask a run to stop: the handler only notes the reason, in the process that installed it."""
 
+import atexit
 import os
 import signal
 import threading
@@ -65,6 +66,14 @@ class StopSignals:
         before = self._before.pop(signal.SIGINT, None)
         if before is not None and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, before)
+
+    def ignore_at_exit(self) -> None:
+        """Have this process, which leaves, end with its own exit code: while Python shuts down, ignore all but Ctrl-C.
+
+        A launcher signals it once more when another process is gone.
+        """
+        for number in self._before.keys() - {signal.SIGINT}:
+            atexit.register(signal.signal, number, signal.SIG_IGN)
 
     def _note(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
