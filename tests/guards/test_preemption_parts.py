@@ -424,7 +424,7 @@ def agree(rank):
     assert ranks.now(0) == 2  # it gave that to the call before
     assert ranks.now(3 - rank) == 3
     ranks.later(1)
-    ranks.close(in_order=True)
+    ranks.close()
     torch.distributed.destroy_process_group()
 
 

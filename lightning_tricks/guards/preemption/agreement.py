@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 
 class Agreement:
-    """The largest number that any rank has given, by a gloo group of its own; every rank must call the same methods.
+    """Finds the largest number that any rank has given, over a gloo group of its own; every rank must make each call.
 
-    Each call of `later` starts an `all_reduce` on the host, in the background, and looks at that of the call before,
-    which has had a whole step's time. So no step waits for another rank, and no device for the host.
+    Each call of `later` starts an `all_reduce` on the host, in the background, and reads the result of the one before,
+    which has had a whole step to finish. So no step waits for another rank, and no device for the host.
 
     Args:
         world_size: number of ranks; 1 needs no group, and `later` gives its own number at once.
@@ -39,11 +39,10 @@ class Agreement:
         """Wait until all ranks are here."""
         self.now(0)
 
-    def close(self, in_order: bool) -> None:
-        """Give the group back. `in_order`: all ranks are at the end of a fit, and none of them has failed."""
-        if in_order:
-            self._finish()
-        if in_order and self._group is not None and dist.is_initialized():
+    def close(self) -> None:
+        """Give the group back, when all ranks are at the end of a fit and none of them has failed."""
+        self._finish()
+        if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = self._pending = None
 

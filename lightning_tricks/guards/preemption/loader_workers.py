@@ -25,7 +25,7 @@ def shielded_workers() -> Iterator[None]:
     """Shield the workers that start inside the `with`, forked or spawned, of torch's loader and of torchdata's.
 
     They end when their loader ends them, or when the main process is gone. On systems without `sigwaitinfo`, such as
-    macOS, they are as ever.
+    macOS, they are not shielded.
     """
     with ExitStack() as replacements:
         if hasattr(signal, "sigwaitinfo"):

@@ -57,7 +57,7 @@ class Preemption(pl.Callback):
     SIGTERM, SIGUSR1, Ctrl-C and the time limit have one effect: the running optimizer step is finished, with all of its
     micro-batches, its logging and the validation that is due; then one checkpoint is saved, and the process ends with
     exit code 143 (130 after Ctrl-C). Nothing is lost, and nothing is done twice. After the run's last step the fit ends
-    as ever. A second Ctrl-C stops at once.
+    as usual. A second Ctrl-C stops at once.
 
     With several processes it is enough that one of them gets the signal: all stop after the same step, the one after
     that in which the signal came. On SLURM, SIGUSR1 and the time limit put the job back into the queue, if
@@ -118,7 +118,7 @@ class Preemption(pl.Callback):
         self._replacements.enter_context(shielded_workers())
         connector = signal_connector(trainer)
         self._replacements.enter_context(replaced(connector, "register_signal_handlers", lambda: None))
-        self._replacements.enter_context(replaced(connector, "teardown", self._end_of_trainer(connector.teardown)))
+        self._replacements.enter_context(replaced(connector, "teardown", self._with_restore(connector.teardown)))
         if (owner_and_name := sigterm_broadcast(trainer)) is not None:
             self._replacements.enter_context(replaced(*owner_and_name, lambda: None))
 
@@ -168,7 +168,7 @@ class Preemption(pl.Callback):
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """The end of a fit that was not stopped."""
         if stage == "fit" and self._ranks is not None:
-            self._ranks.close(in_order=True)
+            self._ranks.close()
             self._reset()
 
     def _asked(self) -> Reason:
@@ -216,11 +216,11 @@ class Preemption(pl.Callback):
         if self._reason in (Reason.REQUEUE, Reason.TIME_LIMIT) and _requeues(trainer) and job is not None:
             print(requeue(job), file=sys.stderr, flush=True)
 
-    def _end_of_trainer(self, lightnings: Any) -> Any:
-        """Lightning's own last act after a fit or an exception, with ours."""
+    def _with_restore(self, lightning_teardown: Any) -> Any:
+        """The teardown of Lightning's signal connector, its last call after a fit or an exception, and then ours."""
 
         def teardown() -> None:
-            lightnings()
+            lightning_teardown()
             if self._signals is not None and not self._leaving:
                 self._signals.restore()
                 self._signals.restore_ctrl_c()

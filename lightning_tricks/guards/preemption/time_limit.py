@@ -12,7 +12,7 @@ MARGIN_FRACTION = 0.1  # of a SLURM job: a short job shall train as well
 
 
 def process_start() -> float:
-    """When this process started, on the clock of `time.monotonic`; where the system does not say, when it came here."""
+    """When this process started, on the clock of `time.monotonic`; if unknown, when this module was imported."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -40,6 +40,6 @@ def seconds_left_in_job(environment: Mapping[str, str], margin_minutes: float, n
 
 
 def deadline(max_minutes: float | None, margin_minutes: float) -> float:
-    """The earlier of both moments, on the clock of `time.monotonic`; infinite where there is neither."""
+    """The moment to leave, on the clock of `time.monotonic`: the earlier of both; infinite where there is neither."""
     own = math.inf if max_minutes is None else process_start() + 60 * max_minutes
     return min(own, time.monotonic() + seconds_left_in_job(os.environ, margin_minutes, time.time()))

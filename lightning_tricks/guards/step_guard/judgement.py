@@ -44,10 +44,11 @@ class Judgement:
         return (self._computed.view(torch.int32) == other._computed.view(torch.int32)).all()
 
     def numbers(self, rank: int) -> tuple[Tensor, Tensor]:
-        """For the report: rank + 1, 0-dim; and (4,) loss, norm and their limits. What is within bounds counts less.
+        """For the report, where the largest value over all ranks shows what was out of bounds on any of them.
 
-        That is 0 in place of the rank and -inf in place of a value; inf stands for NaN. The largest of all ranks tells
-        what was out of bounds somewhere.
+        Returns:
+            rank + 1, 0-dim, or 0 if the step is within bounds here; (4,) loss, norm and their limits, of which those
+            within bounds are -inf, and values that are not finite are inf.
         """
         values = torch.where(self.finite, self.values, torch.inf)
         out = torch.where(self._fine, -torch.inf, torch.stack([values, self.limits]))

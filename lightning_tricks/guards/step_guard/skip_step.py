@@ -1,4 +1,4 @@
-"""Make an optimizer skip its next step where a number on the device says so, without a wait where that can be."""
+"""Make an optimizer skip its next step where a number on the device says so; most read it there, and need no wait."""
 
 import inspect
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from lightning_tricks.optim.grad_scaler import add_overflow
 
 @contextmanager
 def skipping(optimizer: Any, scaler: Any, skip: Tensor) -> Iterator[None]:
-    """Let the step of `optimizer` that comes inside the `with` change nothing if `skip` is 1, and as ever if it is 0.
+    """Let the step that `optimizer` makes inside the `with` change nothing if `skip` is 1, and be as usual if it is 0.
 
     Args:
         optimizer: unwrapped; its gradients are ready.

@@ -26,10 +26,9 @@ class Batch(NamedTuple):
     batch_idx: int
 
     def __str__(self) -> str:
-        return f"batch {self.batch_idx} of epoch {self.epoch}" if self.samples is None else f"samples {self._samples()}"
-
-    def _samples(self) -> str:
-        return in_words(self.samples or [])
+        if self.samples is None:
+            return f"batch {self.batch_idx} of epoch {self.epoch}"
+        return f"samples {in_words(self.samples)}"
 
 
 class SkippedSteps:
@@ -37,15 +36,14 @@ class SkippedSteps:
 
     Args:
         max_in_a_row: skipped steps in a row after which the run shall stop.
-        total: skipped steps of the runs that this one goes on from.
 
     Attributes:
         reason_to_stop: why the run shall stop; empty while it shall not.
         full_windows: indices of the optimizers whose window is full on every rank.
     """
 
-    def __init__(self, max_in_a_row: int, total: int = 0) -> None:
-        self.max_in_a_row, self.total = max_in_a_row, total
+    def __init__(self, max_in_a_row: int) -> None:
+        self.max_in_a_row = max_in_a_row
         self.reason_to_stop = ""
         self.full_windows: set[int] = set()
         self._batches: dict[int, Batch] = {}  # by step, of the steps that the host has not heard of
@@ -56,8 +54,8 @@ class SkippedSteps:
         """Names under which an optimizer's numbers stand in the buffer."""
         return tuple(f"_step_guard/{index}/{name}" for name in _NUMBERS)
 
-    def took(self, step: int, batch: Batch) -> None:
-        """Note where the batch of a step came from, until the host hears how it was judged."""
+    def note_batch(self, step: int, batch: Batch) -> None:
+        """Keep where the batch of a step came from, until the host hears how the step was judged."""
         self._batches[step] = batch
 
     def report(self, rows: list[Row]) -> dict[str, float]:
@@ -71,29 +69,26 @@ class SkippedSteps:
                 totals[str(index)] = found["total"]
                 if found["missing"] <= 0:
                     self.full_windows.add(index)
-                lines += self._judged(row.step, index, found, batch or Batch(None, 0, 0))
+                lines += self._lines_of(row.step, index, found, batch or Batch(None, 0, 0))
         for line in lines[:_LINES]:
             rank_zero_warn(line)
         if lines[_LINES:]:
             rank_zero_warn(f"StepGuard: {len(lines) - _LINES} more steps were out of bounds up to step {rows[-1].step}")
-        if not totals:
-            return {}
-        self.total = int(sum(totals.values()))
-        return {"guard/skipped_steps": float(self.total)}
+        return {"guard/skipped_steps": sum(totals.values())} if totals else {}
 
-    def _judged(self, step: int, index: int, found: dict[str, float], batch: Batch) -> list[str]:
-        """The line of one step, if it was out of bounds."""
-        row = self._in_a_row.setdefault(index, [])
+    def _lines_of(self, step: int, index: int, found: dict[str, float], batch: Batch) -> list[str]:
+        """The line of one step if it was out of bounds, else none; sets `reason_to_stop` after too many in a row."""
+        streak = self._in_a_row.setdefault(index, [])
         if not found["skipped"]:
-            row.clear()
+            streak.clear()
             return [f"StepGuard: step {step}: {_reason(found)}; {batch}"] if found["recheck"] else []
-        row.append(batch)
+        streak.append(batch)
         if found["in_a_row"] >= self.max_in_a_row:
             first = step + 1 - int(found["in_a_row"])
             self.reason_to_stop = (
                 f"StepGuard.max_skipped_steps={self.max_in_a_row}: all steps from {first} to {step} were skipped, the "
-                f"last one for its {_reason(found)}; {_joined(row)}. The weights are those of step {first}: go on from "
-                "them or from a checkpoint with a lower lr, with data.skip_samples, or with a higher limit"
+                f"last one for its {_reason(found)}; {_joined(streak)}. The weights are those of step {first}: go on "
+                "from them or from a checkpoint with a lower lr, with data.skip_samples, or with a higher limit"
             )
         return [f"StepGuard: step {step} is skipped: {_reason(found)}; {batch}"]
 

@@ -37,8 +37,9 @@ class StepGuard(pl.Callback):
     and the step counters go on. Each skipped step is named in one line at the next log step, with its values, its limit
     and the sample positions of its batch; `guard/skipped_steps` is the number since the run began.
 
-    Fused Adam and AdamW skip on the device. Others cost one read of the device a step; so does `recheck`. Under fp16 a
-    skipped step counts as an overflow, which halves the scale, and overflows are left to the scaler.
+    Fused Adam and AdamW and this collection's Muon skip on the device. Other optimizers cost one read of the device a
+    step; so does `recheck`. Under fp16 a skipped step counts as an overflow, which halves the scale, and overflows are
+    left to the scaler.
 
     Args:
         sigmas: standard deviations above the mean at which a value is out of bounds; above 0.
@@ -181,7 +182,7 @@ class StepGuard(pl.Callback):
         total.add_(skip)
         if trainer.log_every_n_steps:
             batch = Batch(step_samples(trainer), trainer.current_epoch, batch_progress(trainer).current.ready - 1)
-            self._skipped.took(logging_step(trainer), batch)
+            self._skipped.note_batch(logging_step(trainer), batch)
             rank, out = judged.numbers(trainer.global_rank)
             numbers = torch.cat([torch.stack([skip, result, in_a_row, total, window.missing(), rank]), out])
             self._buffer.record_all(self._skipped.names(index), numbers, "max" if trainer.world_size > 1 else None)
