@@ -23,17 +23,17 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's q
 
 
 class CheckpointFolder:
-    """The checkpoints of one folder, and the answers to AtomicCheckpointIO when it has written one, or could not.
+    """The checkpoints of one folder; decides what follows when AtomicCheckpointIO has written one, or could not.
 
     Args:
-        path: the folder, there or not.
+        path: the folder, which need not exist yet.
         retention: how many checkpoints stay.
         on_update: called with the folder's records when there is a new checkpoint, in the thread that wrote it.
     """
 
     def __init__(self, path: Path, retention: Retention, on_update: Callable[[Records], None] = lambda _: None) -> None:
         self.path, self.retention, self.on_update = path, retention, on_update
-        self.held: set[str] = set()  # names that stay besides
+        self.held: set[str] = set()  # names of checkpoints that stay whatever their age
         self.written: dict[str, Record] = {}  # of this process: for a CheckpointIO that writes no records
         self.answered: Path | None = None  # the newest checkpoint that was written or given up
         self._retried: Path | None = None
@@ -119,7 +119,7 @@ class CheckpointFolder:
         return "skip"
 
     def sweep(self) -> None:
-        """Delete what a killed process was writing, give back its name to what it was about to replace, find `last`."""
+        """Clean up after a killed process: delete unfinished checkpoints, restore replaced ones, mend `last.ckpt`."""
         for leftover in self.path.glob(f".{_PATTERN}.*"):
             path = leftover.with_name(leftover.name[1:].rpartition(".")[0])
             if leftover == replaced_path(path) and not os.path.lexists(path):
@@ -127,7 +127,7 @@ class CheckpointFolder:
             elif leftover in (staging_path(path), replaced_path(path)):
                 remove(leftover)
         newest = self.newest()
-        if newest and not (self.path / LAST).exists():  # one that leads elsewhere may be the user's choice
+        if newest and not (self.path / LAST).exists():  # a link to another place may be the user's choice
             move_last(newest)
 
     def _make_room(self, new: Path) -> str | None:
@@ -135,7 +135,7 @@ class CheckpointFolder:
         with self._lock:
             records = self.records()
             if name := to_make_room(records, self.retention, self.held | {new.name}):
-                move_last(self.path / (last_of(records) or name))  # it leads to none that is deleted
+                move_last(self.path / (last_of(records) or name))  # it never leads to a deleted checkpoint
                 self._delete(name)
             return name
 

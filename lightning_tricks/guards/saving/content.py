@@ -18,7 +18,7 @@ from lightning_tricks.checkpoints.other_weights import other_weights
 from lightning_tricks.checkpoints.record import KEY, Record
 from lightning_tricks.guards.saving.random_state import gather_random_states
 
-_recipes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of the callbacks that hold their settings
+_recipes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # YAML by SaveConfigCallback
 
 
 def content(trainer: Trainer, module: Module, record: Record) -> dict[str, Any]:

@@ -15,7 +15,7 @@ def not_finite(parameters: Iterable[Tensor]) -> Tensor:
     Of a DTensor or of a weight that DeepSpeed has partitioned, the part on this rank counts; add the values of all
     ranks. Buffers do not count: masks hold infinities.
     """
-    # the norm that cannot overflow where no weight is infinite: the largest absolute value, which NaN passes through
+    # the largest absolute value: a norm that cannot overflow where no weight is infinite, and that is NaN if one is NaN
     norm = get_total_norm(_parts(parameters), norm_type=float("inf"))
     return 1.0 - norm.isfinite().float()
 

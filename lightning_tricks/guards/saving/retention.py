@@ -54,9 +54,9 @@ def to_delete(records: Records, retention: Retention, held: Collection[str] = ()
         retention: how many stay.
         held: names that stay besides, such as the checkpoint that the run was resumed from.
     """
-    ring = _ring(records, retention, held)
+    candidates = _unprotected(records, retention, held)
     newest = sorted(records, key=lambda name: records[name].number)[-retention.keep_last :]
-    return [name for name in ring if name not in newest]
+    return [name for name in candidates if name not in newest]
 
 
 def to_make_room(records: Records, retention: Retention, held: Collection[str] = ()) -> str | None:
@@ -64,17 +64,17 @@ def to_make_room(records: Records, retention: Retention, held: Collection[str] =
 
     One with weights that are not finite goes first, then the oldest. What `to_delete` never names stays here too.
     """
-    ring = _ring(records, retention, held)
-    return min(ring, key=lambda name: (records[name].finite is not False, records[name].number), default=None)
+    candidates = _unprotected(records, retention, held)
+    return min(candidates, key=lambda name: (records[name].finite is not False, records[name].number), default=None)
 
 
-def _ring(records: Records, retention: Retention, held: Collection[str]) -> list[str]:
-    """The checkpoints that stay for being new alone, the oldest first."""
+def _unprotected(records: Records, retention: Retention, held: Collection[str]) -> list[str]:
+    """The checkpoints that no rule but `keep_last` protects, the oldest first."""
     finite = {name: record for name, record in records.items() if record.number > 0 and record.finite}
     best = best_first(records, retention.mode)[: retention.keep_best]
     stay = {*held, *best, _newest(finite), last_of(records)}
-    ring = [name for name, record in records.items() if record.number > 0 and not record.permanent]
-    return sorted(set(ring) - stay, key=lambda name: records[name].number)
+    ours = [name for name, record in records.items() if record.number > 0 and not record.permanent]
+    return sorted(set(ours) - stay, key=lambda name: records[name].number)
 
 
 def _newest(records: Records) -> str | None:

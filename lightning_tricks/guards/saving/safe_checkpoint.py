@@ -24,11 +24,11 @@ from lightning_tricks.guards.saving.trainer_io import answer, atomic_io
 
 
 class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
-    """Save checkpoints of which a whole one is always there. Use it in place of `ModelCheckpoint`.
+    """Saves checkpoints so that a whole one always exists. Use it in place of `ModelCheckpoint`.
 
     It saves whole training states as `step=N.ckpt`, where N is `trainer.global_step` (with several optimizers Lightning
     counts the steps of each), and lets `last.ckpt`, a relative link, lead to the newest one. The last step of a run is
-    always saved. `trainer.checkpoint_callback`, `best_model_path`, `ckpt_path="last"` and `"best"` work as ever.
+    always saved. `trainer.checkpoint_callback`, `best_model_path`, `ckpt_path="last"` and `"best"` work as usual.
 
     It promises:
 
@@ -39,7 +39,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     - On a full disk the checkpoint that would go next is deleted and the save tried again. If that fails too, training
       goes on without this checkpoint, and one line says so.
     - It saves at the end of an accumulation window, and after the validation that is due at that step, so a resumed run
-      repeats and loses no validation.
+      neither repeats nor loses a validation.
     - A resumed run takes the random numbers of the unbroken one, on each rank. With batches that depend on their
       position alone, as those of `TextData` and `TokenData` do, it is that run to the bit.
     - A checkpoint of another class or of other weights is refused by `fit` in one line.
@@ -183,7 +183,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     # ---- when to save
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        """Raise the error of a write in the background."""
+        """Raise the error of a failed write in the background; tell the loggers of a new checkpoint."""
         if self._io:
             self._io.raise_if_failed()
         self._tell_loggers(trainer)

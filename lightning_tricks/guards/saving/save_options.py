@@ -6,10 +6,10 @@ from lightning_tricks._errors import UsageError
 
 
 def check_folder(saver: Any, trainer: Any) -> None:
-    """Refuse a bucket, and a folder that another one has.
+    """Refuse a bucket, and the folder of another SafeCheckpoint of the Trainer.
 
     Raises:
-        UsageError: one of these.
+        UsageError: `dirpath` is one of these.
     """
     if "://" in str(saver.dirpath):
         raise UsageError(
@@ -20,15 +20,15 @@ def check_folder(saver: Any, trainer: Any) -> None:
         if other is not saver and isinstance(other, type(saver)) and other.dirpath == saver.dirpath:
             raise UsageError(
                 f"SafeCheckpoint: dirpath={saver.dirpath}: two of them share this folder and would delete each "
-                "other's checkpoints: give one another dirpath"
+                "other's checkpoints: give one of them another dirpath"
             )
 
 
 def check_options(saver: Any) -> None:
-    """Refuse numbers out of range.
+    """Refuse options out of their range.
 
     Raises:
-        UsageError: one is.
+        UsageError: the first such option.
     """
     for name, least in (("every_n_train_steps", 1), ("permanent_steps", 1), ("keep_last", 1), ("keep_best", 0)):
         value = getattr(saver, name)

@@ -1,4 +1,4 @@
-"""The Trainer's CheckpointIO as SafeCheckpoint needs it: atomic where it may choose, with its answers on commit."""
+"""The Trainer's CheckpointIO under SafeCheckpoint: atomic unless the user chose another; it reports each write."""
 
 import os
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def atomic_io(trainer: Any, asynchronous: bool) -> AtomicCheckpointIO | None:
 
 
 def answer(io: AtomicCheckpointIO, folders: Sequence[CheckpointFolder]) -> None:
-    """Let these folders answer for what is written to them."""
+    """Have the CheckpointIO report each write, done or failed, to the folder in which it is."""
     io.on_commit, io.on_error = partial(_on_commit, folders), partial(_on_error, folders)
 
 
