@@ -292,10 +292,10 @@ def test_the_file_lists_the_rollbacks_of_each_run_by_its_name(spiked, tmp_path):
 
 def test_with_another_batch_size_the_samples_decide():
     rollback = Rollback(40, 45, 60, "memory", [640, 959])
-    assert rollback.took(0, [(0, 3), (959, 970)])
-    assert not rollback.took(50, [(600, 639), (960, 1000)])
-    assert rollback.took(59, None)
-    assert not rollback.took(60, None)
+    assert rollback.passes_over(0, [(0, 3), (959, 970)])
+    assert not rollback.passes_over(50, [(600, 639), (960, 1000)])
+    assert rollback.passes_over(59, None)
+    assert not rollback.passes_over(60, None)
 
 
 def test_states_that_a_rollback_undid_are_no_good():

@@ -11,11 +11,11 @@ from lightning_tricks.guards.spike_rollback.training_state import TrainingState
 
 
 class PassedOver:
-    """Keeps weights and optimizer as they are over such steps.
+    """Keeps weights and optimizer as they are while a resumed run makes undone steps again.
 
     Forward and backward pass run, so data, counters, schedule and random numbers go on as in the run that made the
-    rollback; when the last of the steps is done, the state from before the first one is put back: buffers and the loss
-    scale change in a forward and a backward pass too.
+    rollback. They change buffers and the loss scale, so the state from before the first of the steps is put back when
+    the last one is done.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class PassedOver:
 
     @property
     def active(self) -> bool:
-        """Whether the running step is one of them."""
+        """Whether the running step is passed over."""
         return self._before is not None
 
     def begin_batch(self, trainer: Any, pl_module: Any) -> None:

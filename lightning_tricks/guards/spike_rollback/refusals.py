@@ -1,4 +1,4 @@
-"""Options of SpikeRollback out of their range, and runs in which nothing could be read or restored."""
+"""Refuse options of SpikeRollback out of their range, and runs in which it could not read losses or restore a state."""
 
 from typing import Any
 

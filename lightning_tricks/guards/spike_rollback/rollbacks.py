@@ -37,11 +37,11 @@ class Rollback:
         """Whether a step is among the undone ones."""
         return self.first_step <= step < self.end_step
 
-    def took(self, step: int, runs: Sequence[tuple[int, int]] | None) -> bool:
-        """Whether data of the undone steps come in a step: by its sample positions, else by its number."""
-        if self.samples is None or runs is None:
+    def passes_over(self, step: int, samples: Sequence[tuple[int, int]] | None) -> bool:
+        """Whether a step has data of the undone steps: by its sample positions, else by its number."""
+        if self.samples is None or samples is None:
             return self.undoes(step)
-        return any(first <= self.samples[1] and self.samples[0] <= last for first, last in runs)
+        return any(first <= self.samples[1] and self.samples[0] <= last for first, last in samples)
 
     def in_words(self) -> str:
         """For a message: the undone steps, and their data."""
@@ -60,7 +60,7 @@ def is_good(step: int, spike_step: int, rollbacks: Iterable[Rollback]) -> bool:
 
 
 def in_words(rollbacks: Iterable[Rollback]) -> str:
-    """For a message: what several have undone."""
+    """For a message: the undone steps of several rollbacks, and their data."""
     return "; ".join(rollback.in_words() for rollback in rollbacks)
 
 

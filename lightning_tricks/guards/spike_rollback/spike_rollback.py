@@ -1,7 +1,7 @@
 """Go back to earlier weights where the loss stays too high, and on with the next data.
 
-StepGuard skips a single step before it does harm. Here the harm is done: weights that a slow poisoning or one accepted
-update has destroyed come back from a copy, and the data that destroyed them are passed over.
+StepGuard skips a single step before it does harm. Here the harm is done: bad data have destroyed the weights, slowly or
+by one accepted update. Earlier weights come back from a copy, and the data that did the harm are passed over.
 """
 
 import math
@@ -138,7 +138,7 @@ class SpikeRollback(pl.Callback):
     def _comes_again(self, trainer: Any) -> bool:
         """Whether the step that is not done yet is one that a rollback undid, in a run that was resumed before it."""
         samples = step_samples(trainer) if self._rollbacks else None
-        return any(rollback.took(trainer.global_step, samples) for rollback in self._rollbacks)
+        return any(rollback.passes_over(trainer.global_step, samples) for rollback in self._rollbacks)
 
     def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
         """Keep the loss."""
@@ -157,7 +157,7 @@ class SpikeRollback(pl.Callback):
         self._losses.drop()
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """What is read now is acted on when the next step begins."""
+        """Values that are read from now on are acted on when the next step begins."""
         self._at_step_end = False
 
     def _judge(self, rows: list[Row]) -> dict[str, float]:
@@ -294,5 +294,5 @@ class SpikeRollback(pl.Callback):
 
 def _next_sample(trainer: Any) -> int | None:
     """Position of the first sample of the step that is not done yet; None for data without positions."""
-    runs = step_samples(trainer)
-    return runs[0][0] if runs else None
+    samples = step_samples(trainer)
+    return samples[0][0] if samples else None
