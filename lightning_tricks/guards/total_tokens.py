@@ -1,4 +1,4 @@
-"""A run that is given in tokens: ends it after so many, and counts those of the runs that it goes on from."""
+"""End a run after a number of training tokens, and count those of the runs from which it goes on."""
 
 import math
 from contextlib import ExitStack
@@ -47,7 +47,7 @@ class TotalTokens(pl.Callback):
         self._trainer: Any = None
         self._step = self._tokens = 0  # step at which this run begins, and the tokens seen until then
         self._plan = Accumulation((0,), (1,))
-        self._at_once = 0  # tokens in one micro-batch of all processes together
+        self._tokens_at_once = 0  # in one micro-batch, summed over all processes
 
     def planned_steps(self, trainer: Any, datamodule: Any) -> int | None:
         """The length of a new run, before its processes are up; None where a checkpoint will tell.
@@ -76,7 +76,7 @@ class TotalTokens(pl.Callback):
         seen = self.tokens_at(trainer.global_step)  # in an earlier fit of this Trainer
         self._step, self._tokens = trainer.global_step, seen
         data, world = trainer.datamodule, data_rank(trainer)[1]  # type: ignore[attr-defined]
-        self._at_once = self._micro_batch(data) * world
+        self._tokens_at_once = self._micro_batch(data) * world
         self._plan = _plan(trainer, data, world)
         self._set_limit()
 
@@ -104,15 +104,15 @@ class TotalTokens(pl.Callback):
         return rows * length
 
     def tokens_at(self, step: int) -> int:
-        """Tokens that the run and those before it have seen at an optimizer step of this run."""
+        """Tokens that this run and the runs before it have seen when `trainer.global_step` is `step`."""
         return self._tokens + self._between(self._step, step)
 
     def _between(self, first: int, end: int) -> int:
         """Tokens of the steps from `first` on and before `end`, with the batches of this run."""
-        return (self._plan.before(end) - self._plan.before(first)) * self._at_once
+        return (self._plan.before(end) - self._plan.before(first)) * self._tokens_at_once
 
     def _steps(self) -> int:
-        left = max(math.ceil((self.total_tokens - self._tokens) / self._at_once), 0)  # micro-batches
+        left = max(math.ceil((self.total_tokens - self._tokens) / self._tokens_at_once), 0)  # micro-batches
         return self._step + self._plan.steps_of_epoch(self._step, left)
 
     def _set_limit(self) -> None:
@@ -135,7 +135,7 @@ class TotalTokens(pl.Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Say how many steps they are."""
+        """Print how many steps the tokens are."""
         if self._trainer is not None:
             seen = f"{self._tokens:,} seen at step {self._step}, " if self._step else ""
             steps = self._steps()

@@ -1,7 +1,7 @@
-"""Begin with a small global batch and let it grow: a run takes the steps that a large batch would save too early.
+"""Begin a run with a small global batch and let it grow: early in training, a large batch wastes tokens.
 
-The batch that a run can take without a loss in tokens is small at first and grows quickly. The global batch grows here
-through gradient accumulation, so that memory and speed of a micro-batch stay as they are.
+The critical batch size, up to which a larger batch needs no more tokens for the same loss, is small at first and grows
+quickly. The global batch grows here through gradient accumulation, so memory and speed of a micro-batch stay the same.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ Unit = Literal["steps", "tokens"]
 
 
 def doubling(first: int, last: int, every: int) -> dict[int, int]:
-    """Stages that double from `first` micro-batches to `last`, one after every so many steps or tokens."""
+    """Stages that double from `first` micro-batches to `last`, a new one after each `every` steps or tokens."""
     stages, size = {0: first}, first
     while size < last:
         size = min(2 * size, last)
@@ -28,7 +28,7 @@ def doubling(first: int, last: int, every: int) -> dict[int, int]:
 
 
 def first_steps(stages: Mapping[int, int], micro_batch_tokens: int) -> dict[int, int]:
-    """Stages by steps, of stages by tokens: each begins with the first step that has so many tokens before it.
+    """Stages by tokens, turned into stages by steps: each begins with the first step that has so many tokens before it.
 
     Args:
         stages: micro-batches of one step, of all processes together, by the tokens before the first such step.
@@ -101,7 +101,7 @@ class BatchSizeWarmup(pl.Callback):
         self._loaded: dict[str, int] = {}
 
     def setup(self, trainer: Any, pl_module: Module, stage: str) -> None:
-        """Fix the stages, and stand first: the others' hooks shall find the micro-batches of the step that begins."""
+        """Fix the stages; become the first callback, so that the hooks of others find the step's micro-batches set."""
         if stage != "fit":
             return
         _refuse(trainer, pl_module)
@@ -154,7 +154,7 @@ class BatchSizeWarmup(pl.Callback):
         return first_steps(stages, self._tokens)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Put the rule over the run's schedule, before a checkpoint is loaded; say the stages."""
+        """Put the rule over the run's schedule, before a checkpoint is loaded; print the stages."""
         assert self.accumulation is not None
         plan, rule = self.accumulation, self.lr_rule
         self._rates: LearningRates | None = None
@@ -173,7 +173,7 @@ class BatchSizeWarmup(pl.Callback):
         return f"{number * self._world * self._tokens:,} tokens"
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """No step is open, unless the run goes on from within one; its gradients are lost, and it begins anew."""
+        """Where a resume goes on within a step, begin that step anew: its gradients are lost."""
         progress, loaded = batch_progress(trainer), self._loaded
         self._loaded, self._begun = {}, False
         same_count = loaded.get("ready") == progress.total.ready  # else somebody has put the count back to a whole step

@@ -15,7 +15,7 @@ _POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 
 
 def lr_factor(batch: float, reference: float, rule: LRRule) -> float:
-    """By which the learning rate changes with the batch: (batch / reference) to the power of 1, 1/2 or 0."""
+    """The factor of the learning rate for a batch: (batch / reference) to the power of 1, 1/2 or 0."""
     return float((batch / reference) ** _POWERS[rule])
 
 

@@ -14,9 +14,9 @@ class LRScalingRule(pl.Callback):
     """Changes training: multiplies the learning rates by (global batch / reference batch), or by its square root.
 
     The recipe's `lr` is then the one for the reference batch, and holds on any number of devices: the global batch is
-    processes x `accumulate_grad_batches` x micro-batch. The factor is the same for all groups and all steps, comes over
-    the schedule, and is said in one line at start. A resume follows the recipe and not the checkpoint. Under
-    BatchSizeWarmup the global batch is that of the last stage, and both factors multiply.
+    processes x `accumulate_grad_batches` x micro-batch. The factor is the same for all groups and all steps, multiplies
+    the schedule's values, and is printed in one line at start. A resume follows the recipe and not the checkpoint.
+    Under BatchSizeWarmup the global batch is that of the last stage, and both factors multiply.
 
     Args:
         reference_batch_tokens: tokens of the step for which the recipe's `lr` is meant. It needs a data module with
@@ -55,13 +55,13 @@ class LRScalingRule(pl.Callback):
         self._factor = 1.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Stand over the run's schedule, before a checkpoint is loaded."""
+        """Put the factor over the run's schedule, before a checkpoint is loaded."""
         self._factor = 1.0
         self._accumulated: int = trainer.accumulate_grad_batches  # the recipe's: BatchSizeWarmup sets its own later
         self._rates = LearningRates(trainer, "LRScalingRule", lambda step: self._factor)
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Scale: now the loaders are there, and tell their batch."""
+        """Set the factor: the loaders exist now, and tell their batch."""
         batch = self._micro_batch(trainer) * data_rank(trainer)[1] * self._accumulated
         assert self._reference is not None
         self._factor = lr_factor(batch, self._reference, self.rule)
