@@ -39,7 +39,7 @@ _UNTRUE_WARNING = "You're resuming from a checkpoint that ended before the epoch
 
 
 class ExactResume(pl.Callback):
-    """Saves and restores the place in each training loader; changes their random numbers, and when checkpoints come.
+    """Saves and restores the place in each training loader; changes their random numbers, and delays some saves.
 
     A run that is killed and resumed has the losses, learning rates, gradient norms and weights of the run that nobody
     killed, to the bit: with any LightningModule and torch's DataLoader over a map-style dataset (any sampler, any
@@ -71,11 +71,11 @@ class ExactResume(pl.Callback):
         self._names: list[str] = []
         self._loaded: dict[str, Any] | None = None  # the state of a checkpoint
         self._at_end: dict[str, Any] | None = None  # of this process, when training ended
-        self._more_batches = 0  # that are done, counted in this run's batches
+        self._more_batches = 0  # to add to those done, where batches have another size now
         self._random_to_set = False
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Stand where Lightning has processed a loader, and between the Trainer and each ModelCheckpoint."""
+        """Follow each training loader that Lightning has processed; hold each ModelCheckpoint back."""
         if stage != "fit":
             return
         if every := trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
@@ -144,7 +144,7 @@ class ExactResume(pl.Callback):
         self._random_to_set = True  # again with the first batch, because other callbacks may draw numbers until then
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """A resume at the start of an epoch has the numbers of this hook still before it."""
+        """Where a run goes on at an epoch's start, restore the random state: this hook's draws came after the save."""
         if self._random_to_set:
             self._set_random_state()
             self._random_to_set = False
@@ -153,7 +153,7 @@ class ExactResume(pl.Callback):
                 follower.begin_epoch()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        """The random state is restored."""
+        """Leave the random state alone from now on: it was restored when the first batch was fetched."""
         self._random_to_set = False
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
@@ -161,11 +161,11 @@ class ExactResume(pl.Callback):
         self._at_end = self._own_state()
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        """Give the Trainer its own ways back."""
+        """Put the replaced methods back."""
         self._replacements.close()
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Give the Trainer its own ways back."""
+        """Put the replaced methods back."""
         self._replacements.close()
 
     def _within_step(self) -> tuple[int, bool]:
@@ -216,7 +216,7 @@ class ExactResume(pl.Callback):
             self._hand_out(index)
 
     def _hand_out(self, index: int) -> None:
-        """Give a loader its place in the checkpoint."""
+        """Give a loader its place from the checkpoint."""
         if self._loaded is None:
             return
         rank, ranks = self._trainer.global_rank, self._loaded["ranks"]

@@ -51,9 +51,9 @@ def transfer(name: str, loader: DataLoader, saved: dict[str, Any], now: dict[str
         for key, option in (("workers", "num_workers"), ("world", "devices")):
             if saved[key] != now[key]:
                 raise UsageError(
-                    f"{option}={now[key]}: {name} is an IterableDataset, which {saved[key]} have read in the "
-                    f"checkpoint's run, each its own part; set {option}={saved[key]}, or take ExactResume out to start "
-                    "its data again"
+                    f"{option}={now[key]}: {name} has an IterableDataset, of which each worker of each process reads "
+                    f"its own part, and the checkpoint's run had {option}={saved[key]}: set the same, or take "
+                    "ExactResume out to start its data again"
                 )
         return position, 0
     if saved["rows"] != now["rows"]:

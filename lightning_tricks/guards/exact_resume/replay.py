@@ -112,7 +112,12 @@ class Replay:
             yield batch
 
     def _read(self, start: Position, load_state: bool) -> Iterator[tuple[Any, Position]]:
-        """(batch, position after it) from a position on; in this process the dataset may be there already."""
+        """Pairs of a batch and the position after it, from `start` on.
+
+        Args:
+            start: position of the first batch.
+            load_state: put a dataset with a state, in this process, to `start`; else it is there already.
+        """
         loader, key = self.loader, (start.seed, self.rank, start.number)
         set_sampler_state(loader, start.order)
         if load_state and start.datasets is not None and not loader.num_workers:
