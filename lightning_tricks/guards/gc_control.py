@@ -1,4 +1,4 @@
-"""Python's garbage collector at chosen steps, the same on all ranks, in place of whenever it finds it due.
+"""Run Python's garbage collector at chosen steps, the same on all ranks, and at no other time.
 
 A collection stops the process for as long as it takes to walk all objects that it tracks: a fraction of a second with
 a few million of them. When each rank collects at a step of its own, all ranks wait each time for the one that does.
@@ -19,9 +19,10 @@ class GCControl(pl.Callback):
     (`gc.freeze`): the model, the optimizer, the data sets. It does so once more after the first step, whose compilation
     makes many objects that stay. Automatic collection is off until the end of the fit, also of one that fails; then the
     collector is as it was before. Collections are at the same step on all ranks. They are full ones, so that cyclic
-    garbage cannot pile up; walking what is left to walk takes milliseconds.
+    garbage cannot pile up, and take milliseconds, because they do not walk the frozen objects.
 
-    Most objects are freed without the collector, when nothing refers to them any more. It is for cycles.
+    Most objects are freed without the collector, when nothing refers to them any more. It frees cycles: objects that
+    refer to each other.
 
     Where the program has frozen objects of its own already, none are frozen here: thawing ours would thaw those.
 

@@ -1,4 +1,4 @@
-"""Lightning's loop without its idle hooks: for steps of a few milliseconds, where they weigh.
+"""Lightning's loop without its idle hooks: for steps of a few milliseconds, of which they take a large share.
 
 Lightning calls some twenty hooks a step, on every callback and on the module, most of which nobody wrote, each within a
 profiler's context and with a debug message; and each step it inspects the signature of `training_step` anew.

@@ -87,7 +87,7 @@ class ScheduleFree(pl.Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Train the weights that are trained, and save the average from now on."""
+        """Put the weights that are trained in place, and let each save take the average from now on."""
         self._train()
         save = trainer.save_checkpoint
 

@@ -64,7 +64,7 @@ class WeightAverage(pl.Callback):
     # ---- the average along the run
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Refuse what would average or validate other weights than is said."""
+        """Refuse strategies and callbacks with which wrong weights would be averaged or validated."""
         self._refuse(trainer)
         if stage == "fit":
             self._forget()

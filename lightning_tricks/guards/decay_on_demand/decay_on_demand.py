@@ -22,7 +22,7 @@ class DecayOnDemand(pl.Callback):
     It is asked by a file `decay` in the run's folder (that of the first logger, else `default_root_dir`), as by
     `echo 2000 > runs/tiny/version_0/decay`, or by SIGUSR2 to any of its processes. Rank 0 looks for the file at each
     log step. All ranks start the decay after the same log step, with which the request reaches them, and nothing waits
-    between log steps: `decay_start` is that step, and `max_steps` that many steps later, in the schedule and in the
+    between log steps: `decay_start` is that step, and `max_steps` the end of the decay, in the schedule and in the
     Trainer, whatever length the run was given. Parameter groups with a WarmupStableDecay of their own start its decay
     then, too. A request in the warmup waits for its end; one in a decay is refused. One line tells it.
 
@@ -60,7 +60,7 @@ class DecayOnDemand(pl.Callback):
         self._signal = DecaySignal()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Know the decay of the run that is gone on with; it is followed when there are optimizers."""
+        """Take the decay of the checkpoint's run, and follow it as soon as there are schedulers."""
         if not self._is_on or trainer.state.fn != "fit":
             return
         self._resumes = True

@@ -69,7 +69,7 @@ class Watch(threading.Thread):
         trainer: read only.
         process: this one.
         rank_0: the process of rank 0.
-        limits: see there.
+        limits: see `Limits`.
         abort: end this process after the report of a hang.
         board: on which the ranks talk.
     """
