@@ -31,7 +31,7 @@ class GCControl(pl.Callback):
             the tensors in it keep theirs.
 
     Raises:
-        UsageError: it is below 1.
+        UsageError: `every_n_steps` is below 1.
 
     Source: torchtitan's `GarbageCollection` and OLMo-core's `GarbageCollectorCallback`, which collect the two younger
     generations only, every 1000 steps (links in docs/gc_control.md).

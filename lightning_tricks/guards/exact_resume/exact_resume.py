@@ -58,7 +58,8 @@ class ExactResume(pl.Callback):
 
     Raises:
         UsageError: `reload_dataloaders_every_n_epochs` is set; on resume, the number of loaders is another one, or that
-            of the processes or workers of an IterableDataset.
+            of the processes or workers of an IterableDataset, or `trainer.estimated_stepping_batches` was read before
+            the checkpoint was loaded.
     """
 
     def __init__(self) -> None:

@@ -62,8 +62,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         asynchronous: write in a thread while training goes on, at the price of a copy in the host's memory.
 
     Raises:
-        UsageError: an option out of range; two in one folder; a folder in a bucket; `monitor` is not logged; at a
-            resume, a checkpoint of another class or of other weights.
+        UsageError: an option out of range; two in one folder; a folder in a bucket; Lightning's AsyncCheckpointIO;
+            `monitor` is not logged; at a resume, a checkpoint of another class or of other weights.
 
     Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.ModelCheckpoint.html
     """

@@ -54,8 +54,9 @@ class StepGuard(pl.Callback):
             that a forward pass changes, such as those of BatchNorm, change twice.
 
     Raises:
-        UsageError: an option out of its range; when training starts, DeepSpeed, LBFGS, a fused optimizer under
-            Lightning's fp16, or `recheck` where it cannot be; in training, after `max_skipped_steps` in a row.
+        UsageError: an option out of its range; when training starts, Lightning's own DeepSpeedStrategy, LBFGS, a fused
+            optimizer under Lightning's fp16, or `recheck` with DeepSpeed, fp16 or manual optimization; in training,
+            after `max_skipped_steps` skipped steps in a row.
 
     Source: 6 standard deviations of 128 steps: `SkipStepOptimizer` of OLMo-core, see `OutlierWindow`. Recheck: the
         re-run state machine of Megatron-LM,
