@@ -1,4 +1,4 @@
-"""Make an optimizer skip its next step where a number on the device says so; most read it there, and need no wait."""
+"""Make an optimizer skip its next step where a number on the device says so; the host reads it only where it must."""
 
 import inspect
 from collections.abc import Iterator
