@@ -26,11 +26,11 @@ DAMAGED_ARCHIVE = (
 )  # fmt: skip
 _HEADER = 30  # bytes before an entry's name; the last four of them are the lengths of the name and of the extra field
 _BLOCK = 1 << 20  # bytes read at once
-_THREADS = 4  # that read; a process on each GPU does the same
+_THREADS = 4  # that read one file; on a host with several GPUs each process has as many
 
 
 def write_archive(checkpoint: Mapping[str, Any], file: IO[bytes]) -> int:
-    """`torch.save` into a file opened for writing, tensor by tensor, without a copy of one.
+    """`torch.save` into a file opened for writing, tensor by tensor, without copying a tensor in memory.
 
     Returns:
         The checksum that `archive_damage` takes.
@@ -58,14 +58,15 @@ def _tensor_checksums() -> Iterator[None]:
 
 
 def archive_damage(file: Path, checksum: int) -> str | None:
-    """Where an archive differs from what was written, as a clause; None where every byte before its comment is as was.
+    """Where an archive differs from what was written, as a clause; None if every byte before its comment is the same.
 
     Args:
         file: the archive.
         checksum: what `write_archive` has returned.
 
     Raises:
-        OSError, zipfile.BadZipFile: it cannot be read.
+        OSError: the file cannot be read.
+        zipfile.BadZipFile: it is no zip archive; damage in it may raise any of `DAMAGED_ARCHIVE`.
     """
     contents = _contents(file)
     if _checksum_between(file, contents) != checksum:

@@ -20,35 +20,36 @@ from lightning_tricks.checkpoints.verify_checkpoint import check_bytes
 
 
 class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
-    """Lightning's reading and writing of files, which loses nothing, and which opens a folder of shards as a file.
+    """Lightning's TorchCheckpointIO with saves that survive a kill and with checked loads; reads folders of shards too.
 
-    Save: the checkpoint is streamed to a file beside its place, with a checksum of all bytes, and gets its name when
+    Save: the checkpoint is streamed to a temporary file beside its path, with a checksum of all bytes, and renamed when
     the disk has it, so the older file of that name is there until then. Other programs open it as a file of Lightning.
 
     Load: every byte of a file is compared with what was written before anything is unpickled, and only tensors and
-    plain types are let in, unless `weights_only=False` is given. A folder of shards comes with weights and optimizer
-    state whole, the state numbered, so torch and `follow_recipe` check and restore them as from a file; each process
-    reads all of it into the host's memory.
+    plain types are let in, unless `weights_only=False` is given. A folder of shards is read as one file: weights and
+    optimizer state are whole, the state is numbered, and torch and `follow_recipe` check and restore both as usual;
+    each process reads all of it into the host's memory.
 
-    A checkpoint with an object that a load would not let in is saved, and said once, with the object's key.
+    A checkpoint with an object that a load would not let in is saved all the same; the first one causes a warning that
+    names the object's key.
 
     Give it to a Trainer as a plugin; `python -m lightning_tricks` does so by itself. Addresses (`s3://...`) are written
     and read as Lightning does.
 
     Args:
         asynchronous: whether a save copies the checkpoint to the host's memory and returns, while a thread writes; the
-            next save waits for it. Costs the memory of one checkpoint on the host. Off, because a save that returns
-            has its name then, as users of Lightning expect.
+            next save waits for it. Costs the memory of one checkpoint on the host. Off, because users of Lightning
+            expect the file to be there when the save returns.
 
     Attributes:
-        on_commit: called with the path when a checkpoint has its name, in the thread that wrote it.
+        on_commit: called with the path when a checkpoint is complete under its name, in the thread that wrote it.
         on_error: called with the path and the file system's error, such as a full disk, when nothing of the new
-            checkpoint is left; its answer is to write again, to do without this checkpoint, or to raise the error,
-            which is done where there is no `on_error`.
+            checkpoint is left. It returns "retry" to write again, "skip" to do without this checkpoint, or "raise" to
+            raise the error, as also happens without an `on_error`.
 
     Raises:
-        UsageError: at load: a path that is no whole checkpoint, see `verify_checkpoint`. At save: the name of a folder
-            of something else.
+        UsageError: at load: a path that is no whole checkpoint, see `verify_checkpoint`. At save: a path at which there
+            is a folder that is no checkpoint.
         OSError: at save: what the file system says, see `on_error`.
 
     Source: https://lightning.ai/docs/pytorch/stable/common/checkpointing_expert.html
@@ -64,7 +65,7 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
         self.on_error: Callable[[Path, OSError], Literal["retry", "skip", "raise"]] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a file, also in the place of a folder; of a save before it, raise what has failed."""
+        """Write a file, which may replace a folder of shards; raise the error of an earlier save first."""
         if storage_options is not None:
             raise UsageError(f"storage_options={storage_options}: AtomicCheckpointIO takes none")
         if self.asynchronous:
@@ -74,19 +75,20 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
             self._write(checkpoint, path)
 
     def write_in_background(self, state: Any, write: Callable[[Any], None]) -> None:
-        """Have a thread call `write` with a copy of nested state on the host, after what is being written.
+        """Wait for the running write, copy nested state to the host, and have a thread call `write` with the copy.
 
-        For a strategy, whose processes write a folder; `wait`, `raise_if_failed` and `teardown` know of it.
+        For a strategy whose processes write a folder: `wait`, `raise_if_failed` and `teardown` then count this write
+        too.
 
         Raises:
-            OSError: what the last write in the background ended with.
+            OSError: the error of the last write in the background.
         """
         self.wait()
         copy = snapshot(state, self._buffers)
         self._writer.start(lambda: write(copy))
 
     def _write(self, checkpoint: dict[str, Any], path: Any) -> None:
-        """Write a file, again as long as `on_error` wants it."""
+        """Write a file, again each time `on_error` returns "retry"."""
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path)
             return
@@ -120,12 +122,12 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
         """Return when every checkpoint that was given to `save_checkpoint` has its name.
 
         Raises:
-            OSError: what a write in the background ended with.
+            OSError: the error of a write in the background.
         """
         self._writer.wait()
 
     def raise_if_failed(self) -> None:
-        """Raise what a write in the background ended with, once; does not wait for one."""
+        """Raise the error of a write in the background that has ended, once; does not wait."""
         self._writer.raise_if_failed()
 
     def teardown(self) -> None:
@@ -133,7 +135,7 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
         self.wait()
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file or a folder; its tensors are on the CPU, where `map_location` of a file says nothing else."""
+        """Read a file or a folder; its tensors are on the CPU, or for a file where `map_location` puts them."""
         if "://" in str(path):
             return self._load_from_address(path, map_location, weights_only)
         file = check_checkpoint(path)

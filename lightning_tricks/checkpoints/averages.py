@@ -1,4 +1,4 @@
-"""Averages of the weights in a checkpoint: in which form they stand there, and the weights that one stands for.
+"""Averages of the weights in a checkpoint: their layout there, and the weights that one of them gives.
 
 `checkpoint[AVERAGES][name]` has two entries. `weights` holds tensors by their term and by the parameter's name, such as
 `weights["mean"]["decoder.head.weight"]`. `shares` tells how much of each term, and of `raw`, the weights in

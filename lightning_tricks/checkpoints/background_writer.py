@@ -1,4 +1,4 @@
-"""Write in a thread while training goes on, one thing at a time."""
+"""Write checkpoints in a thread while training goes on, one at a time."""
 
 import threading
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class BackgroundWriter:
         self._error: BaseException | None = None
 
     def start(self, write: Callable[[], None]) -> None:
-        """Have `write` called, after what is being written."""
+        """Have the thread call `write`, when the running call has ended."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint writer")
         self._thread.start()
@@ -30,7 +30,7 @@ class BackgroundWriter:
             self._error = error
 
     def wait(self) -> None:
-        """Return when nothing is being written."""
+        """Return when no call is running."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -44,9 +44,9 @@ class BackgroundWriter:
 
 
 def wait_for_write(trainer: Any) -> None:
-    """Wait until a checkpoint that is written in the background has its name; raises what went wrong there."""
+    """Wait until a checkpoint that is written in the background has its name; raises the error of its write."""
     for writer in (trainer.strategy, trainer.strategy.checkpoint_io):
         if hasattr(writer, "wait"):
             writer.wait()
         elif is_a(writer, "AsyncCheckpointIO"):
-            writer.teardown()  # its one way to wait; it starts anew with the next save
+            writer.teardown()  # its only method that waits; the next save starts its thread again

@@ -16,10 +16,10 @@ _TRAINING_KEY = "lr_schedulers"  # a key of Lightning's that only a checkpoint o
 def check_checkpoint(path: str | Path, resumes: bool = False) -> Path:
     """Refuse a path that is no whole checkpoint; reads no tensor. Ranks that see the same files all refuse it or none.
 
-    A folder of shards is whole when it has `.metadata`, `meta.pt`, every byte that `.metadata` names and, where this
-    collection wrote it, `record.json`, with whose checksums the first two agree; a file, when `torch.save` wrote it to
-    its end. If a kill hit the moment in which a new checkpoint replaced an older one, the
-    line names the path of the older one.
+    A file is whole when `torch.save` wrote it to its end. A folder of shards is whole when it has `.metadata`,
+    `meta.pt` and every byte that `.metadata` names. A folder that this collection wrote also needs `record.json`, with
+    whose checksums the first two agree. If a kill hit the moment in which a new checkpoint replaced an older one, the
+    error names the path of the older one.
 
     Args:
         path: the value of `ckpt_path`; a path with a protocol (`s3://...`) is not checked.

@@ -24,7 +24,7 @@ class FileForTorch:
             raise
 
     def flush(self) -> None:
-        """Give what is held back to the operating system."""
+        """Give the buffered bytes to the operating system."""
         self.file.flush()
 
     @contextmanager
@@ -53,7 +53,7 @@ class ChecksummedFile(FileForTorch):
         return self.file.tell()
 
     def close(self) -> None:
-        """Nothing, as `open_checksummed` closes the file; DeepSpeed and torch call it."""
+        """Do nothing: DeepSpeed and torch call it, and `open_checksummed` closes the file."""
 
 
 @contextmanager

@@ -91,11 +91,14 @@ def _candidate(path: Path, place: Path, folder: Path) -> Candidate:
 
 
 def _in_order(found: Iterable[Candidate]) -> list[Candidate]:
-    """Those with a record by its number, the others between them by the time of writing, which a copy may change."""
+    """Sort checkpoints with a record by its number, and place the others between them by their time of writing.
+
+    The time alone would not do: a copy of a file may change it.
+    """
     found = list(found)
     numbered = sorted((c.record.number, c.record.step, c.written_ns, i) for i, c in enumerate(found) if c.record)
     times = accumulate((written_ns for _, _, written_ns, _ in numbered), max)  # never falls, so the numbers decide
-    timed = [(time, place, found[i]) for place, (time, (*_, i)) in enumerate(zip(times, numbered, strict=True))]
+    timed = [(time, order, found[i]) for order, (time, (*_, i)) in enumerate(zip(times, numbered, strict=True))]
     timed += [(c.written_ns, len(found), c) for c in found if c.record is None]
     return [c for *_, c in sorted(timed, key=lambda entry: entry[:2])]
 
@@ -125,7 +128,7 @@ def _newest_first(lists: list[list[Candidate]]) -> Iterator[Candidate]:
 
 
 def restore_name(candidate: Candidate) -> Path:
-    """The path of the checkpoint; one that a kill left without its name has it again, also where all ranks call."""
+    """The path of a checkpoint, after giving it its name back if a kill left it without. Several ranks may call it."""
     if candidate.place != candidate.path:
         with contextlib.suppress(FileNotFoundError):  # another rank was faster
             candidate.place.rename(candidate.path)

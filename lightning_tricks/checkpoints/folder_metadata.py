@@ -19,7 +19,7 @@ from lightning_tricks._errors import UsageError
 
 SHARDS_METADATA = ".metadata"  # torch's file: which tensor is in which file; written last by torch
 _DCP, _LEGACY = "torch.distributed.checkpoint", "torch.distributed._shard.sharded_tensor.metadata"
-# What torch's folders hold, of FSDP2, of FSDP1 and of plain tensors; to build one of these runs nothing else.
+# The classes and functions that torch's folders of FSDP2, FSDP1 and plain tensors name; calling one runs nothing else.
 _ALLOWED = {
     *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
     *((f"{_DCP}.metadata", f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
@@ -36,7 +36,7 @@ _ALLOWED = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Builds what describes shards, and refuses everything else."""
+    """Builds the objects that describe shards, and refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -95,7 +95,7 @@ class SafeReader(FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """The one that was read already."""
+        """The metadata that was read already."""
         return self._metadata
 
 

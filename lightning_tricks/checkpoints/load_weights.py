@@ -16,7 +16,7 @@ from lightning_tricks.checkpoints.read_folder import read_by_name
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 
 _SAFETENSORS = ".safetensors"
-_TAKEN = "average"  # key of the average that has taken the place of the weights
+_LOADED_AVERAGE = "average"  # key that names the average which has taken the place of the weights
 
 
 def load_weights(module: nn.Module, path: str | Path, average: str | None = None) -> str:
@@ -75,7 +75,7 @@ def read_weights(
     checkpoint = _read(path, read_shards, average is not None)
     if average is None:
         return checkpoint
-    return {**with_average(checkpoint, average, path), _TAKEN: average}
+    return {**with_average(checkpoint, average, path), _LOADED_AVERAGE: average}
 
 
 def _read(path: str | Path, read_shards: Callable[[Path], dict[str, Any]] | None, averages: bool) -> dict[str, Any]:
@@ -133,9 +133,9 @@ def summary(module: nn.Module, checkpoint: Mapping[str, Any], path: Any) -> str:
     own = [clean_name(name) for name in module.state_dict()]
     theirs = [clean_name(name) for name in checkpoint["state_dict"]]
     line = f"{path}: {len(set(own) & set(theirs)):,} of its {len(theirs):,} weights loaded"
-    taken = checkpoint.get(_TAKEN)
-    line += f", of their average {taken}" if taken else ""
-    left = [f"the average {name}" for name in checkpoint.get(AVERAGES, {}) if name != taken]
+    average = checkpoint.get(_LOADED_AVERAGE)
+    line += f", of their average {average}" if average else ""
+    left = [f"the average {name}" for name in checkpoint.get(AVERAGES, {}) if name != average]
     if "optimizer_states" in checkpoint:
         name = checkpoint.get("optimizer_class")
         left.append("the optimizer's state" + (f" ({name})" if name else ""))
@@ -146,12 +146,12 @@ def summary(module: nn.Module, checkpoint: Mapping[str, Any], path: Any) -> str:
     if "loops" in checkpoint:
         left.append("the position in the data")
     line += f"; left out: {', '.join(left)}" if left else ""
-    missing = _few([name for name in own if name not in theirs])
-    unknown = _few([name for name in theirs if name not in own])
+    missing = _first_and_count([name for name in own if name not in theirs])
+    unknown = _first_and_count([name for name in theirs if name not in own])
     line += f"; not in it, so as initialised: {missing}" if missing else ""
     return line + (f"; not in the model: {unknown}" if unknown else "")
 
 
-def _few(names: list[str]) -> str:
+def _first_and_count(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return names[0] + more if names else ""

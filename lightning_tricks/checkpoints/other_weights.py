@@ -1,26 +1,26 @@
-"""One line for a checkpoint of another model: the first key or shape that differs."""
+"""Turn torch's long error for a checkpoint of another model into one line: the first key or shape that differs."""
 
 import re
 from typing import Any
 
 
-def other_weights(said: str, path: Any = None) -> str | None:
-    """The line for the message of a `load_state_dict` that found other names or shapes; None for any other message.
+def other_weights(message: str, path: Any = None) -> str | None:
+    """The line for the error of a `load_state_dict` that found other names or shapes; None for any other error.
 
     Args:
-        said: the message.
+        message: the error's message.
         path: value of `ckpt_path`, if known.
     """
-    said = re.sub(r"\s+", " ", said).strip()
-    module = re.match(r"Error\(s\) in loading state_dict for (\w+)", said)
+    message = re.sub(r"\s+", " ", message).strip()
+    module = re.match(r"Error\(s\) in loading state_dict for (\w+)", message)
     if not module:
         return None
     found = []
     for what, kind in (("lacks", "Missing"), ("has besides", "Unexpected")):
-        if names := re.search(rf"{kind} key\(s\) in state_dict: (.*?)\. ", f"{said} "):
+        if names := re.search(rf"{kind} key\(s\) in state_dict: (.*?)\. ", f"{message} "):
             first, *more = names[1].split(", ")
             found.append(f"{what} {first}" + (f" and {len(more)} more" if more else ""))
-    if shapes := re.search(r"size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)", said):
+    if shapes := re.search(r"size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)", message):
         found.append(f"has {shapes[1]} of shape {shapes[2]} in place of {shapes[3]}")
     return (
         f"ckpt_path{f'={path}' if path else ''}: the checkpoint is of another model than the recipe's {module[1]}: it "

@@ -1,4 +1,4 @@
-"""Open a checkpoint of one file; what cannot be opened is refused in one line."""
+"""Open a checkpoint of one file, or refuse it in one line that says why it cannot be opened."""
 
 import pickle
 import re
@@ -11,7 +11,7 @@ import torch
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 
-# What torch's unpickler raises, besides UnpicklingError, on bytes that no torch.save wrote.
+# Errors of torch's unpickler, besides UnpicklingError, on bytes that torch.save did not write.
 _UNREADABLE = (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError, ImportError)
 
 
@@ -71,7 +71,7 @@ def refused_object(path: Any, error: pickle.UnpicklingError) -> UsageError:
     """Torch's refusal of an object, in one line that names the object's class and the way to let it in."""
     return UsageError(
         f"{path} holds {refused_class(error) or 'objects'}, which weights_only=True does not let in: if you trust "
-        "it, load with weights_only=False, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 where a strategy does not"
+        "it, load with weights_only=False, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 under a strategy that ignores it"
     )
 
 

@@ -73,7 +73,7 @@ def read_by_name(
 ) -> dict[str, Any]:
     """`read_folder`, but optimizer state is by name as in the folder, and the caller makes the tensors to read into.
 
-    Compares no checksums of shards: the caller does, before.
+    Compares no checksums of shards: the caller has to, first.
 
     Args:
         folder: see `read_folder`.
@@ -132,8 +132,8 @@ def read_without_optimizers(
         average: name of an average to take in the place of the weights, see `with_average`.
 
     Returns:
-        The checkpoint, without optimizer state if it is a folder; and the path, or where the path is not what is to be
-        opened, one file in memory.
+        The checkpoint, without optimizer state if it is a folder; and what `load_from_checkpoint` shall open: the path,
+        or for a folder or an average a file in memory.
 
     Raises:
         UsageError: see `verify_checkpoint`, `read_file` and `with_average`.

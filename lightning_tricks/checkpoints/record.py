@@ -25,7 +25,7 @@ _BLOCK = 1 << 22  # bytes read at once
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a checkpoint without opening it.
+    """The facts about a checkpoint that are known without opening it.
 
     Args:
         step: optimizer steps done.
@@ -48,7 +48,7 @@ class Record:
 
 
 def record_of(checkpoint: Mapping[str, Any]) -> Record:
-    """The record that a checkpoint carries to its writer, or one of its step alone."""
+    """The record that a checkpoint brings under `KEY`, without checksums; if it brings none, a record of its step."""
     given = checkpoint.get(KEY, {}).get("record", {})
     return Record(**{"step": int(checkpoint.get("global_step", 0)), **given})
 
@@ -128,7 +128,7 @@ def damage(path: Path, record: Record, names: Mapping[str, int] | None = None) -
     for name, expected in (record.checksums if names is None else names).items():
         file = path / name if name else path
         try:
-            found = _difference(file, expected) if name else _archive_damage(file, expected)
+            found = _file_damage(file, expected) if name else _archive_damage(file, expected)
         except (*DAMAGED_ARCHIVE, OSError) as error:
             return f"{file} cannot be read ({error})"
         if found:
@@ -136,12 +136,12 @@ def damage(path: Path, record: Record, names: Mapping[str, int] | None = None) -
     return None
 
 
-def _difference(file: Path, checksum: int) -> str | None:
+def _file_damage(file: Path, checksum: int) -> str | None:
     return None if checksum_of(file) == checksum else f"{file} has other bytes than were written"
 
 
 def _archive_damage(file: Path, checksum: int) -> str | None:
-    """`archive_damage`, and whether the comment's length is the one that is said there."""
+    """`archive_damage`, and a check that the comment is as long as the archive says."""
     with zipfile.ZipFile(file) as archive:
         length = len(archive.comment)
     with file.open("rb") as opened:

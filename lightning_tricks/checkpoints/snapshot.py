@@ -22,17 +22,17 @@ class PinnedBuffers:
         self._free: list[Tensor] = []
 
     def restart(self) -> None:
-        """Let the next snapshot take what the last one has used; free what that one left."""
+        """Offer the last snapshot's buffers to the next one; free the buffers that the last one did not take."""
         self._free, self._used = self._used, []
 
     def take(self, size: int) -> Tensor:
-        """So many bytes.
+        """A buffer of `size` bytes, (size,) uint8.
 
         Raises:
             RuntimeError: the operating system locks no more memory.
         """
-        place = next((place for place, buffer in enumerate(self._free) if len(buffer) == size), None)
-        buffer = _pinned(size) if place is None else self._free.pop(place)
+        index = next((index for index, buffer in enumerate(self._free) if len(buffer) == size), None)
+        buffer = _pinned(size) if index is None else self._free.pop(index)
         self._used.append(buffer)
         return buffer
 
@@ -51,17 +51,17 @@ def _pinned(size: int) -> Tensor:
 
 
 def snapshot(tree: Any, buffers: PinnedBuffers | None = None) -> Any:
-    """A copy of nested state that nothing which training does can change; all tensors are on the host.
+    """A copy of nested state that training cannot change; all tensors are on the host.
 
     Every tensor is copied, also those on the CPU (AdamW's `step`, the state of generators), and every other object as
-    saving and loading would do it. Tensors that share memory share it in the copy, so tied weights stay one entry of
-    the file. DTensors and other wrappers around tensors stay such, with copies of the tensors in them.
+    saving and loading would copy it. Tensors that share memory share it in the copy, so tied weights stay one entry of
+    the file. DTensors and other wrappers keep their class, with copies of the tensors in them.
 
     Copies from a GPU follow the work queued on its current stream. The function waits for them, once, and not for
     other streams.
 
     Args:
-        tree: what pickle can save.
+        tree: any object that pickle can save.
         buffers: for copies from a GPU. The next snapshot with the same buffers overwrites this one.
     """
     found = TensorPickler(pickled := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
@@ -89,7 +89,7 @@ class TensorPickler(pickle.Pickler):
             return None
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self.tensors)
-            self.tensors.append(value)  # which keeps its id from being another's
+            self.tensors.append(value)  # held here, so no other tensor can get its id
         return self._numbers[id(value)]
 
 

@@ -34,7 +34,7 @@ def swap_in(path: Path) -> Iterator[Path]:
 
 
 def write_file(checkpoint: dict[str, Any], file: Path) -> None:
-    """Save to the disk, with a record; `file` is there when all of it is.
+    """Save a checkpoint to the disk, with a record; it gets the name `file` when the disk has all of it.
 
     Raises:
         OSError: what the file system says, such as a full disk; `file` is as it was.

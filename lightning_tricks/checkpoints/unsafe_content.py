@@ -1,4 +1,4 @@
-"""Find what keeps a checkpoint from opening with `weights_only=True`, when it is saved and not when it is needed."""
+"""Find, already at a save, the objects that would keep a checkpoint from opening with `weights_only=True`."""
 
 import io
 import pickletools

@@ -12,7 +12,7 @@ _END = b"PK\x05\x06"  # of a zip archive: 22 bytes, the last two of them the len
 
 
 def verify_checkpoint(path: str | Path, resumes: bool = False) -> Path:
-    """Refuse a path that is no whole checkpoint with the bytes that were written; unpickles nothing of a file.
+    """Refuse a path that is no whole checkpoint, or whose bytes have changed; unpickles nothing of a file.
 
     A checkpoint of this collection, file or folder, is compared with its record. In a file of `torch.save` alone, the
     archive's own checksum of each tensor is compared. A folder of shards without a record, and a file of torch before
