@@ -22,15 +22,16 @@ def on_all_ranks(act: Callable[[], T], group: Any = None) -> list[T]:
     """Call `act` on every rank; every rank must call.
 
     Args:
-        act: whose result can be pickled. Where it communicates itself, it must fail on all ranks or on none.
+        act: its result can be pickled. If it communicates itself, it must fail on all ranks or on none.
         group: the process group that communicates; None for the default one.
 
     Returns:
-        What it has returned, by rank.
+        The results of all ranks, by rank.
 
     Raises:
-        Exception: the error of the lowest rank, another one than OSErrors first: on this rank as it is, on the others
-            a UsageError, an OSError of the same number, or a RuntimeError, which names the rank.
+        Exception: the error of the lowest rank that failed; OSErrors count only if no rank has another error. It is
+            raised as it is on that rank, and on the others as a UsageError, an OSError of the same number, or a
+            RuntimeError; the last two name the rank.
     """
     result, error = None, None
     try:

@@ -12,7 +12,7 @@ from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
 
 
 def check_together(path: Any) -> Path:
-    """`check_checkpoint` on every rank, so that none goes on to wait for one that cannot; every rank must call.
+    """`check_checkpoint` on every rank, so that no rank goes on and waits for one that refuses; every rank must call.
 
     Raises:
         UsageError: on all ranks, the message of the first rank that cannot open it.

@@ -43,7 +43,7 @@ class FolderWriter:
             write: called as `write(state, folder, group)`, see `write_folder`; in the background with the copy, and
                 with a process group of gloo, else with the default one, None.
             record: of the checkpoint.
-            checkpoint_io: an AtomicCheckpointIO; another one without its methods is as none.
+            checkpoint_io: an AtomicCheckpointIO; a plugin without its methods is not used.
 
         Raises:
             OSError: what the file system says, on all ranks; also of an earlier checkpoint that failed in the
@@ -74,7 +74,7 @@ def write_folder(path: Path, write: WriteFiles, record: Record, checkpoint_io: A
         write: writes this rank's files into the folder that it is given, to the disk, and returns the CRC-32 of each by
             its name in the folder. It may be called again.
         record: of the checkpoint; its checksums are set here.
-        checkpoint_io: an AtomicCheckpointIO; another object without these methods is as none.
+        checkpoint_io: an AtomicCheckpointIO; a plugin without these methods is not used.
         group: the process group that communicates; None for the default one.
 
     Raises:
@@ -107,7 +107,7 @@ def _write_once(path: Path, write: WriteFiles, record: Record, group: Any) -> No
     except BaseException:
         if dist.get_rank(group) == 0:
             with suppress(OSError):
-                remove(folder)  # a full disk is not to stay full
+                remove(folder)  # or a full disk would stay full
         raise
 
 

@@ -63,7 +63,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         offload_parameters: bool = False,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        # Lightning's own constructor imports deepspeed, and a recipe is read without it, for a plan say
+        # Lightning's own constructor imports deepspeed, but a recipe can be read where it is missing
         super(pl.strategies.DeepSpeedStrategy, self).__init__()
         self.config = settings.zero_config(stage, offload_optimizer, offload_parameters)
         self._config_initialized = False
@@ -200,7 +200,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         wrapped.custom_loss_scaler = True
 
     def judged_step(self, refuses: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
-        """Inside the `with`, the step that comes is skipped if `refuses` its gradient norm, see `judged_step`."""
+        """Inside the `with`, skip the step if `refuses(its gradient norm)` returns True, see `judged_step.py`."""
         return judged_step(self.deepspeed_engine, self.optimizers[0], refuses)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +211,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
             vars(self.optimizers[0]).update(custom_loss_scaler=False, external_loss_scale=None)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: each process writes its own part."""
+        """An empty dict: each process writes its own part."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -223,7 +223,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         self._folder_writer.save(path, states, write_states, record, self.checkpoint_io)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load this process's part, and give the rest."""
+        """Load this process's part of weights and optimizer state, and return the rest."""
         module: Any = self.lightning_module
         layout = read_layout(self.broadcast(checkpoint_path))
         verify_together(layout.path)

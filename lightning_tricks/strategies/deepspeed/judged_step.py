@@ -1,6 +1,7 @@
-"""Let somebody look at a step's gradient norm before ZeRO's optimizer makes the step, and refuse it.
+"""Let a callback see the gradient norm of a step before ZeRO's optimizer makes the step, and refuse the step.
 
-DeepSpeed clips and steps in one call, and has one way to skip: a step that overflowed. This takes that way.
+DeepSpeed clips and steps in one call, and skips only a step that overflowed. So this module has DeepSpeed take a
+refused step for an overflow.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,13 +16,13 @@ from lightning_tricks._replaced import replaced
 
 @contextmanager
 def judged_step(engine: Any, zero: Any, refuses: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Inside the `with`, a step that `refuses` is skipped: weights and state stay, a scheduler goes on.
+    """Inside the `with`, skip each step for which `refuses` returns True: weights and state stay, a scheduler goes on.
 
     Args:
         engine: DeepSpeed's engine.
         zero: its optimizer, of any ZeRO stage.
-        refuses: called once a step, on every rank, with the norm of all gradients before the clip, unscaled; infinite
-            if one is infinite or NaN, or if DeepSpeed itself has found an overflow.
+        refuses: called once a step, on every rank, with the norm of all gradients before the clip and without the loss
+            scale, a scalar fp32 tensor; infinite if a gradient is infinite or NaN, or if DeepSpeed found an overflow.
     """
     measure = "scaled_global_norm" if hasattr(zero, "scaled_global_norm") else "_get_norm_groups"  # stages 1 and 2, 3
     measured, update_scale = getattr(zero, measure), zero._update_scale

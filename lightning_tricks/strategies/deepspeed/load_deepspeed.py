@@ -1,4 +1,4 @@
-"""Import DeepSpeed late; if it is missing, does not import or finds no compiler, say so in one line."""
+"""Import DeepSpeed when it is first needed; one line says if it is missing, does not import or finds no compiler."""
 
 import shutil
 import sys

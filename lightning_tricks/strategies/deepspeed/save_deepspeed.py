@@ -36,13 +36,13 @@ def states_to_save(engine: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
 
     class Collect(TorchCheckpointEngine):
-        """Keeps what it is given."""
+        """Keeps each state under the name of its file."""
 
         def save(self, state_dict: Any, path: str) -> None:
             states[str(Path(path).relative_to(_NOWHERE))] = state_dict
 
         def makedirs(self, path: str, exist_ok: bool = False) -> None:
-            """Nothing: the folder is made later."""
+            """Make no folder: `write_states` does."""
 
     with ExitStack() as stack:
         stack.enter_context(replaced(engine, "checkpoint_engine", Collect()))
@@ -57,7 +57,7 @@ def write_states(states: Mapping[str, Any], folder: Path, group: Any) -> dict[st
     Args:
         states: of `states_to_save`.
         folder: to write to.
-        group: the process group of those who write; None for the default one.
+        group: the process group of the writing threads; None for the default one.
 
     Returns:
         The CRC-32 of each file, by its name.
@@ -73,7 +73,7 @@ def write_states(states: Mapping[str, Any], folder: Path, group: Any) -> dict[st
         checksums[name] = file.checksum
     if dist.get_rank(group) == 0:
         tools = Path(load_deepspeed().__file__).parent / "utils"
-        shutil.copy(tools / "zero_to_fp32.py", folder)  # by which anybody makes one file of the folder
+        shutil.copy(tools / "zero_to_fp32.py", folder)  # DeepSpeed's program that makes one file of the folder
         (folder / "latest").write_text(TAG)  # in which DeepSpeed looks for the name of the subfolder
         for name in ("zero_to_fp32.py", "latest"):
             fsync_path(folder / name)

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings for a run of the Trainer, and a refusal of each run that DeepSpeed does not support."""
+"""DeepSpeed's settings for a run of the Trainer; runs that DeepSpeed does not support are refused."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args

@@ -58,7 +58,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         timeout_seconds: how long a rank waits for the others before it fails.
 
     Raises:
-        UsageError: another word for `activation_checkpointing`; sizes that do not multiply to the number of devices,
+        UsageError: an unknown `activation_checkpointing`; sizes that do not multiply to the number of devices,
             before any process waits; a pattern that matches nothing; parameters made after sharding; an optimizer that
             takes no DTensors; under manual optimization, see `GatherOnCall`.
 
@@ -140,7 +140,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
                 f"{type(module).__name__} shards itself in configure_model, where rank 0's values cannot reach the "
                 "others: leave fully_shard to the strategy, or set init_on_rank_0 to false"
             )
-        if self.init_on_rank_0:  # which alone may have drawn weights
+        if self.init_on_rank_0:  # rank 0 has drawn weights and the others have not, so random states differ
             state = torch.get_rng_state()
             shard.broadcast([state], self.root_device)
             torch.set_rng_state(state)
@@ -205,7 +205,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         return self.cpu_offload and self.root_device.type == "cuda"
 
     def model_to_device(self) -> None:
-        """Move what is not sharded; shards are where they belong."""
+        """Move the tensors that are not sharded; shards are on their device already."""
         assert self.model is not None
         if self._offloads:
             for buffer in self.model.buffers():
@@ -284,9 +284,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         return self.checkpoint_io.load_checkpoint(given, weights_only=weights_only)  # not on a file system
 
     def teardown(self) -> None:
-        """End what a thread still writes, then the rest."""
+        """Wait for a write in the background, then tear down the rest."""
         try:
-            self.checkpoint_io.teardown()  # which Lightning's own does not
+            self.checkpoint_io.teardown()  # Lightning's own teardown does not call it
         finally:
             super().teardown()
 

@@ -32,7 +32,7 @@ class _Parameter:
         return not isinstance(self.registered, DTensor)
 
     def follow_requires_grad(self) -> None:
-        """Freeze or thaw both forms if one was since the gathering: `toggle_optimizer` sees only shards."""
+        """Freeze or unfreeze both forms if one was since the gathering: `toggle_optimizer` changes only shards."""
         if not self.is_whole:
             self.sharded, self.trained = self.registered, self.registered.requires_grad
         elif self.sharded is not None and self.registered.requires_grad != self.sharded.requires_grad:

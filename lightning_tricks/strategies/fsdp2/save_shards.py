@@ -18,7 +18,7 @@ from lightning_tricks.checkpoints.record import checksum_of, save_with_record
 
 
 def shards_to_save(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What this rank writes of a checkpoint with shards and optimizer state by name.
+    """This rank's part of a checkpoint with shards and optimizer state by name.
 
     Returns:
         The shards by key, in nested dicts, and everything else; on other ranks than 0 only tensors that are sharded.

@@ -1,6 +1,7 @@
-"""Turn any module into shards with FSDP2: its blocks one by one, then the rest with the root; every rank like rank 0.
+"""Turn any module into shards with FSDP2: its blocks one by one, then the rest with the root.
 
-The values may have been made on each rank, on rank 0 alone, or not yet (parameters on the meta device).
+All ranks start with rank 0's values. A module may come with values on each rank, with values on rank 0 alone, or with
+none (parameters on the meta device).
 """
 
 import dataclasses
@@ -139,7 +140,7 @@ def refuse_unfillable(module: Any) -> None:
     if has_meta(module) and not callable(getattr(module, "init_weights", None)):
         raise UsageError(
             f"{type(module).__name__} builds parameters on the meta device and has no method init_weights to fill "
-            "them: write one, or build it as always and set init_on_rank_0 of the strategy"
+            "them: write one, or build it as usual and set init_on_rank_0 of the strategy"
         )
 
 

@@ -1,4 +1,4 @@
-"""The state of a sharded module and its optimizers as a checkpoint has it, and any checkpoint loaded into them.
+"""Put the state of a sharded module and its optimizers into the form of a checkpoint, and load any checkpoint.
 
 A folder names the optimizer's state by parameter; a file, and torch, number it through the optimizer's groups.
 """
@@ -149,8 +149,8 @@ def load_weights(module: nn.Module, state_dict: Mapping[str, Any], strict: bool)
 def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]]) -> None:
     """Load whole tensors by number, or shards by name, into optimizers of sharded parameters.
 
-    Parameters that are trained here and of which the checkpoint has no state, or not all that it has of others, are
-    named in a warning: they go on without their moments.
+    A warning names the trained parameters of which the checkpoint has no state, or less than of the others: they go on
+    without their moments.
 
     Raises:
         UsageError: another number of optimizers than was saved; by name, parameters in other groups or another order.
@@ -167,7 +167,7 @@ def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: S
             state_dict = by_index(state_dict)
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        like = dict(zip(indices, own, strict=False))  # torch tells where the numbers differ
+        like = dict(zip(indices, own, strict=False))  # torch refuses groups of other sizes
         state = {
             index: tree_map(partial(_as_shards, like=like.get(index)), entry)
             for index, entry in state_dict["state"].items()
@@ -183,7 +183,7 @@ def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: S
 
 
 def _without_state(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, str]]:
-    """The trained parameters that lack state which others of their group have, or all: names, and which state."""
+    """Name of each trained parameter that lacks state which others of its group have, or all state; and that state."""
     names = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
     missing = []
     for group in optimizer.param_groups:
