@@ -1,4 +1,4 @@
-"""The end of a process that may hang on its way out."""
+"""End a process that could hang while it exits."""
 
 import faulthandler
 import multiprocessing
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 CHILDREN_SECONDS = 5.0  # for the processes of a launcher to end by themselves
-_goodbyes: list[Callable[[], None]] = []
+_before_exit: list[Callable[[], None]] = []  # functions that `end_now` calls
 
 
 def end_within(seconds: float) -> None:
@@ -19,13 +19,13 @@ def end_within(seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
 
 
-def call_at_end_now(goodbye: Callable[[], None]) -> Callable[[], None]:
+def call_before_exit(function: Callable[[], None]) -> Callable[[], None]:
     """Let `end_now` call a function, in any thread; returns a function that takes this back."""
-    _goodbyes.append(goodbye)
+    _before_exit.append(function)
 
     def withdraw() -> None:
         with suppress(ValueError):
-            _goodbyes.remove(goodbye)
+            _before_exit.remove(function)
 
     return withdraw
 
@@ -33,16 +33,16 @@ def call_at_end_now(goodbye: Callable[[], None]) -> Callable[[], None]:
 def end_now(code: int, children: Sequence[subprocess.Popen] = ()) -> None:
     """End this process from any thread, while others may be stuck, with its data workers and `children`.
 
-    Nothing of Python's way out is done: it would wait for what is stuck.
+    Python's own exit is skipped, because it would wait for the stuck threads.
 
     Args:
-        code: of the process.
+        code: exit code of the process.
         children: are given `CHILDREN_SECONDS` to end by themselves, then killed.
     """
-    end_within(2 * CHILDREN_SECONDS)  # where nobody reads what is written here
-    for goodbye in list(_goodbyes):
+    end_within(2 * CHILDREN_SECONDS)  # if a write below blocks, because nobody reads it
+    for function in list(_before_exit):
         with suppress(Exception):
-            goodbye()
+            function()
     for worker in multiprocessing.active_children():
         worker.kill()  # one that is stuck would not notice that its parent is gone
     deadline = time.monotonic() + CHILDREN_SECONDS

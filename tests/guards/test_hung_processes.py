@@ -85,9 +85,9 @@ import multiprocessing, signal, subprocess, threading
 from lightning_tricks import _exit
 
 _exit.CHILDREN_SECONDS = 0.2
-_exit.call_at_end_now(lambda: print("goodbye"))
-_exit.call_at_end_now(lambda: 1 / 0)
-_exit.call_at_end_now(lambda: print("not called"))()
+_exit.call_before_exit(lambda: print("goodbye"))
+_exit.call_before_exit(lambda: 1 / 0)
+_exit.call_before_exit(lambda: print("not called"))()
 worker = multiprocessing.get_context("fork").Process(target=signal.pause)
 worker.start()
 child = subprocess.Popen(["sleep", "1000"])

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._exit import call_at_end_now
+from lightning_tricks._exit import call_before_exit
 from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._trainer import is_a, launched_processes
 from lightning_tricks.monitors.ranks.connection import Connection, Member, say
@@ -60,7 +60,7 @@ class RankMonitor(pl.Callback):
         self._watch = _Watch(Connection(me, address, rank_0), hub, self.grace_seconds)
         self._watch.start()
         # a guard that ends this process has said why: the other ranks shall not take that for a death
-        self._at_end.callback(call_at_end_now(self._watch.close))
+        self._at_end.callback(call_before_exit(self._watch.close))
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """The end of this rank, in order."""
