@@ -27,14 +27,14 @@ class Accumulation:
         return sum(max(min(end, step) - start, 0) * number for start, end, number in stages)
 
     def whole_steps(self, first: int, micro_batches: int) -> int:
-        """Whole steps, from step `first` on, for which so many micro-batches suffice."""
+        """Number of whole steps, from step `first` on, that `micro_batches` suffice for."""
         limit = self.before(first) + micro_batches
         stage = bisect_right([self.before(start) for start in self.starts], limit) - 1
         start = self.starts[stage]
         return start + (limit - self.before(start)) // self.micro_batches[stage] - first
 
     def steps_to_end_of_pass(self, done: int, micro_batches: int) -> int:
-        """Steps after `done` of them to the end of a pass over so many micro-batches; each has whole steps, and one."""
+        """Steps from step `done` to the end of a pass over `micro_batches`; a pass has at least one step, all whole."""
         first = 0  # step of a pass
         while True:
             steps = max(self.whole_steps(first, micro_batches), 1)
@@ -45,7 +45,7 @@ class Accumulation:
             first += steps
 
     def steps_of_epoch(self, first: int, micro_batches: int) -> int:
-        """Steps of an epoch of so many micro-batches that begins with step `first`; its last step may have fewer."""
+        """Steps of an epoch of `micro_batches` that begins with step `first`; its last step may have fewer of them."""
         steps = self.whole_steps(first, micro_batches)
         return steps + (self.before(first + steps) - self.before(first) < micro_batches)
 
@@ -93,7 +93,7 @@ def accumulation(trainer: Any) -> Accumulation:
 
 
 def micro_batches_in_step(trainer: Any, ready: int) -> int:
-    """Micro-batches that have begun of a step that is not done, under BatchSizeWarmup; `ready` of them in the epoch."""
+    """Micro-batches that the unfinished step has begun, under BatchSizeWarmup; the epoch has begun `ready` of them."""
     value = trainer.accumulate_grad_batches
     if not isinstance(value, MicroBatches) or value.first is None or value.step != trainer.global_step:
         return 0

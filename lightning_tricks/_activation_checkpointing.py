@@ -22,7 +22,7 @@ Mode = Literal["none", "full", "selective"]
 
 _aten = torch.ops.aten
 
-# `selective` always keeps these results: they are the dearest to compute again, and one layer width per token to keep.
+# `selective` always keeps these results: they cost most to compute again, and take one layer width per token to keep.
 ATTENTION_OPS = frozenset(
     {
         _aten._scaled_dot_product_flash_attention.default,

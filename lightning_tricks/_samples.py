@@ -1,4 +1,4 @@
-"""The sample positions of the running optimizer step, for messages and records of those who do not know the data."""
+"""The sample positions of the running optimizer step, for messages and records of callbacks."""
 
 from typing import Any
 

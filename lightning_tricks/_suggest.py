@@ -1,6 +1,6 @@
 """Suggest the right name for a wrong one: by its meaning first, then by its spelling. Imports no torch.
 
-Add a word to the table below where a newcomer's word is spelt unlike ours.
+Add a word to the table below if newcomers use it for a name that is spelt differently here.
 """
 
 import difflib

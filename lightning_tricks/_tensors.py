@@ -1,4 +1,4 @@
-"""What others ask of a tensor: the dtype in which a linear layer works on it, and the shard of it on this rank."""
+"""The dtype in which a linear layer works on a tensor, and the shard of a tensor on this rank."""
 
 import torch
 from torch import Tensor

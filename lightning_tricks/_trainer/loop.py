@@ -70,7 +70,7 @@ def is_restarting(trainer: Any) -> bool:
 
 
 def epoch_is_over(trainer: Any) -> bool:
-    """Whether the running batch is the last one of its epoch, or the last one was and the next has not begun.
+    """Whether the last batch of an epoch is running, or has run and the next epoch has not begun.
 
     Read from `_TrainingEpochLoop._num_ready_batches_reached` (loops/training_epoch_loop.py).
     """
@@ -94,7 +94,7 @@ def go_on_with_next_epoch(trainer: Any) -> None:
 
 
 def reopen_epoch(checkpoint: dict[str, Any]) -> None:
-    """Take the epoch of a checkpoint as one that has not ended, where only the run had ended in it.
+    """Mark the epoch of a checkpoint as not ended, where a run has ended in the middle of it.
 
     Read from `_FitLoop.update_restart_stage` and `done` (loops/fit_loop.py).
     """
@@ -147,11 +147,11 @@ def repeat_micro_batches(
 ) -> None:
     """Run the forward and backward passes of an optimizer step once more, in automatic optimization.
 
-    With the hooks of a backward pass, but for those of a batch; the counters are as before.
+    The hooks around a backward pass are called, those around a batch are not. The counters are put back.
 
     Args:
-        batches: of the step, all of them, each with its index in the epoch.
-        optimizer: whose gradients are cleared first.
+        batches: all batches of the step, each with its index in the epoch.
+        optimizer: its gradients are cleared first.
         before_each: called before each forward pass.
 
     Read from `_TrainingEpochLoop.advance` and `_AutomaticOptimization.run` (loops/training_epoch_loop.py,

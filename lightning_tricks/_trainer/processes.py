@@ -1,4 +1,4 @@
-"""The processes of a run: ranks, those that a launcher has started, signals, SLURM."""
+"""The processes of a run: ranks, processes that Lightning's launcher has started, signals, SLURM."""
 
 import subprocess
 import threading
@@ -28,7 +28,7 @@ def running_call(frame: FrameType) -> Any:
 
 
 def launched_processes(trainer: Any) -> list[subprocess.Popen]:
-    """The other ranks' processes that this one has started, by `_SubprocessScriptLauncher`; those of torchrun are not.
+    """The other ranks' processes that this one has started, by `_SubprocessScriptLauncher`; none under torchrun.
 
     Read from strategies/launchers/subprocess_script.py.
     """
@@ -49,7 +49,7 @@ def dismiss_process_observer() -> None:
 def signal_connector(trainer: Any) -> Any:
     """The object whose `register_signal_handlers` installs Lightning's handlers after `setup`, before the sanity check.
 
-    Its `teardown` puts those of before back: the last thing that a Trainer does at its end, after an exception too.
+    Its `teardown` puts the earlier handlers back: the last act of a Trainer, after an exception too.
     Read from `_SignalConnector` (trainer/connectors/signal_connector.py) and `Trainer._teardown`.
     """
     return trainer._signal_connector

@@ -1,8 +1,9 @@
 """The length of a run in optimizer steps, from `max_steps` and `max_epochs`, and the places where Lightning keeps it.
 
-`Trainer.estimated_stepping_batches` sets up the training loaders where it is read before they are: a loader that is
-resumed would have begun at its first batch by then. It also counts whole epochs only, also where a resume goes on in
-the middle of one whose batches are other ones now. This is counted from the position of the run.
+Lightning's `Trainer.estimated_stepping_batches` is not enough after a resume. It sets up the training loaders if nobody
+has done so yet, and a loader that has not been resumed by then would begin at its first batch. It also counts whole
+epochs, though the number of batches may have changed in the middle of one. Here the steps that are left are added to
+those that are done.
 """
 
 import math
@@ -17,7 +18,7 @@ def step_limit(trainer: Any) -> tuple[Any, str]:
 
 
 def limits_of_run(trainer: Any, max_steps: int) -> list[tuple[Any, str, int]]:
-    """Owner, name and value of the attributes by which a fit, also one that runs, ends at an optimizer step.
+    """Owner, name and value of the attributes that end a fit at an optimizer step, also a fit that is running.
 
     `trainer.max_steps` and `trainer.max_epochs` show them. Read from `_FitLoop.done` (loops/fit_loop.py) and
     `_TrainingEpochLoop._is_training_done` (loops/training_epoch_loop.py), which ask before each batch.
@@ -76,7 +77,7 @@ def _accumulation(trainer: Any, first: int, epochs: int) -> tuple[int, list[tupl
 
 
 def _steps_left_while_batches_grow(trainer: Any, in_pass: int | None, epochs: int, done: int) -> int | None:
-    """The same under BatchSizeWarmup.
+    """`_steps_left_in_epochs` under BatchSizeWarmup.
 
     Args:
         trainer: of the run.
@@ -96,7 +97,7 @@ def _steps_left_while_batches_grow(trainer: Any, in_pass: int | None, epochs: in
 
 
 def _steps_left_in_passes(trainer: Any, whole: int, epochs: int, done: int, underway: bool, over: bool) -> int:
-    """The same for data that go on with the next row: an epoch ends with a pass over them, or with its last batch.
+    """`_steps_left_in_epochs` for data that go on with the next row: an epoch ends with a pass, or with its last batch.
 
     Args:
         trainer: of the run.

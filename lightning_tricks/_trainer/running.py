@@ -1,4 +1,4 @@
-"""The place of a Trainer's thread in a run, read from its Python stack: nothing is done in a step for it."""
+"""The place of a Trainer's thread in a run, read from its Python stack, so that a step does no work for it."""
 
 from collections.abc import Sequence
 from types import FrameType

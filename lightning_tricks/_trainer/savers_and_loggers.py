@@ -1,4 +1,4 @@
-"""What writes files: checkpoint callbacks, their plugin, loggers."""
+"""The objects that write files: checkpoint callbacks, the checkpoint plugin, loggers."""
 
 from typing import Any
 

@@ -108,7 +108,7 @@ class ShardData(pl.LightningDataModule):
         return order.windows // self._position.rows_at_once(trainer)
 
     def training_rows(self) -> TrainBatches:
-        """The training rows, each by its sample position, those that a run passes over too; after `setup`."""
+        """All training rows by their sample position, also those in `skip_samples`; after `setup`."""
         train = self.streams["train"]
         order = WindowOrder(len(train), self.seq_len, self.seed)
         return TrainBatches(train, order, 1, self.eot_id if self.document_ids else None)
@@ -118,7 +118,7 @@ class ShardData(pl.LightningDataModule):
         return [None] * len(positions)
 
     def val_dataloader(self) -> Loader | list[Any]:
-        """Every validation token but the first as a label once; an empty list when there is no validation stream."""
+        """Batches in which every validation token but the first is a label once; an empty list without validation."""
         if "val" not in self.streams:
             return []
         texts = self.token_texts

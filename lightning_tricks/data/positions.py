@@ -47,7 +47,7 @@ class Positions:
     """First rows of this process's micro-batches up to the run's last step, which may change while they are served.
 
     Args:
-        now: gives them as far as the run goes by what is known at the moment, always from the same one on.
+        now: returns the positions up to the end of the run as it is known at the moment. Their first one never changes.
     """
 
     def __init__(self, now: Callable[[], range]) -> None:
@@ -67,8 +67,8 @@ def steps_to_come(trainer: pl.Trainer, pass_micro_batches: int, done: int | None
 
     Args:
         trainer: of the run.
-        pass_micro_batches: of each process in a pass, of which the whole steps are taken, but at least one.
-        done: optimizer steps before those that are counted; None for those that are done now.
+        pass_micro_batches: micro-batches of each process in a pass; its whole steps are served, at least one.
+        done: optimizer steps from which to count; None for the steps that are done now.
     """
     done = steps_done(trainer) if done is None else done
     if trainer.max_steps >= 0 and trainer.lightning_module.automatic_optimization:
@@ -195,7 +195,7 @@ class DataPosition:
             )
 
     def _changed(self, state: dict[str, Any]) -> list[str]:
-        """The settings of a checkpoint's data that are not these."""
+        """The settings in which a checkpoint's data differ from these, such as `seed 0 -> 1`."""
         return [f"{key} {state.get(key)} -> {now}" for key, now in self.identity.items() if state.get(key) != now]
 
     def samples_of_step(self, step: int, state: dict[str, Any]) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Pass over samples of the training stream by their position, such as those of a batch that destroyed a run.
 
-The samples that are left are numbered again without gaps: a run asks for them by that number, its index.
+The samples that are left are numbered again without gaps: a run asks for a sample by that number, its index.
 """
 
 from collections.abc import Sequence

@@ -60,7 +60,7 @@ class TokenStream:
         return f"shard {path}, token {offset}"
 
     def count_before(self, token: int, positions: Sequence[int]) -> list[int]:
-        """How often a token stands in the stream before each of the positions; reads up to the last of them."""
+        """Number of times that a token occurs before each of the positions; reads up to the last of them."""
         counts, seen, start = {}, 0, 0
         for position in sorted(positions):
             while start < position:
