@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._tensors import local
 from lightning_tricks._trainer import is_a
 from lightning_tricks.optim.limits import refuse_limits
 
@@ -72,7 +73,7 @@ def largest_group(root: nn.Module, blocks: Collection[nn.Module]) -> int:
 
 def local_bytes(module: nn.Module) -> int:
     """Bytes of the parameters that this rank holds."""
-    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in module.parameters())
+    return sum(local(parameter).nbytes for parameter in module.parameters())
 
 
 def summary(mesh: DeviceMesh, blocks: Mapping[str, nn.Module], elements: int, gathered: int, module: nn.Module) -> str:
