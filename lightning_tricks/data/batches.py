@@ -34,7 +34,7 @@ def document_ids(input_ids: NDArray[np.int64], eot_id: int) -> NDArray[np.int32]
 
 
 class TrainBatches(Dataset[Batch]):
-    """Micro-batches by the number of their first row: rows number..number+micro_batch_size-1 of the order.
+    """Micro-batches by the position of their first row: micro-batch p has rows p..p+micro_batch_size-1 of the order.
 
     Each is `input_ids` (B, T) and `labels` (B, T), int64; `labels[:, t]` is the token after `input_ids[:, t]`. With
     `eot_id`, also `document_ids` (B, T) int32.

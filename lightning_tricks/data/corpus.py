@@ -25,7 +25,7 @@ class Corpus:
         fingerprint: changes when the documents may have changed; part of the cache's key.
         n_bytes: approximate size of the text, for the progress bar; None when unknown.
         documents: called for each pass, yields the non-empty documents in a fixed order.
-        located: likewise, each with its file; None where they come from no files.
+        located: yields the same documents, each as (file, text); None where they come from no files.
     """
 
     description: str
@@ -58,7 +58,7 @@ def standard_library() -> Corpus:
     if not paths:
         raise UsageError(f"files: no standard library sources under {root}; give text files of your own")
 
-    def documents() -> Iterator[tuple[Path, str]]:
+    def located() -> Iterator[tuple[Path, str]]:
         seen = set()
         for path in paths:
             try:
@@ -70,7 +70,7 @@ def standard_library() -> Corpus:
                 yield path, text
 
     version = platform.python_version()
-    return _corpus_of_files(f"the standard library of Python {version}", paths, version, documents)
+    return _corpus_of_files(f"the standard library of Python {version}", paths, version, located)
 
 
 def text_files(patterns: list[str], text_field: str) -> Corpus:
@@ -87,7 +87,7 @@ def text_files(patterns: list[str], text_field: str) -> Corpus:
     plain = [path for path in paths if not is_rows(path)]
     piece = min(max(sum(path.stat().st_size for path in plain) // 200, 2 << 10), 64 << 10)
 
-    def documents() -> Iterator[tuple[Path, str]]:
+    def located() -> Iterator[tuple[Path, str]]:
         for path in paths:
             if is_rows(path):
                 texts = read_rows(path, text_field)
@@ -97,7 +97,7 @@ def text_files(patterns: list[str], text_field: str) -> Corpus:
                 texts = read_pieces(path, piece)
             yield from ((path, text) for text in texts if text.strip())
 
-    return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, text_field, documents)
+    return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, text_field, located)
 
 
 def hugging_face(name: str, text_field: str) -> Corpus:

@@ -1,7 +1,7 @@
 """Turn a corpus into a folder of shards: tokenizer.json, train_*.bin, val_*.bin and meta.json.
 
-A document is held out for validation if its hash is small. That depends on its own text alone, so no document changes
-sides when others are added or reordered, and a duplicate is never on both sides.
+A document is held out for validation if its hash is small. That depends on its own text alone, so no document moves
+between training and validation when others are added or reordered, and duplicates are never in both.
 """
 
 import hashlib
@@ -39,10 +39,10 @@ def validation_threshold(documents: Iterable[str], val_fraction: float) -> int:
     """The bound below which a document's hash puts it into validation.
 
     Normally `val_fraction * 2**64`. If that selects none of a few documents, or all of them, the document nearest to
-    the bound changes sides. Reading stops as soon as both sides are known to have a document.
+    the bound goes to the empty part. Reading stops as soon as both parts are known to have a document.
 
     Raises:
-        UsageError: the two sides cannot both get a document.
+        UsageError: there are not two different documents, one for each part.
     """
     threshold = round(val_fraction * 2**64)
     low, high = 2**64, -1
