@@ -36,7 +36,7 @@ class Candidate:
     link: Path | None = None
 
     @property
-    def name(self) -> Path:
+    def shown_path(self) -> Path:
         """The path to show: the link, where there is one."""
         return self.link or self.place
 

@@ -50,13 +50,14 @@ def _not_saved(trainer: Any, newest: Candidate | None) -> str | None:
     """The line for a run whose last step is not in the newest checkpoint, as far as is known."""
     if newest is None:
         return "No checkpoint was saved: there is nothing to evaluate or to go on from"
+    taken = f"the lines below take {short(newest.shown_path)}"
     if newest.record is not None and newest.record.step < trainer.global_step:
         after = f"step {newest.record.step}, and the run ended at step {trainer.global_step}"
-        return f"No checkpoint was saved after {after}: the lines below take {short(newest.name)}"
+        return f"No checkpoint was saved after {after}: {taken}"
     named = [getattr(saver, name, "") for saver in trainer.checkpoint_callbacks
              for name in ("last_model_path", "best_model_path")]  # fmt: skip
     if newest.record is None and not any(named):
-        return f"No checkpoint was saved by this run: the lines below take {short(newest.name)}, which was there before"
+        return f"No checkpoint was saved by this run: {taken}, which was there before"
     return None
 
 
@@ -110,7 +111,7 @@ def next_steps(trainer: Any, options: Sequence[str], has_lr: bool, resume: str |
     if not_saved := _not_saved(trainer, newest):
         found.append(not_saved)
     if newest:
-        checkpoint = short(newest.name)
+        checkpoint = short(newest.shown_path)
         more = line("fit", "--ckpt_path", checkpoint, *_twice_as_long(trainer))
         found += [f"Evaluate:    {line('validate', '--ckpt_path', checkpoint)}", f"Go on:       {more}"]
         if isinstance(trainer.lightning_module, LanguageModel) and getattr(trainer.datamodule, "tokenizer", None):
