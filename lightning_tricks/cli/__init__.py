@@ -3,14 +3,18 @@
 A command line passes through these files, in this order; `recipe_cli` calls them all:
 
 - `recipe_parser`: arguments and YAML become settings. `recipe_text` refuses mistakes that YAML allows, `parse_errors`
-  shortens jsonargparse's complaints to one line, `class_change` decides what a class that replaces another one keeps.
-- `choose_checkpoint`: the checkpoint that the command starts from.
+  shortens jsonargparse's complaints to one line, `class_change` decides which settings stay when a class replaces
+  another one, `short_names` decides which class a short name means.
+- `fit_options`: `resume`, `total_tokens` and `init_from`, the options of `fit` at the top of a recipe.
+- `choose_checkpoint`: the checkpoint that the command starts from. `same_checkpoint` gives it to all ranks.
 - `run_folder`: the folder that it writes to.
-- `run_errors`: while it runs, errors that the user can mend become one line.
+- `run_errors`: while it runs, errors that the user can mend become one line. `lines_of_lightning` drops Lightning's
+  advertisements.
 - `next_steps`: after a fit, commands to type next.
 
-`branch_cli` is the command `branch`: a fit whose recipe gets another end. `coordinate_check_command` builds a recipe's
-model at several widths.
+Three commands have a file of their own here. `branch_cli`: a fit whose recipe gets another end. `autopsy_trainer`:
+`autopsy`, as a method of the Trainer. `coordinate_check_command`: a recipe's model at several widths. Commands that do
+without the recipe parser are in `lightning_tricks/commands`.
 """
 
 from lightning_tricks.cli.branch_cli import branch

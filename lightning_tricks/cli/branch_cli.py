@@ -1,13 +1,12 @@
 """The command `branch`: `fit` on a recipe, with the decay from the checkpoint's step to the end of the run."""
 
-import argparse
 import os
 import pkgutil
 import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jsonargparse import Namespace
 
@@ -17,14 +16,10 @@ from lightning_tricks.callbacks import BranchLineage
 from lightning_tricks.cli.choose_checkpoint import folder_name, short
 from lightning_tricks.cli.recipe_cli import RecipeCLI, run_command
 from lightning_tricks.commands.branch import Trunk, check_branch_options, read_trunk
+from lightning_tricks.commands.command_parser import CommandParser
 from lightning_tricks.schedules import Schedule, WarmupStableDecay
 
-_OWN = re.compile(r"--(trainer\.max_steps|[\w.]*\.decay_(?:start|steps|fraction))(?:=|$)")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"branch: {message}; branch --help lists the options")
+_SET_BY_BRANCH = re.compile(r"--(trainer\.max_steps|[\w.]*\.decay_(?:start|steps|fraction))(?:=|$)")
 
 
 class BranchCLI(RecipeCLI):
@@ -70,7 +65,7 @@ class BranchCLI(RecipeCLI):
         return kwargs
 
     def _options(self) -> list[str]:
-        """Of a `fit` that goes on with the branch: these options make it take the saved `config.yaml`."""
+        """The options of a `fit` that goes on with the branch; with `decay_start`, it takes the saved `config.yaml`."""
         start = self.config["fit"].model.init_args.schedule.init_args.decay_start
         return [*super()._options(), "--model.schedule.decay_start", str(start)]
 
@@ -133,7 +128,7 @@ def branch(args: Sequence[str]) -> None:
     Raises:
         UsageError: see `check_branch_options`, `read_trunk` and `Trunk.check`; an option that the command sets itself.
     """
-    parser = _Parser(
+    parser = CommandParser(
         "lightning-tricks branch",
         description="Start the decay of a WarmupStableDecay run from a checkpoint of its stable part, in a folder "
         "of its own: a fit that goes on from the checkpoint, with decay_start at its step and max_steps N steps later. "
@@ -145,7 +140,7 @@ def branch(args: Sequence[str]) -> None:
     options, recipe = parser.parse_known_args(args)
     check_branch_options(options.ckpt_path, options.decay_steps)
     for arg in recipe:
-        if found := _OWN.match(arg):
+        if found := _SET_BY_BRANCH.match(arg):
             raise UsageError(
                 f"branch: {found[1]} follows from the checkpoint and --decay_steps: leave it out of the command line"
             )

@@ -52,7 +52,7 @@ def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "non
     return path
 
 
-def finds_itself(command: str, given: Any, resume: str) -> bool:
+def looks_for_newest(command: str, given: Any, resume: str) -> bool:
     """Whether `choose_checkpoint` looks for the newest checkpoint."""
     return str(given) == "last" or (given is None and command == "fit" and resume == "auto")
 

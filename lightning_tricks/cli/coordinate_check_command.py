@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.cli.recipe_cli import load_recipe
+from lightning_tricks.commands.command_parser import CommandParser
 from lightning_tricks.commands.coordinate_check import DEFAULT_TOLERANCE, CoordinateTrial, coordinate_check
 from lightning_tricks.data.base import ShardData
 from lightning_tricks.language_model import LanguageModel
@@ -22,11 +23,6 @@ from lightning_tricks.optim.mup import at_width
 DEFAULT_WIDTHS, DEFAULT_STEPS = "64,128,256,512,1024", 10
 TOKENS = 256  # in a batch: sizes of activations are means over many numbers already
 LONGEST_ROW = 128
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"coordinate-check: {message}; coordinate-check --help lists the options")
 
 
 def coordinate_check_command(args: Sequence[str]) -> None:
@@ -66,7 +62,7 @@ def coordinate_check_command(args: Sequence[str]) -> None:
 
 
 def _parse(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = _Parser(
+    parser = CommandParser(
         "lightning-tricks coordinate-check",
         description="Train a recipe's decoder for a few steps at several widths, with heads of one width, the recipe's "
         "optimizer up to its peak learning rate and its data, and print how the output of each layer grows with the "
@@ -96,11 +92,11 @@ def _numbers(text: str) -> list[int]:
 
 
 def _shape(module: LanguageModel, width: int) -> Any:
-    """The recipe's decoder at another width: with as many heads as the base if `base_head_dim` says that they grow."""
+    """The recipe's decoder at another width: with more heads, or with wider ones where `base_head_dim` asks for it."""
     config, mup = module.config, module.mup
-    grows = mup is not None and mup.base_head_dim not in (None, config.head_dim)
-    heads = config.n_heads if grows else width // config.head_dim
-    if not heads or width % heads or (not grows and width % config.head_dim):
+    heads_widen = mup is not None and mup.base_head_dim not in (None, config.head_dim)
+    heads = config.n_heads if heads_widen else width // config.head_dim
+    if not heads or width % heads or (not heads_widen and width % config.head_dim):
         raise UsageError(
             f"coordinate-check: widths: {width} holds no whole number of the recipe's heads, which are "
             f"{config.head_dim} wide: give multiples, or a recipe with other n_heads"

@@ -1,4 +1,4 @@
-"""The options of `fit` that may stand at the top of a recipe: how a run starts. Other commands read past them."""
+"""Options of `fit` at the top of a recipe: where a run starts, and how long it is. Other commands ignore them there."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ FIT_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "total_tokens": (
         float | None,
         None,
-        "fit: train on so many tokens, in place of trainer.max_steps; over all processes and resumes, such as 2e9.",
+        "fit: number of tokens to train on, such as 2e9, in place of trainer.max_steps; of all processes and resumes.",
     ),
     "init_from": (
         str | None,

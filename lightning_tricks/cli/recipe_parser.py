@@ -49,9 +49,9 @@ class RecipeParser(lightning_cli.LightningArgumentParser):
             raise UsageError(f"--config {cfg_path}: no UTF-8 text; give a recipe in YAML") from error
 
     def _add_signature_parameter(self, container: Any, nested_key: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-        """Leave out what a recipe does not give, where the default is a bare object, which is no value of the type.
+        """Leave out a default that is a bare `object()`: the library's sign for "not given", and no value of the type.
 
-        So a library says "not given"; all classes of heavyball do.
+        All classes of heavyball have such defaults.
         """
         if type(param.default) is object:
             kwargs["default"] = argparse.SUPPRESS

@@ -46,10 +46,10 @@ def _check_folder(option: str, folder: Path) -> None:
 
 
 class RunFolder(pl.Callback):
-    """The folders of one run: open it around the command, and `choose` before the Trainer starts.
+    """The folders of one run. Use it as a context around the command, and call `choose` before the Trainer starts.
 
-    An exception that ends the `with` before the first batch leaves the folders as they were before; as a callback it
-    sees that batch. Tells the user where a resumed run goes on.
+    An exception before the first batch leaves the folders as they were. This is also a callback, by which it knows of
+    the first batch, and then says at which step a resumed run goes on.
     """
 
     def __init__(self) -> None:

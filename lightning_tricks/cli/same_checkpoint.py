@@ -12,7 +12,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks.checkpoints.check_checkpoint import SHARDS_METADATA
 from lightning_tricks.checkpoints.record import RECORD_FILE
-from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, finds_itself, short
+from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, looks_for_newest, short
 
 _CHOICE = "LIGHTNING_TRICKS_CHOICE"  # environment variable: the choice of rank 0, for ranks that Lightning starts
 
@@ -67,7 +67,7 @@ class SameCheckpoint(pl.Callback):
 
 
 def choose_once(command: str, options: Mapping[str, Any], trainer: Any) -> str | None:
-    """The checkpoint that a command starts from; one that is looked for is compared by the Trainer at its load.
+    """The checkpoint that a command starts from. One that was looked for is compared again when the Trainer loads it.
 
     Args:
         command: see `choose_checkpoint`.
@@ -78,7 +78,7 @@ def choose_once(command: str, options: Mapping[str, Any], trainer: Any) -> str |
         UsageError: see `choose_checkpoint`.
     """
     asked, resume = options.get("ckpt_path"), options.get("resume") or "none"
-    if not finds_itself(command, asked, resume):
+    if not looks_for_newest(command, asked, resume):
         return choose_checkpoint(command, asked, trainer)
     same = inherited_choice() or publish_choice(choose_checkpoint(command, asked, trainer, resume))
     trainer.callbacks.insert(0, same)

@@ -1,4 +1,4 @@
-"""What a short class name means where an imported library has a class of that name too: ours, else torch's.
+"""Choose among the classes that share a short name: ours, else torch's, else Lightning's.
 
 pytorch_optimizer and heavyball have an AdamW, an SGD and a Muon each; jsonargparse refuses a name that several have.
 """

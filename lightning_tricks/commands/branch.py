@@ -44,7 +44,7 @@ class Trunk:
 
         Raises:
             UsageError: the recipe's schedule is no WarmupStableDecay, or the checkpoint's was another kind of curve;
-                the checkpoint lies elsewhere.
+                the checkpoint lies in a warmup or in a decay.
         """
         if not isinstance(schedule, WarmupStableDecay):
             raise UsageError(
@@ -81,7 +81,7 @@ def _name(schedule: Any) -> str:
 
 
 def check_branch_options(ckpt_path: str | None, decay_steps: int | None) -> None:
-    """Refuse a branch without a certain checkpoint or without a length.
+    """Refuse a branch that does not name one checkpoint, or has no length.
 
     Raises:
         UsageError: see above.
@@ -100,7 +100,7 @@ def check_branch_options(ckpt_path: str | None, decay_steps: int | None) -> None
 def read_trunk(ckpt_path: str, weights_only: bool | None = None) -> Trunk:
     """The step of a checkpoint and the schedule of its run; of a folder no tensor is read.
 
-    One of DeepSpeed tells the step alone.
+    A checkpoint of DeepSpeed holds only its step.
 
     Args:
         ckpt_path: file, or folder of shards.

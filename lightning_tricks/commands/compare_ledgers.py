@@ -25,7 +25,7 @@ _SPLIT = ("processes", "data_ranks", "micro_batches")
 
 @dataclass
 class Part:
-    """What came of the comparison of one part over all steps.
+    """The result of comparing one part over all steps.
 
     Attributes:
         equal: number of steps at which it is equal to the bit.
@@ -59,9 +59,9 @@ class Comparison:
 
     Attributes:
         steps: numbers of the steps that both have.
-        settings: what the runs' first starts have different, as words.
+        settings: the settings that differ at the first of these steps, as text.
         first_weights: first start that both have and that begins with different weights; None without one.
-        parts: what came of each of PARTS.
+        parts: the result for each of PARTS.
         tolerance: relative, for losses that are not expected to be equal to the bit.
     """
 
@@ -112,8 +112,8 @@ def compare(one: Ledger, other: Ledger, tolerance: float) -> Comparison:
     Args:
         one: a ledger.
         other: another one.
-        tolerance: relative difference of losses that rounding may explain: of runs that were split over processes,
-            micro-batches or a strategy in different ways.
+        tolerance: relative difference of losses that rounding may explain, between runs that were split in different
+            ways over processes, micro-batches or a strategy.
     """
     steps = sorted(one.steps.keys() & other.steps.keys())
     pairs = [(one.steps[step], other.steps[step]) for step in steps]
@@ -132,7 +132,7 @@ def compare(one: Ledger, other: Ledger, tolerance: float) -> Comparison:
 
 
 def compare_steps(pairs: list[tuple[dict[str, Any], dict[str, Any]]], tolerance: float) -> dict[str, Part]:
-    """Each part over pairs of lines of one step."""
+    """Compare each part over pairs of lines, each pair of one step."""
     parts = {name: Part() for name in PARTS}
     for one, other in pairs:
         for name, part in parts.items():
@@ -166,7 +166,7 @@ def _differing(settings: tuple[str, ...], one: dict[str, Any], other: dict[str, 
 
 
 def _expected_equal(name: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two equal runs have this part equal to the bit; else they have it so up to rounding."""
+    """Whether two runs that should agree have this part equal to the bit, and not only up to rounding."""
     return name != "loss" or not _differing((*_SPLIT, "strategy"), one, other)
 
 

@@ -21,10 +21,10 @@ def consolidate(args: list[str]) -> None:
         "lightning-tricks consolidate",
         description="Make one checkpoint file of a folder of shards. Needs as much of the host's memory, and of the "
         "disk, as all weights and optimizer state take. Objects that could run a program are refused, unless "
-        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 is set. Of a folder of DeepSpeed, the weights, and all that is pickled in "
-        "it is run.",
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 is set. A folder of DeepSpeed gives its weights alone, and whatever is "
+        "pickled in it runs: open it only if you trust it.",
     )
-    parser.add_argument("folder", help="what FSDP2Strategy (or Lightning's ModelParallelStrategy) saved")
+    parser.add_argument("folder", help="a folder of shards, of FSDP2Strategy, DeepSpeed or ModelParallelStrategy")
     parser.add_argument("file", help="the file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     options = parser.parse_args(args)

@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
     Args:
         start: with the initial weights.
         end: after the steps.
-        change: of the difference of the two.
+        change: of the difference between the two outputs.
     """
 
     start: float
@@ -47,11 +47,11 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class CoordinateReport:
-    """What became of the activations of each layer at each width.
+    """The size of each layer's activations at each width, and whether it stays flat.
 
     Args:
         widths: of the models, ascending.
-        steps: that each was trained.
+        steps: optimizer steps that each model was trained.
         tolerance: the largest slope, up or down, of a layer that counts as flat.
         layers: of each layer the sizes at each width, means over the seeds.
     """
@@ -124,7 +124,7 @@ def coordinate_check(
     Args:
         build: makes the model of a width and a seed.
         batches: one for each step; the first one is measured before and after.
-        widths: two or more. 64 to 1024 is what a laptop does in minutes.
+        widths: two or more. A laptop needs minutes for the default.
         seeds: models at each width, over which sizes are averaged.
         tolerance: slope of log(size) over log(width) up to which a layer is flat. Without muP, slopes are 0.6 and more;
             at small widths, and by chance, layers under muP have up to 0.2.

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from lightning_tricks.checkpoints.averages import with_average
 from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.checkpoints.read_folder import read_by_name
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
+from lightning_tricks.commands.command_parser import CommandParser
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
 from lightning_tricks.mixins._plain_settings import from_plain
 from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
@@ -22,11 +23,6 @@ from lightning_tricks.optim import MuP
 
 DEFAULT_NEW_TOKENS = 200
 _FAMILIES: dict[str, type[DecoderConfig]] = {"Llama": Llama, "GPT2": GPT2}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"generate: {message}; generate --help lists the options")
 
 
 def generate(args: list[str]) -> None:
@@ -75,7 +71,7 @@ def generate(args: list[str]) -> None:
 
 
 def _parse(args: list[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = CommandParser(
         "lightning-tricks generate",
         description="Continue a text with the model of a checkpoint, which holds its architecture and its tokenizer. "
         "Runs on the GPU if there is one, in the number format of the saved weights.",

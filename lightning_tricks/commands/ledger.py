@@ -1,21 +1,16 @@
 """`ledger`: the first step and the first thing in which two runs differ; whether a ledger is whole. Loads no torch."""
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.commands.command_parser import CommandParser
 from lightning_tricks.commands.compare_ledgers import NAMES, compare, compare_steps
 from lightning_tricks.monitors.run_ledger.ledger_file import Ledger, read_ledger
 
 TOLERANCE = 0.01  # of losses over world sizes; that of the same data elsewhere in the run differs by more
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"ledger: {message}; ledger --help lists the options")
 
 
 def ledger(args: list[str]) -> None:
@@ -24,12 +19,12 @@ def ledger(args: list[str]) -> None:
     Raises:
         UsageError: a file is missing or is no ledger; two ledgers have no step in common.
     """
-    parser = _Parser(
+    parser = CommandParser(
         "lightning-tricks ledger",
         description="Read what the callback RunLedger has written. Each place is a run's folder, or the file.",
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=CommandParser)
     diff = commands.add_parser("diff", help="the first step, and the first thing, in which two runs differ")
     diff.add_argument("one", metavar="A")
     diff.add_argument("other", metavar="B")

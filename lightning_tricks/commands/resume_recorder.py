@@ -29,7 +29,7 @@ class ResumeRecorder(pl.Callback):
     The recipe's savers write below the recorder's folder in place of their own.
 
     Args:
-        folder: to write to; there.
+        folder: to write to; it must exist.
         steps: optimizer steps until the end.
         first_step: optimizer steps done before.
         kill: save after `steps` and end by SIGKILL in the middle of the next step; False ends with exit code 0.

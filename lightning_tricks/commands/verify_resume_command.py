@@ -1,19 +1,14 @@
 """`verify-resume`: whether a recipe that is killed and resumed trains as if nothing had happened."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.commands.command_parser import CommandParser
 from lightning_tricks.commands.resume_recorder import ResumeRecorder
 from lightning_tricks.commands.verify_resume import DEFAULT_STEPS, Phase, compare_phases
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"verify-resume: {message}; verify-resume --help lists the options")
 
 
 def verify_resume(args: list[str]) -> None:
@@ -22,7 +17,7 @@ def verify_resume(args: list[str]) -> None:
     Raises:
         UsageError: see `verify_resume` of the file beside this one; no recipe.
     """
-    parser = _Parser(
+    parser = CommandParser(
         "lightning-tricks verify-resume",
         description="Train a recipe for N steps, and again with kill -9 and a resume in the middle, in processes of "
         "their own and in a temporary folder; compare data, random state, weights, optimizer state, scaler, lr, loss "
@@ -45,7 +40,7 @@ def verify_resume(args: list[str]) -> None:
 
 
 def _settings(phase: Phase) -> dict[str, Any]:
-    """What a phase changes in the recipe."""
+    """The settings that a phase lays over the recipe."""
     recorder = {"class_path": f"{ResumeRecorder.__module__}.ResumeRecorder", "init_args": phase.recorder()}
     logger = {"class_path": "ResumingCSVLogger", "init_args": {"save_dir": phase.folder, "name": "log"}}
     trainer = {"logger": logger, "default_root_dir": phase.folder, "enable_progress_bar": False}

@@ -1,4 +1,4 @@
-"""`autopsy`: which documents of one optimizer step's batch pulled the weights where.
+"""`autopsy`: rank the documents of one optimizer step's batch by how far each stands out.
 
 - `samples`: the samples that a step took, by what the checkpoints tell.
 - `documents`: the documents in the rows of a batch.
