@@ -23,7 +23,7 @@ DEFAULT_STEPS = 8
 
 @dataclass(frozen=True)
 class Phase:
-    """One process group: the settings of its recorder, and the checkpoint that it goes on from."""
+    """One of the three runs: the settings of its recorder, and the checkpoint that it goes on from."""
 
     folder: str
     steps: int
@@ -101,7 +101,7 @@ def verify_resume(make: Callable[[], tuple[Any, Any, dict[str, Any]]], steps: in
     target = _target(make)
 
     def command(phase: Phase) -> list[str]:
-        return [sys.executable, "-m", "lightning_tricks.commands.run_made", json.dumps(target | asdict(phase))]
+        return [sys.executable, "-m", "lightning_tricks.commands.run_phase", json.dumps(target | asdict(phase))]
 
     return compare_phases(command, steps)
 

@@ -1,4 +1,4 @@
-"""The process of `verify_resume`: builds what a function makes, and trains it under a ResumeRecorder."""
+"""One process of `verify_resume`: call the user's function, and train what it returns under a ResumeRecorder."""
 
 import importlib
 import json
@@ -12,10 +12,10 @@ from lightning_tricks.commands.resume_recorder import ResumeRecorder
 
 
 def run(settings: dict[str, Any]) -> None:
-    """Train as `verify_resume` asks for; the recorder ends the process.
+    """Train one phase of `verify_resume`; the recorder ends the process.
 
     Args:
-        settings: from `verify_resume`: where the function is, and a Phase.
+        settings: from `verify_resume`: where the function is, and the fields of a Phase.
     """
     sys.path += [place for place in settings["sys_path"] if place not in sys.path]
     make = _find(settings)
