@@ -153,8 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for name, figures in result["sizes"].items():
         for contender, row in figures.items():
-            figures = "{step_ms:9.3f} ms a step, {us_median:9.1f} us (mean {us_mean:.1f}), {share_of_step:.3%}"
-            print(f"{name:<11} {contender:<22} {figures.format(**row)}")
+            line = "{step_ms:9.3f} ms a step, {us_median:9.1f} us (mean {us_mean:.1f}), {share_of_step:.3%}"
+            print(f"{name:<11} {contender:<22} {line.format(**row)}")
     print(out)
 
 

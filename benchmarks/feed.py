@@ -89,7 +89,7 @@ def own_loader(cli: RecipeCLI) -> Iterable[Batch]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Send what is printed, from C too, to nowhere, as a file that costs nothing to write."""
+    """Discard all output, from C too: printing costs nothing then."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)

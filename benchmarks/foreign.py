@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import machine
 from benchmarks.foreign_models import GAN, MODELS, ROWS
-from benchmarks.gpu_checks import write
 from benchmarks.memory_logger import Memory
+from benchmarks.stage_file import write
 from benchmarks.strategy_runs import start
 from lightning_tricks import FSDP2Strategy, GradNormMonitor, MFUMonitor
 from lightning_tricks._errors import UsageError

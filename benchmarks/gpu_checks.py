@@ -1,4 +1,4 @@
-"""The stages of gpu.py that compare no loops: the yardstick, the tests marked `gpu`, the proof of each format.
+"""The stages of gpu.py that compare no loops: yardstick, checks of correctness, tests marked `gpu`, formats' quality.
 
 Each runs in a process of its own: `python -m benchmarks.gpu_checks STAGE --out FILE`.
 """

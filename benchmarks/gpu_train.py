@@ -1,8 +1,8 @@
 """The training stages of gpu.py: tokens/s and peak memory of a recipe, beside other loops or in other formats.
 
 Runs in a process of its own: `python -m benchmarks.gpu_train STAGE --out FILE`. The JSON is written before and after
-every single measurement, so that a process that is killed loses only the measurement that it was at, and a process
-started again on the same file goes on with the others.
+each measurement: a process that is killed loses only the current one, and a new process on the same file goes on with
+the others.
 """
 
 import argparse

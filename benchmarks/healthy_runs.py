@@ -58,7 +58,7 @@ def farthest(values: Sequence[float], window: int = 128, active_after: int = 64)
 
 
 def run(seed: int, steps: int, folder: Path) -> dict[str, float]:
-    """Train once from a seed."""
+    """Train once from a seed; the number of skipped steps, and how near the others came to the limits."""
     pl.seed_everything(seed, verbose=False)
     curve, begun = Curve(), time.perf_counter()
     model = LanguageModel(

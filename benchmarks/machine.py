@@ -1,4 +1,4 @@
-"""Which machine and which versions a figure belongs to, and how hard the GPU was driven meanwhile."""
+"""The machine and the versions that a figure belongs to, and the GPU's clock, power and temperature meanwhile."""
 
 import datetime
 import os

@@ -1,4 +1,4 @@
-"""What the table over optimizers compares: each as a recipe names it, and the module that Sophia needs."""
+"""The rows of the table over optimizers: each optimizer as a recipe names it, and the module that Sophia needs."""
 
 import importlib
 from collections.abc import Callable, Iterable

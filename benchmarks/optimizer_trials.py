@@ -1,4 +1,4 @@
-"""What each optimizer of the table is tried on, in processes of its own: short runs whose end one process knows."""
+"""The trials of each optimizer of the table, in processes of their own: short runs, resumed, sharded, and in bf16."""
 
 import functools
 import gc

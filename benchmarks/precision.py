@@ -1,6 +1,6 @@
-"""Train one small model in every number format on real text, and write down what became of it.
+"""Train one small model in every number format on real text, and write down its losses and validation bits/byte.
 
-`python -m benchmarks.precision` takes about 30 minutes on two CPU cores; docs/precision.md shows what it wrote.
+`python -m benchmarks.precision` takes an hour or more on one CPU core; docs/precision.md shows what it wrote.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def flag(name: str, value: Any) -> list[str]:
 
 
 def run_once(name: str, options: Sequence[str], lr: float, device: str, steps: int, folder: Path) -> dict[str, Any]:
-    """Train once; what the run's end and its curves say."""
+    """Train once; the loss curve, validation bits/byte at the end, and shares of frozen weights and clipped steps."""
     lr_option = ("--model.init_args.optimizer.init_args.lr", str(lr))
     trained: Any = load([*options, *lr_option], device, steps, folder)
     memory, frozen, trainer = Memory(), Frozen(), trained.trainer

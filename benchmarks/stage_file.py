@@ -1,4 +1,4 @@
-"""What the processes of a benchmark agree on: how a result file is written, and one exit code."""
+"""Shared by the processes of a benchmark: how a result file is written, and the exit code of a lost device."""
 
 import json
 import os

@@ -113,7 +113,7 @@ def gap_or_line(found: Sequence[Found], losses: Sequence[float]) -> float | str:
 
 
 def trial_misses(trial: str, figures: dict[str, Any]) -> Iterator[str]:
-    """What of one trial is not as in one process."""
+    """One line for each figure of a trial that differs from one process."""
     # AdamW's later norms are of weights that differ by rounding, divided by gradients of next to nothing
     norm = figures["first_norm" if trial == "adamw" else "norm"]
     for kind, value in (("loss", figures["loss"]), ("norm", norm), ("gradient", figures["gradient"])):
@@ -128,7 +128,7 @@ def trial_misses(trial: str, figures: dict[str, Any]) -> Iterator[str]:
 
 
 def misses(row: dict[str, Any]) -> list[str]:
-    """What of a row is not as promised, in words; empty where all is."""
+    """One line for each figure of a row that is not as promised; empty where all are."""
     name = row["row"]
     found = [missed for trial, figures in row["trials"].items() for missed in trial_misses(trial, figures)]
     if row["groups"] is not True and name != "fsdp1":
@@ -146,7 +146,7 @@ def misses(row: dict[str, Any]) -> list[str]:
 
 
 def jobs(names: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Which checkpoints are opened as which row, and which of that in the same processes."""
+    """Pairs (row that saved, row that opens), in lists: the pairs of a list are tried by the same processes."""
     pairs = [(name, name) for name in names] + [(of, name) for name in INTO for of in names if of != name]
     found: dict[tuple[Any, ...], list[tuple[str, str]]] = {}
     for of, name in pairs:

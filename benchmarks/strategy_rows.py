@@ -1,4 +1,4 @@
-"""What the table over strategies compares: the strategies, the modules, and what each process is to train.
+"""The rows of the table over strategies: the strategies, the modules, and the batches of each process.
 
 The batches are the same in every row; a process takes its part of each, and the parts hold unequal numbers of labels.
 """
@@ -43,8 +43,8 @@ class Row(NamedTuple):
     """One line of the table.
 
     Attributes:
-        processes: how many train.
-        strategy: makes what the Trainer is given.
+        processes: number of processes that train.
+        strategy: makes the Trainer's argument of that name.
         trials: names of its training runs, see `TRIALS`; the first is the one that is saved and resumed.
         needs: a package, or a compiler, that it needs.
     """
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
     @property
     def missing(self) -> str | None:
-        """What it needs and this machine has not."""
+        """The package or compiler that it needs, where this machine has not got it."""
         compilers = ("c++", "g++", "clang++")
         there = (
             any(map(shutil.which, compilers)) if self.needs == "a C++ compiler" else find_spec(self.needs or "torch")

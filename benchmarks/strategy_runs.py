@@ -1,4 +1,4 @@
-"""What one process of the table over strategies does: train, look at what it holds, save, resume, open others' files.
+"""The work of one process of the table over strategies: train, measure memory, save, resume, open others' files.
 
 `start` begins such processes; each writes what it found to a file of its rank.
 """
@@ -165,7 +165,7 @@ def fit(trial: str, row: Row, steps: int, folder: Path, save_at: int = 0, resume
 
 
 def of_a_step(series: dict[str, list[float]], rate: str) -> list[int]:
-    """How many that were in each step, of a rate a second; empty where the monitor has found none."""
+    """The number in each step of what `rate` gives a second, such as tokens; empty where the monitor has no rate."""
     seconds, rates = series.get("throughput/step_seconds", []), series.get(f"throughput/{rate}", [])
     return [round(each * time) for each, time in zip(rates, seconds, strict=bool(rates))]
 
@@ -179,10 +179,6 @@ def attempt(act: Callable[[], Found]) -> Found:
     except Exception as error:
         traceback.print_exc()
         return {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
-
-
-def checkpoint_of(folder: Path, save_at: int) -> Path:
-    return folder / f"step={save_at}.ckpt"
 
 
 def train_row(name: str, folder: Path, steps: int, save_at: int) -> Found:
