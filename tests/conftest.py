@@ -1,4 +1,4 @@
-"""What every test shares: one torch thread a worker, no network, no process group of an earlier test, a little text."""
+"""For every test: one torch thread a worker, no network, no process group of an earlier test, and a little text."""
 
 import argparse
 import gc

@@ -86,12 +86,12 @@ def save_every(steps: int, folder: Path) -> Any:
 
 
 def events(folder: Path) -> EventAccumulator:
-    """What TensorBoard knows of a folder, every point of it."""
+    """All points of a folder, as TensorBoard's `event_accumulator` reads them."""
     return EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
 
 
 def tensors(folder: Path) -> plugin_event_accumulator.EventAccumulator:
-    """What TensorBoard's own reader makes of a folder; it forgets by other rules than `events`."""
+    """The points of a folder as TensorBoard itself reads them; it drops points by other rules than `events`."""
     return plugin_event_accumulator.EventAccumulator(str(folder)).Reload()
 
 

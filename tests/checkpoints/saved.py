@@ -1,4 +1,4 @@
-"""A checkpoint with all that one has, and a comparison of two to the bit."""
+"""A checkpoint with every part that Lightning saves, and a comparison of two checkpoints to the bit."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def trained(steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 
 def checkpoint_of(module: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, step: int = 2) -> dict[str, Any]:
-    """What Lightning would save, without a copy of any tensor."""
+    """The dict that Lightning would save, without a copy of any tensor."""
     return {
         "pytorch-lightning_version": "2.6.0",
         "global_step": step,

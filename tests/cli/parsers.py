@@ -1,4 +1,4 @@
-"""What command lines of one process need not do again: to build a parser takes longer than to use it."""
+"""Fixtures by which many command lines of one process share their parsers: to build one takes longer than to use it."""
 
 from collections.abc import Callable
 from typing import Any

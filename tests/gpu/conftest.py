@@ -1,4 +1,4 @@
-"""What tests share that compare two runs on a GPU bit by bit."""
+"""For tests that compare two runs on a GPU to the bit: kernels that add in the same order each time."""
 
 import os
 

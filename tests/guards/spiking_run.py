@@ -94,7 +94,7 @@ class Fitted(NamedTuple):
     lines: list[str]
 
     def final_loss(self) -> float:
-        """On data that no step had."""
+        """Mean loss on data that no step had."""
         self.model.eval()
         x, y = (torch.cat(parts) for parts in zip(*(batch_of(10_000 + k) for k in range(40)), strict=True))
         with torch.no_grad():

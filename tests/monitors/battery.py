@@ -1,4 +1,4 @@
-"""The battery of the monitors: situations to play with a callback and without one, and a record of what came of each.
+"""The battery of the monitors: situations to play with a callback and without one, and a record of each playing.
 
 `play(situation, make)` fits small models under a Trainer and returns a `Record`; `without(situation)` is the one that a
 monitor must not change. See `test_battery.py`.
@@ -291,7 +291,7 @@ class ScalesAndMultipliesInFp8(MixedPrecision):
 
 
 class Record:
-    """All that came of a situation.
+    """All that a situation left behind.
 
     Attributes:
         seen: of each fit the weights, optimizers, random states, objects, process and reads of tensors, one entry for

@@ -1,4 +1,4 @@
-"""What a callback could have changed, written down: objects, process, and reads that would wait for a device."""
+"""Everything that a callback could change, as plain data: objects, the process, and reads that wait for a device."""
 
 import collections
 import contextlib

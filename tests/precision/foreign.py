@@ -35,7 +35,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
 
 
 class CausalLM(pl.LightningModule):
-    """What a user has who fine-tunes a model of transformers. It counts: 5, 8, 11, ..."""
+    """The module of a user who fine-tunes a model of transformers, on rows such as 5, 8, 11, ..."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def tensors(trainer: pl.Trainer, model: pl.LightningModule) -> dict[str, torch.T
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    """Names of what is not the same to the bit, in value or type."""
+    """Names of the tensors that are not the same to the bit, in value or type."""
     if one.keys() != other.keys():
         return sorted(one.keys() ^ other.keys())
     return [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])]
