@@ -78,12 +78,13 @@ def _parse(args: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--ckpt_path", required=True, help="a checkpoint: a file, or a folder of shards")
-    parser.add_argument("--average", help="take this average in place of the weights: ema, tail_average")
+    parser.add_argument("--average", help="use this average in place of the weights: ema, tail_average")
     parser.add_argument("--prompt", default="", help="the text to continue; empty (the default): a document's start")
     parser.add_argument("--max_new_tokens", type=int, help=f"default: {DEFAULT_NEW_TOKENS}, or as many as fit")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token; default %(default)s")
     parser.add_argument("--top_k", type=int, help="draw among the k most likely tokens only; default: among all")
-    parser.add_argument("--top_p", type=float, default=1.0, help="draw among the tokens that together reach it")
+    top_p = "draw among the most likely tokens that together reach this probability; default: among all"
+    parser.add_argument("--top_p", type=float, default=1.0, help=top_p)
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers; default %(default)s")
     parser.add_argument("--samples", type=int, default=1, help="number of continuations; default %(default)s")
     options = parser.parse_args(args)
