@@ -1,4 +1,4 @@
-"""Who decays, which optimizer, and the one clip: torch only."""
+"""Parameter groups, optimizers and gradient clipping: torch only, no Lightning."""
 
 from lightning_tricks.optim.adamw_bf16_state import AdamWBF16State
 from lightning_tricks.optim.build_optimizer import OptimizerFactory, build_optimizer, default_adamw

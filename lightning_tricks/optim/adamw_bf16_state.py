@@ -15,9 +15,9 @@ _AVERAGES = ("exp_avg", "exp_avg_sq")
 class AdamWBF16State(torch.optim.AdamW):
     """AdamW whose averages of gradients and of their squares are stored in bf16; weights and gradients stay in fp32.
 
-    The update is computed in fp32 by torch's fused kernel, which takes averages of another dtype on CUDA only; they are
-    rounded to the nearest bf16 value. So an average with beta 0.999 stands still where it changes by less than a part
-    in 512. Checkpoints hold bf16, and a load keeps them to the bit.
+    torch's fused kernel computes the update in fp32, and rounds both averages to the nearest bf16 value; it accepts
+    averages of another dtype than the weights' on CUDA only. So an average with beta 0.999 does not move in a step that
+    would change it by less than 1/512 of its value. Checkpoints hold bf16, and a load keeps the averages to the bit.
 
     For weights that are in bf16 themselves take the plugin `BF16True` with its `optimizer_state: bf16`, which rounds
     stochastically.
@@ -48,7 +48,7 @@ class AdamWBF16State(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its averages begin as zeros in bf16, before torch would make them in fp32."""
+        """Add a group, and create its averages as zeros in bf16: torch would create them in fp32 at the first step."""
         super().add_param_group(param_group)
         params: list[Tensor] = self.param_groups[-1]["params"]
         _refuse(params)
@@ -79,7 +79,7 @@ def _refuse(params: list[Tensor]) -> None:
 
 
 def _has_kernel(device: torch.device) -> bool:
-    """Whether the fused kernel takes fp32 weights and bf16 averages: it is tried on a single number."""
+    """Whether torch's fused kernel accepts fp32 weights with bf16 averages there: a trial with one element."""
     fp32, bf16 = ([torch.zeros(1, dtype=dtype, device=device)] for dtype in (torch.float32, bfloat16))
     try:
         torch._fused_adamw_(

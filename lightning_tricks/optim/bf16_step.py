@@ -34,21 +34,22 @@ class _Copy(NamedTuple):
 class BF16Step:
     """Wraps `optimizer.step`: fp32 copies take the place of the bf16 parameters in a step, and are rounded after it.
 
-    With `stochastic_rounding` the copies are thrown away, and the parameter is rounded up or down at random; with
+    With `stochastic_rounding` each value is rounded up or down at random, and the copies are thrown away; with
     `fp32_masters` they are kept in `optimizer.state[param]["master"]`, and the parameter is the nearest bf16 value. If
-    other code writes to a parameter (loads, clamps), the master follows it, element by element. Parameters of another
-    dtype are stepped as they are. The closure runs first; hooks fire once, while the optimizer has its own parameters.
+    other code writes to a parameter (loads, clamps), the master takes the new value, element by element. Parameters of
+    another dtype are stepped as they are. The closure runs first; hooks fire once a step, on the optimizer's own
+    parameters.
 
     Optimizers of `torch.optim` get their parameters in buckets, so that temporary copies take `bucket_bytes` at most
-    (or the size of the largest parameter's); other optimizers may mix parameters, and get all at once.
+    (or the size of the largest parameter's). Other optimizers may combine parameters, and get all of them at once.
 
     Loading restores the state in its storage dtype; torch alone would cast it to the parameters' bf16.
 
     Args:
-        optimizer: any that calls its closure once, at the start.
+        optimizer: any optimizer that calls its closure once, at the start of a step.
         update: `stochastic_rounding` or `fp32_masters`.
-        optimizer_state: storage dtype between steps of state tensors of a parameter's shape; within a step they are
-            fp32. bf16 is rounded stochastically too, or an average with beta 0.999 would stop moving.
+        optimizer_state: dtype in which state tensors of a parameter's shape are stored between steps; within a step
+            they are fp32. bf16 is rounded stochastically too, or an average with beta 0.999 would stop moving.
         seed: of the rounding; equal on all ranks.
         bucket_bytes: bound of the temporary copies of weights and gradients, in bytes.
 
@@ -56,7 +57,7 @@ class BF16Step:
         steps: number of steps made; with the seed and the optimizer's state, all that a bitwise resume needs.
 
     Raises:
-        UsageError: for LBFGS at once, for others when they call their closure again, or not at the start of a step.
+        UsageError: for LBFGS at once; for other optimizers when they call their closure again, or late in a step.
 
     Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192 (nearest rounding cancels small updates); Micikevicius
         et al. 2017, https://arxiv.org/abs/1710.03740 (masters).
@@ -83,10 +84,10 @@ class BF16Step:
         optimizer.step = self._wrapped  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Give the optimizer back the `step` that it had, and guard no later load; what was trained stays.
+        """Give the optimizer back the `step` that it had, and act on no later load; weights and state stay as they are.
 
-        Where another wrapper was put over this one since, `step` stays wrapped. Not `_replaced.replaced`, which would
-        keep an optimizer alive whose owner never calls this.
+        If other code has wrapped `step` after this class, `step` stays wrapped. `_replaced.replaced` is not used here:
+        it would keep an optimizer alive whose owner never calls `remove`.
         """
         self._storage.remove()
         if vars(self.optimizer).get("step") is self._wrapped:

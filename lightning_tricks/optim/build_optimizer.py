@@ -46,7 +46,7 @@ def build_optimizer(
         decay_embeddings: whether embeddings decay.
         rules: exceptions by name or role; their `lr_scale` multiplies the optimizer's learning rate. A rule that names
             an optimizer wants one of several, such as MuonAdamW or ComposedOptimizer.
-        mup: the settings are those of a model of its base width; its factors multiply those of the rules.
+        mup: the settings are those of a model of its base width; its factors multiply the rules' `lr_scale`.
 
     Raises:
         UsageError: the optimizer refuses its settings; its learning rate is negative, NaN or infinite; it has a weight
@@ -59,7 +59,7 @@ def build_optimizer(
         [('decay', ['0.weight'], 0.01), ('no_decay', ['0.bias', '1.weight', '1.bias'], 0.0)]
     """
     groups = decay_groups(module, weight_decay, decay_embeddings, rules)
-    if mup is not None:  # which rule a parameter has is known when its optimizer is there
+    if mup is not None:  # built twice: the factor of a parameter depends on the class of the optimizer that has it
         first = _built(optimizer, [{**group, "params": [*group["params"]]} for group in groups])
         groups = split_groups(groups, mup.lr_factors(module, first))
     built = _built(optimizer, groups)
@@ -82,18 +82,18 @@ def _built(optimizer: OptimizerFactory | None, groups: list[dict[str, Any]]) -> 
 
 
 def check_settings(optimizer: OptimizerFactory | None, mup: MuP | None = None) -> torch.optim.Optimizer | None:
-    """Refuse settings wrong for any module: lr, betas, eps out of range, a decay of its own, no rule of muP.
+    """Refuse settings that are wrong for any module: lr, betas or eps out of range, an own decay, no rule for muP.
 
     Returns:
-        An optimizer of two small parameters, to look at; None where it cannot be built from them.
+        An optimizer of a tiny module, for other checks; None where it cannot be built from that module.
     """
-    both = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(1, 1)]), "head": nn.Linear(1, 1)})
+    tiny = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(1, 1)]), "head": nn.Linear(1, 1)})
     try:
-        built = (optimizer or default_adamw)(decay_groups(both))
+        built = (optimizer or default_adamw)(decay_groups(tiny))
     except ValueError as error:
-        if str(error).startswith("Invalid "):  # torch's word for settings; other errors may be this parameter's
+        if str(error).startswith("Invalid "):  # torch says so of settings; other errors may be due to the tiny module
             raise _refused(error) from error
-    except Exception:  # the optimizer may need other parameters than this one: it is built again with the real ones
+    except Exception:  # the optimizer may need other parameters; it is built again from the real module
         return None
     else:
         _refuse_own_decay(built)
@@ -125,7 +125,7 @@ def _refuse_own_decay(optimizer: torch.optim.Optimizer) -> None:
     for part in parts_of(optimizer):
         parameter = inspect.signature(type(part)).parameters.get("weight_decay")
         own = part.defaults.get("weight_decay")
-        # some, such as pytorch_optimizer's NorMuon, keep it in no place but their groups, which have ours
+        # some, such as pytorch_optimizer's NorMuon, keep the decay only in their groups, where ours has replaced it
         if parameter is not None and "weight_decay" in part.defaults and own != parameter.default:
             raise UsageError(
                 f"weight_decay={own} of {type(part).__name__} would have no effect: "

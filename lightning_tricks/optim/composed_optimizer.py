@@ -21,11 +21,11 @@ class ComposedOptimizer(Optimizer):
     Args:
         params: groups, such as those of `decay_groups`.
         optimizers: by name, a function that makes an optimizer from groups.
-        default: name of the one that has the groups which name none. None: such groups are an error.
+        default: name of the optimizer for groups that name none. None: such groups are an error.
 
     Raises:
-        UsageError: a group names an optimizer that is not there, or none without a `default`; an optimizer gets no
-            parameter; two groups hold one parameter.
+        UsageError: a group names an unknown optimizer, or none while there is no `default`; an optimizer gets no
+            parameter; two groups hold the same parameter.
 
     Example:
         >>> matrix, bias = torch.nn.Parameter(torch.eye(2)), torch.nn.Parameter(torch.zeros(2))
@@ -62,7 +62,7 @@ class ComposedOptimizer(Optimizer):
         return all(map(skips_on_device, self.optimizers.values()))
 
     def _share(self) -> None:
-        """Let each optimizer work on its groups and on the state of this one."""
+        """Let each optimizer use the groups that name it, and the state of this one."""
         for name, optimizer in self.optimizers.items():
             own = [group for group in self.param_groups if group["optimizer"] == name]
             optimizer.__setstate__({"state": self.state, "param_groups": own})
@@ -88,7 +88,7 @@ class ComposedOptimizer(Optimizer):
                 f"optimizers: '{first}' of group {param_group.get('name', len(self.param_groups) - 1)!r} has {what}: "
                 f"name one of {', '.join(self._names)} in the rule that fits it (ParamRule.optimizer)"
             )
-        if name in self.optimizers:  # they are built after the first groups are there
+        if name in self.optimizers:  # in the constructor there is none yet: it builds them from the finished groups
             self.optimizers[name].add_param_group(param_group)
 
     @torch.no_grad()
@@ -109,10 +109,10 @@ class ComposedOptimizer(Optimizer):
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether the optimizer leaves weights and state as they are where its attribute `found_inf`, 0-dim, is 1.
+    """Whether a step of the optimizer changes nothing where its attribute `found_inf`, a 0-dim tensor, is 1.
 
-    So do fused Adam and AdamW in their kernels, and optimizers that say so by an attribute `skips_on_device`. Fused SGD
-    does not count: a skipped first step would leave its momentum without a value.
+    Fused Adam and AdamW check it in their kernels; other optimizers declare it by an attribute `skips_on_device`. Fused
+    SGD does not count: a skipped first step would leave its momentum without a value.
     """
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return all(group.get("fused") for group in optimizer.param_groups)

@@ -41,8 +41,9 @@ def decay_groups(
     Returns:
         Groups with the keys `name`, `params`, `param_names`, `weight_decay` and `lr_scale` (of its rule, else 1.0).
         torch does not know `lr_scale`: multiply each group's learning rate by it, as `build_optimizer` does. For
-        optimizers that treat parameters by what they are, `roles` and `matrices` (see `held_matrices`) list these of
-        each parameter; `optimizer` is that of the rule, and `rule` its number in `expanded`, or None.
+        optimizers such as MuonAdamW, the lists `roles` and `matrices` (see `held_matrices`) have an entry for each
+        parameter. `optimizer` is the name in the group's rule, and `rule` the rule's index in `expanded(module,
+        rules)`; both are None without a rule.
 
     Raises:
         UsageError: a negative or NaN decay, a rule that gets no parameter, or an error of `param_roles`.
@@ -75,7 +76,7 @@ def decay_groups(
 
 
 def expanded(module: nn.Module, rules: Rules | None) -> list[ParamRule]:
-    """The rules with those that a LayerwiseLRDecay stands for in its place."""
+    """The rules, with each LayerwiseLRDecay replaced by its own rules."""
     listed = [rule.rules(module) if isinstance(rule, LayerwiseLRDecay) else [rule] for rule in rules or ()]
     return [rule for several in listed for rule in several]
 

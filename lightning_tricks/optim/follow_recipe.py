@@ -14,11 +14,12 @@ import torch
 from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 
+# keys of a group that decay_groups, build_optimizer and schedules set
 _OURS = {"lr", "weight_decay", "lr_scale", "name", "param_names", "roles", "matrices", "optimizer", "rule"}
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers of which one is made; of any other, itself."""
+    """The optimizers of a ComposedOptimizer; for any other optimizer, a list of itself."""
     return list(optimizer.optimizers.values()) if isinstance(optimizer, ComposedOptimizer) else [optimizer]
 
 
@@ -72,7 +73,7 @@ def _check_names(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]])
 
 
 def _flat(groups: Sequence[dict[str, Any]]) -> list[tuple[int | None, str | None]]:
-    """The number of its group and the name of each parameter."""
+    """(number of its group, name) for each parameter."""
     return [(number, name) for number, group in enumerate(groups) for name in group["param_names"]]
 
 

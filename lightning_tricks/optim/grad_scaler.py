@@ -1,4 +1,4 @@
-"""Unscale gradients of a scaled loss, sharded ones too, and the only reads of the private state of torch's GradScaler.
+"""Unscale the gradients of a scaled loss, also sharded ones. Only this file reads private state of torch's GradScaler.
 
 Read from torch/amp/grad_scaler.py (torch 2.13): `_per_optimizer_states` holds the stage of each optimizer and whether
 it found an overflow; `_get_scale_async` returns the scale without a wait for the device.
@@ -32,9 +32,9 @@ def has_overflowed(scaler: GradScaler, optimizer: Optimizer) -> bool:
 
 
 def add_overflow(scaler: GradScaler, optimizer: Optimizer, found: Tensor) -> None:
-    """Let the scaler take the next step of `optimizer` for one that overflowed where `found`, a 0-dim tensor, is 1.
+    """Let the scaler treat the next step of `optimizer` as an overflow if `found`, a 0-dim tensor, is 1.
 
-    Its gradients are unscaled. No wait for the device.
+    Call it after `unscale`. No wait for the device.
     """
     for of_device in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
         of_device.copy_(of_device.maximum(found.to(of_device.device)))

@@ -16,9 +16,9 @@ from lightning_tricks.optim.param_rule import ParamRule
 class LayerwiseLRDecay:
     """Stands in a list of rules for one rule a block: each block learns `decay` times as fast as the one above it.
 
-    Of n repeated blocks, block i (from 0) has lr_scale `decay ** (n - i)`, and what comes before the blocks, as the
-    embeddings do, `decay ** (n + 1)`. What comes after them, such as the last norm and the head, keeps its learning
-    rate. For fine-tuning; rules before it in the list go first.
+    Of n repeated blocks, block i (from 0) has lr_scale `decay ** (n - i)`. Parameters before the blocks, such as
+    embeddings, have `decay ** (n + 1)`; parameters after them, such as the last norm and the head, keep their learning
+    rate. For fine-tuning. Rules before it in the list take precedence.
 
     Args:
         decay: factor from a block to the one below it, above 0 and up to 1. 0.65 to 0.8 for fine-tuning in the sources.
@@ -37,7 +37,7 @@ class LayerwiseLRDecay:
             raise UsageError(f"LayerwiseLRDecay.decay={self.decay!r}: give a number above 0 and up to 1")
 
     def rules(self, module: nn.Module) -> list[ParamRule]:
-        """One rule for what comes before the blocks, and one for each block, in their order."""
+        """One rule for the parameters before the blocks, and one for each block, in their order."""
         blocks = list(repeated_blocks(module))
         if not blocks:
             raise UsageError(

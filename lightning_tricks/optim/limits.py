@@ -20,7 +20,7 @@ class Limit(NamedTuple):
         optimizers: `package.Class` and its subclasses, `package.*` for all of a package's, `Class` for any package's.
         why: what the message says after the name of the optimizer.
         remedy: what to do.
-        holds: of the options of a group, whether the limit is one for them; None for any.
+        holds: whether the limit holds for a group, given its options; None: for every group.
     """
 
     place: Place
@@ -33,7 +33,7 @@ class Limit(NamedTuple):
 _FLAT = "needs the shapes of the parameters, which DeepSpeed and FSDP1 flatten"
 _SECOND = "needs second derivatives, which sharding does not give"
 _SHARDED = "does not work on sharded parameters"
-_NO_FOREACH_LERP = torch.__version__ < "2.13"  # of DTensors; tried with 2.11 and 2.13
+_NO_FOREACH_LERP = torch.__version__ < "2.13"  # torch._foreach_lerp_ of DTensors; tried with 2.11 and 2.13
 
 # As tried with torch 2.13, torchao 0.18, pytorch_optimizer 4.1 and heavyball 3.2 by `python -m benchmarks.optimizers`.
 LIMITS = [
@@ -59,7 +59,7 @@ LIMITS = [
 
 
 def refuse_limits(optimizer: Optimizer, *places: Place) -> None:
-    """Refuse an optimizer, or one of several that it is made of, which is known not to work in one of the places.
+    """Refuse an optimizer that is known not to work in one of the places, or that contains such an optimizer.
 
     Raises:
         UsageError: with the first limit that fits.
@@ -75,7 +75,7 @@ def refuse_limits(optimizer: Optimizer, *places: Place) -> None:
 def refuse_tensor_lr(optimizer: Optimizer) -> None:
     """Refuse a Tensor that the user gave as learning rate to an optimizer that does not take one.
 
-    torchao's make a Tensor of a number by themselves.
+    torchao's optimizers turn a number into a Tensor by themselves, in their groups; that is allowed.
     """
     for part in parts_of(optimizer):
         if isinstance(part.defaults.get("lr"), torch.Tensor):

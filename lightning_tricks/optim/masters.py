@@ -12,7 +12,7 @@ MASTER = "master"  # key in the state of a parameter
 def take_masters(optimizer: Optimizer) -> None:
     """Give each fp32 weight the value of its master, after a checkpoint of bf16 weights is loaded; drop the masters.
 
-    A master that does not round to its weight belongs to another weight, and is only dropped. Meant for
+    A value of a master that does not round to its weight comes from other weights, and is only dropped. Meant for
     `optimizer.register_load_state_dict_post_hook`.
     """
     for param, state in optimizer.state.items():

@@ -8,19 +8,21 @@ from torch import nn
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name, named_submodules
 
-# fused projections whose parts are equal and lie one after the other
+# fused projections that hold queries, keys and values one after the other, in equal parts if the width says so
 _THREE = re.compile(r"qkv|qkv_proj|Wqkv|in_proj|c_attn|to_qkv")
+# any fused projection: the parts of the others may be interleaved or of different widths
 _FUSED = re.compile(r".*qkv.*|query_key_value|c_attn|kqv|in_proj")
+# one projection by itself
 _PROJECTION = re.compile(r"(q|k|v|query|key|value)(_proj|_lin)?")
 
 
 def held_matrices(module: nn.Module) -> dict[str, list[int]]:
     """Rows of each matrix in every weight of `module` that holds several of them, by name without wrappers' prefixes.
 
-    A module says it of its own weights in a dict `_matrices`: `{"qkv.weight": [512, 128, 128]}`, names as seen from
-    there. Without it, a fused projection of a known name (`qkv`, `qkv_proj`, `Wqkv`, `in_proj`, `c_attn`, `to_qkv`)
-    holds three equal parts if its width is three times that of its input. A weight of transformers' `Conv1D` has its
-    rows in the second dimension; they are given as negative numbers.
+    A module can declare them in a dict `_matrices`: `{"qkv.weight": [512, 128, 128]}`, with names as seen from that
+    module. Without it, a fused projection of a known name (`qkv`, `qkv_proj`, `Wqkv`, `in_proj`, `c_attn`, `to_qkv`)
+    holds three equal parts if it has three times as many outputs as inputs. A weight of transformers' `Conv1D` has its
+    outputs in the second dimension; its numbers are negative.
 
     Raises:
         UsageError: the rows that a module names are not those of the weight.
@@ -31,31 +33,31 @@ def held_matrices(module: nn.Module) -> dict[str, list[int]]:
         rows_dim = 1 if any(cls.__name__ == "Conv1D" for cls in type(owner).__mro__) else 0
         for name, param in owner.named_parameters(prefix=path, recurse=False):
             name = clean_name(name)
-            if param.ndim == 2 and _THREE.fullmatch(_local(name)):
+            if param.ndim == 2 and _THREE.fullmatch(_last_name(name)):
                 rows, columns = param.shape[rows_dim], param.shape[1 - rows_dim]
                 if rows == 3 * columns:
                     found[name] = [-columns if rows_dim else columns] * 3
     for path, owner in modules.items():
-        for local, sizes in getattr(owner, "_matrices", {}).items():
-            name = f"{path}.{local}" if path else local
-            rows = owner.get_parameter(local).shape[0]
+        for own_name, sizes in getattr(owner, "_matrices", {}).items():
+            name = f"{path}.{own_name}" if path else own_name
+            rows = owner.get_parameter(own_name).shape[0]
             if sum(sizes) != rows:
-                line = (
-                    f"_matrices of module '{path}': {local} has {rows} rows, and not {sum(sizes)}: correct the numbers"
+                raise UsageError(
+                    f"_matrices of module '{path}': {own_name} has {rows} rows, and not {sum(sizes)}: correct the "
+                    "numbers"
                 )
-                raise UsageError(line)
             found[name] = list(sizes)
     return found
 
 
 def split_by_heads(name: str, shape: Sequence[int], held: Sequence[int], head_dim: int) -> list[int]:
-    """As `held_matrices`, with a matrix for each head where the weight projects to queries, keys or values.
+    """The rows of each matrix as in `held_matrices`, but of each head where `name` projects to queries, keys or values.
 
     Raises:
         UsageError: the rows of a projection are no multiple of `head_dim`.
     """
-    local = _local(name)
-    if not (_PROJECTION.fullmatch(local) or _FUSED.fullmatch(local)):
+    last = _last_name(name)
+    if not (_PROJECTION.fullmatch(last) or _FUSED.fullmatch(last)):
         return list(held)
     sizes = list(held) or [shape[0]]
     if any(size % head_dim for size in sizes):
@@ -64,10 +66,10 @@ def split_by_heads(name: str, shape: Sequence[int], held: Sequence[int], head_di
 
 
 def is_unknown_fusion(name: str, held: Sequence[int]) -> bool:
-    """Whether the name of a weight says that it holds several projections, of which nobody knows the rows."""
-    return not held and _FUSED.fullmatch(_local(name)) is not None
+    """Whether a weight has the name of a fused projection, while the rows of its parts are unknown."""
+    return not held and _FUSED.fullmatch(_last_name(name)) is not None
 
 
-def _local(name: str) -> str:
+def _last_name(name: str) -> str:
     """`qkv` of `blocks.0.qkv.weight`, `in_proj` of `attn.in_proj_weight`."""
     return name.removesuffix("_weight").removesuffix(".weight").split(".")[-1]

@@ -13,11 +13,11 @@ from lightning_tricks.optim.split_by_role import split_by_role
 class MatrixAdamW(ComposedOptimizer):
     """An optimizer of your choice for hidden matrices; AdamW for embeddings, heads, norms, biases and other vectors.
 
-    For optimizers that treat a matrix as a matrix, such as SOAP, Shampoo and NorMuon: an embedding or a head would cost
-    them a square of its vocabulary, and is none of their matrices. Stacks of experts go to AdamW, as libraries take a
-    stack for one matrix. A rule with `optimizer: matrices` or `adamw` goes first. Each group is split in two, named
-    `matrices:decay`, `adamw:decay`, and so on. Those of matrices have a key `use_muon`, which the optimizers of
-    pytorch_optimizer that orthogonalize ask for.
+    For optimizers that use the rows and columns of a matrix, such as SOAP, Shampoo and NorMuon: for an embedding or a
+    head, some would keep a square matrix as wide as the vocabulary. Stacks of experts go to AdamW, because libraries
+    treat a stack as one matrix. A rule with `optimizer: matrices` or `adamw` decides first. Each group is split in two,
+    named `matrices:decay`, `adamw:decay`, and so on. Groups of matrices have a key `use_muon`, which those optimizers
+    of pytorch_optimizer require that orthogonalize.
 
     Args:
         params: groups of `decay_groups`.

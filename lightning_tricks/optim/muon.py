@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalized, so that every direction of a weight moves by as much."""
+"""Muon: SGD whose momentum is orthogonalized, so that a weight matrix moves equally far in every direction."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -20,17 +20,17 @@ _FIRST_MOMENTUM = 0.85  # where the warmup of the momentum begins
 class Muon(Optimizer):
     """SGD with momentum whose update is orthogonalized by Newton-Schulz; for hidden matrices.
 
-    What `torch.optim.Muon` does to a 2-D weight, to the bit, and what it lacks: stacks of experts (each one a matrix),
-    convolutions (flattened to (out, rest)), fused projections (each one a matrix), weights sharded by FSDP2 (whole
-    matrices are orthogonalized, shared out over the ranks), a warmup of the momentum, cautious weight decay. MuonAdamW
-    gives embeddings, heads, norms and biases to AdamW.
+    A 2-D weight gets the same bits as from `torch.optim.Muon`. In addition this class takes stacks of experts (each
+    expert is a matrix), convolutions (flattened to (out, rest)), fused projections (each projection is a matrix) and
+    weights sharded by FSDP2 (each rank orthogonalizes some of the whole matrices); it has a warmup of the momentum and
+    cautious weight decay. MuonAdamW gives embeddings, heads, norms and biases to AdamW.
 
     Args:
-        params: parameters, or groups of them; `matrices` and `roles` of `decay_groups` tell what a parameter holds.
+        params: parameters, or groups; the keys `matrices` and `roles` of `decay_groups` tell the matrices in each.
         lr: learning rate.
-        momentum: share of the old average, 0 to 1.
-        nesterov: look ahead by one more average of the gradient.
-        weight_decay: decoupled, times the learning rate.
+        momentum: weight of the old average in the new one, from 0 on and below 1.
+        nesterov: orthogonalize `momentum` * the new average + (1 - `momentum`) * the gradient, not the average alone.
+        weight_decay: decoupled; a step multiplies the weight by 1 - lr * weight_decay.
         adjust_lr_fn: `match_rms_adamw`: an update as large as AdamW's, so that learning rate and decay of AdamW fit;
             `original`: a learning rate of its own, about 0.02.
         ns_steps: steps of Newton-Schulz.
@@ -114,7 +114,7 @@ class Muon(Optimizer):
             begin += len(batch)
 
     def _step_batch(self, weights: list["_Weight"], group: dict[str, Any]) -> None:
-        """Step one weight, or as many sharded ones as there are ranks: more updates are never in memory."""
+        """Step one weight, or as many sharded weights as there are ranks; only their updates are in memory at once."""
         skip = getattr(self, "found_inf", None)
         updates = [self._averaged(weight, group, skip) for weight in weights]
         factors = [common_factor(weight.shape, weight.held, group["adjust_lr_fn"]) for weight in weights]
@@ -130,7 +130,7 @@ class Muon(Optimizer):
             _apply(local(weight.param), update, 1.0 if factor is None else factor, group, skip)
 
     def _averaged(self, weight: "_Weight", group: dict[str, Any], skip: Tensor | None) -> Tensor:
-        """The average of the gradients, which this step is to orthogonalize: a DTensor where ranks must exchange it."""
+        """The average of the gradients that this step orthogonalizes; a DTensor where ranks must exchange shards."""
         param = weight.param
         grad, state = cast(Tensor, param.grad), self.state[param]
         if grad.is_sparse or grad.is_complex():
@@ -139,8 +139,8 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
         average, own = local(state["momentum_buffer"]), local(grad)
         momentum = self._momentum(state, group, own.device, skip)
-        averaged = average.lerp(own, _times(1 - momentum, average.dtype))
-        update = own.lerp(averaged, _times(momentum, own.dtype)) if group["nesterov"] else averaged
+        averaged = average.lerp(own, _lerp_weight(1 - momentum, average.dtype))
+        update = own.lerp(averaged, _lerp_weight(momentum, own.dtype)) if group["nesterov"] else averaged
         average.copy_(averaged if skip is None else torch.where(skip > 0, average, averaged))
         if not isinstance(grad, DTensor) or weight.is_local():
             return update
@@ -149,7 +149,7 @@ class Muon(Optimizer):
     def _momentum(
         self, state: dict[str, Any], group: dict[str, Any], device: torch.device, skip: Tensor | None
     ) -> float | Tensor:
-        """The momentum of this step; steps that were skipped do not count for its warmup."""
+        """The momentum of this step; skipped steps do not count in its warmup."""
         target: float = group["momentum"]
         if not group["momentum_warmup_steps"]:
             return target
@@ -161,7 +161,7 @@ class Muon(Optimizer):
 
 
 class _Weight(NamedTuple):
-    """A parameter, and what it holds."""
+    """A parameter and the matrices in it."""
 
     param: Tensor
     held: list[int]  # see `held_matrices`
@@ -169,18 +169,18 @@ class _Weight(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """That of its matrices: rows, columns; before them the number of experts."""
+        """(rows, columns) after flattening, or (experts, rows, columns) of a stack."""
         sizes = list(self.param.shape)
         return sizes if self.is_stack else [sizes[0], math.prod(sizes[1:])]
 
     def is_local(self) -> bool:
-        """Whether each rank has whole matrices: a stack that is sharded by experts."""
+        """Whether it is a stack of which each rank has whole experts: sharded by experts, or not at all."""
         placements = getattr(self.param, "placements", ())
         return self.is_stack and all(placement.is_replicate() or placement.is_shard(0) for placement in placements)
 
 
 def _weights(group: dict[str, Any]) -> list[_Weight]:
-    """The parameters of a group, which may be fewer than when it was made: BF16True steps them in parts."""
+    """The parameters that a group has in this step: BF16True, DeepSpeed and FSDP1 put others in their place."""
     params = group["params"]
     if any(param.ndim < 2 for param in params):
         raise UsageError(
@@ -195,8 +195,8 @@ def _weights(group: dict[str, Any]) -> list[_Weight]:
     ]
 
 
-def _times(number: float | Tensor, dtype: torch.dtype) -> Any:
-    """A factor for `lerp`, which wants a tensor of the same dtype, or a float."""
+def _lerp_weight(number: float | Tensor, dtype: torch.dtype) -> Any:
+    """`number` as `lerp` takes it: a float, or a tensor of the same dtype as its other arguments."""
     return number.to(dtype) if isinstance(number, Tensor) else number
 
 

@@ -17,14 +17,14 @@ _HIDDEN = ("matrix", "expert")
 class MuonAdamW(ComposedOptimizer):
     """Muon for hidden matrices and experts; AdamW for embeddings, heads, routers, norms, biases and other vectors.
 
-    The role of each parameter comes from `decay_groups`; a rule with `optimizer: adamw` or `muon` goes first. With one
-    learning rate the updates of both are of one size, so that `lr` and decay are those of AdamW; with `muon_lr` the
-    matrices have their own. Each group is split in two, named `muon:decay`, `adamw:decay`, and so on.
+    The role of each parameter comes from `decay_groups`; a rule with `optimizer: adamw` or `muon` decides first. Muon's
+    updates are scaled to the size of AdamW's, so that one `lr` and one decay, those of AdamW, fit both; not so with
+    `muon_lr`. Each group is split in two, named `muon:decay`, `adamw:decay`, and so on.
 
     Args:
         params: groups of `decay_groups`.
         lr: of AdamW, and of Muon unless it has its own. 3e-4 as `default_adamw`.
-        muon_lr: of Muon, with the scale of its first version; 0.02 there. None: `lr`, with updates as large as AdamW's.
+        muon_lr: of Muon, whose updates then have their original scale; 0.02 in the first source. None: `lr`.
         betas: of AdamW.
         eps: of AdamW.
         momentum: of Muon.
@@ -35,8 +35,8 @@ class MuonAdamW(ComposedOptimizer):
         fused: AdamW's single kernel for all of its parameters.
 
     Raises:
-        UsageError: groups without roles; a fused projection whose rows nobody knows; a model without hidden matrices;
-            an error of Muon.
+        UsageError: groups without roles; a fused projection whose rows are unknown; a model without hidden matrices; a
+            Tensor as learning rate; an error of Muon.
 
     Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/ (which parameters); Liu et al. 2025
         (Moonlight), https://arxiv.org/abs/2502.16982 (one learning rate).

@@ -1,4 +1,4 @@
-"""muP: learning rate, decay and initial weights that are tuned at one width hold at every other one."""
+"""muP: learning rate, decay and initial weights that are tuned at one width hold at every other width."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from lightning_tricks.optim.mup_factors import Growth, lr_factor
 from lightning_tricks.optim.output_heads import head_weights
 from lightning_tricks.optim.param_roles import RoledParam, param_roles
 
-_SCALED = "_mup_scaled"  # the mark of a module whose initial weights are those of muP
+_SCALED = "_mup_scaled"  # attribute of a module whose initial weights `scale_initial_weights` has scaled
 
 Config = TypeVar("Config")
 
@@ -26,19 +26,21 @@ class MuP:
 
     All settings of a recipe are those of a model of width `base_width`; at that width nothing changes, to the bit. With
     r = width / base_width, Adam-like optimizers give hidden matrices lr / r and weight decay * r (their product, by
-    which weights shrink, stays), and hidden matrices start with a standard deviation of 1 / sqrt(r) times the base's;
-    logits are multiplied by 1 / r, attention logits by sqrt(base_head_dim) / head_dim in place of 1 / sqrt(head_dim).
-    Embeddings, norms and biases keep everything. `lr_factor` has the rules of SGD and Muon. r is that of each matrix:
-    its own fan-in over the fan-in in the base model.
+    which weights shrink, stays the same), and hidden matrices start with 1 / sqrt(r) times the base model's standard
+    deviation. Logits are multiplied by 1 / r, attention logits by sqrt(base_head_dim) / head_dim in place of
+    1 / sqrt(head_dim). Nothing changes for embeddings, norms and biases. Each matrix has its own r: its fan-in over
+    its fan-in in the base model. `lr_factor` has the rules of SGD and Muon.
 
-    `LanguageModel` does all of it. For any other module, the factors follow from the roles of its parameters: learning
-    rates come by `OptimizerMixin` or `build_optimizer`, and the module calls `scale_initial_weights` once. Its head
-    then has lr / r and weights 1 / r times as large, in place of the multiplier. Heads of attention keep their width.
+    `LanguageModel` does all of it. For any other module, the factors follow from the roles of its parameters:
+    `OptimizerMixin` or `build_optimizer` sets the learning rates, and the module calls `scale_initial_weights` once.
+    In place of the multiplier of the logits, the head then has lr / r and weights 1 / r times as large. Attention heads
+    keep their width.
 
     Args:
         base_width: d_model of the model for which the settings were tuned; 256 is common. Smaller or larger than the
             width of this model.
-        base_head_dim: width of an attention head there. Default: as here, so that wider models have more heads.
+        base_head_dim: width of an attention head in that model. Default: as in this one, so that a wider model has
+            more heads.
         fixed_inputs: regular expression for matrices of a module that is not ours whose input does not grow with the
             width, such as `patch_embed`. Default: all matrices grow.
 
@@ -65,7 +67,7 @@ class MuP:
             raise UsageError(f"MuP.fixed_inputs={self.fixed_inputs!r} is no regular expression: {error}") from None
 
     def base_config(self, config: Config) -> Config:
-        """The shape of the base model of a decoder: the same model, `base_width` wide.
+        """The config of a decoder's base model: the same model, `base_width` wide.
 
         Raises:
             UsageError: `base_head_dim` differs at the base width itself, or does not divide it.
@@ -87,9 +89,9 @@ class MuP:
     def growth(self, module: nn.Module) -> dict[str, Growth]:
         """How far each trainable parameter has grown from the base model to this one, by name.
 
-        A module that knows the shapes in its base model says them in a method `base_shapes()`, by name, and multiplies
-        its logits by base_width / width itself. Any other one has a width, the input of its head, and all of its
-        matrices grow with it.
+        A module that knows its base model has a method `base_shapes()`, which returns the shapes there by name, and
+        multiplies its logits by base_width / width itself. For any other module, the width is the number of inputs of
+        its head, and all of its matrices grow with the width.
 
         Raises:
             UsageError: the shapes are of another module; the width is not known; the head is tied to an embedding.
@@ -104,7 +106,7 @@ class MuP:
         return {param.name: _by_role(param, ratio, param.name in fixed) for param in params}
 
     def _width(self, module: nn.Module) -> int:
-        """The width of a module that is not ours."""
+        """The width of a module without `base_shapes`: the number of inputs of its output head."""
         name, heads = type(module).__name__, head_weights(module)
         tied = {id(param) for _, param, role in param_roles(module) if role == "embedding"}
         if any(id(head) in tied for head in heads):
@@ -126,7 +128,7 @@ class MuP:
 
         Args:
             module: of the parameters.
-            optimizer: over groups of `decay_groups`, which tells which rule each parameter has.
+            optimizer: over groups of `decay_groups`; its class decides the rule for each parameter.
 
         Raises:
             UsageError: an optimizer without a rule; initial weights that were not scaled; an error of `growth`.
@@ -152,8 +154,8 @@ class MuP:
 
         Args:
             module: with weights on any device but meta, before sharding or after it.
-            drawn: `constant`: with a standard deviation that does not depend on the width, such as transformers' 0.02;
-                `by_fan_in`: in proportion to 1 / sqrt(fan-in), as torch's own layers draw them.
+            drawn: how the module has drawn them. `constant`: with a standard deviation that does not depend on the
+                width, such as transformers' 0.02; `by_fan_in`: in proportion to 1 / sqrt(fan-in), as torch's layers do.
 
         Raises:
             UsageError: it was called before; weights on the meta device; an error of `growth`.
@@ -175,7 +177,7 @@ class MuP:
 
 
 def at_width(config: Config, width: int, head_dim: int) -> Config:
-    """A decoder's shape at another width: heads of a given width, the same share of key heads, d_ff in proportion."""
+    """A decoder's config at another width: heads `head_dim` wide, the same share of key heads, d_ff in proportion."""
     shape: Any = config
     if (width, head_dim) == (shape.d_model, shape.head_dim):
         return config
@@ -188,7 +190,7 @@ def at_width(config: Config, width: int, head_dim: int) -> Config:
 
 
 def _by_shapes(params: list[RoledParam], base: Mapping[str, Any]) -> dict[str, Growth]:
-    """The growth of each parameter from its shape in the base model; its head has a multiplier."""
+    """The growth of each parameter by its shape in the base model; the module multiplies its logits itself."""
     found = {}
     for name, param, role in params:
         if name not in base or len(base[name]) != param.ndim:
@@ -198,6 +200,6 @@ def _by_shapes(params: list[RoledParam], base: Mapping[str, Any]) -> dict[str, G
 
 
 def _by_role(param: RoledParam, ratio: float, fixed_input: bool) -> Growth:
-    """The growth of a parameter of a module whose matrices all grow by one ratio."""
+    """The growth of a parameter where all matrices grow by one ratio, but for inputs of a fixed width."""
     shape = tuple(param.param.shape)
     return Growth.by_ratio(param.role, shape, 1.0 if fixed_input else ratio, ratio)

@@ -1,4 +1,4 @@
-"""The tables of muP: by which factor a learning rate changes with the width, for each optimizer and kind of weight."""
+"""The table of muP: the factor on the learning rate for each optimizer and kind of weight, as the width grows."""
 
 import math
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ Kind = Literal["input", "hidden", "head"]
 Shape = tuple[int, ...]
 
 _HIDDEN: tuple[Role, ...] = ("matrix", "expert", "router")
-# Optimizers whose update of an entry has a size of its own, whatever the size of the gradient: the rule of Adam.
+# Optimizers whose update does not depend on the size of the gradient: they follow the rule of Adam.
 _ADAM = {
     "Adam", "AdamW", "NAdam", "RAdam", "Lion", "AdamW8bit", "AdamW4bit", "AdamWFp8", "AdamWBF16State",
     "AdamWScheduleFree", "RAdamScheduleFree",
@@ -26,11 +26,11 @@ class Growth(NamedTuple):
     """How far a parameter has grown from the base model to this one.
 
     Args:
-        kind: `hidden`: both sides of the matrix grow; `head`: its input alone does; `input`: what has no input that
-            grows, such as embeddings, norms and biases.
-        fan_in: inputs here over inputs in the base model.
-        fan_out: the same of the outputs.
-        shape: (rows, columns), (1, 1) of what is no hidden matrix.
+        kind: `hidden`: both sides of the matrix grow; `head`: only its input grows; `input`: its input does not grow,
+            or it has none, such as embeddings, norms and biases.
+        fan_in: number of inputs in this model over that in the base model.
+        fan_out: the same ratio for the outputs.
+        shape: (rows, columns) of a hidden matrix, else (1, 1).
         base_shape: the same in the base model.
         multiplied: whether the module multiplies its logits by base_width / width.
     """
@@ -77,7 +77,7 @@ def _rows_and_columns(shape: Shape, role: Role) -> tuple[float, float]:
 
 
 def lr_factor(grown: Growth, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> float:
-    """By which the learning rate of a parameter is multiplied; its weight decay is divided by the same.
+    """The factor on the learning rate of a parameter; its weight decay is divided by the same factor.
 
     | optimizer | hidden | head | head without multiplier | embedding, norm, bias |
     |---|---|---|---|---|
@@ -85,20 +85,21 @@ def lr_factor(grown: Growth, group: dict[str, Any], optimizer: torch.optim.Optim
     | SGD | fan_out / fan_in | fan_in | 1 / fan_in | fan_out |
     | Muon | see below | - | - | - |
 
-    fan_in and fan_out are ratios to those of the base model. An update of Muon shall have a spectral norm in proportion
-    to sqrt(fan_out / fan_in). `match_rms_adamw` gives it one in proportion to sqrt(max(rows, columns)), so that the
-    factor is 1 / sqrt(r) where all sides grow by r; `original` gives one that does not grow, and the factor is 1.
+    fan_in and fan_out are the ratios of `Growth`. In muP, the spectral norm of Muon's update must grow in proportion to
+    sqrt(fan_out / fan_in). With `match_rms_adamw` it grows in proportion to sqrt(max(rows, columns)), so that the
+    factor is 1 / sqrt(r) where all sides grow by r; with `original` it does not grow then, and the factor is 1.
 
     Args:
-        grown: of the parameter.
-        group: that has the parameter.
-        optimizer: that has the group.
+        grown: how far the parameter has grown.
+        group: the parameter group that holds it.
+        optimizer: the optimizer that holds the group.
 
     Raises:
         UsageError: the optimizer has no rule; MuonAdamW with `head_dim`.
 
-    Source: `MuAdam` and `MuSGD` in mup/optim.py of https://github.com/microsoft/mup; a head without multiplier has what
-        Adam makes of the multiplier, and SGD its square; Muon: https://github.com/NVIDIA/Megatron-LM/pull/3715.
+    Source: `MuAdam` and `MuSGD` in mup/optim.py of https://github.com/microsoft/mup; in a head without multiplier, the
+        multiplier 1 / fan_in becomes a factor on Adam's learning rate, and its square one on SGD's; Muon:
+        https://github.com/NVIDIA/Megatron-LM/pull/3715.
     """
     rule = rule_of(_owner(optimizer, group))
     if rule == "adam":
@@ -118,7 +119,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Literal["adam", "sgd", "muon"]:
     """The row of the table that an optimizer has.
 
     Raises:
-        UsageError: it has none.
+        UsageError: the optimizer has none.
     """
     name = type(optimizer).__name__
     if name in _ADAM:
@@ -133,16 +134,16 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Literal["adam", "sgd", "muon"]:
 
 
 def _owner(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer that steps a group: of several, the one that the group names."""
+    """The optimizer that steps a group: in a ComposedOptimizer, the one that the group names."""
     return optimizer.optimizers[group["optimizer"]] if isinstance(optimizer, ComposedOptimizer) else optimizer
 
 
 def split_groups(groups: list[dict[str, Any]], factors: dict[str, float]) -> list[dict[str, Any]]:
-    """Groups of `decay_groups` in parts by their factor, which multiplies the learning rate and divides the decay.
+    """Split groups by the factors of their parameters, which multiply the learning rate and divide the decay.
 
     Args:
-        groups: as `decay_groups` makes them; their lists have one entry a parameter.
-        factors: by name of a parameter; 1 where it has none. A group without any stays as it is.
+        groups: from `decay_groups`; their lists have one entry a parameter.
+        factors: by name of the parameter; 1 for names that are missing. A group without factors stays as it is.
     """
     parts: dict[tuple[int, float], dict[str, Any]] = {}
     for number, group in enumerate(groups):

@@ -37,7 +37,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 def scale_to_rms(rows: int, columns: int) -> float:
-    """Factor by which an orthogonalized update has the root mean square of AdamW's updates, about 0.2.
+    """The factor that gives an orthogonalized update the root mean square of AdamW's updates, about 0.2.
 
     Source: Liu et al. 2025 (Moonlight), https://arxiv.org/abs/2502.16982, section 2.2.
     """
@@ -69,7 +69,7 @@ def common_factor(shape: Sequence[int], held: Sequence[int], scale: str) -> floa
 
 
 def orthogonalize_all(weight: Tensor, held: Sequence[int], scale: str, steps: int) -> Tensor:
-    """Each matrix of a weight orthogonalized, in bf16; in fp32 and scaled already where `common_factor` is None."""
+    """Orthogonalize each matrix of a weight. The result is bf16; fp32 and already scaled if `common_factor` is None."""
     if not held:
         return orthogonalize(weight, steps)
     dim = 1 if held[0] < 0 else 0

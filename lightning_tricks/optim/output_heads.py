@@ -1,4 +1,4 @@
-"""The output head of a model, which no optimizer of hidden matrices should get: by its methods, its name, its place."""
+"""Find the output head of any model, by its methods, names or order: optimizers of hidden matrices must not get it."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _METHODS = ("get_output_embeddings", "get_classifier")  # of transformers and ti
 def head_weights(module: nn.Module) -> list[Parameter]:
     """The matrices that turn hidden states into the outputs of a model, tied ones included.
 
-    The first of these that finds any counts:
+    The first of these three ways that finds a matrix decides:
 
     - what a method `get_output_embeddings()` (transformers) or `get_classifier()` (timm) of a module returns;
     - matrices with such a name: `lm_head`, `head`, `heads.head`, `head.fc`, `unembed`, `embed_out`, `score`, `logits`,

@@ -24,10 +24,10 @@ _NORM = re.compile(r"(^|_)norms?(_|$)")
 # Mamba's (`A_log`, `dt_bias`; Vision Mamba's `A_b_log` runs backwards) and RWKV's (`time_decay`, `time_mix_key`)
 _STATE = re.compile(r"A(_\w+)?_logs?|dt_bias|time_(decay|first|mix_\w+)")
 _SKIP = re.compile(r"D(_\w+)?|Ds")
-# raw parameters that stand for a token or a position: `cls_token`, `reg_token`, `pos_embed`, `position_embeddings`
 _ROUTER = re.compile(r"\w*router|\w*gating|wg")
 _GATE = re.compile(r"(\w+_)?gate")  # a router only where experts are beside it: a gated MLP has one too
 _EXPERTS = re.compile(r"(\w+_)?experts?|expert_\w+")
+# raw parameters that stand for a token or a position: `cls_token`, `reg_token`, `pos_embed`, `position_embeddings`
 _EMBEDDING = re.compile(r"(^|_)(tokens?|embed|embeds|embeddings?|emb)$|(^|_)pos(ition(al)?)?_(emb|enc)")
 
 
@@ -42,7 +42,7 @@ class RoledParam(NamedTuple):
 def param_roles(module: nn.Module) -> list[RoledParam]:
     """The trainable parameters of `module` with their roles, each once, in the order of `named_parameters`.
 
-    The first role in this list that fits counts; a tied parameter has the first one that fits any of its places:
+    The first role of this list that fits is taken; for a tied parameter, the first that fits in any of its places:
 
     - `exempt`: the parameter has a true attribute `_no_weight_decay`, as in the mamba_ssm package; a module above it
       lists its name (seen from there) in a collection `_no_weight_decay`; or the method `no_weight_decay()` of a module
@@ -57,8 +57,8 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
     - `vector`: fewer than two dimensions;
     - `embedding`: held by an `nn.Embedding`, `nn.EmbeddingBag` or a class named `...Embedding(s)`; or a raw parameter
       named as a token or a position (`cls_token`, `register_tokens`, `mask_token`, `pos_embed`, `position_embeddings`);
-    - `router`: what chooses the experts: held by a module named `router`, `gating`, `wg`, by a class named `...Router`
-      or `...Gate`, or by a `gate` beside `experts`;
+    - `router`: chooses the experts of a token: held by a module named `router`, `gating`, `wg`, by a class named
+      `...Router` or `...Gate`, or by a `gate` beside `experts`;
     - `head`: makes the outputs, see `head_weights`; tied to an embedding, it is an `embedding`;
     - `expert`: lies in a module named `experts`, or is a raw parameter of three dimensions, (experts, in, out);
     - `matrix`: everything else: linear layers, convolutions.
@@ -114,7 +114,7 @@ def _role(owner: nn.Module, name: str, param: Parameter) -> Role:
 
 
 def _role_of_matrix(owner: nn.Module, name: str, param: Parameter, mixtures: Collection[str]) -> Role:
-    """Whether a matrix chooses among experts, is one, or is a common one; `mixtures` are the modules with experts."""
+    """`router`, `expert` or `matrix`; `mixtures` are the names of the modules that have experts."""
     path = name.split(".")[:-1]
     local, above = (path or [""])[-1], ".".join(path[:-1])
     chooses = _ROUTER.fullmatch(local) or type(owner).__name__.endswith(("Router", "Gate", "Gating"))

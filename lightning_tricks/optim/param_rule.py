@@ -22,9 +22,9 @@ class ParamRule:
         lr_scale: multiplies the optimizer's learning rate; the schedule applies to the product.
         weight_decay: replaces the decay that follows from the role, also where the model exempts it; None keeps it.
         role: of the parameters, see `param_roles`; with a pattern, both must fit. None: any.
-        optimizer: name of the one that has them, for an optimizer of several: `muon` or `adamw` of MuonAdamW.
-        schedule: of their learning rate, in place of that of the run. None: that of the run.
-        decay_schedule: of their weight decay over the run, which is its peak. None: the decay is constant.
+        optimizer: name of the optimizer that steps them, one of several: `muon` or `adamw` of MuonAdamW.
+        schedule: curve of their learning rate, in place of the run's. None: the run's.
+        decay_schedule: curve of their weight decay, whose peak is their decay. None: the decay is constant.
 
     Raises:
         UsageError: neither pattern nor role; the pattern is no regular expression; an unknown role; a negative or NaN
@@ -63,12 +63,12 @@ class ParamRule:
         return ", ".join(filter(None, (role, f"pattern {self.pattern!r}" if self.pattern else "")))
 
     def fits(self, param: RoledParam) -> bool:
-        """Whether it is for a parameter."""
+        """Whether a parameter matches both pattern and role."""
         return self.role in (None, param.role) and re.search(self.pattern, param.name) is not None
 
 
 def match_rules(params: Sequence[RoledParam], rules: Sequence[ParamRule]) -> dict[str, int]:
-    """The place in `rules` of the first one that fits, for each parameter that has one, by name.
+    """The index of the first rule that fits, by parameter name; parameters without a rule are left out.
 
     Raises:
         UsageError: a rule gets no parameter: it matches none, or earlier rules took them all.

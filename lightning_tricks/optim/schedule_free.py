@@ -1,8 +1,8 @@
-"""The two sets of weights of a schedule-free optimizer: one takes gradients, and the average of another is evaluated.
+"""Switch a schedule-free optimizer between the weights that it trains and the average that is evaluated and saved.
 
-Optimizers of the package `schedulefree`, and others of its form, train weights `y`, keep weights `z` in their state,
-and compute from both the average `x`, which is the model. Their own methods `eval` and `train` compute each of x and y
-in the memory of the other, so that y comes back rounded. Here y is kept meanwhile, and comes back to the bit.
+Optimizers of the package `schedulefree`, and others like them, compute gradients at weights `y` and keep weights `z` in
+their state; the model is the average `x`, which follows from both. Their own methods `eval` and `train` overwrite y
+with x, and x with y, so that y comes back rounded. Here y is kept meanwhile, and comes back to the bit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.follow_recipe import parts_of
 from lightning_tricks.schedules import Schedule, WarmupConstant
 
-TRAINED = "trained_weights"  # in the state of a parameter that holds its average: the weights that are trained
+TRAINED = "trained_weights"  # key in the state of a parameter: y, while the parameter holds x
 
 
 def schedule_free_parts(optimizer: Optimizer) -> list[Any]:
@@ -36,7 +36,7 @@ def _is_schedule_free(optimizer: Any) -> bool:
 
 def has_trained_weights(optimizer: Any) -> bool:
     """Whether the parameters hold the weights that are trained, and not their average."""
-    # heavyball's begin in training, and have no such key before they leave it
+    # heavyball's optimizers start with the trained weights, and set the key at the first `eval`
     return any(group.get("train_mode", True) for group in optimizer.param_groups)
 
 
@@ -47,7 +47,7 @@ def put_average(optimizer: Any) -> None:
     """
     if not has_trained_weights(optimizer):
         return
-    with _in_place(optimizer):
+    with _unseen_by_autograd(optimizer):
         for param, state in _states(optimizer):
             state[TRAINED] = param.detach().clone()
         optimizer.eval()
@@ -61,7 +61,7 @@ def put_trained_weights(optimizer: Any) -> None:
     """
     if has_trained_weights(optimizer):
         return
-    with _in_place(optimizer):
+    with _unseen_by_autograd(optimizer):
         optimizer.train()
         for param, state in _states(optimizer):
             if TRAINED in state:
@@ -70,11 +70,12 @@ def put_trained_weights(optimizer: Any) -> None:
 
 
 @contextmanager
-def _in_place(optimizer: Any) -> Iterator[None]:
-    """Change parameters as if nobody could tell, in a validation or between a forward and its backward pass.
+def _unseen_by_autograd(optimizer: Any) -> Iterator[None]:
+    """Let parameters change in a validation, or between a forward pass and its backward pass.
 
-    The copies outlive a validation. Autograd would refuse the weights of a forward pass as changed where a checkpoint
-    is saved before its backward pass, though they are back to the bit by then.
+    Inference mode is off, because training needs the copies that are made here. Version counters stay as they
+    are: if a checkpoint is saved between the two passes, autograd would refuse the weights as changed, although they
+    are back to the bit.
     """
     params = tuple(param for group in optimizer.param_groups for param in group["params"])
     with torch.inference_mode(False), torch.no_grad(), _unsafe_preserve_version_counter(params):
@@ -88,17 +89,17 @@ def _states(optimizer: Any) -> list[tuple[torch.Tensor, dict[str, Any]]]:
 
 
 def _drop_empty_states(optimizer: Any) -> None:
-    """Undo what a look at a parameter without state leaves: `eval` and `train` ask for each one's."""
+    """Remove the empty states that `eval` and `train` create by reading the state of parameters without one."""
     for param in [param for param, state in optimizer.state.items() if not state]:
         del optimizer.state[param]
 
 
 def check_constant(optimizer: Optimizer, curves: Sequence[Schedule | None]) -> None:
-    """Refuse a curve of the learning rate that a schedule-free optimizer does not want.
+    """Refuse a learning-rate curve that does not suit a schedule-free optimizer.
 
     Args:
-        optimizer: any; one that is not schedule-free may have any curve.
-        curves: of the learning rates of each of its groups; None is a constant one.
+        optimizer: any optimizer; without a schedule-free part, it may have any curve.
+        curves: the curve of each group's learning rate; None for a constant one.
 
     Raises:
         UsageError: a curve that is not constant after its warmup; a warmup here and in the optimizer.

@@ -16,7 +16,7 @@ def split_by_role(group: Any, first: str, takes: Callable[[str, Tensor], bool], 
     Args:
         group: of `decay_groups`; the optimizer that its rule names has all of it.
         first: name of the optimizer for hidden matrices.
-        takes: of (role, parameter), whether that one has it.
+        takes: of (role, parameter), whether the first optimizer steps it.
         owner: name of the class, for errors.
 
     Raises:
@@ -27,7 +27,8 @@ def split_by_role(group: Any, first: str, takes: Callable[[str, Tensor], bool], 
     chosen, names = group.get("optimizer"), (first, "adamw")
     if chosen not in (None, *names):
         raise UsageError(f"param_rules: optimizer={chosen!r} of {group['name']}: {owner} has {' and '.join(names)}")
-    by_role = [names[not takes(*pair)] for pair in zip(group["roles"], group["params"], strict=True)]
+    pairs = zip(group["roles"], group["params"], strict=True)
+    by_role = [first if takes(role, param) else "adamw" for role, param in pairs]
     goes_to = by_role if chosen is None else [chosen] * len(by_role)
     for name in names:
         entries = [index for index, optimizer in enumerate(goes_to) if optimizer == name]

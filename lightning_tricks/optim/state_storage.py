@@ -20,8 +20,8 @@ class StateStorage:
 
     Args:
         optimizer: owner of the state.
-        dtype: of stored tensors with one value for each value of the parameter, fp32 or bf16. Other state stays fp32:
-            factored averages, counts, and the state of a parameter of a single number are small.
+        dtype: of stored tensors of the parameter's shape, fp32 or bf16. Other state is small and stays fp32: factored
+            averages, counts, and the state of a 0-dim parameter.
         masters: whether to keep the `master` of a loaded checkpoint, always in fp32, or to drop it.
     """
 
@@ -34,7 +34,7 @@ class StateStorage:
         ]
 
     def remove(self) -> None:
-        """Guard no later load."""
+        """Remove the hooks: later loads are torch's own."""
         for hook in self._hooks:
             hook.remove()
 
@@ -68,7 +68,7 @@ class StateStorage:
         self._saved = []
 
     def _restored(self, param: Tensor, saved: Any, cast: Any, key: Any = None) -> Any:
-        """The saved values in place of those that torch has cast."""
+        """The saved values in their storage dtype, in place of those that torch has cast."""
         if isinstance(saved, dict):
             keys = [k for k in saved if self._keeps_masters or k != MASTER]
             return {k: self._restored(param, saved[k], cast[k], k) for k in keys}

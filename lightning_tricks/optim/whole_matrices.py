@@ -1,4 +1,4 @@
-"""Compute on whole matrices that are sharded: each rank gets some of them whole, and gives their shards back."""
+"""Compute on sharded matrices as a whole: each rank gathers some of them, computes, and sends the shards back."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,20 +8,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-Compute = Callable[[int, Tensor], Tensor]  # the number of a matrix and the matrix, to one of its shape
+Compute = Callable[[int, Tensor], Tensor]  # (index of a matrix, the matrix) -> a matrix of the same shape
 
 
 def on_whole_matrices(matrices: Sequence[Tensor], compute: Compute, dtype: torch.dtype) -> list[Tensor]:
     """`compute` of each matrix; every rank must call, with the same matrices in the same order.
 
-    Matrices that are sharded along one mesh dimension, as by FSDP2, go in batches of as many as there are ranks: each
-    rank gets one of them whole, so that no rank computes what another does. Others that are distributed are gathered
-    on every rank.
+    Matrices that are sharded along one mesh dimension, as by FSDP2, are exchanged in batches, one matrix for each rank:
+    each rank gathers one of them, so that no matrix is computed twice. Every other DTensor is gathered on every rank.
 
     Args:
-        matrices: plain tensors or DTensors; those that are sharded travel in bf16.
-        compute: of (number, matrix), where numbers count from 0 in `matrices`.
-        dtype: of what it returns.
+        matrices: plain tensors or DTensors; the sharded ones are sent in bf16.
+        compute: of (index in `matrices`, matrix).
+        dtype: of the result of `compute`.
 
     Returns:
         Local tensors: the result for each matrix, or this rank's shard of it.
@@ -63,14 +62,14 @@ class _Sharded:
         chunk = -(-self.shape[self.dim] // world)
         left = [self.shape[self.dim] - rank * chunk for rank in range(world)]
         self.lengths = [max(0, min(chunk, length)) for length in left]  # of each rank's shard, in the sharded dimension
-        self._others = self.shape.numel() // max(self.shape[self.dim], 1)
+        self._slice_numel = self.shape.numel() // max(self.shape[self.dim], 1)
 
     def numels(self) -> list[int]:
-        """Numbers in each rank's shard."""
-        return [length * self._others for length in self.lengths]
+        """Number of elements in each rank's shard."""
+        return [length * self._slice_numel for length in self.lengths]
 
     def shard(self, flat: Tensor, length: int) -> Tensor:
-        """A shard in its shape."""
+        """The flat elements of a shard in its shape."""
         return flat.view([length if dim == self.dim else size for dim, size in enumerate(self.shape)])
 
 
@@ -81,20 +80,21 @@ def _exchange(
     rank, world = group.rank(), group.size()
     device = batch[0].local.device
     own = batch[rank] if rank < len(batch) else None
-    of_batch = [matrix.local.numel() for matrix in batch] + [0] * (world - len(batch))
-    of_own = own.numels() if own else [0] * world
-    received = torch.empty(sum(of_own), dtype=torch.bfloat16, device=device)
+    # elements of this rank's shard of every matrix, and of every rank's shard of the matrix that this rank computes
+    shard_sizes = [matrix.local.numel() for matrix in batch] + [0] * (world - len(batch))
+    own_sizes = own.numels() if own else [0] * world
+    received = torch.empty(sum(own_sizes), dtype=torch.bfloat16, device=device)
     dist.all_to_all_single(
-        received, torch.cat([matrix.local.bfloat16().flatten() for matrix in batch]), of_own, of_batch, group
+        received, torch.cat([matrix.local.bfloat16().flatten() for matrix in batch]), own_sizes, shard_sizes, group
     )
     back = torch.empty(0, dtype=dtype, device=device)
     if own is not None:
-        shards = [own.shard(*pair) for pair in zip(received.split(of_own), own.lengths, strict=True)]
+        shards = [own.shard(*pair) for pair in zip(received.split(own_sizes), own.lengths, strict=True)]
         whole = compute(numbers[rank], torch.cat(shards, own.dim)).to(dtype)
         back = torch.cat([shard.flatten() for shard in whole.split(own.lengths, own.dim)])
-    result = torch.empty(sum(of_batch), dtype=dtype, device=device)
-    dist.all_to_all_single(result, back, of_batch, of_own, group)
+    result = torch.empty(sum(shard_sizes), dtype=dtype, device=device)
+    dist.all_to_all_single(result, back, shard_sizes, own_sizes, group)
     return [
         matrix.shard(flat, matrix.local.shape[matrix.dim])
-        for matrix, flat in zip(batch, result.split(of_batch)[: len(batch)], strict=True)
+        for matrix, flat in zip(batch, result.split(shard_sizes)[: len(batch)], strict=True)
     ]

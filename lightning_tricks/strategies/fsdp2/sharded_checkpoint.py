@@ -22,7 +22,7 @@ from lightning_tricks._find_modules import clean_name
 from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.read_folder import KeyPath, by_index, read_by_name
-from lightning_tricks.optim.low_bit_state import LOW_BIT, as_kept, empty_state, owners_of, plain_values
+from lightning_tricks.optim.low_bit_state import LOW_BIT, empty_state, owners_of, plain_values, to_low_bit
 from lightning_tricks.strategies.agreement import on_all_ranks
 
 
@@ -172,7 +172,7 @@ def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: S
             index: tree_map(partial(_as_shards, like=like.get(index)), entry)
             for index, entry in state_dict["state"].items()
         }
-        optimizer.load_state_dict(as_kept(optimizer, {**state_dict, "state": state}))
+        optimizer.load_state_dict(to_low_bit(optimizer, {**state_dict, "state": state}))
         missing = _without_state(module, optimizer)
         if missing:
             rank_zero_warn(
