@@ -1,4 +1,4 @@
-"""Measure modules of any model while they run, without entering the graphs that torch.compile has made of them."""
+"""Hooks that measure modules of any model while they run, and leave the graphs of torch.compile as they are."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,7 +19,8 @@ Calls = Callable[[nn.Module, Callable[..., None]], AbstractContextManager]  # be
 class ModuleWatch:
     """The measurements that a monitor makes of modules in the last micro-batch of a log step, by name.
 
-    Its `warning` is the line on what cannot be measured, with `{}` for the reason.
+    Args:
+        warning: the line that says what cannot be measured, with `{}` for the reason.
     """
 
     def __init__(self, warning: str) -> None:
@@ -29,14 +30,14 @@ class ModuleWatch:
         self._warning, self._warned = warning, False
 
     def start_batch(self, trainer: Any, buffer: MetricBuffer) -> None:
-        """Forget the last measurements; open where this is the last micro-batch of a log step."""
+        """Forget the last measurements, and measure in this micro-batch if it is the last one of a log step."""
         self.found = {}
         self.is_open = not is_accumulating(trainer) and buffer.is_log_step()
 
     def end_batch(self, expected: Collection[str], unseen: str) -> dict[str, Any] | None:
-        """The measurements of this micro-batch; None where it was not one to measure in, or nothing is `expected`.
+        """The measurements of this micro-batch; None if nothing was to be measured in it, or nothing is `expected`.
 
-        Warns with the reason `unseen` if none of the expected modules ran where it can be seen.
+        Warns with the reason `unseen` if none of the expected modules was seen.
         """
         was_open, self.is_open = self.is_open, False
         if not was_open or not expected:
@@ -48,10 +49,10 @@ class ModuleWatch:
     def measuring(
         self, name: str, module: nn.Module, calls: Calls, measure: Callable[..., Any]
     ) -> AbstractContextManager:
-        """A `with`, in which `measure` gets the first of the `calls` while open; its result, if any, is kept by `name`.
+        """A context in which `measure` runs at the module's first call of each micro-batch that is measured.
 
-        A hook that comes and goes would make torch.compile compile again what is around it: so enter it in `hooks`, for
-        the whole fit, where something around may be compiled.
+        Its result, unless None, is kept in `found` under `name`. If a compiled module may be around this one, enter the
+        context in `hooks`, for the whole fit: each hook that comes or goes would make torch.compile compile again.
         """
 
         def see(*call: Any) -> None:
@@ -76,17 +77,17 @@ class ModuleWatch:
 
 
 def outside_compiled(root: nn.Module, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those of `found`, submodules of `root` by name, that are not inside a module that is compiled as a whole.
+    """The members of `found`, submodules of `root` by name, that lie in no other module that is compiled.
 
-    There a hook would not be called, and could change what is compiled.
+    In there, a hook would not be called, and could change the compiled code.
     """
-    # of the root itself the empty text, with which every name starts
+    # a compiled root gives the empty prefix, with which every name starts
     compiled = tuple(clean_name(f"{name}.").lstrip(".") for name, part in root.named_modules() if _is_compiled(part))
     return {name: module for name, module in found.items() if not name.startswith(compiled)}
 
 
 def outermost_compiled(root: nn.Module) -> list[nn.Module]:
-    """The modules of `root`, itself included, that are compiled and not inside another that is."""
+    """The compiled modules of `root`, itself included, that lie in no other compiled module."""
     if _is_compiled(root):
         return [root]
     found = {id(part): part for child in root.children() for part in outermost_compiled(child)}
@@ -94,7 +95,7 @@ def outermost_compiled(root: nn.Module) -> list[nn.Module]:
 
 
 def before_calls(module: nn.Module, see: Callable[[Any, dict[str, Any]], None]) -> AbstractContextManager[Any]:
-    """A `with`, in which `see(args, kwargs)` is called before each call of `module` outside of compiled regions."""
+    """A context in which `see(args, kwargs)` runs before each call of `module`, except from compiled code."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
@@ -106,7 +107,7 @@ def before_calls(module: nn.Module, see: Callable[[Any, dict[str, Any]], None]) 
 
 
 def after_calls(module: nn.Module, see: Callable[[Any], None]) -> AbstractContextManager[Any]:
-    """A `with`, in which `see(output)` is called after each call of `module` outside of compiled regions."""
+    """A context in which `see(output)` runs after each call of `module`, except from compiled code."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -119,7 +120,7 @@ def after_calls(module: nn.Module, see: Callable[[Any], None]) -> AbstractContex
 
 @contextmanager
 def _around_graph(module: Any, before: Any = None, after: Any = None) -> Iterator[None]:
-    """Call `before` and `after` around the graph of a module compiled in place, which would trace hooks into it."""
+    """Call `before` and `after` around the graph of a module compiled in place: a hook would become part of it."""
     graph, watching = module._compiled_call_impl, True
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Seconds by the kind of work that they were spent on, none of them counted twice."""
+"""A stopwatch for a training run: seconds by phase and by kind of work, none of them counted twice."""
 
 import time
 from collections.abc import Iterator
@@ -10,25 +10,25 @@ clock = time.perf_counter
 
 
 class Stopwatch:
-    """Give every second to the kind of work that was entered last and not left yet, or else to `ground`.
+    """Count every second to the kind of work that was entered last and not left yet, or else to the current `phase`.
 
-    A checkpoint written inside a validation is a checkpoint's time and not validation's. Set `ground` only right
-    after a `take`; at any other time, `switch` it.
+    A checkpoint written inside a validation is time of the checkpoint, not of the validation. Set `phase` only right
+    after a `take`; at any other time, use `switch`.
     """
 
-    def __init__(self, ground: str) -> None:
-        self.ground = ground
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
         self._inside: list[str] = []
         self._seconds: dict[str, float] = {}
         self._since = clock()
 
-    def switch(self, ground: str) -> None:
-        """Go on with another ground, also in the midst of a kind that was entered."""
+    def switch(self, phase: str) -> None:
+        """Begin another phase; allowed inside a kind of work, too."""
         self._add()
-        self.ground = ground
+        self.phase = phase
 
     def enter(self, kind: str) -> None:
-        """Begin `kind`, which is no ground."""
+        """Begin a kind of work inside the phase; its name is no phase's."""
         self._add()
         self._inside.append(kind)
 
@@ -38,18 +38,18 @@ class Stopwatch:
         self._inside.pop()
 
     def read(self) -> dict[str, float]:
-        """Seconds of every ground and every kind, since the start or since they were taken."""
+        """Seconds of every phase and every kind, since the start or since they were taken."""
         self._add()
         return dict(self._seconds)
 
     def take(self) -> tuple[float, dict[str, float]]:
-        """Seconds of the ground and of every kind that has ended, since the last `take`."""
+        """Seconds of the current phase, and of every other phase and kind that has ended, since the last `take`."""
         self._add()
         ended = {kind: self._seconds.pop(kind) for kind in [*self._seconds] if kind not in self._inside}
-        return ended.pop(self.ground, 0.0), ended
+        return ended.pop(self.phase, 0.0), ended
 
     def _add(self) -> None:
-        kind, now = self._inside[-1] if self._inside else self.ground, clock()
+        kind, now = self._inside[-1] if self._inside else self.phase, clock()
         self._seconds[kind] = self._seconds.get(kind, 0.0) + now - self._since
         self._since = now
 

@@ -1,4 +1,4 @@
-"""Record where a decay branched off: in its checkpoints, and in its log."""
+"""Record from which checkpoint a decay was branched off: in its own checkpoints, and in its log."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ class BranchLineage(pl.Callback):
         self._told = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        """Tell it, once: the loggers know only now where the run goes on."""
+        """Print and log the origin, once: only now is the step known at which the run continues."""
         if self._told:
             return
         self._told = True

@@ -24,12 +24,12 @@ def xz_bits_per_byte(text: bytes, before: bytes = b"") -> float:
 class CompressionBaseline(pl.Callback):
     """Print at the end how many bits/byte the model and general compressors need for the validation text.
 
-    A language model is a compressor; below these lines it has learnt more than repetition. Says also at which
-    validation the model crossed each line. Never changes training. Needs a data module with `validation_text()` and
-    `training_text()`, as `TextData` has them, and `val/bits_per_byte` among the metrics.
+    A language model is a compressor; if it needs fewer bits than these, it has learnt more than repetition. The table
+    also says at which validation the model went below each compressor. Never changes training. Needs a data module with
+    `validation_text()` and `training_text()`, as `TextData` has them, and the metric `val/bits_per_byte`.
 
     Args:
-        xz: Besides `zlib -9`, try `xz -9e` alone and after the whole training text (half a minute for 12 MB).
+        xz: Compare with `xz -9e` too, alone and after the whole training text (half a minute for 12 MB).
 
     Raises:
         UsageError: the data module cannot give its text back.

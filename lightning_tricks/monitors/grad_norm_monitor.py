@@ -1,6 +1,6 @@
-"""Log the gradient norm from before the clip, which the clip itself computes: no second pass over the gradients.
+"""Log the gradient norm before the clip, as the clip itself computes it: no second pass over the gradients.
 
-Lightning clips and throws the norm away. Here the clip itself is replaced by one that records it.
+Lightning clips and throws the norm away. Here its clip is replaced by a clip that records the norm.
 """
 
 import math
@@ -42,7 +42,7 @@ def clip_by_norm(trainer: Any, optimizer: Any, max_norm: float | None) -> Tensor
     """Clip an optimizer's gradients to `max_norm`, or only measure them. Every rank must call.
 
     Returns:
-        The norm from before, without the scale of a scaled loss, a 0-dim tensor.
+        The norm before the clip, without the scale of a scaled loss, a 0-dim tensor.
     """
     if is_a(trainer.strategy, "FSDPStrategy"):
         norm = clip_grad_norm_fsdp1(trainer.strategy.model, max_norm)
@@ -52,7 +52,7 @@ def clip_by_norm(trainer: Any, optimizer: Any, max_norm: float | None) -> Tensor
 
 
 def parameters_by_block(module: nn.Module, parameters: Iterable[Tensor]) -> dict[str, list[Tensor]]:
-    """Which of `parameters` are in which repeated block; those outside go by the largest module without a block."""
+    """`parameters` by the repeated block that holds them; else by the largest module that holds them and no block."""
     wanted, blocks = {id(parameter) for parameter in parameters}, list(find_blocks(module))
     parts: dict[str, list[Tensor]] = {}
     for name, parameter in module.named_parameters():
@@ -60,8 +60,8 @@ def parameters_by_block(module: nn.Module, parameters: Iterable[Tensor]) -> dict
             continue
         words = clean_name(name).split(".")
         paths = [".".join(words[:end]) for end in range(1, len(words) + 1)]
-        free = (path for path in paths if path in blocks or not any(block.startswith(f"{path}.") for block in blocks))
-        parts.setdefault(next(free), []).append(parameter)
+        parts_of_it = (p for p in paths if p in blocks or not any(block.startswith(f"{p}.") for block in blocks))
+        parts.setdefault(next(parts_of_it), []).append(parameter)
     return parts
 
 
@@ -117,7 +117,7 @@ class GradNormMonitor(pl.Callback):
             return
         plugin: Any = trainer.precision_plugin
         by_norm, by_value = plugin.clip_grad_by_norm, plugin.clip_grad_by_value
-        replaces = _is_known(by_norm)  # else it is a method of the user's, which clips in its own way
+        replaces = _is_library_code(by_norm)  # else it is a method of the user's, which clips in its own way
 
         def measure(optimizer: Any, max_norm: float | None = None) -> bool:
             own = any(unwrapped(known) is unwrapped(optimizer) for known in trainer.optimizers)
@@ -154,7 +154,7 @@ class GradNormMonitor(pl.Callback):
         clip_is_next = self._clip_is_next(trainer, pl_module)
         limit = 0.0 if trainer.gradient_clip_algorithm == "value" else trainer.gradient_clip_val or 0.0
         if getattr(type(pl_module), "keeps_grad_norm", False):  # GradientClippingMixin
-            if _is_known(pl_module.configure_gradient_clipping):
+            if _is_library_code(pl_module.configure_gradient_clipping):
                 self._clip_val = limit
             if clip_is_next:
                 self._record(self._measure_parts(trainer, pl_module, optimizer))
@@ -172,16 +172,16 @@ class GradNormMonitor(pl.Callback):
                 clip_by_norm(trainer, of, clip_val)
 
         plugin = trainer.precision_plugin
-        if _is_known(plugin.clip_grad_by_norm):
+        if _is_library_code(plugin.clip_grad_by_norm):
             self._batch.enter_context(replaced(plugin, "clip_grad_by_norm", clip_grad_by_norm))
 
     def _clip_is_next(self, trainer: Any, pl_module: Any) -> bool:
-        """Whether until the clip only code of Lightning and of this package runs, which leaves gradients alone."""
+        """Whether only code of Lightning and of this package, which leaves gradients alone, runs before the clip."""
         plugin, callbacks = trainer.precision_plugin, trainer.callbacks
         later = callbacks[callbacks.index(self) :] if self in callbacks else callbacks
         code = [callback.on_before_optimizer_step for callback in later]
         code += [pl_module.on_before_optimizer_step, pl_module.configure_gradient_clipping, pl_module.clip_gradients]
-        return all(map(_is_known, [*code, type(plugin), plugin.clip_gradients, plugin.clip_grad_by_norm]))
+        return all(map(_is_library_code, [*code, type(plugin), plugin.clip_gradients, plugin.clip_grad_by_norm]))
 
     def _measure(self, trainer: Any, pl_module: Any, optimizer: Any, max_norm: float | None = None) -> Measured:
         """Measure all that is to be recorded of the gradients, then clip them to `max_norm`."""
@@ -233,8 +233,8 @@ class GradNormMonitor(pl.Callback):
         return interval_figures(norms, self._clip_val) if norms else {}
 
 
-def _is_known(code: Any) -> bool:
-    """Whether a method or class is of Lightning or of this package: by its globals, which `functools.wraps` keeps."""
+def _is_library_code(code: Any) -> bool:
+    """Whether Lightning or this package wrote a method or class: by its globals, which `functools.wraps` keeps."""
     function = getattr(code, "__func__", code)
     module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
     return module.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_tricks")
@@ -245,7 +245,7 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 
 def _unscaled(norms: Tensor, trainer: Any, optimizer: Any) -> Tensor:
-    """The norms without fp16's scale: gradients have it in manual optimization, and where a fused step unscales."""
+    """The norms without fp16's scale, which gradients still carry in manual optimization or before a fused step."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():
         return norms

@@ -15,7 +15,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def device_memory(device: torch.device) -> dict[str, float]:
-    """The figures of torch's allocator on a CUDA device; starts a new peak. Does not wait for the device.
+    """The counters of torch's allocator for a CUDA device; resets the peak. Does not wait for the device.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
     """
@@ -47,10 +47,10 @@ class MemoryMonitor(pl.Callback):
     """Record memory on each log step, the maximum over ranks. Never changes training.
 
     On CUDA: `memory/allocated_gib` and `memory/reserved_gib` at the end of the step, `memory/peak_allocated_gib` since
-    the last log step (the first time: since the program started). `memory/allocation_retries` counts since the program
-    started how often the allocator had to free its reserve and ask again: a count that grows means that memory is
+    the last log step (the first time: since the program started). `memory/allocation_retries` is how often since the
+    program started the allocator had to free its cached memory and ask again: a count that grows means that memory is
     nearly full, and each retry stops the device. The allocator keeps these counters on the host. Reading the peak
-    starts a new one, so `torch.cuda.max_memory_allocated()` elsewhere in the program tells the same short peak.
+    resets it, so elsewhere in the program `torch.cuda.max_memory_allocated()` too is the peak since the last log step.
 
     On other devices: `memory/rss_gib` and `memory/peak_rss_gib`, the memory of the training process without its data
     workers; on macOS the peak only.

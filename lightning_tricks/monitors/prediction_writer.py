@@ -11,9 +11,10 @@ from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
 
 
 def rows_of(prediction: Any) -> list[Any]:
-    """One entry in plain types for each row of a batch: of a tensor, its first dimension, or a collection of tensors.
+    """One entry in plain types for each row of a batch: along the first dimension of a tensor, or of several tensors.
 
-    Anything else that `predict_step` may return is one row.
+    A dict, list or tuple of tensors gives rows of the same form. Anything else that `predict_step` may return is one
+    row.
     """
     if isinstance(prediction, Tensor):
         values = prediction.detach().cpu()

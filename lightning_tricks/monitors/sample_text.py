@@ -24,14 +24,16 @@ def continue_rows(
     generator: torch.Generator,
     max_seq_len: int | None = None,
 ) -> list[list[int]]:
-    """New token ids for prompts of different lengths, by a causal model that need not have a cache.
+    """Continue prompts of different lengths by a causal model, without a cache; returns the new token ids of each.
 
     Every step computes all rows, at one width: sharded and compiled modules see one shape, and the same number of calls
-    on every rank. Tokens to the right of a position do not change its logits.
+    on every rank. The unused positions at the end of a row are harmless: later tokens do not change earlier logits.
 
     Args:
         logits_of: maps token ids (batch, width) to logits (batch, width, vocabulary).
         prompts: token ids, at least one each.
+        max_new_tokens: number of tokens to add to each prompt.
+        sampling: how the next token is chosen.
         generator: source of randomness; its device is where the rows are.
         max_seq_len: longest row that the model takes; None: not known.
     """
@@ -100,7 +102,7 @@ class SampleText(pl.Callback):
         plugin, broken = trainer.precision_plugin, []
 
         def logits_of(rows: Tensor) -> Tensor:
-            # compiled blocks would be compiled anew for rows of this width
+            # compiled blocks would be compiled again for rows of this width
             with plugin.forward_context(), torch.compiler.set_stance("force_eager"):
                 found = pl_module(rows)
             logits = getattr(found, "logits", found)

@@ -1,4 +1,4 @@
-"""The line that a person watches: step, loss, norm, lr, speed, memory and time left, one per logging interval."""
+"""Print one line per logging interval: step, loss, gradient norm, lr, speed, memory and time left."""
 
 import math
 import shutil
@@ -20,8 +20,8 @@ def human(value: float) -> str:
     return f"{value:.3g}P"
 
 
-def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: 3725 -> '1:02:05'; '?' for what is not finite."""
+def hours_minutes_seconds(seconds: float) -> str:
+    """A duration for the line: 3725 -> '1:02:05'; '?' if it is not finite."""
     if not math.isfinite(seconds):
         return "?"
     minutes, secs = divmod(round(seconds), 60)
@@ -29,7 +29,7 @@ def clock(seconds: float) -> str:
 
 
 def decimals(value: float, digits: int) -> str:
-    """Fixed digits after the point, or an exponent where they would show less than two: 0.0001 -> '1.00e-04'."""
+    """Fixed decimals, or an exponent where fewer than two significant digits would be left: 0.0001 -> '1.00e-04'."""
     return f"{value:.2e}" if 0 < abs(value) < 10 ** (1 - digits) else f"{value:.{digits}f}"
 
 
@@ -42,7 +42,7 @@ def _loss(value: float) -> str:
     return f"loss {decimals(value, 4)}"
 
 
-# each part of the line by the names that it may have, of which the first that was logged counts
+# for each part of the line: the metrics that it may show, with their formats; the first that was logged is shown
 Parts = tuple[dict[str, Callable[[float], str]], ...]
 TRAIN: Parts = (
     dict.fromkeys(("train/loss", "train_loss", "loss"), _loss),
@@ -72,9 +72,9 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
     """Print one line every `log_every_n_steps`, redrawn on a terminal, kept in a log file. Never changes training.
 
     Shows what the monitors and the module logged by then: loss, gradient norm, lr, tokens/s (or samples/s), MFU and
-    memory, each where it has a value, and the time left. That is the pace since the line before, without validation,
-    for the steps until `max_steps` or `max_epochs`. A redrawn line ends at the terminal's edge. The device is read for
-    these lines only, and only for what the module logged with `self.log`: the monitors' values are on the host by then.
+    memory, each where it has a value, and the time left: the steps until `max_steps` or `max_epochs` at the pace since
+    the line before, without validation. A redrawn line ends at the terminal's edge. The device is read for these lines
+    only, and only for values that the module logged with `self.log`: those of the monitors are on the host by then.
     With `log_every_n_steps=0` there is only the line of each validation.
     """
 
@@ -85,11 +85,11 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         self._open = False  # the cursor stands at the end of a line that is to be redrawn
 
     def enable(self) -> None:
-        """Print."""
+        """Print again, after `disable`."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Stay silent: what Lightning asks of every rank but the first."""
+        """Print nothing; Lightning calls it on every rank but the first."""
         self._enabled = False
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -174,8 +174,8 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         self._write(line, "" if self._redraw and not last else "\n")
 
     def _time_left(self, step: int, total: int) -> list[str]:
-        """The steps left at the pace since the line before; the clock starts anew."""
+        """The time for the steps that are left, at the pace since the line before; restarts the clock."""
         now = time.perf_counter()
         seconds, steps = self._seconds + now - self._started, step - self._last_step
         self._seconds, self._started, self._last_step = 0.0, now, step
-        return [f"ETA {clock(seconds / steps * (total - step))}"] if total and steps else []
+        return [f"ETA {hours_minutes_seconds(seconds / steps * (total - step))}"] if total and steps else []

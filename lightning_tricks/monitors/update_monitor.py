@@ -20,9 +20,9 @@ _PARTS = ("update_square", "weight_square", "count")
 
 
 def sample_stride(numel: int, row: int, max_elements: int | None) -> int:
-    """Step between the elements to look at, so that there are at most `max_elements` of `numel`.
+    """The stride of a sample of at most `max_elements` of `numel` elements.
 
-    It shares no factor with the length of a row, so that the sample meets every column.
+    It shares no factor with the length of a row, so that the sample takes elements of every column.
     """
     if max_elements is None or numel <= max_elements:
         return 1
@@ -40,13 +40,13 @@ def square_sums(tensors: list[Tensor]) -> Tensor:
 
 
 class _Watched(NamedTuple):
-    """A parameter of which a sample is followed."""
+    """A parameter whose updates are measured on a sample of its elements."""
 
     block: int
     param: Tensor
     stride: int
-    scale: float  # from the sample's sum to this rank's share of the sum over all ranks
-    elements: float  # this rank's share of the elements
+    scale: float  # factor from the sample's sum to this rank's share of the sum over all ranks
+    elements: float  # this rank's share of the number of elements
 
     def sample(self) -> Tensor:
         return _local(self.param).flatten()[:: self.stride]
@@ -61,7 +61,7 @@ def _local(param: Tensor) -> Tensor:
 def trained_parameters(trainer: Any, module: torch.nn.Module) -> list[Tensor]:
     """The parameters of `module` that an optimizer moves at this moment, in the optimizers' order.
 
-    An engine such as DeepSpeed's keeps copies of its own in its optimizer; there it is all that require a gradient.
+    The optimizer of an engine such as DeepSpeed's holds copies; there, all parameters that require a gradient count.
     """
     own = set(module.parameters())
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -77,11 +77,11 @@ class UpdateMonitor(pl.Callback):
     the lr may be too low, above too high. A step that the fp16 scaler skips gives 0. Weights that are all zero have no
     ratio.
 
-    It counts the matrices, convolutions and embeddings that an optimizer trains at that step: no frozen weights and no
-    target network, but weights that are unfrozen later from then on. Biases and norms are left out, as their size says
-    little. Weights outside the repeated blocks stand under their own module's name. Each tensor is sampled at a fixed
-    stride and the sums are scaled back; shards are joined over ranks. With several optimizers, or several steps in one
-    batch, the ratio is that of the whole batch.
+    It counts the matrices, convolutions and embeddings that an optimizer trains at that step: no frozen weights (until
+    they are unfrozen) and no target network. Biases and norms are left out, as their size says little. Weights outside
+    the repeated blocks are named after their own module. Each tensor is sampled at a fixed stride and the sums are
+    scaled back; shards are joined over ranks. With several optimizers, or several steps in one batch, the ratio is that
+    of the whole batch.
 
     Args:
         max_elements: how many elements of a tensor (of a shard, of each rank) are copied and compared. None: all, at
@@ -156,7 +156,7 @@ class UpdateMonitor(pl.Callback):
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Compare."""
+        """Compare the samples with their copies, and record the sums of each block."""
         if not self._before:
             return
         before, self._before = self._before, []

@@ -61,7 +61,10 @@ def split_by_heads(name: str, shape: Sequence[int], held: Sequence[int], head_di
         return list(held)
     sizes = list(held) or [shape[0]]
     if any(size % head_dim for size in sizes):
-        raise UsageError(f"head_dim={head_dim}: '{name}' has projections of {sizes} rows, which are not whole heads")
+        raise UsageError(
+            f"head_dim={head_dim}: '{name}' has projections of {sizes} rows, which are not whole heads: give the width "
+            "of the model's attention heads"
+        )
     return [size // abs(size) * head_dim for size in sizes for _ in range(abs(size) // head_dim)]
 
 

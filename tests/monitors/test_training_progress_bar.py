@@ -11,7 +11,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks.callbacks import MetricBuffer, TrainingProgressBar
 from lightning_tricks.monitors import training_progress_bar
-from lightning_tricks.monitors.training_progress_bar import TRAIN, VALIDATION, clock, decimals, human, shown
+from lightning_tricks.monitors.training_progress_bar import (
+    TRAIN,
+    VALIDATION,
+    decimals,
+    hours_minutes_seconds,
+    human,
+    shown,
+)
 
 
 class Model(pl.LightningModule):
@@ -433,7 +440,7 @@ def test_numbers_have_three_digits_and_a_suffix(value, text):
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3725, "1:02:05"), (math.nan, "?")])
 def test_clock(seconds, text):
-    assert clock(seconds) == text
+    assert hours_minutes_seconds(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The learning rate that a run is going to use, step by step, and a picture of it without a plotting library."""
+"""Compute the learning rates of a whole run before it trains, and draw them without a plotting library."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_tricks.schedules import ScheduleLR
 
-LONGEST_WALK = 200_000  # steps; a second or two
+LONGEST_WALK = 200_000  # steps of a copied scheduler; a second or two
 PAPER, INK, GRID, CURVE = (255, 255, 255), (60, 60, 60), (225, 225, 225), (0, 110, 190)
 
 
@@ -22,9 +22,11 @@ def planned_lrs(scheduler: Any, steps: int, points: int = 600) -> list[tuple[int
     """(step, lr) of the first parameter group at up to `points` of the run's steps; empty where it cannot be known.
 
     Args:
-        scheduler: `ScheduleLR`, which is asked, or one of torch's, of which a copy walks on from where it stands. One
-            that waits for a metric cannot be known; a class of yours is left alone, as it might hold the model.
+        scheduler: a `ScheduleLR`, which computes any step, or one of torch's, of which a copy is stepped to the end. A
+            scheduler that waits for a metric cannot be known; one of another package is not copied, as it might hold
+            the model.
         steps: how often the scheduler is stepped in the whole run.
+        points: the most points to return.
     """
     if steps < 2:
         return []
@@ -36,14 +38,14 @@ def planned_lrs(scheduler: Any, steps: int, points: int = 600) -> list[tuple[int
         return [(step, lr(peak, step, total) * scheduler.factor(step)) for step in chosen]
     if not _may_walk(scheduler) or steps > LONGEST_WALK:
         return []
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # what is drawn at random is given back
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # the copy may draw random numbers
         warnings.simplefilter("ignore")  # "step() before optimizer.step()"
         lrs = _walk(scheduler, steps)
     return [(step, lrs[step] / scale) for step in chosen if step in lrs]
 
 
 def _may_walk(scheduler: Any) -> bool:
-    """Whether a copy is cheap and leaves the run alone: torch's own classes, whose functions hold no module."""
+    """Whether a copy is cheap and does not touch the run: one of torch's classes, whose functions hold no module."""
     functions = getattr(scheduler, "lr_lambdas", [])
     return (
         isinstance(scheduler, LRScheduler)
@@ -54,7 +56,7 @@ def _may_walk(scheduler: Any) -> bool:
 
 
 def _walk(scheduler: Any, steps: int) -> dict[int, float]:
-    """Step a copy of the scheduler to the end; it drives an optimizer of its own, which holds one number a group."""
+    """Step a copy of the scheduler to the end, with a copied optimizer that has one element in each group."""
     stand_in = torch.optim.SGD([torch.zeros(1)], lr=0.0)
     stand_in.param_groups = [
         {name: [torch.zeros(1)] if name == "params" else copy.deepcopy(value) for name, value in group.items()}

@@ -21,9 +21,9 @@ OF_FP8 = {
 
 
 def layout(train_loss: str, val_loss: str, names: Iterable[str]) -> dict[str, dict[str, list]]:
-    """Charts for every run, and those of precision and of the model's inside that `names` need, for the custom scalars.
+    """The layout of the custom-scalars tab: charts that every run has, and those for which `names` has a metric.
 
-    That is category -> chart -> `["Multiline", [regular expression, ...]]`, as torch's `add_custom_scalars` takes it.
+    It maps category -> chart -> `["Multiline", [regular expression, ...]]`, as torch's `add_custom_scalars` takes it.
     """
     names = list(names)
     charts = {
@@ -46,7 +46,7 @@ def layout(train_loss: str, val_loss: str, names: Iterable[str]) -> dict[str, di
 
 
 def _recorded(charts: dict[str, list[str]], names: Iterable[str]) -> dict[str, list[str]]:
-    """The members of `charts` that show any of `names`."""
+    """The charts that show at least one of `names`."""
     return {title: tags for title, tags in charts.items() if any(re.fullmatch("|".join(tags), name) for name in names)}
 
 
@@ -104,7 +104,7 @@ def flat(values: Any, before: str = "") -> dict[str, Any]:
 
 
 def recipe_of(trainer: Any) -> tuple[str, Any] | None:
-    """The YAML and the parsed values of the recipe, where LightningCLI runs it: its own callback saves them, too."""
+    """The YAML and the parsed values of the recipe if LightningCLI runs it: its SaveConfigCallback holds them."""
     for callback in trainer.callbacks:
         if hasattr(callback, "parser") and hasattr(callback, "config"):
             return callback.parser.dump(callback.config, skip_none=True), callback.config.as_dict()

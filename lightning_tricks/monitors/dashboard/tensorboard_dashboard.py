@@ -1,4 +1,4 @@
-"""Lay out TensorBoard for a pretraining run: the charts that tell its health, its recipe, its schedule, its result."""
+"""Lay out TensorBoard for a pretraining run: the charts to watch, the recipe, the schedule and the result."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ class TensorBoardDashboard(pl.Callback):
       clip's line (`train/clip_norm`), learning rate, tokens/s, MFU, memory, and what monitors record of loss scaling,
       activations, updates, attention and fp8;
     - the text `recipe`: the facts of the run, the module's hyper-parameters, and the YAML where LightningCLI runs it;
-    - the image `schedule`: the learning rate from the first step to the last, where a scheduler says it beforehand;
+    - the image `schedule`: the learning rate from the first step to the last, where it is known beforehand;
     - the HParams tab: the hyper-parameters, and `hp/val_loss`, the last validation's loss, also if training fails.
 
     At fit start it prints the command that starts TensorBoard, and the name of a page to open in a browser, which leads
@@ -49,7 +49,7 @@ class TensorBoardDashboard(pl.Callback):
         self._first = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Find the loggers, of the one Lightning or the other, and say how to open the dashboard."""
+        """Find the TensorBoardLoggers, and print how to open the dashboard."""
         found: list[Any] = [logger for logger in trainer.loggers if is_a(logger, "TensorBoardLogger")]
         self._loggers = found if trainer.is_global_zero else []
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
@@ -116,7 +116,7 @@ class TensorBoardDashboard(pl.Callback):
             logger.save()
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        """Write the result so far; what fails here must not keep others from saving theirs."""
+        """Write the result so far; an error here must not keep other callbacks from saving theirs."""
         with contextlib.suppress(Exception):
             self._finish(trainer)
 

@@ -10,9 +10,9 @@ import torch
 class DeviceWait:
     """Seconds that the device was idle while the host waited for batches.
 
-    Two events enclose each wait in the device's queue. The device passes the first when it has done what was queued
-    before, and the second when it has that and the host has the batch: between them it had nothing to do. A wait that
-    the device does not notice, because it still has work, counts nothing.
+    The host queues one event before each wait and one after it. The device reaches the first event when it has done all
+    work queued before, and the second when, in addition, the host has the batch: in between it had nothing to do. If
+    the device still has work during the whole wait, the two events follow each other at once, and nothing is counted.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.streams.Event.html.
     """
@@ -32,7 +32,7 @@ class DeviceWait:
         self._collect()
 
     def take(self) -> float:
-        """Seconds of all waits that the device has passed since the last `take`."""
+        """Seconds of all waits whose second event the device has reached since the last `take`."""
         self._collect()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -43,12 +43,12 @@ class DeviceWait:
         return event
 
     def _collect(self) -> None:
-        """Add up what the device has passed, so that few events are kept; asks, and does not wait."""
+        """Add up the waits that are over, so that few events are kept. It queries the events, without a wait."""
         while self._pending and self._pending[0][1].query():
             first, last = self._pending.popleft()
             self._seconds += first.elapsed_time(last) / 1000  # milliseconds
 
 
 def device_wait_on(device: torch.device) -> DeviceWait | None:
-    """One for a CUDA device; None for others, where the wait of the host has to do."""
+    """A DeviceWait for a CUDA device; None for other devices, where the time that the host waits is taken."""
     return DeviceWait() if device.type == "cuda" else None

@@ -19,11 +19,11 @@ from lightning_tricks.monitors.goodput.run_time import RunTime
 from lightning_tricks.monitors.goodput.timed import fetches_timed, saves_timed
 
 WRITE_SECONDS = 10.0  # at least, between two writes of the file at log steps
-SKIPPED = "guard/skipped_steps"  # a count of the steps so far that changed nothing, in each row or in the last one
+SKIPPED = "guard/skipped_steps"  # number of steps so far that changed nothing, in each row or in the last row only
 
 
 def newly_skipped(counts: list[float], before: float) -> tuple[int, float]:
-    """How often a running count went up, and its last value; a count that falls has begun anew, at 0."""
+    """By how much a running count has grown since `before`, and its last value; a count that falls restarted at 0."""
     found = 0.0
     for count in counts:
         found += count - before if count >= before else count
@@ -44,14 +44,14 @@ class GoodputMonitor(pl.Callback):
         GoodputMonitor: wall 3 h 12 min = steps 91.2 % + validation 3.1 % + checkpoints 1.3 % + ... + other 0.2 %
 
     It promises that each second is counted once, and that a kill loses none: the checkpoint holds the parts and the
-    time of day at which it was saved, so everything up to the start of the process that goes on from it is lost work or
-    down time. What is which is known from `goodput.json`, a small file beside the checkpoints that says when each
-    process ran. It is written with each save, on log steps 10 seconds or more apart, and at the end; without it, all of
-    that time counts as down time.
+    time of day at which it was saved, so everything up to the start of the process that resumes it is lost work or down
+    time. A small file beside the checkpoints, `goodput.json`, tells them apart: it says when each process ran. It is
+    written with each save, on log steps 10 seconds or more apart, and at the end; without it, all of that time counts
+    as down time.
 
     Times are those of rank 0: if it waits for another rank, that is time of steps. The host's clock is read when the
     buffer has brought an interval's values, which waits for the device; nothing else waits. On a CUDA device, events
-    tell how long the device was idle for want of data. On others it is the time that the host waited.
+    measure how long the device was idle because it had no data; elsewhere it is the time that the host waited.
 
     A `fit` without a checkpoint begins a new run. A sanity check counts as set-up. What other callbacks do at the end
     of a validation counts as validation. Steps that StepGuard has skipped (`guard/skipped_steps` in the buffer
@@ -62,16 +62,16 @@ class GoodputMonitor(pl.Callback):
         first one as productive; here all of the first step is set-up.
     """
 
-    _time: RunTime  # of the last fit, also when that has ended; from its `setup` on
+    _time: RunTime  # of the current fit or the last one; missing before the first `setup`
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] = {}
         self._device_wait: DeviceWait | None = None
-        self._fit_scope = ExitStack()  # replacements, for as long
+        self._fit_scope = ExitStack()  # the replaced methods; closed when the fit ends
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each part since the start of the run; of the last fit's run if none is running, empty before."""
+        """Seconds of each part since the start of the run, also after the fit; empty before the first fit."""
         return self._time.seconds() if hasattr(self, "_time") else {}
 
     # ---- start and end
@@ -98,13 +98,13 @@ class GoodputMonitor(pl.Callback):
         self._fit_scope.enter_context(compilations_timed(watch))
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Go on with the run of the checkpoint, which some strategies read only after `on_fit_start`."""
-        self._go_on()
-        self._buffer.at_flush(self._flushed)  # after those that find out how many steps were skipped
+        """Resume the run of the checkpoint, which some strategies read only after `on_fit_start`."""
+        self._resume()
+        self._buffer.at_flush(self._flushed)  # after StepGuard's, which counts the skipped steps
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Training is over; callbacks may save or wait now."""
-        self._enter("other")
+        self._begin_phase("other")
 
     def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Say where the time went."""
@@ -122,13 +122,13 @@ class GoodputMonitor(pl.Callback):
         self._fit_scope.close()
         if not hasattr(self, "_time") or self._time.has_ended:
             return
-        self._go_on()  # where it failed before training began
+        self._resume()  # where it failed before training began
         self._end_interval(0)
         self._time.end()
         self._write()
         rank_zero_info(f"GoodputMonitor: {bill(self._time.seconds())}")
 
-    # ---- what the checkpoint knows
+    # ---- state in the checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Where the time went until now, the time of day, and the place of the file."""
@@ -140,7 +140,7 @@ class GoodputMonitor(pl.Callback):
         """Keep it for the start of training."""
         self._loaded = state_dict
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         state, self._loaded = self._loaded, {}
         if not state:
             return
@@ -148,34 +148,34 @@ class GoodputMonitor(pl.Callback):
         if self._trainer.ckpt_path:  # the folder may have been moved
             places.insert(0, Path(self._trainer.ckpt_path).parent / FILE)
         self._history = History.read(state["run"], places if self._trainer.is_global_zero else [])
-        self._time.go_on(state, self._history.earlier, self._history.saves)
+        self._time.resume(state, self._history.earlier, self._history.saves)
         self._skipped = state["skipped_steps"]
         self._write()
 
-    # ---- the way through training
+    # ---- phases of training
 
-    def _enter(self, ground: str) -> None:
-        """Count to `ground` from now on. What the device has not done yet is waited for, where values are on it."""
-        if self._time.watch.ground != "setup":
+    def _begin_phase(self, phase: str) -> None:
+        """Count to `phase` from now on. If the buffer holds values, this waits until the device has done its steps."""
+        if self._time.watch.phase != "setup":
             self._buffer.flush()
-            self._time.watch.switch(ground)
+            self._time.watch.switch(phase)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Wait for the first batch, for which the loaders may start their workers."""
-        self._enter("data")
+        self._begin_phase("data")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Begin a micro-batch; those of the first step are part of the set-up."""
-        if self._time.watch.ground not in ("setup", "steps"):
+        if self._time.watch.phase not in ("setup", "steps"):
             self._time.watch.switch("steps")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the step, and record something that is read when the step is done."""
         if is_accumulating(trainer):
             return
-        # On a device it is copied in the order of its stream, so the transfer that takes it along waits for the step.
+        # A device copies it in the order of its stream, so the buffer's transfer waits until the step is done.
         self._buffer.record("_goodput", self._fence)
-        if self._time.watch.ground == "setup":
+        if self._time.watch.phase == "setup":
             self._time.watch.switch("steps")
         else:
             self._steps += 1
@@ -183,11 +183,11 @@ class GoodputMonitor(pl.Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Begin a validation, which lasts until training goes on; a sanity check is part of the set-up."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._enter("validation")
+            self._begin_phase("validation")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """End the epoch's last step or validation."""
-        self._enter("other")
+        self._begin_phase("other")
 
     def _before_save(self, path: Any) -> None:
         self._buffer.flush()  # so that the device has done the steps before

@@ -1,4 +1,4 @@
-"""A small file beside the checkpoints: when the processes of a run ran. No checkpoint knows what came after it."""
+"""A small file beside the checkpoints that says when each process of a run ran, also after its last checkpoint."""
 
 import json
 import os
@@ -10,15 +10,15 @@ from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks.accounting.goodput import Interval
 
 FILE = "goodput.json"
-_SAVES = 8  # so many of the last saves are kept: a run goes on from one of its newest checkpoints
+_SAVES = 8  # number of saves that are kept: a run resumes from one of its newest checkpoints
 
 
 class History:
     """When the processes of a run ran and when they waited for saves, as (first, last) times of day.
 
     Args:
-        run: names the run, so that no other run's file is taken for its own.
-        path: of the file; None until there is a place for it.
+        run: identifier of the run, so that another run's file is not taken for its own.
+        path: of the file; None until the first save.
     """
 
     def __init__(self, run: str, path: Path | None = None) -> None:
@@ -29,7 +29,7 @@ class History:
 
     @classmethod
     def read(cls, run: str, paths: Iterable[Path]) -> "History":
-        """The history in the first of the files that is of this run; an empty one if there is none."""
+        """The history in the first of `paths` that belongs to this run; an empty one if there is none."""
         for path in paths:
             try:
                 found: dict[str, Any] = json.loads(path.read_text())
@@ -39,11 +39,11 @@ class History:
                     history.saves = [(first, last) for first, last in found["saves"]]
                     return history
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # none, or of another program, or cut off with the host's power: the split is lost, no more
+                continue  # missing, of another program, or cut off: then lost work counts as down time
         return cls(run)
 
     def place_beside(self, checkpoint: Any) -> None:
-        """Lay the file beside a checkpoint, unless it has a place already or the checkpoint is not on this host."""
+        """Put the file into a checkpoint's folder, unless it has a place already or the checkpoint is not local."""
         if self.path is None and "://" not in str(checkpoint):
             self.path = Path(checkpoint).absolute().parent / FILE
 

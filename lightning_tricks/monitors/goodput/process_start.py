@@ -1,4 +1,4 @@
-"""The time of day from which a fit counts: the start of its process, or now if the process has fitted before."""
+"""When the time of a fit begins: at the start of its process, or now if this is not the process's first fit."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ _has_fitted = False
 
 
 def fit_start() -> float:
-    """Seconds since 1970: for the first fit of a process its start, for a later one and in a notebook now.
+    """Seconds since 1970: the start of the process for its first fit; now for a later fit, and in a notebook.
 
     Where the system does not tell when the process started, it is the time at which this file was imported.
     """

@@ -1,4 +1,4 @@
-"""The wall time of a run by part: of this process, and of the processes before it."""
+"""The wall time of a run by part, over this process and the processes before it."""
 
 import math
 import uuid
@@ -18,27 +18,27 @@ class RunTime:
     """
 
     def __init__(self, started_at: float) -> None:
-        self.run = uuid.uuid4().hex  # of the system's randomness: seeds and random states have no part in it
+        self.run = uuid.uuid4().hex  # from the system's randomness: no random state changes
         self.watch = Stopwatch("setup")
         self.started_at = started_at
-        self._first = max(process_start.wall_clock() - started_at, 0.0)  # seconds before the stopwatch
-        self._apart = dict.fromkeys(PARTS, 0.0)  # what the stopwatch does not know, and what it counts to other parts
-        self._apart["setup"] = self._first
+        self._before_watch = max(process_start.wall_clock() - started_at, 0.0)  # seconds before the stopwatch
+        self._corrections = dict.fromkeys(PARTS, 0.0)  # added to the stopwatch's seconds of each part
+        self._corrections["setup"] = self._before_watch
         self._steps_before = 0.0  # seconds of steps when the last interval ended
         self._end: tuple[dict[str, float], float] | None = None
 
     def seconds(self) -> dict[str, float]:
-        """Of each part, so far."""
+        """Seconds of each part so far."""
         if self._end is not None:
             return dict(self._end[0])
         watched = self.watch.read()
-        return {part: apart + watched.get(part, 0.0) for part, apart in self._apart.items()}
+        return {part: correction + watched.get(part, 0.0) for part, correction in self._corrections.items()}
 
     def now(self) -> float:
-        """The time of day, or the one at which the count ended, by the process's steady clock: nobody sets it."""
+        """The time of day, or that of `end`. It advances by the steady clock, which nobody can set back."""
         if self._end is not None:
             return self._end[1]
-        return self.started_at + self._first + math.fsum(self.watch.read().values())
+        return self.started_at + self._before_watch + math.fsum(self.watch.read().values())
 
     def end(self) -> None:
         """Count no longer."""
@@ -49,7 +49,7 @@ class RunTime:
         """Whether `end` was called."""
         return self._end is not None
 
-    def go_on(self, state: Mapping[str, Any], processes: Iterable[Interval], saves: Iterable[Interval]) -> None:
+    def resume(self, state: Mapping[str, Any], processes: Iterable[Interval], saves: Iterable[Interval]) -> None:
         """Take over what a checkpoint knows of the run, and count the time that was lost since it was saved.
 
         Args:
@@ -58,32 +58,32 @@ class RunTime:
             saves: when they waited for saves.
         """
         saved_at: float = state["saved_at"]
-        # This process may have started before: what it did until then is in the checkpoint's time already.
-        twice = min(max(saved_at - self.started_at, 0.0), self._first)
-        self.started_at, self._first = self.started_at + twice, self._first - twice
-        self._apart["setup"] -= twice
+        # This process may have started before the save: its time until then is in the checkpoint already.
+        overlap = min(max(saved_at - self.started_at, 0.0), self._before_watch)
+        self.started_at, self._before_watch = self.started_at + overlap, self._before_watch - overlap
+        self._corrections["setup"] -= overlap
         lost = lost_to_restart(saved_at, self.started_at, processes, saves)
         for part in PARTS:
-            self._apart[part] += state["seconds"].get(part, 0.0) + lost.get(part, 0.0)
+            self._corrections[part] += state["seconds"].get(part, 0.0) + lost.get(part, 0.0)
         self.run = state["run"]
         self._steps_before = self.seconds()["steps"]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as numbers and text."""
+        """The state for a checkpoint: numbers and text only."""
         return {"run": self.run, "seconds": self.seconds(), "saved_at": self.now()}
 
     def end_interval(self, steps: int, skipped: int, data: float) -> None:
-        """Correct the time of the steps since the last interval's end.
+        """End a logging interval: take waits for data and skipped steps out of the time of its steps.
 
         Args:
-            steps: that were done in it.
-            skipped: how many of them changed nothing; they have a mean step's time.
-            data: seconds of them in which the device waited for data.
+            steps: number of steps in the interval.
+            skipped: number of steps that changed nothing; each is taken to have the mean step's time.
+            data: seconds of the steps in which the device waited for data.
         """
         seconds = self.seconds()["steps"] - self._steps_before
         data = min(data, seconds)
         wasted = (seconds - data) * min(skipped / steps, 1.0) if steps else 0.0
         for part, spent in (("data", data), ("skipped", wasted)):
-            self._apart["steps"] -= spent
-            self._apart[part] += spent
+            self._corrections["steps"] -= spent
+            self._corrections[part] += spent
         self._steps_before = self.seconds()["steps"]

@@ -1,4 +1,4 @@
-"""Let a stopwatch see what has no hook: the wait for a training batch, and the wait for a checkpoint."""
+"""Time two waits for which Lightning has no hooks: the wait for a training batch, and the wait for a checkpoint."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -15,23 +15,24 @@ from lightning_tricks.monitors.goodput.device_wait import DeviceWait
 def fetches_timed(trainer: Any, watch: Stopwatch, device_wait: DeviceWait | None) -> Iterator[None]:
     """Count the waits for a batch between two steps as "data", or let `device_wait` count those of the device.
 
-    A wait while the ground is another one than "steps" is time of that ground. A "validation" ends where it begins.
+    Only waits in the phase "steps" are counted so; in another phase they are time of that phase. A wait ends the phase
+    "validation".
     """
     owner, before, after = fetch_hooks(trainer)
-    begin_as_before, end_as_before = getattr(owner, before), getattr(owner, after)
+    original_begin, original_end = getattr(owner, before), getattr(owner, after)
     counts = False
 
     def begin() -> None:
         nonlocal counts
-        if watch.ground == "validation":
+        if watch.phase == "validation":
             watch.switch("steps")
-        counts = watch.ground == "steps"
+        counts = watch.phase == "steps"
         if counts:
             device_wait.begin() if device_wait else watch.enter("data")
-        begin_as_before()
+        original_begin()
 
     def end() -> None:
-        end_as_before()
+        original_end()
         if counts:
             device_wait.end() if device_wait else watch.leave()
 
@@ -43,19 +44,19 @@ def fetches_timed(trainer: Any, watch: Stopwatch, device_wait: DeviceWait | None
 def saves_timed(
     trainer: Any, watch: Stopwatch, before_save: Callable[[Any], None], after_save: Callable[[], None]
 ) -> Iterator[None]:
-    """Count what training waits for a checkpoint as "checkpoint", also the waits for one written in the background.
+    """Count the time that training waits for a checkpoint as "checkpoint", also for one written in the background.
 
     Args:
         before_save: called with the checkpoint's path before the time of a save begins.
         after_save: called when it has ended, also with an error.
     """
-    save_as_before = trainer.save_checkpoint
+    original_save = trainer.save_checkpoint
 
-    @functools.wraps(save_as_before)
+    @functools.wraps(original_save)
     def save(filepath: Any, *args: Any, **kwargs: Any) -> Any:
         before_save(filepath)
         try:
-            return timed(save_as_before)(filepath, *args, **kwargs)
+            return timed(original_save)(filepath, *args, **kwargs)
         finally:
             after_save()
 

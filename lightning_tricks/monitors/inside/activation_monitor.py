@@ -52,12 +52,12 @@ def first_tensor(output: Any) -> Tensor | None:
 
 
 class ActivationMonitor(pl.Callback):
-    r"""Record size and trouble of each block's output on each log step. Never changes training.
+    r"""Record the size of each block's output, its zeros and non-finite values on log steps. Never changes training.
 
-    For each block `activations/<block>/rms`, `/max_abs`, `/zero_fraction` and `/nonfinite_fraction` of its first
-    floating-point tensor, in the last micro-batch of the step and in the block's first run there: what activation
-    checkpointing computes again is not counted twice. `<block>` is the submodule's name. The non-finite fraction is
-    the largest over ranks, so that trouble anywhere shows; the others are those of rank 0.
+    For each block `activations/<block>/rms`, `/max_abs`, `/zero_fraction` and `/nonfinite_fraction` of the first
+    floating-point tensor in its output, in the last micro-batch of the step. `<block>` is the submodule's name. Only
+    the block's first run counts: activation checkpointing runs it again. The non-finite fraction is the largest over
+    ranks, so that a NaN on any rank shows; the others are those of rank 0.
 
     Blocks compiled one by one (`block.compile()`, `torch.compile(block)`) are watched from outside their graphs, which
     stay as they are. Blocks inside a model that is compiled as a whole cannot be seen: one warning says so.
@@ -96,7 +96,7 @@ class ActivationMonitor(pl.Callback):
         self._watch.start_batch(trainer, self._buffer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Record."""
+        """Record the measurements of a log step."""
         example = ", ".join(self._names[:1])
         found = self._watch.end_batch(self._names, f"no block ({example}, ...) ran where it can be seen")
         if found is None:

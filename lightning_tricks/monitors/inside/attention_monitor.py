@@ -15,7 +15,7 @@ METHOD = "max_attention_logit"
 
 
 def modules_with_max_logit(module: nn.Module) -> dict[str, nn.Module]:
-    """The submodules that have a method `max_attention_logit`, by name; not those inside another that has it."""
+    """The outermost submodules that have a method `max_attention_logit`, by name."""
     found: dict[str, nn.Module] = {}
     for name, submodule in named_submodules(module).items():
         if callable(getattr(submodule, METHOD, None)) and not any(name.startswith(f"{outer}.") for outer in found):
@@ -30,11 +30,11 @@ class AttentionMonitor(pl.Callback):
     last micro-batch of the step, over all heads and ranks. Where it keeps growing, attention closes in on single tokens
     and training may diverge: lower the lr, or normalise queries and keys (`qk_norm` of our decoder).
 
-    A model offers it by a method `max_attention_logit` of its blocks or attention modules, which takes what their
-    `forward` takes and returns a scalar tensor. Our decoder's blocks have it. It is called before the block runs,
-    without gradients and outside any compiled graph, so the block's own computation is untouched; the price is the
-    queries and keys once more, and their products in slices. A model without such a method gets one line, and nothing
-    else.
+    The model's blocks or attention modules need a method `max_attention_logit` with the arguments of their `forward`,
+    which returns a scalar tensor. Our decoder's blocks have it. It is called before the block runs, without gradients
+    and outside any compiled graph, so the block's own computation does not change. The cost: queries and keys are
+    computed once more, and their products in slices. For a model without such a method, one warning is printed and
+    nothing is recorded.
 
     Source: Wortsman et al. 2023, https://ar5iv.labs.arxiv.org/html/2309.14322 (growth of attention logits).
     """
@@ -62,7 +62,7 @@ class AttentionMonitor(pl.Callback):
         self._watch.start_batch(trainer, self._buffer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Record."""
+        """Record the measurements of a log step."""
         unseen = "no block ran where it can be seen; if you use torch.compile, compile each block"
         found = self._watch.end_batch(self._names, unseen)
         if found is None:

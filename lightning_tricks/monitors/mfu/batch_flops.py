@@ -1,4 +1,4 @@
-"""The tokens and samples of a micro-batch, and their FLOPs: given by the user, known by the module, or counted once."""
+"""Count the tokens and samples of a micro-batch, and find their FLOPs: from the user, the module, or a count."""
 
 import dataclasses
 import functools
@@ -14,15 +14,15 @@ from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-Flops = tuple[float, float]  # the model's, and the recomputed ones: nan where not known
+Flops = tuple[float, float]  # (the model's, the recomputed); nan where the second is not known
 
 
 @dataclasses.dataclass
 class Contents:
     """Tokens and samples of a micro-batch."""
 
-    tokens: Tensor | float  # a scalar on the device where padding is marked
-    positions: float  # tokens with their padding; equal to `tokens` where that is a number
+    tokens: Tensor | float  # without padding; a scalar on the device if a mask marks padding
+    positions: float  # with padding; equal to `tokens` if that is a number
     length: int  # T, tokens in a row; 0 where not known
     samples: int  # length of the first dimension of the first tensor that has one
 
@@ -30,9 +30,10 @@ class Contents:
 def contents_of(module: Any, batch: Any) -> Contents:
     """Count a micro-batch of any type without reading a device, with the module's own `tokens_in(batch)` if it has one.
 
-    Tokens are B * T of the first tensor that is named `input_ids` or `tokens`, else of the first of integers (B, T),
-    else of the first of floats (B, T, D); or the ones in an integer `attention_mask` (B, T). Where the first tensor is
-    an image, (B, C, H, W), only names count: integers beside it are labels.
+    The tokens are the B * T positions of the first tensor that is named `input_ids` or `tokens`, else of the first
+    integer tensor (B, T), else of the first float tensor (B, T, D). If there is an integer `attention_mask` (B, T), its
+    ones count instead. If the first tensor of the batch is an image, (B, C, H, W), only the names are looked at:
+    integers beside an image are labels.
     """
     tensors = list(_tensors(batch))
     rows, length = _token_shape(tensors)
@@ -74,11 +75,11 @@ def _token_shape(tensors: list[tuple[Any, Tensor]]) -> tuple[int, int]:
 
 @dataclasses.dataclass
 class BatchFlops:
-    """FLOPs by the token or by the sample, and where the figure comes from."""
+    """FLOPs per token or per sample, and where the figure comes from."""
 
-    unit: Literal["token", "sample"]  # tokens with their padding
-    of_one: Callable[[int], Flops]  # FLOPs of one unit in a row of that length
-    origin: str  # one line of text
+    unit: Literal["token", "sample"]  # a token may be padding
+    of_one: Callable[[int], Flops]  # FLOPs of one unit in a row of the given length
+    origin: str  # one line for the log
 
     def __call__(self, contents: Contents) -> Flops:
         """FLOPs of a whole micro-batch."""
@@ -90,7 +91,7 @@ class BatchFlops:
 def find_batch_flops(
     module: Any, batch: Any, per_token: float | None, per_sample: float | None, attention: str, trainer: Any
 ) -> BatchFlops:
-    """The options first, then the module's `flops_per_token(seq_len, attention)`, then a count on a copy.
+    """The FLOPs by the options, else by the module's `flops_per_token(seq_len, attention)`, else counted on a copy.
 
     Raises:
         UsageError: `flops_per_token` is given, but the batch has no tokens.
@@ -114,10 +115,12 @@ def find_batch_flops(
 
 
 def flops_of_batch(counter: FlopCounter, contents: Contents, copies: int = 1) -> BatchFlops:
-    """The FLOPs that were counted on one batch, for all others: by the token, or by the sample where it has no tokens.
+    """The FLOPs per token that were counted on one batch, or per sample if it has no tokens, to use for all batches.
 
     Args:
-        copies: ranks that share the work on it, each of which counted its own share.
+        counter: after the step.
+        contents: of the batch.
+        copies: number of ranks that share the work on the batch; each has counted its own part.
 
     Raises:
         CannotCount: not everything could be counted, or the batch holds neither tokens nor samples.

@@ -29,11 +29,13 @@ def rates(
 
     Args:
         steps: `_samples`, `_positions`, `_tokens`, `_flops` and `_recompute` of each optimizer step, as sums over all
-            ranks, also over those that hold a copy of another's data.
-        data_world_size: ranks that see different data.
+            ranks, also over ranks that see the same data.
+        seconds: of the interval.
+        world_size: number of ranks.
+        data_world_size: number of ranks that see different data.
         peak: FLOP/s of one rank's device, None where not known.
     """
-    # without padding: the share of a step's positions that are tokens
+    # padding is no work of the model: the share of a step's positions that are tokens
     real = [step["_tokens"] / step["_positions"] if step["_positions"] else 1.0 for step in steps]
     per_second = data_world_size / world_size / seconds
     tokens = sum(step["_tokens"] for step in steps) * per_second
@@ -45,7 +47,7 @@ def rates(
         found |= {"tokens_per_second": tokens, "tokens_per_second_per_device": tokens / world_size}
     if model:
         found["model_flops_per_second"] = model
-        if peak and not model > peak:  # otherwise the peak is wrong, or the FLOPs are
+        if peak and not model > peak:  # above the peak, one of the two is wrong
             found |= {"mfu": model / peak}
             if not (math.isnan(recompute) or model + recompute > peak):  # unknown where FLOPs were given
                 found["hfu"] = (model + recompute) / peak
@@ -58,16 +60,16 @@ class MFUMonitor(pl.Callback):
     `throughput/tokens_per_second`, `.../samples_per_second` and `.../step_seconds` hold for all devices together;
     `.../tokens_per_second_per_device`, `.../model_flops_per_second`, `.../mfu` and `.../hfu` for one device. MFU is the
     model's FLOP/s over the device's dense peak, a fraction; HFU counts also what activation checkpointing recomputes.
-    Ranks that see the same data count once; padding that an `attention_mask` marks counts nothing.
+    Ranks that see the same data count once; padding that an `attention_mask` marks is left out.
 
     The first step, validation, checkpoints and compilations are left out of the rates and reported as
     `throughput/first_step_seconds`, `.../validation_seconds`, `.../checkpoint_seconds` and `.../compile_seconds`. The
     clock is read when the buffer has brought the values to the host, which waits for the device; nothing else waits.
 
     FLOPs come from the options, or from the module's method `flops_per_token(seq_len, attention)`, which returns the
-    model's and the recomputed ones, or else are counted on the first batch, with `count_flops` or, where no copy can
-    be run, while the first micro-batch runs. A module may have a method `tokens_in(batch)`, a number or a scalar on the
-    device, where the batch alone does not tell.
+    model's and the recomputed ones. Otherwise they are counted on the first batch: with `count_flops` or, where no copy
+    can be run, while the first micro-batch runs. If the batch does not show the number of its tokens, give the module a
+    method `tokens_in(batch)`, which returns it as a number or as a scalar tensor on the device.
 
     Args:
         flops_per_token: Forward and backward pass, for one token. Default: closed form or counted.
@@ -105,7 +107,7 @@ class MFUMonitor(pl.Callback):
         self._counts = dict.fromkeys(_COUNTS, 0.0)  # likewise
         self._watch: Stopwatch | None = None  # from the first batch on
         self._counter: FlopCounter | None = None  # of the first micro-batch, where that is counted as it runs
-        self._counting_scope, self._fit_scope = ExitStack(), ExitStack()  # replacements, for as long
+        self._counting_scope, self._fit_scope = ExitStack(), ExitStack()  # replaced methods of that time
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the buffer, and time checkpoints from now on."""
@@ -125,8 +127,8 @@ class MFUMonitor(pl.Callback):
             return
         if self._watch is None:
             self._begin(pl_module, batch)
-        elif self._watch.ground == "first_step":
-            self._buffer.flush()  # an interval of its own, once it is done
+        elif self._watch.phase == "first_step":
+            self._buffer.flush()  # the first step is over: it is an interval of its own
         self._contents = contents_of(pl_module, batch)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -138,7 +140,7 @@ class MFUMonitor(pl.Callback):
         model, recompute, positions = 0.0, math.nan, 0.0
         if self._batch_flops is not None:
             model, recompute = self._batch_flops(contents)
-            # FLOPs by the sample are not corrected for padding
+            # FLOPs per sample are not corrected for padding
             positions = contents.positions if self._batch_flops.unit == "token" else 0.0
         self._tokens = self._tokens + contents.tokens
         for name, value in zip(_COUNTS, (contents.samples, positions, model, recompute), strict=True):
@@ -182,7 +184,7 @@ class MFUMonitor(pl.Callback):
         device, dtype = trainer.strategy.root_device, getattr(trainer.precision_plugin, "peak_dtype", None)
         self._peak, self._against = device_peak(device, trainer.precision, dtype, self.peak_flops)
         try:
-            self._say(find_batch_flops(pl_module, batch, *options, trainer))
+            self._use_flops(find_batch_flops(pl_module, batch, *options, trainer))
         except CannotCount as error:
             self._not_on_a_copy = str(error)
             self._counter = self._counting_scope.enter_context(counting_real_step(trainer, pl_module))
@@ -197,7 +199,7 @@ class MFUMonitor(pl.Callback):
         trainer, counter, self._counter = self._trainer, self._counter, None
         self._counting_scope.close()
         try:
-            self._say(flops_of_batch(counter, self._contents, trainer.world_size // data_rank(trainer)[1]))
+            self._use_flops(flops_of_batch(counter, self._contents, trainer.world_size // data_rank(trainer)[1]))
         except CannotCount as error:
             name = type(trainer.lightning_module).__name__
             rank_zero_warn(
@@ -205,14 +207,15 @@ class MFUMonitor(pl.Callback):
                 f"({self._not_on_a_copy}), nor in its first step ({error}); give flops_per_token or flops_per_sample"
             )
 
-    def _say(self, found: BatchFlops) -> None:
+    def _use_flops(self, found: BatchFlops) -> None:
+        """Take these FLOPs for all batches, and log where they come from."""
         self._batch_flops = found
         rank_zero_info(f"MFUMonitor: {found.origin}; {self._against}")
 
     def _record(self) -> None:
         """Record all micro-batches of the step."""
         if self._fence is not None:
-            # Copied in the order of the device's stream, so the transfer that takes it along waits for the step.
+            # A device copies it in the order of its stream, so the buffer's transfer waits until the step is done.
             self._buffer.record("_fence", self._fence)
         if self._trainer.world_size > 1:
             self._buffer.record("_tokens", self._tokens, "sum")
@@ -231,10 +234,10 @@ class MFUMonitor(pl.Callback):
         steps = [row.values for row in rows if "_samples" in row.values]
         if self._watch is None or not steps:
             return {}
-        seconds, apart = self._watch.take()
-        found = {f"{kind}_seconds": spent for kind, spent in apart.items()}
-        if self._watch.ground == "first_step":
-            self._watch.ground = "training"
+        seconds, others = self._watch.take()
+        found = {f"{kind}_seconds": spent for kind, spent in others.items()}
+        if self._watch.phase == "first_step":
+            self._watch.phase = "training"
             found["first_step_seconds"] = seconds
         elif seconds > 0:
             found |= rates(steps, seconds, self._trainer.world_size, data_rank(self._trainer)[1], self._peak)

@@ -19,14 +19,15 @@ RANKS = "ranks"  # on how many the layer was measured
 
 
 class Fp8Watch:
-    """Have the precision plugin measure each fp8 layer's weight and input once on a log step, and record that.
+    """Let the precision plugin measure weight and input of each fp8 layer once on each log step; record the results.
 
     A layer that runs in eager is measured when it is called. One inside a compiled module is measured in an eager run
     of that module, just before its own: `run_uncompiled` says what that leaves untouched.
 
     Args:
         plugin: has `fp8_layers` and `layer_stats(layer, input)`.
-        root: the LightningModule; layers are named as its submodules are.
+        root: the LightningModule; layers have the names of its submodules.
+        buffer: to record into.
     """
 
     def __init__(self, plugin: Any, root: nn.Module, buffer: MetricBuffer) -> None:
@@ -60,7 +61,7 @@ class Fp8Watch:
             self._hook(self._in_eager, self._batch)
 
     def end_batch(self, device: torch.device) -> None:
-        """Record: every rank gives equally many numbers, whichever layers ran on it, or a collective would not end."""
+        """Record. Every rank gives the same number of values, whichever layers ran on it: a collective joins them."""
         self._batch.close()
         found = self._watch.end_batch(self.layers, "none ran where it can be seen")
         if found is None:

@@ -40,15 +40,15 @@ class PrecisionMonitor(pl.Callback):
       the mean over ranks.
     - `precision/fp8_underflow_max`: the largest `input_underflow` of any layer.
 
-    It goes by what the Trainer's precision plugin offers: `scaler`, as Lightning's own has it, or `fp8_layers`,
-    `converted_share` and `layer_stats`. Any other plugin gets one line, and nothing is recorded.
+    It reads attributes of the Trainer's precision plugin: `scaler`, as Lightning's own plugin has it, or `fp8_layers`,
+    `converted_share` and `layer_stats`. For any other plugin, one warning is printed and nothing is recorded.
 
     Layers inside modules that are compiled one by one are measured in an eager run of these modules just before their
     own, without gradients and in evaluation mode, so that the graph, random numbers and buffers stay as they are:
     one more forward pass of the blocks on log steps. Dropout before a layer is off there.
 
     Args:
-        per_layer: measure the layers. False leaves of fp8 only its share.
+        per_layer: measure the layers. False: of the fp8 metrics, only `precision/fp8_share` is recorded.
 
     Source: https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py (when a step is skipped and how the
         scale moves); Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433 (what fp8 holds).
@@ -105,7 +105,7 @@ class PrecisionMonitor(pl.Callback):
         self._buffer.record("precision/skipped_steps", skipped)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Record."""
+        """Record the skipped steps, and on log steps the fp8 metrics."""
         self._settle(trainer.precision_plugin)
         if self._share is not None and not is_accumulating(trainer) and self._buffer.is_log_step():
             self._buffer.record("precision/fp8_share", self._share)

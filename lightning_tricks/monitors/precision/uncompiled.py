@@ -1,4 +1,4 @@
-"""Run a compiled module once more without its graph, to look at what is inside, and leave no trace of it."""
+"""Run a compiled module once more in eager, so that hooks inside it are called, and undo every side effect."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 
 def can_run_uncompiled(module: nn.Module) -> bool:
-    """Whether `module` may be run once more: not where FSDP2 gathers parts of it, whose hooks count their runs."""
+    """Whether `module` may be run once more: not if FSDP2 gathers parts of it, because its hooks count the runs."""
     inner = _uncompiled(module)
     return not any(isinstance(part, FSDPModule) for part in inner.modules() if part is not inner)
 
@@ -36,7 +36,7 @@ def run_uncompiled(
         torch.no_grad(),
         torch.random.fork_rng(cuda),
         torch.compiler.set_stance("force_eager"),  # for what is compiled inside
-        _as_it_was(inner, keep_mode),
+        _evaluating(inner, keep_mode),
     ):
         inner.forward(*args, **kwargs)
 
@@ -55,8 +55,8 @@ def _uncompiled(module: nn.Module) -> Any:
 
 
 @contextmanager
-def _as_it_was(module: nn.Module, keep_mode: Collection[nn.Module]) -> Iterator[None]:
-    """Evaluation mode, and back; buffers that were written to get their values back."""
+def _evaluating(module: nn.Module, keep_mode: Collection[nn.Module]) -> Iterator[None]:
+    """Evaluation mode inside the `with`; after it, modes and buffers are what they were."""
     kept = {id(part) for part in keep_mode}
     modes = [(part, part.training) for part in module.modules() if id(part) not in kept]
     buffers = [(part, name, held) for part in module.modules() for name, held in part._buffers.items()]
