@@ -1,4 +1,4 @@
-"""The cost of a run: arithmetic on plain numbers, no Lightning; torch is imported only to count or to measure."""
+"""The cost of a run in FLOPs and wall time: arithmetic, no Lightning; torch is imported only to count or measure."""
 
 from typing import TYPE_CHECKING, Any
 

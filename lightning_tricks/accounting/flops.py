@@ -1,6 +1,6 @@
-"""FLOPs that training spends on one token, in closed form and in two stated definitions.
+"""FLOPs that training spends on one token, as a formula, in two definitions: causal and full attention.
 
-Divide tokens/s times this number by the device's peak to get MFU, the fraction of the silicon that is at work.
+MFU is this number times tokens/s, divided by the device's peak FLOP/s.
 """
 
 from typing import Literal, Protocol, get_args
@@ -51,10 +51,10 @@ class DecoderShape(Protocol):
 
 
 def matmul_parameters(shape: DecoderShape) -> int:
-    """Weights that each token is multiplied with: blocks and head, without embeddings, biases and norms.
+    """Number of weights that each token is multiplied with: blocks and head, without embeddings, biases and norms.
 
-    The head counts also where it is tied: the embedding is a look-up, the head a product. Of experts those count that
-    a token is sent to, and the router that chooses them. Llama-2-7B: 6,607,077,376.
+    A tied head counts too: the embedding is a look-up, the head a product. In a mixture of experts, the experts that a
+    token is sent to count, and the router that chooses them. Llama-2-7B: 6,607,077,376.
 
     Raises:
         UsageError: `n_experts` without an `experts_per_token` between 1 and `n_experts`.
@@ -69,7 +69,7 @@ def matmul_parameters(shape: DecoderShape) -> int:
 
 
 def _projections(shape: DecoderShape) -> int:
-    """Weights of one block's projections: of queries and output, which have as many, and of keys and values."""
+    """Weights of one block's four projections: queries and output are of one size, keys and values of another."""
     return 2 * shape.d_model * shape.head_dim * (shape.n_heads + shape.kv_heads)
 
 
@@ -80,9 +80,9 @@ def _mlp_matrices(shape: DecoderShape) -> int:
 def attention_flops_per_token(shape: DecoderShape, seq_len: int, attention: Attention) -> int:
     """FLOPs of the two products between tokens, scores and weighted values, forward and backward, for one token.
 
-    A product with n keys takes 2 n head_dim a head; two products, and twice as much again backward, make
-    12 n_layers n_heads head_dim n. With `full`, n is `seq_len`; with `causal`, its half: what the mean token may see.
-    Arguments as in `training_flops_per_token`.
+    A product with n keys takes 2 n head_dim FLOPs a head. Two products, and twice as many FLOPs backward, make
+    12 n_layers n_heads head_dim n. With `full`, n is `seq_len`; with `causal` it is half of that, the number of keys
+    that a token sees on average. Arguments as in `training_flops_per_token`.
 
     Raises:
         UsageError: another definition, or a length below 1.
@@ -129,16 +129,18 @@ def training_flops_per_token(shape: DecoderShape, seq_len: int, attention: Atten
 def recompute_flops_per_token(
     shape: DecoderShape, seq_len: int, attention: Attention, activation_checkpointing: Checkpointing
 ) -> int:
-    """FLOPs that activation checkpointing in our decoder spends on a token again, beyond `training_flops_per_token`.
+    """FLOPs for one token that activation checkpointing of our decoder adds to `training_flops_per_token`.
 
-    Add them for HFU, which counts what the hardware did. `full` runs all products of a block again but the last, down,
-    whose result nobody needs; `selective` those that it does not keep: k, o, and of a gated MLP up. The head is outside
-    the blocks. What a fused attention kernel recomputes inside itself is counted nowhere. On a CPU in bf16 short rows
-    have no fused kernel, and `selective` then repeats attention too; that is not counted.
+    Add them for HFU, which counts all work of the hardware. `full` repeats all products of a block but `down`, the last,
+    whose result is not needed; `selective` repeats the products that it does not keep: `k`, `o`, and `up` of a gated
+    MLP. The head is outside the blocks. Work that a fused attention kernel repeats inside itself is not counted. On a
+    CPU in bf16, short rows have no fused kernel, and `selective` then repeats attention too; that is not counted
+    either.
 
     Args:
         shape: a dense decoder.
-        seq_len: as in `training_flops_per_token`, and `attention` too.
+        seq_len: as in `training_flops_per_token`.
+        attention: as in `training_flops_per_token`.
         activation_checkpointing: `none`, `selective` or `full`, as in `LanguageModel`.
 
     Raises:
@@ -162,5 +164,5 @@ def recompute_flops_per_token(
     if activation_checkpointing == "full":  # all but down
         products = projections + (_mlp_matrices(shape) - 1) * mlp_matrix
         return 2 * shape.n_layers * products + forward_attention
-    # k and o are half of the projections' weights; up runs again only beside a gate, which is kept in its place
+    # k and o are half of the projections' weights; a gated MLP keeps the gate and repeats up, any other keeps up
     return 2 * shape.n_layers * (projections // 2 + (_mlp_matrices(shape) - 2) * mlp_matrix)

@@ -1,6 +1,6 @@
-"""Where the wall time of a run went: parts that add up to it, over restarts too.
+"""Split the wall time of a run, over its restarts, into parts that add up to it, and print them as one line.
 
-Times of day are in seconds since 1970, intervals are (first, last) of such times.
+Times of day are in seconds since 1970; an interval is a pair (first, last) of them.
 """
 
 import math
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 Interval = tuple[float, float]
 
-# The parts of a run's wall time, with their names in the bill; `other` is the rest.
+# The parts of a run's wall time, with their names in `bill`; `other` is the rest.
 PARTS = {
     "steps": "steps",
     "validation": "validation",
@@ -30,23 +30,24 @@ def covered(intervals: Iterable[Interval], first: float, last: float) -> float:
         begin, end = max(begin, first), min(end, last)
         if end > begin:
             seconds += end - begin
-            first = end  # what comes before is counted
+            first = end  # seconds before it are counted already
     return seconds
 
 
 def lost_to_restart(
     saved_at: float, started_at: float, processes: Iterable[Interval], saves: Iterable[Interval]
 ) -> dict[str, float]:
-    """The time between the save of a checkpoint and the start of the process that goes on from it, by part.
+    """Seconds between the save of a checkpoint and the start of the process that resumes it, by part.
 
-    The rest of the save itself is time of checkpoints. Everything else that a process did after it is lost, and while
-    no process ran, the run was down. The three add up to `started_at - saved_at`, or to 0 if that is negative.
+    The rest of the save itself counts as `checkpoint`. All other time in which a process ran after `saved_at` is
+    `lost`, and time in which no process ran is `down`. The three add up to `started_at - saved_at`, or to 0 if that is
+    negative.
 
     Args:
-        saved_at: when the checkpoint's content was taken.
-        started_at: when the process that goes on from it started.
-        processes: when earlier processes of the run ran, as far as that is known; they may overlap.
-        saves: when they waited for saves, as far as that is known.
+        saved_at: time of day at which the state in the checkpoint was read.
+        started_at: time of day at which the resuming process started.
+        processes: intervals in which earlier processes of the run ran, as far as known; they may overlap.
+        saves: intervals in which those waited for saves, as far as known.
     """
     ran = covered(processes, saved_at, started_at)
     own_save = [save for save in saves if save[0] <= saved_at <= save[1]]
@@ -63,7 +64,7 @@ def fractions(seconds: Mapping[str, float]) -> dict[str, float]:
 def tenths_of_percent(seconds: Mapping[str, float]) -> dict[str, int]:
     """Each part in units of 0.1 %, rounded so that all together are 1000.
 
-    All are rounded down, then those with the largest remainders up, as seats are given to parties.
+    All are rounded down; then the parts with the largest remainders get one more (largest remainder method).
     """
     exact = {part: 1000 * fraction for part, fraction in fractions(seconds).items()}
     found = {part: math.floor(value) for part, value in exact.items()}
@@ -85,10 +86,10 @@ def duration(seconds: float) -> str:
 
 
 def bill(seconds: Mapping[str, float]) -> str:
-    """The parts in one line, in percent that add up to 100.0; a part of 0.0 % is left out, but for steps and other.
+    """The parts in one line, in percent that add up to 100.0. Parts of 0.0 % are left out, except steps and other.
 
     Args:
-        seconds: of each of `PARTS`.
+        seconds: of each part in `PARTS`.
     """
     found = tenths_of_percent(seconds)
     shown = [part for part in PARTS if found[part] or part in ("steps", "other")]

@@ -1,17 +1,17 @@
-"""Peak FLOP/s of a device at a dtype, as its datasheet says: the bottom line of MFU.
+"""Peak FLOP/s of a device at a dtype, from its datasheet: the denominator of MFU. Add a device to `PEAKS`.
 
-All figures are dense: those with sparsity, which vendors print first, are twice as high, and no training reaches them.
-GeForce cards add up products of fp16 and bf16 in fp32 at half the speed that they advertise; that half is taken, for
-training adds up in fp32.
+All figures are dense: figures with sparsity, which vendors print first, are twice as high, and no training reaches
+them. GeForce cards have half of their advertised fp16 and bf16 speed when they accumulate in fp32; the table has that
+half, because training accumulates in fp32.
 
-Sources: the figures were read in these tables; where one of them names the datasheet, the link below is to that.
+Sources: the figures were read in these tables; the link in a row is to the datasheet, if a table names it.
     https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md (data centre GPUs, TPUs)
     https://github.com/pytorch/torchtitan/blob/main/torchtitan/tools/utils.py (H100 NVL, H20, A6000, one MI250X die)
     https://github.com/karpathy/nanochat/blob/master/nanochat/common.py (H200 NVL, A30, A40, L4, GeForce)
     https://github.com/mosaicml/composer/blob/main/composer/callbacks/speed_monitor.py (A10, T4, V100)
     https://github.com/Lightning-AI/pytorch-lightning/blob/master/src/lightning/fabric/utilities/throughput.py (L40, and
     fp32 and tf32 of A40, A6000, L4, 3090, 4090 and H200 NVL)
-Worked out by the ratios that hold within a family: bf16 of the RTX 6000 Ada is 4 times its fp32 (L40S, the same chip);
+Computed by the ratios that hold within a family: bf16 of the RTX 6000 Ada is 4 times its fp32 (L40S, the same chip);
 fp8 of L4, L40, RTX 6000 Ada and both NVL twice their bf16; tf32 of both NVL half of it; fp32 of the 5090 half of it.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 
 class Peak(NamedTuple):
-    """Dense TFLOP/s by dtype, None where the device has no such products or no figure was found, and the datasheet."""
+    """Dense TFLOP/s by dtype, and their source. None: the device cannot multiply that dtype, or no figure was found."""
 
     fp32: float | None
     tf32: float | None
@@ -87,13 +87,13 @@ PEAKS = {
     "TPU v6e": Peak(None, None, None, 918.0, 918.0, f"{_TPU}/v6e"),
 }
 
-# What may follow a name without naming another device: memory, socket. Not "Ti", "Laptop GPU", "D", "48Q", "MIG".
+# Words that may follow a name and mean the same device: memory, socket. Not "Ti", "Laptop GPU", "D", "48Q", "MIG".
 _SUFFIX = re.compile(r"\d+GB?|HBM\de?|SXM\d?|PCIE|PG5\d\d|AC|OAM|VF", re.IGNORECASE)
 _VENDOR = re.compile(r"^(NVIDIA|AMD|Tesla|Instinct|Google|Cloud|\s)+(?=\S)", re.IGNORECASE)
 
 
 def find_peak_row(device_name: str) -> Peak | None:
-    """The row of the longest name in `PEAKS` that the device's begins with, None for an unknown device or a slice."""
+    """The row of the longest name in `PEAKS` with which the device's name begins; None if unknown, or a MIG slice."""
     words = _words(_VENDOR.sub("", device_name.strip()))
     for name in sorted(PEAKS, key=lambda name: -len(_words(name))):
         known = _words(name)
@@ -142,8 +142,8 @@ def device_peak(
     Args:
         device: a torch device; a CPU's peak is measured, once a process.
         precision: the Trainer's, such as `bf16-mixed`.
-        dtype: of the matrix products, where it is not the one that `precision` names: `fp8`.
-        given: FLOP/s that the user states instead.
+        dtype: of the matrix products, if `precision` does not name it, such as `fp8`.
+        given: FLOP/s stated by the user, which replace the datasheet's.
     """
     import torch
 
@@ -172,13 +172,13 @@ def _cpu_peak(dtype: str, threads: int) -> float | None:
 def measure_peak_flops(device: Any, dtype: str, seconds: float = 0.2) -> float | None:
     """FLOP/s of the fastest of many matrix products on a CPU, None for a dtype that torch cannot multiply there.
 
-    No datasheet says what a CPU reaches with the threads that torch was given. The figure holds on a busy machine too:
-    each product counts with its processor time, and only the fastest one matters. Draws no random numbers.
+    No datasheet says what a CPU reaches with torch's number of threads. The figure holds on a busy machine too: of each
+    product the processor time is taken, and only the fastest product counts. Draws no random numbers.
 
     Args:
         device: a CPU; another device would have to be waited for.
         dtype: `bf16`, `fp16`, `fp32` or `tf32`, which is fp32 there.
-        seconds: how long to repeat the largest of them, after three of each size.
+        seconds: how long to repeat the largest product, after three of each size.
     """
     import torch
 
@@ -208,10 +208,10 @@ def _available_cores() -> int:
 
 
 def _seconds_of(a: Any, cores: int) -> tuple[float, float]:
-    """Seconds of one product on the wall clock, and those in which `cores` cores were at work on it.
+    """Seconds of one product: on the wall clock, and as processor time divided by `cores`.
 
-    The second is shorter where other programs had the cores in between. Where the system counts processor time too
-    coarsely for one product, as Windows does, both are the first.
+    The second is shorter if other programs used the cores in between. If the system's processor time is too coarse for
+    one product, as on Windows, both are wall clock.
     """
     wall, processor = time.perf_counter(), time.process_time()
     a @ a

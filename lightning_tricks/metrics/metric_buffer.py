@@ -1,4 +1,4 @@
-"""The buffer of every monitor: values stay on their device and go to the loggers together, once a logging interval."""
+"""The buffer that all monitors record into: values stay on their device until a logging interval ends."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from lightning_tricks.metrics.not_finite import not_finite_line
 from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_over_ranks, to_host
 
 OverRanks = Literal["sum", "max"]
-SAVE_SECONDS = 1.0  # between two `logger.save()`, which waits for the disk; Lightning calls it at the end in any case
+SAVE_SECONDS = 1.0  # least time between two `logger.save()`, which waits for the disk; Lightning calls it at the end
 
 
 def _check_single(name: str, value: Tensor) -> None:
@@ -63,7 +63,7 @@ class MetricBuffer(pl.Callback):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         buffer = next((callback for callback in callbacks if isinstance(callback, cls)), None) or cls()
         others = [callback for callback in callbacks if callback is not buffer]
-        # asked of the Trainer, which may be that of the other package
+        # the Trainer's own list: of `lightning` or of `pytorch_lightning`, whichever made it
         checkpoints: list[Any] = trainer.checkpoint_callbacks
         place = next((i for i, callback in enumerate(others) if callback in checkpoints), len(others))
         # a new list: Lightning may be iterating over the old one
@@ -81,8 +81,8 @@ class MetricBuffer(pl.Callback):
         Args:
             name: of the metric, such as `train/grad_norm`.
             value: a scalar tensor, of which no copy is made, or a number.
-            over_ranks: how the ranks' values become one at the end of the interval; None if the ranks agree already, or
-                if the value of rank 0 is wanted. Every rank must record the same `over_ranks` names, in the same order.
+            over_ranks: how the values of all ranks are joined at the end of the interval; None if they are equal, or if
+                the value of rank 0 is wanted. Every rank must record the same `over_ranks` names, in the same order.
 
         Raises:
             UsageError: the tensor holds more than one number.
@@ -101,12 +101,12 @@ class MetricBuffer(pl.Callback):
             self._over_ranks[name] = over_ranks
 
     def record_mean(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """Keep a share of a mean: totals over counts, of all micro-batches of the step and of all ranks.
+        """Keep one micro-batch's part of a mean: the sum of all totals over the sum of all counts, over all ranks.
 
         Args:
             name: of the metric, such as `train/loss`.
             total: a scalar tensor, such as the nats of a micro-batch.
-            count: how many things it is the sum of, such as its tokens.
+            count: number of summands in it, such as its tokens.
 
         Raises:
             UsageError: the total or the count holds more than one number.
@@ -118,7 +118,7 @@ class MetricBuffer(pl.Callback):
             self._current.means.setdefault(name, []).append((total.detach(), count.detach()))
 
     def record_all(self, names: tuple[str, ...], values: Tensor, over_ranks: OverRanks | None = None) -> None:
-        """Keep many values that are one tensor already.
+        """Keep many values that are in one tensor already.
 
         Args:
             names: of the metrics, n of them.
@@ -136,10 +136,10 @@ class MetricBuffer(pl.Callback):
                 self._over_ranks[names[0]] = over_ranks
 
     def record_largest(self, names: Sequence[str], found: Mapping[str, Tensor]) -> None:
-        """Keep the largest value over ranks of each metric, of which a rank may have none: its block may not have run.
+        """Keep the largest value over ranks of each metric. A rank may have no value: its block may not have run.
 
         Args:
-            names: of all metrics that may come, the same in the same order on every rank; at least one.
+            names: of all possible metrics, at least one: the same names in the same order on every rank.
             found: this rank's scalar tensors by name. A metric that no rank has is not logged.
         """
         device = self._trainer.strategy.root_device
@@ -150,7 +150,7 @@ class MetricBuffer(pl.Callback):
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Inside the `with`, values replace those of the running step under the same names; shares of means too."""
+        """Inside the `with`, values replace those of the running step under the same names, parts of means too."""
         before, self._current = self._current, Row()
         try:
             yield
@@ -161,16 +161,16 @@ class MetricBuffer(pl.Callback):
     def at_flush(self, derive: Callable[[list[Row]], Mapping[str, float]]) -> None:
         """Call `derive` with each interval's rows, on every rank, and add the values that it returns to the last row.
 
-        One that was asked for later sees the values of the earlier ones. This ends with the running fit, so ask in a
-        hook that each fit calls, such as `setup`. Idempotent.
+        Functions are called in the order of their registration, and see the values of earlier ones. Registrations end
+        with the fit, so register in a hook that each fit calls, such as `setup`. Idempotent.
         """
         if derive not in self._derived:
             self._derived.append(derive)
 
     def is_log_step(self) -> bool:
-        """Whether the running optimizer step ends an interval: measure what is not free on such steps only."""
+        """Whether the running optimizer step ends an interval: make costly measurements on such steps only."""
         done = logging_step(self._trainer)
-        if self._answered is None or self._answered[0] != done:  # all who ask during a step get one answer
+        if self._answered is None or self._answered[0] != done:  # one answer for all callers during a step
             dev_run, every = self._trainer.fast_dev_run, self._every
             self._answered = done, every > 0 and ((done + 1) % every == 0 or bool(dev_run) or self._is_last_step())
         return self._answered[1]
@@ -215,17 +215,17 @@ class MetricBuffer(pl.Callback):
         self._current = Row()
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        """Write what the device still gives, with what the failed step had recorded; the error goes its way."""
+        """Write the values that can still be read, with those of the failed step; the error is raised as usual."""
         self._failed = True
         try:
             self._close_step()
             self.flush()
-        except Exception as error:  # a broken device gives nothing any more: that must not hide what broke it
+        except Exception as error:  # a broken device cannot be read: that must not hide the original error
             rank_zero_warn(f"the metrics since the last logged step are lost: {type(error).__name__}: {error}")
         self._forget()  # Lightning calls no `teardown` after an exception
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Forget the fit: the next one starts with what is recorded and asked for in it."""
+        """Forget the values and registrations of this fit."""
         self._forget()
 
     def _close_step(self) -> None:
@@ -236,7 +236,7 @@ class MetricBuffer(pl.Callback):
             self._current = Row()
 
     def flush(self) -> None:
-        """Bring what finished steps recorded to the host, log it, and start a new interval. Every rank must call."""
+        """Bring the values of finished steps to the host, log them, and start a new interval. Every rank must call."""
         if not self._finished:
             return
         rows, self._finished = self._finished, []
@@ -273,7 +273,7 @@ class MetricBuffer(pl.Callback):
             self._save()
 
     def _save(self) -> None:
-        """Have the loggers write to the disk what they hold."""
+        """Let the loggers write their values to the disk."""
         self._saved = time.monotonic()
         for logger in self._trainer.loggers:
             logger.save()
@@ -290,11 +290,11 @@ class MetricBuffer(pl.Callback):
                 row.values[name] = total / count if count else math.nan
 
     def _join_ranks(self, names: list[Names], tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors with sums and maxima over ranks, by one collective for all sums and one for all maxima."""
+        """`tensors`, where asked for as sums or maxima over ranks; of rank 0 alone after a failure."""
         joins = ["sum" if name.startswith((TOTAL, COUNT)) else self._over_ranks.get(name) for name, *_ in names]
         if self._trainer.world_size == 1 or not any(joins):
             return tensors
-        if self._failed:  # the other ranks may be gone, so nobody can be asked
+        if self._failed:  # the other ranks may be gone: a collective would not end
             rank_zero_warn("the last steps' metrics before the failure are those of rank 0 alone")
             return tensors
         return join_over_ranks(tensors, joins, self._trainer.strategy)

@@ -1,4 +1,4 @@
-"""The line that says that a loss is NaN or infinite, for runs without StepGuard."""
+"""The warning that a loss is NaN or infinite, for runs without StepGuard."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from lightning_tricks.metrics.row import Row
 
 
 def not_finite_line(rows: Sequence[Row], logged: Mapping[str, Any]) -> str | None:
-    """One line on the first loss that is not finite; None if all are, or if StepGuard has judged the steps.
+    """The warning about the first loss that is not finite; None if all are finite, or if StepGuard checks the steps.
 
     Args:
         rows: an interval's steps, read already.

@@ -1,4 +1,4 @@
-"""One optimizer step's values in the buffer, and their way to the host: one transfer for each device."""
+"""The values of one optimizer step in the MetricBuffer, and their transfer to the host: one for each device."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Names = tuple[str, ...]
-TOTAL, COUNT = "_total of ", "_count of "  # in front of a mean's name, for its two parts
+TOTAL, COUNT = "_total of ", "_count of "  # prefixes of a mean's name, for its two parts
 
 
 @dataclasses.dataclass
@@ -17,7 +17,7 @@ class Row:
     """Values of one optimizer step: numbers, and tensors that wait on their device until they are read."""
 
     step: int = 0  # as Lightning counts for its loggers: 0 for the first optimizer step
-    wall_time: float = 0.0  # seconds since 1970, when the step had been queued
+    wall_time: float = 0.0  # seconds since 1970 at which the host had queued the step
     values: dict[str, float] = dataclasses.field(default_factory=dict)
     tensors: dict[Names, Tensor] = dataclasses.field(default_factory=dict)  # by the names of the numbers inside
     means: dict[str, list[tuple[Tensor, Tensor]]] = dataclasses.field(default_factory=dict)  # totals and counts
@@ -26,13 +26,13 @@ class Row:
         return bool(self.values or self.tensors or self.means)
 
     def replace(self, other: "Row") -> None:
-        """Take the values of another computation of the step in place of this one's under the same names."""
+        """Replace values by those of `other`, a second computation of the step, under the same names."""
         self.values.update(other.values)
         self.tensors.update(other.tensors)
         self.means.update(other.means)
 
     def unread(self) -> dict[Names, Tensor]:
-        """The tensors that wait, by the names of their numbers; of a mean its total and its count."""
+        """The tensors that are to be read, by the names of their numbers; for a mean, its total and its count."""
         parts = {
             (part + name,): join_numbers([share[i] for share in shares]).sum() if shares[1:] else shares[0][i]
             for name, shares in self.means.items()
@@ -42,7 +42,7 @@ class Row:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """The numbers in each of `tensors` (any shapes and dtypes), with one transfer a device."""
+    """The numbers in each of `tensors` (any shapes and dtypes), with one transfer for each device."""
     kinds: dict[torch.device, dict[tuple[torch.dtype, bool], list[int]]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault(tensor.device, {}).setdefault((tensor.dtype, tensor.dim() == 0), []).append(index)
@@ -57,7 +57,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
 
 
 def join_numbers(tensors: Sequence[Tensor]) -> Tensor:
-    """All numbers of `tensors`, which are of one dtype, as one vector; counts and losses keep each digit in float64."""
+    """All numbers of `tensors`, which have one dtype, as a float64 vector: counts and losses keep each digit."""
     dtype = torch.float32 if tensors[0].device.type == "mps" else torch.float64  # mps has no float64
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack(list(tensors)).to(dtype)

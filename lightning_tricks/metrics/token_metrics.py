@@ -10,10 +10,12 @@ from torchmetrics import Metric
 
 
 def add(total: Tensor, value: Tensor) -> Tensor:
-    """Add a scalar of any floating type to a sum that is held as two: its value rounded, and what that has left out.
+    """Add a scalar of any floating type to a sum that is held as two numbers: the rounded sum, and its rounding error.
 
-    Nothing is read on the host. Two fp32 numbers hold 48 bits, so a billion additions keep the first ten digits. The
-    new sum is of the type and on the device of `total`, (2,).
+    Nothing is read on the host. Two fp32 numbers hold 48 bits, so a billion additions keep the first ten digits.
+
+    Returns:
+        The new sum, (2,), of the type and on the device of `total`.
 
     Source: `TwoSum` and `FastTwoSum` in Shewchuk 1997, https://doi.org/10.1007/PL00009321.
     """
@@ -30,7 +32,7 @@ def add(total: Tensor, value: Tensor) -> Tensor:
 
 
 def add_all(totals: Tensor) -> Tensor:
-    """The sum of many sums, (n, 2) to (2,): how those of all ranks are joined."""
+    """Add n sums, (n, 2) to (2,): torchmetrics joins the sums of all ranks by it."""
     total = totals[0]
     for rounded, left in totals[1:]:
         total = add(add(total, rounded), left)
@@ -43,7 +45,7 @@ def widest(device: torch.device) -> torch.dtype:
 
 
 class SumRatio(Metric):
-    """Nats over an exact count, both over all batches since `reset` and over all ranks; NaN where the count is 0."""
+    """Nats over an exact count, both summed over all batches since `reset` and over all ranks; NaN if the count is 0."""
 
     full_state_update = False
     is_differentiable = False
@@ -57,7 +59,7 @@ class SumRatio(Metric):
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def _apply(self, fn: Callable, exclude_state: Sequence[str] = ()) -> Self:
-        """Follow the module to another device and to no dtype: sums in bf16, or emptied on meta, would be wrong."""
+        """Move the sums with the module to another device, but not to another dtype or to meta: they would be wrong."""
         super()._apply(fn, exclude_state=["nats", "count"])
         if self.device.type != "meta":
             for name in ("nats", "count"):

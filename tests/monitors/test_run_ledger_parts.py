@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lightning_tricks import RunLedger
 from lightning_tricks._errors import UsageError
 from lightning_tricks.monitors.run_ledger.batch_sum import BASE, BatchSum, step_sum
-from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, odd_factors, salt, whole
+from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, join_halves, odd_factors, salt
 from lightning_tricks.monitors.run_ledger.ledger_file import LedgerFile, read_ledger
 from lightning_tricks.monitors.run_ledger.random_sum import other_random_sum, torch_random_sum
-from lightning_tricks.monitors.run_ledger.step_line import OfRank, step_line
+from lightning_tricks.monitors.run_ledger.step_line import RankValues, step_line
 from lightning_tricks.monitors.run_ledger.weight_sum import LEAST, PER_TENSOR, WeightSum, leading_dims
 
 CPU = torch.device("cpu")
@@ -39,13 +39,13 @@ DTYPES = [
 
 
 def number(total):
-    return whole(*halves(total).tolist())
+    return join_halves(*halves(total).tolist())
 
 
 def batch_sum(batch, rank=0, world=1):
     """The share of a rank that takes one micro-batch."""
     sums, rows = BatchSum().of_micro_batch(batch)
-    return step_sum([sum(whole(*total.tolist()) for total in sums)], rows, rank, world)
+    return step_sum([sum(join_halves(*total.tolist()) for total in sums)], rows, rank, world)
 
 
 def test_the_factors_are_splitmix64():
@@ -114,7 +114,9 @@ def test_a_batch_has_one_sum_however_it_is_split():
         parts = x.reshape(micro_batches, world, rows, 5)
         total = 0
         for rank in range(world):
-            sums = [whole(*BatchSum().of_micro_batch(parts[m, rank])[0][0].tolist()) for m in range(micro_batches)]
+            sums = [
+                join_halves(*BatchSum().of_micro_batch(parts[m, rank])[0][0].tolist()) for m in range(micro_batches)
+            ]
             total += step_sum(sums, rows, rank, world)
         assert total % MODULUS == batch_sum(x)
 
@@ -225,16 +227,16 @@ def test_a_random_state_is_told_from_those_around_it():
 
 def test_what_a_rank_tells_survives_its_way():
     for rank in (
-        OfRank(MODULUS - 1, 2**32 - 1, 7, 0.1, 2**63),
-        OfRank(None, 0, 0, None, None),
-        OfRank(0, 1, 2, 0.0, 0),
+        RankValues(MODULUS - 1, 2**32 - 1, 7, 0.1, 2**63),
+        RankValues(None, 0, 0, None, None),
+        RankValues(0, 1, 2, 0.0, 0),
     ):
         numbers = torch.tensor(rank.packed(), dtype=torch.int64)
-        assert OfRank.unpacked(numbers.tolist()) == rank
+        assert RankValues.unpacked(numbers.tolist()) == rank
 
 
 def test_a_line_of_ranks_that_differ_or_are_silent():
-    one, other = OfRank(MODULUS - 1, 1, 2, 1.5, 7), OfRank(3, 1, 9, float("nan"), 7)
+    one, other = RankValues(MODULUS - 1, 1, 2, 1.5, 7), RankValues(3, 1, 9, float("nan"), 7)
     line = step_line(4, [(0, 7), (9, 9)], [one, other], [0, 1])
     assert line["batch"] == "0000000000000002"
     assert (line["torch_random"], line["other_random"]) == ("00000001", ["00000002", "00000009"])

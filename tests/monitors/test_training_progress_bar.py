@@ -439,7 +439,7 @@ def test_numbers_have_three_digits_and_a_suffix(value, text):
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3725, "1:02:05"), (math.nan, "?")])
-def test_clock(seconds, text):
+def test_a_duration_is_in_hours_minutes_and_seconds(seconds, text):
     assert hours_minutes_seconds(seconds) == text
 
 

@@ -1,4 +1,4 @@
-"""A copy of a module that has shapes and no data: running it takes no memory and leaves the module as it was."""
+"""Copy a module with shapes but without data: running the copy takes no memory and leaves the module as it was."""
 
 import copy
 from collections import OrderedDict
@@ -14,25 +14,25 @@ from torch.distributed.tensor import DTensor
 from lightning_tricks._trainer import attach_stand_in, is_a, trainer_of, uncopied
 from lightning_tricks.accounting.flop_counting.flop_counter import CannotCount
 
-_MOST_OBJECTS = 100_000  # on the host; more are data, whose copy would take seconds
+_MOST_OBJECTS = 100_000  # on the host; more must be data, and their copy would take seconds
 
 
 def copy_without_data(module: Any, batch: Any, trainer: Any, fake: FakeTensorMode, no_metrics: bool) -> tuple[Any, Any]:
-    """The module's copy and the batch's, with tensors of `fake`.
+    """Copies of the module and of the batch, with tensors of `fake`.
 
-    Arrays on the host are shared and cannot be written to by the copy. Of the Trainer its plain values can be read.
+    NumPy arrays are shared, and the copy cannot write to them. The copy can read the plain values of the Trainer only.
 
     Args:
-        module: sharded, compiled and wrapped parts become whole and eager ones.
+        module: its sharded parts become whole in the copy, its compiled parts eager.
         batch: of any type that can be copied.
         trainer: the module's, or None.
         fake: the mode that the copy's tensors belong to.
-        no_metrics: torchmetrics do nothing in the copy.
+        no_metrics: let torchmetrics do nothing in the copy.
 
     Raises:
-        CannotCount: the module holds more objects on the host than can be copied in no time.
+        CannotCount: the module holds more than 100,000 objects on the host.
     """
-    memo = _shared(module, trainer) | _whole_parameters(module, fake)  # by the id of an object, what its copy is
+    memo = _shared(module, trainer) | _whole_parameters(module, fake)  # the copy of each object, by the object's id
     memo |= _read_only_arrays(module, memo)
     with FakeCopyMode(fake):
         replica, batch = _copy(module, memo), copy.deepcopy(batch, memo)
@@ -46,13 +46,13 @@ def copy_without_data(module: Any, batch: Any, trainer: Any, fake: FakeTensorMod
 
 
 def _shared(module: Any, trainer: Any) -> dict[int, Any]:
-    """Stand-ins for the Trainer and what belongs to it, and no hooks, which would act on the original."""
+    """Stand-ins for the Trainer, its callbacks and loggers; empty dicts for hooks, which would act on the original."""
     memo: dict[int, Any] = {id(held): held for held in uncopied(module)}
     for reference in (trainer, trainer_of(module)):  # a module holds a proxy
         if reference is not None:
-            memo[id(reference)] = _Readable(trainer)
+            memo[id(reference)] = _TrainerValues(trainer)
     for watcher in [*getattr(trainer, "callbacks", []), *getattr(trainer, "loggers", [])]:
-        memo[id(watcher)] = _Nothing()
+        memo[id(watcher)] = _NullObject()
     for part in module.modules():
         hooks = [value for name, value in vars(part).items() if name[0] == "_" and "_hooks" in name]
         memo |= {id(registered): OrderedDict() for registered in hooks if isinstance(registered, OrderedDict)}
@@ -60,7 +60,7 @@ def _shared(module: Any, trainer: Any) -> dict[int, Any]:
 
 
 def _whole_parameters(module: Any, fake: FakeTensorMode) -> dict[int, Any]:
-    """A whole parameter or buffer without data for each one of the module's that lies in shards."""
+    """A whole parameter or buffer without data for each sharded one of the module."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         if isinstance(tensor, DTensor) or hasattr(tensor, "ds_shape"):  # FSDP2's; DeepSpeed's at stage 3
@@ -74,7 +74,7 @@ def _whole_parameters(module: Any, fake: FakeTensorMode) -> dict[int, Any]:
 
 
 def _read_only_arrays(module: Any, memo: dict[int, Any]) -> dict[int, Any]:
-    """A view that cannot be written to of each array that the module holds, however deep."""
+    """A read-only view of each NumPy array that the module holds, at any depth."""
     arrays: dict[int, Any] = {}
     seen = set(memo)
     queue = [vars(part) for part in module.modules()]
@@ -105,7 +105,7 @@ def _rows(value: Any) -> int:
 
 
 def _copy(module: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy, also of modules that `fully_shard` has forbidden to copy: they become what they were before."""
+    """A deep copy. Modules of `fully_shard`, which forbids to copy them, become plain modules of their own class."""
     sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in sharded:
         plain: Any = type(part).__mro__[2]  # fully_shard makes a class of (FSDPModule, the module's own)
@@ -141,11 +141,11 @@ def _detach(part: Any, trainer: Any) -> None:
         loss.backward(*args, **kwargs)
 
     def stand_ins(count: int) -> Any:
-        return _Nothing() if count == 1 else [_Nothing() for _ in range(count)]
+        return _NullObject() if count == 1 else [_NullObject() for _ in range(count)]
 
     n_optimizers = len(getattr(trainer, "optimizers", None) or [None])
     n_schedulers = len(getattr(trainer, "lr_scheduler_configs", None) or [])
-    attach_stand_in(part, _Readable(trainer))
+    attach_stand_in(part, _TrainerValues(trainer))
     silent = ("log", "log_dict", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
     vars(part).update(
         dict.fromkeys(silent, _do_nothing),
@@ -159,8 +159,8 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-class _Nothing:
-    """An optimizer, a scheduler or a logger that does nothing, but runs an optimizer's closure."""
+class _NullObject:
+    """Stands for an optimizer, scheduler, logger or callback: no method does anything, but `step` runs its closure."""
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
@@ -183,20 +183,20 @@ class _Nothing:
         return None
 
 
-class _Readable:
-    """A Trainer's plain values, as of a run on one device that steps after each micro-batch."""
+class _TrainerValues:
+    """The plain values of a Trainer, with those of a run on one device that steps after each micro-batch."""
 
-    _ALONE = {
+    _ON_ONE_DEVICE = {
         "world_size": 1, "num_nodes": 1, "num_devices": 1, "accumulate_grad_batches": 1, "global_rank": 0,
-        "logger": _Nothing(), "loggers": [],
+        "logger": _NullObject(), "loggers": [],
     }  # fmt: skip
 
     def __init__(self, trainer: Any) -> None:
         vars(self)["_real"] = trainer
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._ALONE:
-            return self._ALONE[name]
+        if name in self._ON_ONE_DEVICE:
+            return self._ON_ONE_DEVICE[name]
         value = getattr(vars(self)["_real"], name)
         if not isinstance(value, bool | int | float | str | None):
             raise CannotCount(f"training_step needs trainer.{name}")

@@ -30,19 +30,19 @@ def count_flops(module: Any, batch: Any, trainer: Any = None, context: Context =
     The step is run on a copy whose tensors have shapes and no data, so it takes no memory and no device time. Module,
     batch and random states are left as they were, and `self.log` does nothing. Arrays on the host are shared read-only.
 
-    Counted are linear layers, convolutions, grouped products (of experts) and attention, masked or not, the latter in
-    full. Kernels of other packages count nothing. The second figure is the work that activation checkpointing does a
-    second time; the work that a fused attention kernel does again inside itself is in neither.
+    It counts linear layers, convolutions, grouped products (of experts) and attention; attention counts in full, masked
+    or not. Kernels of other packages are not counted. The second figure is the work that activation checkpointing does
+    a second time; work that a fused attention kernel repeats inside itself is in neither figure.
 
     Args:
-        module: with a `training_step`; sharded, compiled and wrapped parts are counted as one device would run them.
+        module: with a `training_step`; sharded and compiled parts are counted as if one device ran them in eager.
         batch: a micro-batch, of any type that can be copied.
         trainer: the module's, or None; the step may read plain values of it only.
         context: makes a context manager in which the step runs, such as autocast.
 
     Raises:
-        CannotCount: the step depends on values (`if loss > 0`, `x[mask]`), needs its Trainer, holds parameters where
-            no copy reaches them (in a closure), or more than 100,000 objects on the host.
+        CannotCount: the step depends on values (`if loss > 0`, `x[mask]`) or needs its Trainer; the module holds
+            parameters where no copy reaches them (in a closure), or more than 100,000 objects on the host.
 
     Source: https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py.
     """
@@ -50,7 +50,7 @@ def count_flops(module: Any, batch: Any, trainer: Any = None, context: Context =
 
 
 def count_on_copy(module: Any, batch: Any, trainer: Any = None, context: Context = nullcontext) -> FlopCounter:
-    """As `count_flops`, but returns the counter, which knows also the operators that it could not count."""
+    """As `count_flops`, but returns the counter, which also lists the operators that it could not count."""
     try:
         return _count(module, batch, trainer, context, no_metrics=False)
     except CannotCount:
@@ -61,13 +61,13 @@ def count_on_copy(module: Any, batch: Any, trainer: Any = None, context: Context
 
 @contextmanager
 def counting_real_step(trainer: Any, module: nn.Module) -> Iterator[FlopCounter]:
-    """Count the FLOPs of all that `training_step` and the backward passes do inside the `with`. Changes no result.
+    """Count the FLOPs of `training_step` and of the backward passes inside the `with`. Changes no result.
 
-    The Trainer's strategy calls both, so its methods are replaced meanwhile. An optimizer's own products are not
+    The Trainer's strategy calls both, so its methods are replaced meanwhile. Matrix products of the optimizer are not
     counted. Each rank counts its own work.
 
-    A copy is the better way where it can be run: torch takes some gradients (`prod`) in another order while operators
-    are watched, and compiled code hides its operators. The counter has no figure after either.
+    Prefer `count_flops` where it works: while operators are counted, torch computes some gradients (`prod`) in another
+    order, and compiled code hides its operators. After either of these, reading the counter raises CannotCount.
     """
     counter, strategy = FlopCounter(module), trainer.strategy
     step = strategy.optimizer_step
@@ -87,9 +87,9 @@ def counting_real_step(trainer: Any, module: nn.Module) -> Iterator[FlopCounter]
 
 @contextmanager
 def _compiled_code_seen(counter: FlopCounter) -> Iterator[None]:
-    """Give the counter a failure when a compiled function is called: each asks torch for the stance (2.11 to 2.13)."""
-    known: Any = getattr(eval_frame, "_callback_from_stance", None)
-    if known is None:
+    """Set the counter's failure when compiled code runs: it always asks torch for the stance (torch 2.11 to 2.13)."""
+    original: Any = getattr(eval_frame, "_callback_from_stance", None)
+    if original is None:
         counter.failure = CannotCount("this version of torch does not tell whether code is compiled")
         yield
         return
@@ -97,7 +97,7 @@ def _compiled_code_seen(counter: FlopCounter) -> Iterator[None]:
     def callback_from_stance(callback: Any) -> Any:
         if callable(callback):
             counter.failure = CannotCount(f"{counter.running_part()} is compiled, which hides its operators")
-        return known(callback)
+        return original(callback)
 
     with replaced(eval_frame, "_callback_from_stance", callback_from_stance):
         yield
@@ -138,7 +138,7 @@ def _run(replica: Any, batch: Any, context: Context) -> None:
 
 @contextmanager
 def _without_a_trace() -> Iterator[None]:
-    """Put all random states back, as a step may draw; let nothing warn or log, which the real step will do again."""
+    """Put all random states back, as a step may draw; silence warnings and logs, which the real step repeats."""
     states, level = (random.getstate(), np.random.get_state()), logging.root.manager.disable
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     logging.disable(logging.CRITICAL)

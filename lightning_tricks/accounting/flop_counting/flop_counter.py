@@ -1,4 +1,4 @@
-"""Count the FLOPs of every operator that runs, forward and backward; recomputed ones are counted separately."""
+"""Count the FLOPs of every operator that runs, forward and backward, with recomputed FLOPs as a figure of their own."""
 
 import functools
 import sys
@@ -19,21 +19,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_tricks._find_modules import clean_name
 
 _NO_PRODUCTS = ("aten", "prim", "prims", "profiler", "fsdp", "c10d", "_c10d_functional", "_c10d_functional_autograd")
-_RNN = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")  # products of aten that torch has no formula for
-# Torch computes the gradient of these in another order while any mode sees operators: the last bits may differ.
+_RNN = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")  # operators of aten with products but without a formula
+# Torch computes the gradient of these in another order while a dispatch mode is on: the last bits may differ.
 _OTHER_GRADIENT = ("prod", "cumprod", "masked_fill")
-# Questions about a tensor, not operators: torch's own counter leaves them to the tensor's class as well.
+# These read facts about a tensor and compute nothing: torch's own counter leaves them to the tensor's class as well.
 _QUESTIONS = (
     "dim", "is_contiguous", "is_non_overlapping_and_dense", "is_strides_like_format", "numel", "size", "storage_offset",
     "stride",
 )  # fmt: skip
 
 
-class CannotCount(Exception):  # noqa: N818  no error of the user's: there are other ways to the figure
+class CannotCount(Exception):  # noqa: N818  not the user's error: the FLOPs can come from elsewhere
     """The module's FLOPs cannot be counted; the message names the part of the module and says why in a few words."""
 
 
-# Parts of the names that torch gives its errors, and what the module did.
+# Text in torch's errors, and the cause in plain words.
 _IN_WORDS = {
     "DataDependent": "its work depends on the values of a tensor",
     "DynamicOutputShape": "its shapes depend on the values of a tensor",
@@ -42,7 +42,7 @@ _IN_WORDS = {
 
 
 def in_words(error: Exception) -> str:
-    """The reason why a copy without data cannot run, in words; for other errors their first line."""
+    """The reason why a copy without data cannot run, in plain words; for an unknown error, its first line."""
     text = f"{type(error).__name__}: {error}".strip().removesuffix(":")
     return next((words for name, words in _IN_WORDS.items() if name in text), text.partition("\n")[0])
 
@@ -50,15 +50,15 @@ def in_words(error: Exception) -> str:
 class FlopCounter(TorchDispatchMode):
     """Adds up the FLOPs of the products that run while it is entered.
 
-    Code that `torch.compile` has compiled runs as it would without this mode, and most of it is invisible from here:
-    count it with compilation off.
+    Code that `torch.compile` has compiled runs as it would without this mode, and hides most of its operators: count
+    with compilation off.
 
     Args:
         root: the module whose parts `part_in` names.
 
     Attributes:
-        uncounted: operators that no formula is known for, and the part that ran each of them first.
-        failure: why not everything can be counted; None where it can.
+        uncounted: operators without a known formula, and for each the part of the module that ran it first.
+        failure: why not everything could be counted; None if everything could.
     """
 
     supports_higher_order_operators = True
@@ -80,7 +80,7 @@ class FlopCounter(TorchDispatchMode):
 
     @property
     def flops(self) -> tuple[int, int]:
-        """FLOPs of forward and backward pass, and those that activation checkpointing spent a second time.
+        """FLOPs of forward and backward pass, and FLOPs that activation checkpointing spent a second time.
 
         Raises:
             CannotCount: not everything could be counted.
@@ -100,9 +100,9 @@ class FlopCounter(TorchDispatchMode):
 
     @contextmanager
     def counting(self, wanted: bool = True) -> Iterator[None]:
-        """Count inside the `with`, or do not where it is not `wanted`; can be nested.
+        """Count inside the `with` if `wanted`, else pause counting; can be nested.
 
-        After a failure it is never wanted, as watching could change a gradient.
+        After a failure nothing is counted any more, because that could change a gradient.
         """
         before, wanted = self._counting, wanted and self.failure is None
         if before and not wanted and _get_current_dispatch_mode() is not self:  # only the last mode can be left
@@ -127,7 +127,7 @@ class FlopCounter(TorchDispatchMode):
         """Run the operator, and count it."""
         kwargs = kwargs or {}
         packet = getattr(func, "_overloadpacket", func)
-        # A DTensor calls operators on its shard next, and those are the products that this device computes.
+        # A DTensor calls the operators on its shard next, which are the work of this device.
         if any(issubclass(kind, DTensor) for kind in types) or _is_question(packet):
             return NotImplemented
         formula = self._formulas.get(packet)
@@ -177,22 +177,23 @@ def _is_composite(func: Any) -> bool:
 def _has_other_gradient(packet: Any, args: Any) -> bool:
     if getattr(packet, "_qualified_op_name", "").removeprefix("aten::").rstrip("_") not in _OTHER_GRADIENT:
         return False
-    seen = args[2:] if packet.__name__.startswith("masked_fill") else args[:1]  # a value that is learnt; the input
-    learnt = any(isinstance(arg, Tensor) and arg.requires_grad for arg in seen)
-    return learnt and torch.is_grad_enabled() and not isinstance(args[0], FakeTensor)
+    inputs = args[2:] if packet.__name__.startswith("masked_fill") else args[:1]  # the fill value; the tensor
+    has_gradient = any(isinstance(arg, Tensor) and arg.requires_grad for arg in inputs)
+    return has_gradient and torch.is_grad_enabled() and not isinstance(args[0], FakeTensor)
 
 
 def _may_multiply(func: Any, args: Any) -> bool:
-    """Whether it is another package's operator on matrices, or an operator that has products and no formula."""
+    """Whether an operator without a formula may compute products: one of `_RNN`, or another package's on matrices."""
     if isinstance(func, torch._ops.OpOverload) and func.namespace in _NO_PRODUCTS:
         return func._overloadpacket.__name__ in _RNN
     return any(isinstance(arg, Tensor) and arg.is_floating_point() and arg.dim() > 1 for arg in args)
 
 
 def _is_recompute() -> bool:
-    """Whether a forward pass runs inside a backward pass, as a checkpoint's does.
+    """Whether a forward pass runs inside a backward pass, as activation checkpointing does.
 
-    The engine runs its own products with gradients off, unless it differentiates a gradient; it then keeps its graph.
+    Autograd computes its own products with gradients off, unless it computes a second derivative; then it keeps its
+    graph, and only the call stack tells.
     """
     if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
         return False
@@ -202,7 +203,7 @@ def _is_recompute() -> bool:
 
 
 def _more_formulas() -> dict[Any, Any]:
-    """By operator. Attention counts the same whichever kernel runs it; torch has no formula for grouped products."""
+    """Formulas by operator. Attention counts the same in every kernel; torch has no formula for grouped products."""
     formulas: dict[str, Callable[..., int]] = {
         "aten::_grouped_mm": _grouped,
         "aten::_scaled_grouped_mm": _grouped,

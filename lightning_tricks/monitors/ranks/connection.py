@@ -1,12 +1,12 @@
 """A rank's connection to the hub of its run, and the messages that go over it.
 
-Each rank holds one TCP connection to rank 0. The system closes the connections of a process that dies, whatever it died
-of, and keeps those of a process that is slow, stopped or stuck. So an end without a goodbye is a death, on any host,
-and no rank is asked for a sign of life. A connection that breaks because of the network or a silent host says nothing
-about the process behind it.
+Each rank holds one TCP connection to rank 0. The operating system closes the connections of a process that dies, for
+whatever reason, and keeps those of a process that is slow, stopped or stuck. So a connection that is closed without a
+goodbye means that the process has died, on any host, and no heartbeats are needed. A connection that breaks because of
+the network, or because a host does not answer, says nothing about the process behind it.
 
-torch's TCPStore does not tell that a client has died: it would need heartbeats, by which a killed process could not be
-told from a stopped one.
+torch's TCPStore does not report that a client has died. It would need heartbeats, which cannot tell a killed process
+from a stopped one.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CONNECT_SECONDS = 60.0  # how long a rank tries to reach rank 0
-LONGEST = 65536  # bytes of the longest message; what is longer is not ours
+LONGEST = 65536  # bytes; a longer message is not from a rank of this run
 LOOPBACK = "127.0.0.1"
 SOCKETS: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()  # a process forked from this one closes them
 
@@ -47,18 +47,18 @@ class Member:
     pid: int
 
     def gone(self) -> str:
-        """The line on its death without a word."""
+        """The line that says that it has died without a goodbye."""
         return (
             f"rank {self.rank} of {self.world} on {self.host} is gone without a word (process {self.pid}): "
             "killed, or out of memory (dmesg tells)"
         )
 
     def unwatched(self, error: OSError) -> str:
-        """The line on its connection, which broke for a reason of the network's."""
+        """The line that says that the network broke its connection."""
         return f"RankMonitor: the connection of rank {self.rank} on {self.host} broke ({error}): it is not watched now"
 
     def failed(self, error: BaseException) -> str:
-        """The line on its exception."""
+        """The line that says that it failed with an exception."""
         first = (str(error).strip().splitlines() or [""])[0][:300]
         message = f"{type(error).__name__}: {first}" if first else type(error).__name__
         return f"rank {self.rank} of {self.world} on {self.host} failed first: {message}"
@@ -76,13 +76,13 @@ class Address:
 class Connection:
     """The connection of `member`, this process, to the hub at `address`, which runs in the process `rank_0`.
 
-    One thread connects and listens; `fail` and `close` may be called from another at any time, also before the hub has
-    answered: the message then follows the greeting.
+    One thread connects and listens. Another thread may call `fail` and `close` at any time: before the hub has
+    answered, the message is kept, and sent after the greeting.
     """
 
     def __init__(self, member: Member, address: Address, rank_0: Member) -> None:
         self.member, self.address, self.rank_0 = member, address, rank_0
-        self._lock = threading.Lock()  # held while the connection is made known or a message is sent
+        self._lock = threading.Lock()  # held while `_sock` is set or a message is sent
         self._sock: socket.socket | None = None
         self._stream: Any = None
         self._first: dict[str, Any] = {}
@@ -90,7 +90,7 @@ class Connection:
         self._closed = threading.Event()
 
     def connect(self) -> bool:
-        """Reach the hub, in `CONNECT_SECONDS`; False where that does not succeed, or `close` is called meanwhile."""
+        """Reach the hub within `CONNECT_SECONDS`; False if that fails, or if `close` is called meanwhile."""
         hosts = self.address.hosts if self.member.rank else (LOOPBACK, *self.address.hosts)
         deadline = time.monotonic() + CONNECT_SECONDS
         while time.monotonic() < deadline and not self._closed.is_set():
@@ -102,7 +102,7 @@ class Connection:
         return False
 
     def _greet(self, sock: socket.socket) -> bool:
-        """Whether it is the hub that answers there."""
+        """Greet the server behind `sock`; returns whether it is the hub."""
         keep_alive(sock)
         with self._lock:
             if self._closed.is_set():
@@ -126,7 +126,7 @@ class Connection:
         return False
 
     def listen(self) -> str | None:
-        """Wait for the first failure of the run; None where all ended in order, or this end was closed."""
+        """Wait for the first failure of the run, and return its line; None if all ended in order, or after `close`."""
         try:
             for message in itertools.chain([self._first], map(parse, self._stream)):
                 if "failed" in message:
@@ -140,7 +140,7 @@ class Connection:
         return None if self._closed.is_set() else self.rank_0.gone()
 
     def fail(self, error: BaseException) -> None:
-        """Say that this process has failed; who was first, the hub decides."""
+        """Tell the hub that this process has failed; the hub decides which rank was first."""
         with self._lock:
             self._failed = {"failed": self.member.failed(error)}
             if self._sock is not None:
@@ -157,13 +157,13 @@ class Connection:
 
 
 def say(line: str) -> None:
-    """Print a line where errors go, at once and in one piece, as all ranks may do so at the same moment."""
+    """Print a line to stderr, at once and in one piece, because all ranks may print at the same moment."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
 
-def listen(one_host: bool) -> socket.socket:
-    """A server on a free port: on the loopback interface for one host, else on all, as torch's own store does."""
+def open_server(one_host: bool) -> socket.socket:
+    """A server socket on a free port: on the loopback interface for one host, else on all, as torch's own store."""
     server = None
     with suppress(OSError):
         if one_host:
@@ -176,7 +176,7 @@ def listen(one_host: bool) -> socket.socket:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Let the system ask a silent peer's system now and then, so that no router in between forgets the connection."""
+    """Turn on TCP keep-alive packets, so that no router in between forgets an idle connection."""
     SOCKETS.add(sock)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 9)):
@@ -185,13 +185,13 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def send(sock: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message; a peer that is gone is no error here."""
-    with suppress(OSError):  # its death is noticed where it is listened to
+    """Send a message; it is no error if the peer is gone."""
+    with suppress(OSError):  # the thread that reads from the peer notices its death
         sock.sendall(json.dumps(message).encode() + b"\n")
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The message in a line; empty where the line is not ours."""
+    """The message in a line; empty if the line is no message of ours."""
     try:
         message = json.loads(line)
     except ValueError:

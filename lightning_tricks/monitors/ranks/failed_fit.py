@@ -23,13 +23,13 @@ _CONSEQUENCE = re.compile(
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an exception, or one that it came from, says that this process could not reach another.
+    """Whether an exception, or one that it came from, says that this process could not reach another process.
 
-    These are torch.distributed's network errors, and what gloo, NCCL or torch.distributed say in other errors.
+    That is so for torch.distributed's network errors, and for errors with a message of gloo, NCCL or torch.distributed.
     """
     for each in _chain(error):
-        theirs = type(each) is RuntimeError or type(each).__module__.startswith("torch.distributed")
-        if isinstance(each, dist.DistError) or (theirs and _CONSEQUENCE.search(str(each))):
+        may_be = type(each) is RuntimeError or type(each).__module__.startswith("torch.distributed")
+        if isinstance(each, dist.DistError) or (may_be and _CONSEQUENCE.search(str(each))):
             return True
     return False
 
@@ -47,8 +47,8 @@ def _chain(error: BaseException, only_causes: bool = False) -> Iterator[BaseExce
 class RunningFit:
     """The call of a Trainer's `fit`, `validate`, `test` or `predict` that this thread is in, told apart from any other.
 
-    By the bound method that Lightning makes for each such call. The reference to it is weak: whatever a failed fit
-    holds is freed as it would be without this.
+    Lightning makes a new bound method for each such call, which identifies it. The reference to that method is weak, so
+    that the objects of a failed fit are freed as they would be without this.
     """
 
     def __init__(self) -> None:
@@ -64,13 +64,13 @@ class RunningFit:
     def stack(self) -> list[str] | None:
         """The stack of the call at this moment, as text; None when the call has ended."""
         innermost = sys._current_frames().get(self._thread)
-        return traceback.format_stack(innermost) if self._among(_outwards(innermost)) else None
+        return traceback.format_stack(innermost) if self._is_in(_outwards(innermost)) else None
 
     def raised(self, error: BaseException) -> bool:
         """Whether an exception came out of the call."""
-        return self._among(frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        return self._is_in(frame for frame, _ in traceback.walk_tb(error.__traceback__))
 
-    def _among(self, frames: Iterable[FrameType]) -> bool:
+    def _is_in(self, frames: Iterable[FrameType]) -> bool:
         method = None if self._method is None else self._method()
         return method is not None and any(running_call(frame) is method for frame in frames)
 
@@ -82,15 +82,15 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 class ExceptHook:
-    """Python's hook for an exception that nobody caught: hide a consequence, and do not hang at the end of the process.
+    """A `sys.excepthook` for an uncaught exception: may hide its traceback, and lets no process hang after it.
 
-    It acts for the exceptions of `fit`. When the program has dropped them, `sys.excepthook` is what it was before.
+    It acts on the exceptions of one fit. When the program has dropped them, `sys.excepthook` is what it was before.
 
     Args:
-        fit: the call whose exceptions it acts for.
-        hide: leave their tracebacks out.
+        fit: the call whose exceptions it acts on.
+        hide: print no traceback, because the exception is only a consequence.
         seconds: how long to wait for `children`.
-        children: processes of Lightning's launcher, whose end none but their parent would notice.
+        children: processes that Lightning's launcher has started; only their parent can notice their end.
     """
 
     def __init__(self, fit: RunningFit, hide: bool, seconds: float, children: list[subprocess.Popen]) -> None:
@@ -103,7 +103,7 @@ class ExceptHook:
 
     @staticmethod
     def withdraw() -> None:
-        """Put back what was there before the hooks of fits that are over; one that others have built upon stays."""
+        """Put back the hook from before the fits that are over; a hook that other code has wrapped stays."""
         while isinstance(sys.excepthook, ExceptHook) and sys.excepthook._fit.over():
             sys.excepthook = sys.excepthook._before
 

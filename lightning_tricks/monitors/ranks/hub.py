@@ -1,4 +1,4 @@
-"""Rank 0's end of every rank's connection: learns of the first failure, and tells all ranks."""
+"""The server of RankMonitor on rank 0: every rank connects to it, and it tells all of them of the first failure."""
 
 import secrets
 import selectors
@@ -7,20 +7,29 @@ import threading
 import time
 from typing import Any
 
-from lightning_tricks.monitors.ranks.connection import LONGEST, Address, Member, keep_alive, listen, parse, say, send
+from lightning_tricks.monitors.ranks.connection import (
+    LONGEST,
+    Address,
+    Member,
+    keep_alive,
+    open_server,
+    parse,
+    say,
+    send,
+)
 
 
 class Hub(threading.Thread):
-    """Rank 0's end of every rank's connection, its own among them: tells all ranks of the first failure.
+    """A thread on rank 0 that serves the connections of all ranks, its own too: it tells them of the first failure.
 
     Args:
         hosts: names of this host, the best first.
-        one_host: whether all ranks run on this host: then no other host can connect.
+        one_host: whether all ranks run on this host; then no other host can connect.
     """
 
     def __init__(self, hosts: tuple[str, ...], one_host: bool = False) -> None:
         super().__init__(daemon=True, name="rank-monitor-hub")
-        self._server = listen(one_host)
+        self._server = open_server(one_host)
         self.address = Address(hosts, self._server.getsockname()[1], secrets.token_hex(16))
         self._members: dict[socket.socket, Member | None] = {}
         self._received: dict[socket.socket, bytes] = {}
@@ -39,7 +48,7 @@ class Hub(threading.Thread):
         try:
             while self._serve():
                 pass
-        finally:  # a goodbye also where this code fails: nobody shall take that for a death
+        finally:  # a goodbye also if this code fails: no rank must take that for a death
             for sock in list(self._members):
                 send(sock, {"bye": True})
                 self._drop(sock)
@@ -84,7 +93,7 @@ class Hub(threading.Thread):
                 self._tell(member.gone())
 
     def _hear(self, sock: socket.socket, message: dict[str, Any]) -> bool:
-        """Act on what one end has said; True where that was goodbye."""
+        """Act on the message of one rank; returns whether it was a goodbye."""
         if message.get("token") == self.address.token:
             self._members[sock] = Member(**{name: message[name] for name in ("rank", "world", "host", "pid")})
             send(sock, {"failed": self._failure} if self._failure else {"welcome": True})

@@ -15,30 +15,30 @@ from lightning_tricks.monitors.ranks.connection import Connection, Member, say
 from lightning_tricks.monitors.ranks.failed_fit import ExceptHook, RunningFit, is_consequence
 from lightning_tricks.monitors.ranks.hub import Hub
 
-CAUSE_SECONDS = 5.0  # how long an error that may be the consequence of another's waits for that
+CAUSE_SECONDS = 5.0  # how long a rank with a network error waits for the failure of another rank that explains it
 
 
 class RankMonitor(pl.Callback):
     """Say on every rank, in one line, which rank failed first and why, and let none outlive it. Never changes training.
 
-    A rank that fails with an exception shows its traceback as ever; those that only broke because of it say the line in
-    place of theirs. The others say it, too, of a rank that is killed. A rank that is stuck then, in a collective that
-    never returns or in code of the user, ends `grace_seconds` later with exit code 1 and shows where it was. A rank
-    that ends in order, is slow, stopped, compiling or saving for an hour is no failure. A user's interrupt and
-    SystemExit are as without. One process: no effect.
+    A rank that fails with an exception shows its traceback as usual; ranks that fail only as a consequence print the
+    line in place of theirs. If a rank is killed, all others print the line. A rank that is then stuck, in a collective
+    that never returns or in the user's code, ends after `grace_seconds` with exit code 1, and shows where it was. A
+    rank that ends in order, or is slow, stopped, compiling or saving for an hour, is no failure. Ctrl-C and SystemExit
+    act as they do without this callback. With one process it has no effect.
 
-    A failure ends nothing but its own fit. A program that catches the exception and goes on, with another Trainer for
-    example, is as without: no process of it is ended, and no later exception is hidden.
+    A failure ends only its own fit. If the program catches the exception and goes on, with another Trainer for example,
+    no process of it is ended, and no later exception is hidden.
 
-    Steps are not touched: each rank holds an idle TCP connection to rank 0, on a port that is free there, from `setup`
-    to `teardown`. The system closes it when a process dies.
+    Steps do not change: each rank holds an idle TCP connection to a free port of rank 0, from `setup` to `teardown`.
+    The operating system closes it when a process dies.
 
     Args:
-        grace_seconds: what the others have to save or to leave in order. Lightning's own launcher and torchrun notice a
-            death as well, and kill after at most 5 and 30.
+        grace_seconds: time that the other ranks have to save or to end in order. Lightning's launcher and torchrun
+            notice a death as well, and kill the other processes at most 5 s and 30 s later.
 
     Raises:
-        UsageError: it is negative.
+        UsageError: `grace_seconds` is negative.
     """
 
     def __init__(self, grace_seconds: float = 20.0) -> None:
@@ -59,21 +59,21 @@ class RankMonitor(pl.Callback):
         address, rank_0 = trainer.strategy.broadcast(mine)
         self._watch = _Watch(Connection(me, address, rank_0), hub, self.grace_seconds)
         self._watch.start()
-        # a guard that ends this process has said why: the other ranks shall not take that for a death
+        # a guard that ends this process prints the reason itself: the other ranks must not take that for a death
         self._at_end.callback(call_before_exit(self._watch.close))
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """The end of this rank, in order."""
+        """Tell the other ranks that this one ends in order."""
         self._leave()
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        """Tell the others, or find out whose failure this is the consequence of."""
+        """Tell the others, or find out which rank's failure has caused this one."""
         watch = self._watch
         if watch is None:
             return
         if isinstance(exception, (KeyboardInterrupt, SystemExit)):
             if is_a(exception, "SIGTERMException"):
-                watch.known.wait(1.0)  # a launcher sends it to the ranks that are left
+                watch.known.wait(1.0)  # a launcher sends SIGTERM to the other ranks after a failure
             self._leave()
             return
         hide = is_consequence(exception) and watch.known.wait(CAUSE_SECONDS)
@@ -93,9 +93,12 @@ class RankMonitor(pl.Callback):
 
 
 class _Watch(threading.Thread):
-    """Waits for the first failure of a fit, says it, and ends this process if it is still in that fit after the grace.
+    """Waits for the first failure of a fit, prints it, and ends this process if it is still in that fit after a while.
 
-    Rank 0 gives its hub, which starts and ends with this.
+    Args:
+        connection: of this rank.
+        hub: on rank 0, the server, which starts and ends with this thread; None on other ranks.
+        grace_seconds: time between the failure and the end of this process.
     """
 
     def __init__(self, connection: Connection, hub: Hub | None, grace_seconds: float) -> None:
@@ -111,7 +114,7 @@ class _Watch(threading.Thread):
         super().start()
 
     def close(self) -> None:
-        """Leave the run in order; from then on this does nothing."""
+        """Leave the run in order, and do nothing from then on."""
         self._closed.set()
         self.connection.close()
         if self.hub is not None:
@@ -138,7 +141,7 @@ class _Watch(threading.Thread):
             self._end("".join(stack).rstrip())
 
     def _end(self, stack: str) -> None:
-        threading.Timer(5.0, os._exit, (1,)).start()  # where nobody reads what is written here
+        threading.Timer(5.0, os._exit, (1,)).start()  # in case nobody reads stderr, and writing to it blocks
         rank = self.connection.member.rank
         say(f"rank {rank} is ended, {self._grace_seconds:g} s later it was still here:\n{stack}")
         sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""One line a step about the data, the random state, the loss and the weights: what runs are compared by."""
+"""Write one line a step about the data, the random state, the loss and the weights, to compare two runs by."""

@@ -1,4 +1,4 @@
-"""The sum over the bits of a step's batch: it sees each value and its place, and not how the batch was split."""
+"""A sum over the bits of a step's batch: it depends on each value and its place, but not on how the batch was split."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from lightning_tricks._tensors import local
 from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, integers, odd_factors, salt
 
 BASE = 0x2545F4914F6CDD1D  # odd; row i of a global batch has the factor BASE**i
-_KEPT = 64  # factors of so many shapes, for batches of varying length
+_KEPT = 64  # number of shapes whose factors are kept, for batches of varying length
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -30,18 +30,18 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 class BatchSum:
-    """Sums of the tensors of a micro-batch, and their sum over a step.
+    """Sums over the bits of the tensors of a micro-batch; `step_sum` joins those of a step.
 
-    The factor of a value is that of its row in the global batch times that of its place in the row. The first is a
-    power of BASE, so that each micro-batch can be summed as if it were the first, and be moved to its place later, on
-    the host.
+    Each value is multiplied by a factor for its row in the global batch, and by one for its place in the row. The
+    factor of a row is a power of BASE, so that each micro-batch is summed as if it were the first, and the host moves
+    the sum to its place later.
     """
 
     def __init__(self) -> None:
         self._factors: dict[Any, Tensor] = {}
 
     def of_micro_batch(self, batch: Any) -> tuple[list[Tensor], int]:
-        """Two halves of the sum of each tensor, on its device, and the number of rows of the micro-batch."""
+        """The sum of each tensor in two halves, on its device, and the number of rows of the micro-batch."""
         sums, rows = [], 0
         for number, tensor in enumerate(tensors_in(batch)):
             rows = rows or (len(tensor) if tensor.dim() else 1)
@@ -64,13 +64,14 @@ class BatchSum:
 
 
 def step_sum(sums: list[int], rows: int, rank: int, world: int) -> int:
-    """A rank's share of the sum of a step, of which the shares of all ranks are the sum modulo 2**64.
+    """A rank's share of the sum of a step; the shares of all ranks, added modulo 2**64, are the sum of the step.
 
     Args:
         sums: of each micro-batch.
-        rows: in one micro-batch. Micro-batch m holds rows from `(m * world + rank) * rows` on of the global batch.
+        rows: number of rows in a micro-batch. Those of micro-batch m begin at row `(m * world + rank) * rows` of the
+            global batch.
         rank: among the processes that see different data.
-        world: their number.
+        world: number of these processes.
     """
     places = ((number * world + rank) * rows for number in range(len(sums)))
     return sum(pow(BASE, place, MODULUS) * value for place, value in zip(places, sums, strict=True)) % MODULUS

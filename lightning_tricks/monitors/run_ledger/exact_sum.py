@@ -1,9 +1,9 @@
 """Sums over the bits of a tensor, modulo 2**64: exact, the same in any order, and on the device without a wait.
 
 A sum of floats hides a flipped low bit. Here the bits are read as integers and each integer has an odd factor: a change
-of bit b changes the sum by 2**b times an odd number, which is never 0 modulo 2**64. Changes of values that have factors
-of their own cancel each other by chance only, as the factors are random. Integer sums do not depend on their order, so
-those of several processes add up to that of one.
+of bit b changes the sum by 2**b times an odd number, which is never 0 modulo 2**64. Two changes of values with
+different factors cancel each other only by chance, because the factors are random. Integer sums do not depend on their
+order, so the sums of several processes add up to the sum of a single one.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def odd_factors(index: Tensor, salt: int) -> Tensor:
 def integers(tensor: Tensor) -> Tensor:
     """The bits of each element as an integer of its size, in the same memory; float64 and complex values as two.
 
-    The sign of a float64 would be worth 2**63, and two changes of 2**63 are none modulo 2**64.
+    As one integer, the sign of a float64 would count 2**63, and two flipped signs would add up to 0 modulo 2**64.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -53,10 +53,10 @@ def integers(tensor: Tensor) -> Tensor:
 
 
 def halves(total: Tensor) -> Tensor:
-    """One int64 as two int32, low and high, in the same memory: a MetricBuffer keeps each to the last bit."""
+    """One int64 as two int32, low and high, in the same memory: a MetricBuffer keeps float64, which holds each half."""
     return total.reshape(1).view(torch.int32)
 
 
-def whole(low: float, high: float) -> int:
-    """The number from 0 to 2**64 - 1 of two halves."""
+def join_halves(low: float, high: float) -> int:
+    """The number from 0 to 2**64 - 1 that `halves` has split."""
     return (int(high) % 2**32 << 32) + int(low) % 2**32

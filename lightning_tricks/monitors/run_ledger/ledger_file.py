@@ -1,8 +1,8 @@
 """The file of a ledger: JSON lines, each with a checksum over itself and the line before. Imports no torch.
 
-Lines are only ever appended. Each start of the run, a resume too, writes a line `start` with the number of its first
-step; from there on the steps may stand in the file for the second time, and the later ones are those of the run. A kill
-in the middle of a write leaves an unfinished last line, which the next start cuts off.
+Lines are only appended. Each start of the run, also a resume, writes a line `start` with the number of its first step.
+A resume may repeat steps that are in the file already: then the later line is that of the run. A kill in the middle of
+a write leaves an unfinished last line, which the next start cuts off.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _FIRST = b'{"start": '  # how every ledger begins
 
 
 def chained(line: dict[str, Any], before: str) -> tuple[str, str]:
-    """The text of a line behind one whose chain is `before`, and its own chain."""
+    """The text of a line after a line with the checksum `before`, and its own checksum."""
     text = json.dumps(line)[:-1]
     chain = _checksum(text, before)
     return f'{text}{_CHAIN}{chain}"}}\n', chain
@@ -32,7 +32,7 @@ def _checksum(text: str, before: str) -> str:
 
 
 def parse(text: str, before: str) -> tuple[dict[str, Any] | None, str, bool]:
-    """A line as (its values, its chain, whether it follows from the line before); no values if it cannot be read."""
+    """A line as (its values, its checksum, whether it follows the line before); no values if it cannot be read."""
     body, found, chain = text.rpartition(_CHAIN)
     try:
         values = json.loads(body + "}") if found else None
@@ -44,13 +44,13 @@ def parse(text: str, before: str) -> tuple[dict[str, Any] | None, str, bool]:
 
 
 class LedgerFile:
-    """Appends lines to a ledger; on one process.
+    """Appends lines to a ledger; only one process may have it open.
 
     Args:
-        path: of the file; its folder is made. Lines of earlier starts stay, without an unfinished last one.
+        path: of the file; its folder is created. Lines of earlier starts stay; an unfinished last line is cut off.
 
     Raises:
-        UsageError: the file is there and is no ledger.
+        UsageError: the file exists and is no ledger.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class LedgerFile:
             self._find_end()
 
     def _find_end(self) -> None:
-        """Cut off what follows the last line that can be read, and take up its chain."""
+        """Cut the file after its last readable line, and continue from the checksum of that line."""
         end = start = 0
         with self.path.open("rb+") as file:
             if not (first := file.read(len(_FIRST))) == _FIRST[: len(first)]:
@@ -74,7 +74,7 @@ class LedgerFile:
             file.truncate(end)
 
     def append(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Write lines in one piece; without a wait for the disk."""
+        """Write all lines in one call, without a wait for the disk."""
         text = ""
         for line in lines:
             more, self._chain = chained(line, self._chain)
@@ -85,15 +85,16 @@ class LedgerFile:
 
 @dataclass
 class Ledger:
-    """What a file says of a run.
+    """The content of a ledger file.
 
     Attributes:
         path: of the file.
-        steps: by their number, 0 for the first, the values of each step that is the run's, with its `start` line.
+        steps: values of each step of the run by its number, 0 for the first, and under `start` the `start` line that it
+            follows. Of a repeated step, the values of the last start.
         starts: the lines `start`, in their order.
-        repeated: steps that a later start trained again, each as it was first and as it was then.
-        broken: numbers of lines that do not follow from the line before; 1 is the file's first.
-        unfinished: whether the last line is cut off.
+        repeated: steps that a later start trained again, as (the earlier values, the later values).
+        broken: numbers of lines whose checksum does not follow from the line before; the file's first line is 1.
+        unfinished: whether the last line is incomplete.
     """
 
     path: Path
@@ -122,7 +123,7 @@ def read_ledger(place: str | os.PathLike[str]) -> Ledger:
         place: a file, or the folder of a run that holds `ledger.jsonl`.
 
     Raises:
-        UsageError: there is none, or it holds no step.
+        UsageError: the file cannot be read, or holds no step.
     """
     path = Path(place, NAME) if Path(place).is_dir() else Path(place)
     try:

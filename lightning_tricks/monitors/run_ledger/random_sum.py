@@ -12,7 +12,7 @@ _MT19937_BYTES = 625 * 4  # 624 words, and the position in them
 
 
 def torch_random_sum(device: torch.device) -> int:
-    """CRC-32 of the states of torch's generators: the CPU's, and that of a CUDA device, whose state is on the host."""
+    """CRC-32 of the states of torch's generators: the CPU's, and a CUDA device's, which is kept on the host too."""
     check = _of_memory(torch.default_generator.get_state(), 0)
     if device.type == "cuda":
         check = _of_memory(torch.cuda.default_generators[device.index or 0].get_state(), check)
@@ -22,8 +22,8 @@ def torch_random_sum(device: torch.device) -> int:
 def other_random_sum() -> int:
     """CRC-32 of the states of NumPy's and Python's global generators.
 
-    Of Python's the index and the last eight of its 624 words: they come from one sequence, so that no other state that
-    it runs through has them.
+    Of Python's state, only the index and the last eight of its 624 words: no two states of one generator's sequence
+    have these in common.
     """
     generator = get_bit_generator()
     if isinstance(generator, np.random.MT19937):  # its state as a dictionary takes a hundred microseconds

@@ -16,10 +16,10 @@ from lightning_tricks._trainer import data_rank, is_a, is_accumulating, logging_
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors.run_ledger.batch_sum import BatchSum, step_sum
-from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, whole
+from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, join_halves
 from lightning_tricks.monitors.run_ledger.ledger_file import NAME, LedgerFile
 from lightning_tricks.monitors.run_ledger.random_sum import other_random_sum, torch_random_sum
-from lightning_tricks.monitors.run_ledger.step_line import OfRank, step_line
+from lightning_tricks.monitors.run_ledger.step_line import RankValues, step_line
 from lightning_tricks.monitors.run_ledger.weight_sum import WeightSum
 
 _TORCH, _OTHER, _LOSS = "_ledger/torch_random", "_ledger/other_random", "_ledger/loss"
@@ -27,27 +27,28 @@ _TORCH, _OTHER, _LOSS = "_ledger/torch_random", "_ledger/other_random", "_ledger
 
 @dataclass
 class _Step:
-    """What the host knows of a step until its values come from the device."""
+    """Facts about a step that the host keeps until the step's values come from the device."""
 
     samples: list[tuple[int, int]] | None
-    rows: int = 0  # in a micro-batch
-    tensors: list[int] = field(default_factory=list)  # in each micro-batch
+    rows: int = 0  # number of rows in a micro-batch
+    tensors: list[int] = field(default_factory=list)  # number of tensors in each micro-batch
 
 
 class RunLedger(pl.Callback):
     """Write `ledger.jsonl` in the run's folder, a line for each optimizer step. Never changes training.
 
-    Steps count as the logs do: the first one is step 0. Of two runs that should be equal,
-    `python -m lightning_tricks ledger diff A B` names the first step at which they differ, and the first thing that
-    does. A line holds, in the order of cause and effect:
+    Steps count as in the logs: the first one is step 0. For two runs that should be equal,
+    `python -m lightning_tricks ledger diff A B` names the first step at which they differ, and the first entry of that
+    step which differs. A line holds, in the order of cause and effect:
 
-    - `samples`: positions of the step's samples, of data that have them (TextData, TokenData);
+    - `samples`: positions of the step's samples in data that have them (TextData, TokenData);
     - `batch`: a sum over the bits of all tensors of the batch, in which each row and each place in it has a factor of
-      its own. It does not depend on how the global batch is split over ranks and micro-batches, if its rows do not;
-    - `torch_random`, `other_random`: checksums of each rank's random state after the step, of torch with CUDA, and of
-      NumPy with Python;
+      its own. If the rows of the global batch are the same, it does not depend on how they are split over ranks and
+      micro-batches;
+    - `torch_random`, `other_random`: checksums of each rank's random state after the step: torch's on CPU and CUDA;
+      NumPy's and Python's;
     - `loss`: each rank's loss, the mean over its micro-batches, with all its digits;
-    - `weights`: a sum over the bits of each rank's weights after the step, of a part that moves on with each step.
+    - `weights`: a sum over the bits of a part of each rank's weights after the step; each step sums the next part.
 
     Sums are of integers modulo 2**64, so that no flipped bit is lost in rounding. A value that is the same on all ranks
     stands once, others as a list by rank. Each start of the run, a resume too, writes a line `start` with the number of
@@ -57,7 +58,7 @@ class RunLedger(pl.Callback):
     Nothing waits for the device between log steps: the values go with the MetricBuffer, and rank 0 writes an interval's
     lines at once. After an exception in a run of several processes, the last lines hold the values of rank 0 alone.
 
-    Under FSDP1 and DeepSpeed ZeRO 3, which hold no parameter whole, there are no weights.
+    Under FSDP1 and DeepSpeed ZeRO 3, which hold no parameter whole, the lines have no `weights`.
 
     Args:
         path: of the file. None: `ledger.jsonl` in the folder of the first logger, or in `default_root_dir`.
@@ -69,8 +70,8 @@ class RunLedger(pl.Callback):
     Raises:
         UsageError: `cover_weights_in_steps` is below 1; `path` cannot be written or is another kind of file.
 
-    Source: Ma et al. 2025, Understanding Silent Data Corruption in LLM Training, https://arxiv.org/abs/2502.12340, on
-    what a device that computes wrong does to a run, found by a comparison to the bit with one that does not.
+    Source: Ma et al. 2025, Understanding Silent Data Corruption in LLM Training, https://arxiv.org/abs/2502.12340: how
+    a device that computes wrong results affects a run, found by a bitwise comparison with a healthy device.
     """
 
     def __init__(self, path: str | None = None, cover_weights_in_steps: int = 500) -> None:
@@ -87,7 +88,7 @@ class RunLedger(pl.Callback):
         self._counted: list[int] = []  # ranks whose batches make the global batch
         self._batch = BatchSum()
         self._steps: dict[int, _Step] = {}
-        self._losses: list[Tensor] = []  # of the running step
+        self._losses: list[Tensor] = []  # of the micro-batches of the running step
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the buffer."""
@@ -142,7 +143,7 @@ class RunLedger(pl.Callback):
             self._buffer.record_all(_halves_of("weights"), halves(total))
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        """Ask the other ranks no more: they may be gone."""
+        """From now on, ask no other rank for its values: they may be gone."""
         self._failed = True
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
@@ -158,7 +159,8 @@ class RunLedger(pl.Callback):
         if self._weights is not None:
             total = self._weights.of_all(device)
         rank, world = self._data_rank = data_rank(trainer)
-        place = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir, NAME))  # a question to all ranks
+        # every rank must read `log_dir`: the Trainer broadcasts it
+        place = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir, NAME))
         error = self._open(place) if trainer.is_global_zero else ""
         tables = self._gather(torch.stack([total, *(torch.full_like(total, number) for number in (rank, bool(error)))]))
         if any(table[2] for table in tables):
@@ -170,7 +172,7 @@ class RunLedger(pl.Callback):
             self._file.append([self._start_line(trainer, f"{weights:016x}" if self._weights is not None else None)])
 
     def _open(self, path: Path) -> str:
-        """Open the file; returns the line on what is wrong with it, to be raised on every rank."""
+        """Open the file. Returns the error line, which every rank raises; empty if there is no error."""
         try:
             self._file = LedgerFile(path)
         except UsageError as error:
@@ -207,7 +209,7 @@ class RunLedger(pl.Callback):
         }
 
     def _gather(self, own: Tensor) -> list[Any]:
-        """A tensor of each rank as nested lists, by rank; after a failure that of this rank alone."""
+        """A tensor of each rank as nested lists, by rank; after a failure, only the tensor of this rank."""
         if self._trainer.world_size == 1 or self._failed:
             return [own.tolist()]
         tables: list[Any] = self._trainer.strategy.all_gather(own.to(self._trainer.strategy.root_device)).tolist()
@@ -219,28 +221,28 @@ class RunLedger(pl.Callback):
         if not rows:
             return {}
         steps = [self._steps.pop(row.step) for row in rows]
-        own = [self._of_rank(row, step).packed() for row, step in zip(rows, steps, strict=True)]
+        own = [self._rank_values(row, step).packed() for row, step in zip(rows, steps, strict=True)]
         tables = self._gather(torch.tensor(own, dtype=torch.int64))
         if self._file is not None:
             silent = [None] * (self._trainer.world_size - len(tables))
             lines = []
             for index, (row, step) in enumerate(zip(rows, steps, strict=True)):
-                ranks = [*(OfRank.unpacked(table[index]) for table in tables), *silent]
+                ranks = [*(RankValues.unpacked(table[index]) for table in tables), *silent]
                 lines.append(step_line(row.step, step.samples, ranks, self._counted))
             self._file.append(lines)
         return {}
 
-    def _of_rank(self, row: Row, step: _Step) -> OfRank:
+    def _rank_values(self, row: Row, step: _Step) -> RankValues:
         sums = [
-            sum(_whole(row, f"batch/{micro_batch}/{tensor}") for tensor in range(tensors))
+            sum(_joined(row, f"batch/{micro_batch}/{tensor}") for tensor in range(tensors))
             for micro_batch, tensors in enumerate(step.tensors)
         ]
-        return OfRank(
+        return RankValues(
             batch=step_sum(sums, step.rows, *self._data_rank) if any(step.tensors) else None,
             torch_random=int(row.values[_TORCH]),
             other_random=int(row.values[_OTHER]),
             loss=row.values.get(_LOSS),
-            weights=_whole(row, "weights") if self._weights is not None else None,
+            weights=_joined(row, "weights") if self._weights is not None else None,
         )
 
 
@@ -248,9 +250,9 @@ def _halves_of(name: str) -> tuple[str, str]:
     return f"_ledger/{name}/low", f"_ledger/{name}/high"
 
 
-def _whole(row: Row, name: str) -> int:
+def _joined(row: Row, name: str) -> int:
     low, high = _halves_of(name)
-    return whole(row.values[low], row.values[high])
+    return join_halves(row.values[low], row.values[high])
 
 
 def _added(losses: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""One step of the ledger: the numbers that each rank tells of it, and the line that they make."""
+"""One step of the ledger: the values that each rank sends to rank 0, and the line that is made of them."""
 
 import math
 import struct
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, signed
 
-_BATCH, _LOSS, _WEIGHTS = 1, 2, 4  # bits of the first number: what the rank has
+_BATCH, _LOSS, _WEIGHTS = 1, 2, 4  # bits of the first number: which values the rank has
 
 
-class OfRank(NamedTuple):
-    """What one rank knows of a step; None for what it has not."""
+class RankValues(NamedTuple):
+    """The values of one step on one rank; None for a value that it does not have."""
 
     batch: int | None
     torch_random: int
@@ -20,7 +20,7 @@ class OfRank(NamedTuple):
     weights: int | None
 
     def packed(self) -> list[int]:
-        """Six int64, to be gathered."""
+        """The values as six int64, for `all_gather`."""
         optional = ((_BATCH, self.batch), (_LOSS, self.loss), (_WEIGHTS, self.weights))
         has = sum(bit for bit, value in optional if value is not None)
         (loss,) = struct.unpack("<q", struct.pack("<d", self.loss or 0.0))
@@ -28,8 +28,8 @@ class OfRank(NamedTuple):
         return [has, *sums]
 
     @classmethod
-    def unpacked(cls, numbers: Sequence[int]) -> "OfRank":
-        """From six int64."""
+    def unpacked(cls, numbers: Sequence[int]) -> "RankValues":
+        """The values that `packed` has made six int64 of."""
         has, batch, torch_random, other_random, bits, weights = numbers
         (loss,) = struct.unpack("<d", struct.pack("<q", bits))
         return cls(
@@ -42,14 +42,14 @@ class OfRank(NamedTuple):
 
 
 def step_line(
-    step: int, samples: list[tuple[int, int]] | None, ranks: Sequence[OfRank | None], counted: Sequence[int]
+    step: int, samples: list[tuple[int, int]] | None, ranks: Sequence[RankValues | None], counted: Sequence[int]
 ) -> dict[str, Any]:
     """The line of a step, without its chain.
 
     Args:
         step: 0 for the first optimizer step, as the logs count.
-        samples: first and last position of each run of samples, of all ranks.
-        ranks: what each rank knows; None for one that could not be asked.
+        samples: first and last position of each run of consecutive samples, of all ranks.
+        ranks: the values of each rank; None for a rank that could not be asked.
         counted: the ranks whose batches together are the global batch, each row once.
     """
     shares = [rank and rank.batch for rank in map(ranks.__getitem__, counted)]
@@ -67,7 +67,7 @@ def step_line(
 
 
 def _once(values: list[Any]) -> Any:
-    """The value that all ranks share, or all values."""
+    """The value that all ranks have in common, or else the list of their values."""
     return values[0] if all(value == values[0] for value in values) else values
 
 
@@ -76,5 +76,5 @@ def _hex(number: int | None, digits: int) -> str | None:
 
 
 def _number(value: float | None) -> float | str | None:
-    """A float with all its digits; one that JSON has not, as a word."""
+    """A float with all its digits; NaN and infinities, which JSON does not have, as text."""
     return value if value is None or math.isfinite(value) else str(value)

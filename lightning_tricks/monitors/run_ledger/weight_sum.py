@@ -1,4 +1,4 @@
-"""The sum over the bits of the weights, of all of them at once or of a part that moves on with each step."""
+"""A sum over the bits of the weights: over all of them, or over one of several parts, so that a step costs little."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,16 +12,16 @@ from lightning_tricks._find_modules import clean_name
 from lightning_tricks._tensors import local
 from lightning_tricks.monitors.run_ledger.exact_sum import integers, odd_factors, salt
 
-LEAST = 8192  # elements of a part, which are summed in the time of one call
-PER_TENSOR = 4096  # elements that could be summed in the time of a call
-ROW = 64  # elements that share a factor, at the least
+LEAST = 8192  # elements of a part at least: fewer take no less time
+PER_TENSOR = 4096  # the fixed cost of a tensor, in elements that could be summed in the same time
+ROW = 64  # elements that share a factor, at least
 
 
 def leading_dims(shape: torch.Size) -> int:
-    """How many dimensions number the rows of a tensor: values of one row share a factor. 0 dimensions have one row.
+    """The number of leading dimensions whose index identifies a row; the values of a row share a factor.
 
-    A row is the last dimension, or as many of the last as make 64 values, but never the first one. In a vector each
-    value is a row.
+    A row spans the last dimension, or as many of the last dimensions as hold 64 values, but never the first dimension.
+    In a vector each value is a row; a 0-dim tensor has one row.
     """
     leading, length = len(shape), 1
     while leading > 1 and length < ROW:
@@ -36,8 +36,8 @@ class _Piece(NamedTuple):
     param: Tensor
     first: int
     end: int
-    factors: Tensor  # one for each row, by its index in the whole parameter
-    counts: bool  # whether this rank is the one that counts them: other ranks may hold copies
+    factors: Tensor  # one for each row, computed from its index in the whole parameter
+    counts: bool  # whether this rank counts them in `of_all`: other ranks may hold copies
 
     def row_sums(self) -> Tensor:
         """The sum of the integers of each row, (rows,)."""
@@ -53,14 +53,14 @@ class _Piece(NamedTuple):
 class WeightSum:
     """The parameters of a module, cut into parts of consecutive rows with about equally many elements.
 
-    Each row has a factor, which all its values share: two changes in one row that cancel each other in a plain sum are
-    not seen. So each part is read once, and nothing is written but a number a row. The factor follows from the index in
-    the whole parameter and from the parameter's name, so that the parts and their sums do not depend on how the weights
-    are sharded.
+    All values of a row share one factor, so that a part is read once, and only one number a row is written. The price:
+    two changes in one row that cancel each other in a plain sum are not seen. The factor follows from the row's index
+    in the whole parameter and from the parameter's name, so that the parts and their sums do not depend on how the
+    weights are sharded.
 
     Args:
         module: its parameters are on their devices.
-        parts: at most; fewer where a part would have less than 8,192 elements.
+        parts: largest number of parts; there are fewer if a part would have less than 8,192 elements.
         rank: of this process. Rank 0 counts a parameter that every rank holds whole.
 
     Attributes:
@@ -98,11 +98,11 @@ class WeightSum:
         Args:
             name: of the parameter.
             param: the parameter.
-            start: share of all parameters that comes before it.
-            share: its own share.
+            start: share of the total cost that comes before it.
+            share: its own share of the cost.
             rank: of this process.
         """
-        offsets, counts = _place(param, rank)
+        offsets, counts = _shard_offsets(param, rank)
         slices = param.shape[0] if param.dim() else 1
         here = local(param).shape[0] if param.dim() else 1
         cuts = [math.ceil((part / self.parts - start) / share * slices) for part in range(self.parts)]
@@ -120,7 +120,7 @@ class WeightSum:
 
     @torch.no_grad()
     def of_part(self, part: int, device: torch.device) -> Tensor:
-        """The sum over a part of what this rank holds, copies too: an int64 on `device`."""
+        """The sum over this rank's rows of a part, copies included: an int64 on `device`."""
         totals = []
         for own, factors in self._joined[part].values():
             rows = torch.cat([piece.row_sums() for piece in own]) if own[1:] else own[0].row_sums()
@@ -132,14 +132,14 @@ class WeightSum:
 
     @torch.no_grad()
     def of_all(self, device: torch.device) -> Tensor:
-        """The sum over all rows that this rank counts: over all ranks, each row once."""
+        """The sum over all rows that this rank counts; over all ranks together, each row counts once."""
         total = torch.zeros((), dtype=torch.int64, device=device)
         for piece in (piece for pieces in self._pieces for piece in pieces if piece.counts):
             total += (piece.row_sums() * piece.factors).sum().to(device)
         return total
 
 
-def _place(param: Any, rank: int) -> tuple[list[int], bool]:
+def _shard_offsets(param: Any, rank: int) -> tuple[list[int], bool]:
     """Where this rank's shard begins in the whole parameter, by dimension, and whether this rank counts it."""
     if not isinstance(param, DTensor):
         return [0] * max(param.dim(), 1), rank == 0
