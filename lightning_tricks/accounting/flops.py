@@ -131,8 +131,8 @@ def recompute_flops_per_token(
 ) -> int:
     """FLOPs for one token that activation checkpointing of our decoder adds to `training_flops_per_token`.
 
-    Add them for HFU, which counts all work of the hardware. `full` repeats all products of a block but `down`, the last,
-    whose result is not needed; `selective` repeats the products that it does not keep: `k`, `o`, and `up` of a gated
+    Add them for HFU, which counts all work of the hardware. `full` repeats all products of a block but the last one,
+    `down`, which is not needed; `selective` repeats the products that it does not keep: `k`, `o`, and `up` of a gated
     MLP. The head is outside the blocks. Work that a fused attention kernel repeats inside itself is not counted. On a
     CPU in bf16, short rows have no fused kernel, and `selective` then repeats attention too; that is not counted
     either.

@@ -45,7 +45,7 @@ def widest(device: torch.device) -> torch.dtype:
 
 
 class SumRatio(Metric):
-    """Nats over an exact count, both summed over all batches since `reset` and over all ranks; NaN if the count is 0."""
+    """Nats over an exact count, both summed over all batches since `reset` and all ranks; NaN if the count is 0."""
 
     full_state_update = False
     is_differentiable = False

@@ -12,7 +12,7 @@ else:
 
 
 class Mixin(_Base):
-    """Refuses, when a class is defined, bases in which a LightningModule comes first and so hides a mixin's method."""
+    """Refuses a class with a LightningModule before a mixin in its bases, which would hide the mixin's method."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -1,4 +1,4 @@
-"""What OptimizerMixin says of an optimizer when it is chosen: that it cannot work in this run, or what it does."""
+"""Checks and log lines of OptimizerMixin for the optimizer of a run, and the optimizer's name in checkpoints."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from lightning_tricks.optim import ComposedOptimizer, MuonAdamW
 from lightning_tricks.optim.follow_recipe import parts_of
 from lightning_tricks.optim.limits import Place, refuse_limits
 
-_KNOWN = ("torch", "lightning_tricks")  # packages whose optimizers are named without theirs
+_KNOWN = ("torch", "lightning_tricks")  # packages that `name_of` leaves out
 
 
 def refuse_for_run(optimizer: torch.optim.Optimizer, trainer: Any, module: Any) -> None:
-    """Refuse an optimizer that is known not to work under the Trainer's strategy and precision, or in the module.
+    """Refuse an optimizer that is known not to work with the Trainer's strategy or precision, or with the module.
 
     Raises:
         UsageError: see `LIMITS`.
@@ -32,8 +32,8 @@ def refuse_for_run(optimizer: torch.optim.Optimizer, trainer: Any, module: Any) 
     refuse_limits(optimizer, *places)
 
 
-def say_whether_gradients_stay(optimizer: torch.optim.Optimizer) -> None:
-    """Say of optimizers that clear the gradients within their step, as heavyball's do unless told otherwise."""
+def log_cleared_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Log that an optimizer clears the gradients within its step, as heavyball's do by default."""
     for part in parts_of(optimizer):
         if getattr(part, "consume_grad", False):
             rank_zero_info(
@@ -43,9 +43,9 @@ def say_whether_gradients_stay(optimizer: torch.optim.Optimizer) -> None:
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
-    """The class as checkpoints name it, with its package, and with those that an optimizer is composed of.
+    """The name of an optimizer in checkpoints: its class, its package, and the optimizers that it is composed of.
 
-    Two libraries have a SOAP each, and neither can take up the state of the other's.
+    The package matters: two libraries have a SOAP each, and neither can load the state of the other's.
     """
     package, name = type(optimizer).__module__.partition(".")[0], type(optimizer).__name__
     if isinstance(optimizer, ComposedOptimizer) and not isinstance(optimizer, MuonAdamW):
@@ -54,11 +54,11 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def refuse_other(here: str, there: str) -> None:
-    """Refuse to go on from the state of another optimizer.
+    """Refuse to resume from the state of another optimizer.
 
     Args:
-        here: of this run, as `name_of` gives it.
-        there: of the checkpoint, likewise.
+        here: `name_of` this run's optimizer.
+        there: `name_of` the checkpoint's.
 
     Raises:
         UsageError: they differ.

@@ -1,4 +1,4 @@
-"""Constructor settings in plain types: a checkpoint that holds them opens with `weights_only=True` in any program.
+"""Settings of a constructor in plain types: a checkpoint that holds them opens with `weights_only=True` anywhere.
 
 `save_hyperparameters()` keeps the objects that the constructor was given. In the checkpoint, schedules, parameter rules
 and decoder shapes become plain dicts as in a recipe: `class_path` with a short name, and `init_args`.

@@ -1,6 +1,6 @@
-"""The length of a run for its schedule: from `max_steps` at once, from epochs and tokens when training starts.
+"""Find the length of a run for its schedule: from `max_steps` at once, from epochs or tokens when training starts.
 
-Only then does the Trainer know its data, and where a checkpoint goes on: to ask before would begin the loaders.
+Only then does the Trainer know its data and the position of a checkpoint; to ask earlier would start the loaders.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,21 +14,22 @@ from lightning_tricks.schedules import Schedule, ScheduleLR
 
 
 class ScheduleLength(pl.Callback):
-    """Sets the length of each `ScheduleLR` when training starts, before the first step. Keeps nothing.
+    """Sets the length of each `ScheduleLR` when training starts, before the first step. Has no state.
 
-    It is the last callback, so that it counts from where the others let a resumed run go on.
+    It is the last callback, because the others may move the position of a resumed run.
     """
 
     @classmethod
-    def follow(cls, trainer: Any) -> None:
-        """Add one to a Trainer, after its other callbacks; once."""
+    def attach_to(cls, trainer: Any) -> None:
+        """Add the callback to a Trainer, behind its other callbacks. Idempotent."""
         others = [callback for callback in trainer.callbacks if not isinstance(callback, cls)]
         trainer.callbacks = [*others, cls()]  # a new list: Lightning may be iterating over the old one
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Set the length where it has changed, and the step where no checkpoint told the schedule its own.
+        """Set the length of the run if it has changed, and the step if no checkpoint has set the schedule's.
 
-        No checkpoint does in a second fit of a Trainer, which counts on, and after a run without a schedule.
+        No checkpoint sets it in a second fit of a Trainer, whose step count goes on, or if the saved run had no
+        schedule.
         """
         total = run_length(trainer)
         for config in trainer.lr_scheduler_configs:
@@ -37,8 +38,8 @@ class ScheduleLength(pl.Callback):
                 continue
             if scheduler.length_follows or scheduler.total_steps != total:
                 if total is None:
-                    _refuse_untold(trainer, trainer.lightning_module, scheduler.curves)
-                with _named(trainer, total):
+                    _refuse_unknown_length(trainer, trainer.lightning_module, scheduler.curves)
+                with _naming_option(trainer, total):
                     scheduler.set_total_steps(total)
             never_loaded = pl_module.automatic_optimization and scheduler.last_epoch == 0
             if never_loaded or not trainer.ckpt_path:
@@ -51,8 +52,8 @@ class ScheduleLength(pl.Callback):
 
 
 @contextmanager
-def _named(trainer: Any, total: int | None) -> Iterator[None]:
-    """Name the option that gave the length of the run in an error inside the `with`, where it is not `max_steps`."""
+def _naming_option(trainer: Any, total: int | None) -> Iterator[None]:
+    """Let errors inside the `with` name the option that gave the length of the run, if it is not `max_steps`."""
     planner = _planner(trainer)
     try:
         yield
@@ -64,7 +65,7 @@ def _named(trainer: Any, total: int | None) -> Iterator[None]:
         raise
 
 
-def _refuse_untold(trainer: Any, module: Any, curves: Sequence[Schedule]) -> None:
+def _refuse_unknown_length(trainer: Any, module: Any, curves: Sequence[Schedule]) -> None:
     """Refuse a number of epochs whose steps cannot be known, where a curve needs the length of the run."""
     where = "where the training loader has no length" if module.automatic_optimization else "with manual optimization"
     for curve in curves:
@@ -87,16 +88,16 @@ def schedule_lr(
     Raises:
         UsageError: a schedule does not fit the run, as far as its length is known.
     """
-    ScheduleLength.follow(trainer)
+    ScheduleLength.attach_to(trainer)
     curves = group_schedules, decay_schedules
-    with _named(trainer, trainer.max_steps):
+    with _naming_option(trainer, trainer.max_steps):
         if _by_epochs(trainer) and trainer.max_steps < 0:
             return ScheduleLR(optimizer, schedule, None, *curves, length_follows=True)
         return ScheduleLR(optimizer, schedule, trainer.max_steps, *curves)
 
 
 def check_length(trainer: Any, datamodule: Any, module: Any, curves: Sequence[Schedule]) -> None:
-    """Refuse a run that a schedule does not fit, before the data are prepared, as far as its length is known then.
+    """Refuse a schedule that does not fit the length of the run, as far as that is known before the data are prepared.
 
     Raises:
         UsageError: see `Schedule.check`; `max_epochs` alone with manual optimization.
@@ -107,9 +108,9 @@ def check_length(trainer: Any, datamodule: Any, module: Any, curves: Sequence[Sc
     elif steps < 0 and _by_epochs(trainer):
         steps = None
         if not module.automatic_optimization:
-            _refuse_untold(trainer, module, curves)
+            _refuse_unknown_length(trainer, module, curves)
     for curve in curves if steps is not None else ():
-        with _named(trainer, steps):
+        with _naming_option(trainer, steps):
             curve.check(steps)
 
 

@@ -1,4 +1,4 @@
-"""Clip once and keep the gradient norm from before the clip: to log it costs no second pass over the gradients."""
+"""Clip once and keep the gradient norm before the clip: logging it costs no second pass over the gradients."""
 
 from typing import Any
 
@@ -16,8 +16,9 @@ class GradientClippingMixin(Mixin):
     """Own `configure_gradient_clipping`: clip by the Trainer's settings, and keep the norm in `grad_norm`.
 
     Put it before the LightningModule in the bases. `trainer.gradient_clip_val` and `gradient_clip_algorithm` keep their
-    meaning (0 or none does not clip); in each case the norm is kept, for `GradNormMonitor`. It clips FSDP2's gradients,
-    and those that Lightning or torch refuses to clip: of fused optimizers under bf16, FSDP1's by norm, and sparse ones.
+    meaning (0 or none does not clip); in each case the norm is kept, for `GradNormMonitor`. It also clips gradients
+    that Lightning or torch refuses to clip: FSDP2's, FSDP1's by norm, sparse ones, and those of fused optimizers under
+    bf16.
 
     Attributes:
         grad_norm: L2 norm of all gradients of the last optimizer step before its clip, a 0-dim tensor on their device;

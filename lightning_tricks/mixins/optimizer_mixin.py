@@ -10,7 +10,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
-from lightning_tricks.mixins._chosen_optimizer import name_of, refuse_for_run, refuse_other, say_whether_gradients_stay
+from lightning_tricks.mixins._chosen_optimizer import log_cleared_gradients, name_of, refuse_for_run, refuse_other
 from lightning_tricks.mixins._plain_settings import from_plain, rules_from_plain, to_plain
 from lightning_tricks.mixins._run_length import check_length, schedule_lr
 from lightning_tricks.optim import (
@@ -26,24 +26,25 @@ from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.optim.decay_groups import expanded
 from lightning_tricks.schedules import Schedule, ScheduleLR, WarmupConstant
 
-_NAME = "optimizer_function"  # in a checkpoint
-MUP_KEY = "mup"  # in a checkpoint: the parametrization of its weights
-SCHEDULE_KEY = "schedule"  # in a checkpoint: the schedule that the run followed, and the run's length
+# keys of a checkpoint
+_FUNCTION_KEY = "optimizer_function"  # text of the function that made the optimizer
+MUP_KEY = "mup"  # the parametrization of its weights
+SCHEDULE_KEY = "schedule"  # the schedule that the run followed, and the run's length
 
 
 class OptimizerMixin(Mixin):
     """Own `configure_optimizers`: parameter groups by role, the optimizer, and the schedule, set at every step.
 
     Put it before the LightningModule in the bases: `class Model(OptimizerMixin, LightningModule)`. The length of the
-    run is that of `trainer.max_steps` or `trainer.max_epochs`, whichever ends first, read when training starts, so that
-    no loader is begun for it. A resume follows the settings given here, not the checkpoint's: learning rate, decay,
-    betas, length and shape of the schedule. The groups are logged once, at start.
+    run comes from `trainer.max_steps` or `trainer.max_epochs`, whichever ends first; it is read when training starts,
+    so that no loader is started for it. A resume follows the settings given here, not the checkpoint's: learning rate,
+    decay, betas, length and shape of the schedule. The groups are logged once, at start.
 
     With `save_hyperparameters()`, a checkpoint holds schedule and rules in plain types: it opens with
-    `weights_only=True`, and `load_from_checkpoint` builds them again. The optimizer is a function, of which the
-    checkpoint holds only the name: give the function to `load_from_checkpoint` to train that module.
+    `weights_only=True`, and `load_from_checkpoint` builds them again. The option `optimizer` is a function, and a
+    checkpoint holds only its name: to train the loaded module, give the function to `load_from_checkpoint`.
 
-    Under `fast_dev_run`, which replaces `max_steps`, the learning rate is constant: no length of the schedule is known.
+    Under `fast_dev_run`, which replaces `max_steps`, the learning rate is constant: the run has no length to follow.
 
     Args:
         optimizer: makes the optimizer from parameter groups; None for AdamW with lr 3e-4, betas (0.9, 0.95), eps 1e-8.
@@ -52,8 +53,8 @@ class OptimizerMixin(Mixin):
         decay_embeddings: whether embeddings decay with the matrices.
         param_rules: other learning rates, decays, schedules or optimizers by name or role of a parameter; the first
             rule that fits counts.
-        mup: the settings are those of a narrower model, and this one has learning rates, decays and initial weights in
-            proportion; see `MuP`. None: they are those of this model.
+        mup: the settings are those of a model of another width, and learning rates, decays and initial weights are
+            scaled from it; see `MuP`. None: they are this model's.
         **kwargs: for the next class in the bases.
 
     Raises:
@@ -114,10 +115,10 @@ class OptimizerMixin(Mixin):
         settings = (self.weight_decay, self.decay_embeddings, self.param_rules, self.mup)
         optimizer = build_optimizer(self, self.optimizer, *settings)
         refuse_for_run(optimizer, self.trainer, self)
-        say_whether_gradients_stay(optimizer)
+        log_cleared_gradients(optimizer)
         self._optimizer_class = name_of(optimizer)
         self._check_optimizer_class()
-        self._refuse_unswitched(optimizer)
+        self._refuse_missing_callback(optimizer)
         rank_zero_info(f"{self._optimizer_class}\n{groups_table(optimizer.param_groups, lr=0.0)}")
         rules = expanded(self, self.param_rules)
         of_groups = [rules[group["rule"]] if group["rule"] is not None else None for group in optimizer.param_groups]
@@ -138,10 +139,10 @@ class OptimizerMixin(Mixin):
             checkpoint[MUP_KEY] = to_plain(self.mup)
         running = [config.scheduler for config in self.trainer.lr_scheduler_configs] if self._trainer else []
         for scheduler in running:
-            if isinstance(scheduler, ScheduleLR):  # for `branch`, which asks where the run stood in it
+            if isinstance(scheduler, ScheduleLR):  # for the command `branch`, which checks whether the decay had begun
                 checkpoint[SCHEDULE_KEY] = {**to_plain(scheduler.schedule), "total_steps": scheduler.total_steps}
         if callable(self.optimizer):
-            checkpoint[_NAME] = re.sub(r" at 0x\w+", "", repr(self.optimizer))
+            checkpoint[_FUNCTION_KEY] = re.sub(r" at 0x\w+", "", repr(self.optimizer))
         settings = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY)
         if type(settings) is dict:
             kept = {key: value for key, value in settings.items() if key != "optimizer" or not callable(value)}
@@ -152,14 +153,14 @@ class OptimizerMixin(Mixin):
         super().on_load_checkpoint(checkpoint)
         self.check_mup(checkpoint)
         if self._trainer is None and self.optimizer is None:
-            self._missing_optimizer = checkpoint.get(_NAME)
+            self._missing_optimizer = checkpoint.get(_FUNCTION_KEY)
         elif self._trainer is not None and self._trainer.state.fn == "fit":
             check_training_state(checkpoint, self._trainer.ckpt_path)
             self._class_in_checkpoint = checkpoint.get("optimizer_class")
             self._check_optimizer_class()
 
-    def _refuse_unswitched(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer of two sets of weights that nobody exchanges."""
+    def _refuse_missing_callback(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a schedule-free optimizer without the callback that exchanges its two sets of weights."""
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         if schedule_free_parts(optimizer) and not any(hasattr(one, "switches_schedule_free") for one in callbacks):
             raise UsageError(
@@ -168,7 +169,7 @@ class OptimizerMixin(Mixin):
             )
 
     def check_mup(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse weights of another parametrization: their multipliers, and the learning rates that fit, are others."""
+        """Refuse weights of another MuP: they were trained with other multipliers and other learning rates."""
         here, there = self.mup, from_plain(checkpoint.get(MUP_KEY), MuP, "mup")
         if here != there:
             raise UsageError(

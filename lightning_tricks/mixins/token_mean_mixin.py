@@ -1,4 +1,4 @@
-"""Mean loss over the tokens of a whole optimizer step: over micro-batches and ranks, however ragged their counts."""
+"""Mean loss over all tokens of an optimizer step, although micro-batches and ranks have different numbers of them."""
 
 from typing import Any
 
@@ -22,14 +22,14 @@ class TokenMeanMixin(Mixin):
     Lightning averages over micro-batches and the strategy over ranks, so that a token of a short micro-batch counts
     more than one of a long micro-batch. Here the loss of each micro-batch is its sum divided by one fixed constant, and
     after the last backward pass of the step the gradients are multiplied by constant / tokens. One micro-batch on one
-    device needs no scaling and gets the plain mean. The sums are cleared with their gradients, so a step that is cut
-    short leaves nothing to the next one. For automatic optimization; put it before LightningModule in the bases.
+    device needs no scaling and gets the plain mean. The sums are cleared with the gradients, so an unfinished step does
+    not change the next one. For automatic optimization; put it before LightningModule in the bases.
     """
 
     _capacity: int | None = None
     _batch_sums: tuple[Tensor, Tensor] | None = None  # nats and tokens of a micro-batch before its backward pass
     _step_sums: tuple[Tensor, Tensor] | None = None  # of the micro-batches whose gradients are accumulated
-    _scaled = True  # whether the step's gradients are the mean already
+    _scaled = True  # whether the accumulated gradients are those of the mean already
 
     def on_fit_start(self) -> None:
         """Forget an earlier fit of the same module."""

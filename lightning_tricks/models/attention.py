@@ -76,13 +76,13 @@ def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
 
 
 def continued_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """`causal_attention` for the last tokens of a row, of which all keys and values are given.
+    """`causal_attention` for the last tokens of a row, given the keys and values of the whole row.
 
     Args:
         q: (batch, heads, new, head_dim), of the last `new` of `length` tokens.
         k: (batch, kv_heads, length, head_dim).
         v: as `k`.
-        scale: as there.
+        scale: as in `causal_attention`.
 
     Returns:
         (batch, heads, new, head_dim).
@@ -96,7 +96,7 @@ def continued_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = N
 def max_logit(q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
     """The largest number that enters the softmax of `causal_attention`: query times key, times its scale.
 
-    The products are computed for a slice of the queries at a time. Arguments as there.
+    The products are computed for a slice of the queries at a time. Arguments as in `causal_attention`.
 
     Returns:
         Scalar tensor in the dtype of `q`; NaN if a product is.
@@ -127,7 +127,7 @@ class Attention(nn.Module):
     Args:
         config: of the decoder.
         base: of the model whose settings are transferred, see `Decoder`. Where its heads have another width, products
-            are multiplied by sqrt(base width of a head) / head_dim in place of 1 / sqrt(head_dim).
+            are multiplied by sqrt(the base model's head_dim) / head_dim in place of 1 / sqrt(head_dim).
     """
 
     def __init__(self, config: DecoderConfig, base: DecoderConfig | None = None) -> None:

@@ -132,14 +132,14 @@ class Decoder(nn.Module):
         return linear_cross_entropy(features.flatten(0, 1), self.head.weight, labels.flatten())
 
     def compile_blocks(self) -> None:
-        """Compile each block in place with `torch.compile`: all blocks share one compilation, names stay clean."""
+        """Compile each block in place with `torch.compile`: all blocks share one compilation, and no name changes."""
         for block in self.blocks:
             block.compile()
 
     def features(self, input_ids: Tensor, document_ids: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """The input of `head`, (batch, length, d_model), for a loss that applies the head in slices.
 
-        It holds muP's multiplier of the logits, base width / width.
+        It is scaled by muP's multiplier of the logits, base width / width.
         """
         length, begin = input_ids.shape[1], 0 if cache is None else cache.length
         if begin + length > self.config.max_seq_len:
@@ -182,7 +182,8 @@ class Decoder(nn.Module):
         Matrices and embeddings are normal with `init_std`; those that write to the residual stream (`attn.o`,
         `mlp.down`), of which there are 2 n_layers, with `init_std / sqrt(2 n_layers)`, or zero with
         `zero_init_outputs`. Biases are zero, scales of norms one. Both families use this rule: Llama's own was not
-        published. With a `base`, matrices in blocks have that over sqrt(inputs here / inputs in the base model).
+        published. With a `base`, the standard deviation of matrices in blocks is divided by
+        sqrt(inputs in this model / inputs in the base model).
 
         Args:
             generator: source of randomness on the weights' device, in the same state on every rank. Default: torch's.

@@ -1,4 +1,4 @@
-"""muP's multipliers multiplied into the weights, for programs that know a plain Llama or GPT-2 only."""
+"""Multiply muP's multipliers into the weights, for programs that know only the plain Llama or GPT-2."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def folded_state(decoder: Decoder) -> dict[str, Tensor]:
     """The state dict of `Decoder(decoder.config)`, without a base, that gives the same logits as `decoder`.
 
     The multiplier of the logits goes into the head, that of the attention logits into the queries, or into the norm of
-    the queries where there is one. To train on, keep the unfolded weights: learning rates fit those.
+    the queries if there is one. To continue training, use the unfolded weights: muP's learning rates fit only those.
 
     Args:
         decoder: with weights, not sharded.

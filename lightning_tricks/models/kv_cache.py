@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that a decoder has read, so that the next token costs one position and not a row."""
+"""A cache of keys and values: the next token costs the decoder one position in place of the whole row."""
 
 import torch
 from torch import Tensor

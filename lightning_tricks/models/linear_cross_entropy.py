@@ -18,7 +18,7 @@ def nats_and_gradient(logits: Tensor, labels: Tensor, ignore_index: int) -> tupl
     """
     counted = labels != ignore_index
     target = torch.where(counted, labels, 0).unsqueeze(1)
-    z = logits.float()  # in place from here: a slice is written over five times and never leaves the cache
+    z = logits.float()  # everything below is in place, so that a slice stays in the cache
     z.sub_(z.amax(1, keepdim=True))
     at_target = z.gather(1, target).squeeze(1)
     z.exp_()

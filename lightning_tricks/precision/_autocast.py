@@ -1,4 +1,4 @@
-"""The part that four plugins share: autocast on the model's own device, or FSDP2's casts in its place."""
+"""The base of all plugins but Float8: autocast on the model's own device, or FSDP2's casts in its place."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,9 +17,9 @@ _OWN_PRECISION = {"DeepSpeedStrategy": "DeepSpeed", "FSDPStrategy": "FSDP1", "XL
 
 
 class AutocastPrecision(pl.plugins.Precision):
-    """Autocast to `_dtype` on the model's device, once it is known; off where FSDP2 casts already."""
+    """Autocast to `_dtype` on the model's device; off where FSDP2 casts parameters and inputs already."""
 
-    _dtype = torch.bfloat16  # of the products
+    _dtype = torch.bfloat16  # of matrix products
 
     def __init__(self) -> None:
         self._device_type = "cuda" if torch.cuda.is_available() else "cpu"

@@ -39,9 +39,9 @@ class BF16True(AutocastPrecision):
     """Store parameters and gradients in bf16; compute products in bf16, and each optimizer step in fp32.
 
     Lightning's `precision: bf16-true` rounds every update to the nearest bf16 value, so that a weight never moves if
-    its updates are below half a spacing (1/512 to 1/256 of it). Here the step is computed in fp32, by any optimizer,
-    and reaches the weight by stochastic rounding, or through fp32 masters. Autocast is on too, so that losses and
-    softmax run in fp32 and an fp32 buffer does no harm; under FSDP2 the sharding casts instead (`fsdp2_policy`).
+    its updates are below half a spacing (1/512 to 1/256 of the weight). Here any optimizer computes its step in fp32,
+    and the result is rounded stochastically, or kept in fp32 masters. Autocast is on too, so that losses and softmax
+    run in fp32, and inputs meet fp32 buffers without an error; under FSDP2 the sharding casts instead (`fsdp2_policy`).
     Buffers and batch norm keep their dtype. Gradients are accumulated, clipped and measured in bf16.
 
     Bytes a parameter with AdamW (weight, gradient, two averages, master): 12 by default; 8 with bf16 state; 16 with
@@ -59,8 +59,8 @@ class BF16True(AutocastPrecision):
 
     Raises:
         UsageError: an unknown option value; when training starts, under a strategy with a precision of its own (FSDP1,
-            DeepSpeed), or with an optimizer that calls its closure more than once, such as LBFGS, or keeps the
-            parameters of a step, such as those of heavyball.
+            DeepSpeed), or with an optimizer that calls its closure more than once, such as LBFGS, or that keeps the
+            temporary fp32 copies of a step, as heavyball's do.
 
     Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192 (stochastic rounding of the weight update).
     """

@@ -27,11 +27,11 @@ class FP16Mixed(AutocastPrecision):
     a CPU it computes in fp16, where Lightning's flag gives bf16. Under FSDP2 the sharding casts instead of autocast
     (`fsdp2_policy`), and all ranks skip together.
 
-    To decide costs one read of the device per optimizer step, after the clip. If a module has several optimizers, the
-    scale is updated at the next backward pass: until then other gradients may still carry the old one.
+    The decision to skip costs one read of the device per optimizer step, after the clip. If a module has several
+    optimizers, the scale is updated at the next backward pass: until then other gradients may still carry the old one.
 
     Args:
-        init_scale: of the first step; above 0. Torch's default, 2**16, is often too high and halved in a few steps.
+        init_scale: of the first step; above 0. Torch's default, 2**16, is often too high, and the first steps halve it.
         growth_interval: steps without overflow after which the scale is doubled; 1 or more. Torch's default, 2000.
         loss_scaling: False trains without a scale, to see its effect: no step is skipped, `scaler` is None.
 

@@ -1,4 +1,4 @@
-"""Cosine decays, one after the other, each from the peak (SGDR): a usable checkpoint at the end of each."""
+"""Warmup, then cosine decays one after the other, each from the peak (SGDR): each ends with a usable checkpoint."""
 
 import math
 from dataclasses import dataclass

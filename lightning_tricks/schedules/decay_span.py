@@ -1,4 +1,4 @@
-"""Where the decay of a curve starts that ends with the run: the three options for it, their checks, the step."""
+"""The start of a decay that ends with the run: the three options for it, their checks, and the step that follows."""
 
 from typing import Any
 

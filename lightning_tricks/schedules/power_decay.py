@@ -1,4 +1,4 @@
-"""Warmup, the peak, then a decay with a power of the steps that are left: the curve of the optimizer records."""
+"""Warmup, the peak, then a decay by a power of the steps that are left: the curve of modded-nanogpt's records."""
 
 import math
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ class PowerDecay(Schedule):
     `decay_steps`, `decay_fraction` and `decay_start`, as for `WarmupStableDecay`, also to branch a decay off a
     checkpoint. A power of 1 is a straight line; above 1 the decay is steep at first and flat at its end.
 
-    First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. Peak: steps warmup_steps - 1 to the
-    decay's first. Last step (total - 1): above the floor by (1 / (total - start)) ** power of the way. From step
-    `total` on: the floor.
+    First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. Peak: from step warmup_steps - 1 to
+    the decay's first step. Last step (total - 1): above the floor by (1 / (total - start)) ** power of its distance to
+    the peak. From step `total` on: the floor.
 
     After the warmup `lr` is bit for bit `min(peak, floor + ((total - step) / (total - start)) ** power * (peak -
     floor))` from the decay's first step on, with the floor as a decimal product.
 
     Args:
         warmup_steps: length of the warmup in optimizer steps; 0 for none, as in the source.
-        power: of the steps that are left. Default: that of the source.
+        power: exponent of the steps that are left. Default: the source's.
         decay_steps: length of the decay in optimizer steps.
         decay_fraction: length of the decay as a share of the whole run, rounded to a whole step; 0.8 if none of the
             three is given, because the source's hidden matrices decay over 82 % of the schedule (its other parameters

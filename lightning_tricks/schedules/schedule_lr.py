@@ -15,9 +15,9 @@ class ScheduleLR(LRScheduler):
     """Set the learning rate of each group to the schedule's value for that group's own learning rate.
 
     The state dict holds `last_epoch` (torch's word for the step) and nothing else, so a resume with another learning
-    rate, length or shape follows the recipe and not the checkpoint, whether the optimizer's state is loaded before or
-    after the scheduler's: it holds the old `lr` and `initial_lr` of each group, and both are set again. The state of
-    any other torch scheduler can be loaded too, because all of them keep `last_epoch`.
+    rate, length or shape follows the recipe and not the checkpoint. The optimizer's state, which holds the old `lr` and
+    `initial_lr` of each group, may be loaded before or after the scheduler's: both are set again. The state of any
+    other torch scheduler can be loaded too, because all of them keep `last_epoch`.
 
     Call `step()` once after each optimizer step. A learning rate held in a Tensor is filled in place.
 
@@ -25,11 +25,11 @@ class ScheduleLR(LRScheduler):
         optimizer: any torch optimizer; each group's `lr` at this moment is its peak.
         schedule: the curve.
         total_steps: optimizer steps in the whole run (`trainer.max_steps`); None where the schedule needs no length.
-        group_schedules: of each group, the curve that it has in place of `schedule`, or None; empty for none at all.
-        decay_schedules: of each group, the curve of its weight decay, whose peak is the decay that the group has at
-            this moment; None or empty: the decay stays.
-        length_follows: whether the length is not known yet, and `set_total_steps` is called before the first step.
-            Until then, each group has its peak.
+        group_schedules: for each group, a curve of its own in place of `schedule`, or None. Empty: None for all groups.
+        decay_schedules: for each group, a curve of its weight decay, whose peak is the group's decay at this moment, or
+            None for a constant decay. Empty: None for all groups.
+        length_follows: the length is not known yet; `set_total_steps` must be called before the first step. Until then,
+            each group has its peak.
 
     Raises:
         UsageError: the run does not fit a schedule (`Schedule.check`).
@@ -74,7 +74,7 @@ class ScheduleLR(LRScheduler):
 
     @property
     def curves(self) -> list[Schedule]:
-        """The schedule, and those of groups in place of it and of their decays."""
+        """All curves: the schedule, and the curves of single groups for learning rate and decay."""
         return [curve for curve in (self.schedule, *self._group_schedules, *self._decay_schedules) if curve is not None]
 
     @property
@@ -122,7 +122,7 @@ class ScheduleLR(LRScheduler):
         self._apply()
 
     def factor(self, step: int) -> float:
-        """By which the schedule's value is multiplied at `step`: 1.0 without `scale_by`."""
+        """The product of the factors of `scale_by` at `step`; 1.0 without any."""
         return math.prod((factor(step) for factor in self._factors), start=1.0)
 
     def refresh(self) -> None:

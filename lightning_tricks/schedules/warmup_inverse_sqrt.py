@@ -1,4 +1,4 @@
-"""Warmup, then a decay with one over the square root of the step: the original Transformer's curve, without an end."""
+"""Warmup, then a decay in proportion to 1 / sqrt(step): the original Transformer's curve, which has no end."""
 
 import math
 from dataclasses import dataclass

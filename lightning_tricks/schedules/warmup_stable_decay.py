@@ -9,7 +9,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.schedules.decay_span import check_decay_fits, check_decay_options, decay_start
 from lightning_tricks.schedules.schedule import Schedule, check_share, check_whole, floor_lr, warmup_lr
 
-_SHAPES: dict[str, Callable[[float], float]] = {  # share of the way left above the floor, at progress 0 to 1
+_SHAPES: dict[str, Callable[[float], float]] = {  # from the decay's progress, 0 to 1, to the share that is left of it
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "1-sqrt": lambda progress: 1 - math.sqrt(progress),
@@ -25,9 +25,9 @@ class WarmupStableDecay(Schedule):
     it with `decay_start` at the checkpoint's step and `max_steps` at the end of the decay: the curve before
     `decay_start` does not depend on `max_steps`.
 
-    First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. Peak: steps warmup_steps - 1 to the
-    decay's first. Last step (total - 1): above the floor by the value of `decay_shape` one step before its end. From
-    step `total` on: the floor.
+    First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. Peak: from step warmup_steps - 1 to
+    the decay's first step. Last step (total - 1): above the floor by the value of `decay_shape` one step before its
+    end. From step `total` on: the floor.
 
     Args:
         warmup_steps: length of the warmup in optimizer steps; 0 for none.
@@ -73,7 +73,7 @@ class WarmupStableDecay(Schedule):
         return decay_start(self, total, default_fraction=0.1)
 
     def decaying_from(self, step: int) -> "WarmupStableDecay":
-        """The same schedule with the decay from `step` to the end of the run, whatever its length was given by."""
+        """The same schedule, but with a decay from `step` to the end of the run."""
         return replace(self, decay_start=step, decay_steps=None, decay_fraction=None)
 
     def lr(self, peak: float, step: int, total_steps: int | None) -> float:

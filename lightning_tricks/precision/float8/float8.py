@@ -31,15 +31,16 @@ class Float8(pl.plugins.Precision):
     layers are converted, and why the others are not. The module stays converted after the run.
 
     Args:
-        recipe: Scaling of tensors to fp8. `tensorwise`: one scale a tensor, the fastest; under FSDP2 weights are
-            gathered in fp8 too. `rowwise`: one a row, for outliers. `rowwise_with_gw_hp`: and the gradient of the
-            weight in bf16, the most accurate. `mxfp8`: one for 32 elements, needs Blackwell.
+        recipe: Scaling of tensors to fp8. `tensorwise`: one scale for a tensor, the fastest; under FSDP2 weights are
+            gathered in fp8 too. `rowwise`: one scale for each row, for tensors with outliers. `rowwise_with_gw_hp`: as
+            `rowwise`, with the gradient of the weight in bf16, the most accurate. `mxfp8`: one scale for 32 elements,
+            needs Blackwell.
         base: `bf16-mixed` or `bf16-true`: the format of the weights and of everything that is not fp8.
         exclude: Regular expressions, searched in the names of layers, that keep layers besides the head in bf16.
         convert_small: Convert also the layers that are too small to be faster in fp8, by torchao's tables.
         emulate: Multiply the rounded numbers in fp32, on any device: the values of fp8, slowly.
         evaluate_in_bf16: Multiply in bf16 while a layer is in eval mode. Weights are then gathered in bf16.
-        allow_eager: Train on CUDA without `torch.compile`, which is slower than bf16.
+        allow_eager: Train on CUDA without `torch.compile`; fp8 is then slower than bf16.
 
     Attributes:
         fp8_layers: The converted layers by name.
@@ -72,7 +73,7 @@ class Float8(pl.plugins.Precision):
         self.recipe, self.convert_small, self.emulate = recipe, convert_small, emulate
         if base == "bf16-mixed":
             self._base: Any = BF16Mixed()
-        else:  # by name: who reads how Float8 works needs none of bf16 training's files
+        else:  # by name: a reader of Float8 need not know the files of bf16 weights
             self._base = import_module("lightning_tricks.precision.bf16_true").BF16True()
         self.precision = self._base.precision
         self.peak_dtype = None if emulate else "fp8"

@@ -82,11 +82,11 @@ def excludes(exclude: Sequence[str], name: str) -> bool:
 
 
 def find_heads(module: nn.Module) -> set[nn.Module]:
-    """The layers that compute logits: their error goes straight into the loss, so they stay in bf16.
+    """The layers that compute logits. Their error goes straight into the loss, so they stay in bf16.
 
-    These are the layers that Hugging Face models return from `get_output_embeddings`, and those outside the repeated
-    blocks with as many outputs as an embedding has rows, such as a head tied to it. Without any of these, it is the
-    last linear layer outside the repeated blocks, unless it is the only one of the module.
+    A head is a layer that a Hugging Face model returns from `get_output_embeddings`, or a layer outside the repeated
+    blocks with as many outputs as an embedding has rows, such as a head tied to it. If there is none, it is the last
+    linear layer outside the repeated blocks, unless the module has only one linear layer.
     """
     linears = named_linears(module)
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
@@ -123,7 +123,8 @@ def check_patterns(exclude: Sequence[str]) -> tuple[str, ...]:
 def refuse_tensor_parallel(module: nn.Module, layers: Sequence[nn.Linear]) -> None:
     """Refuse layers that multiply with a shard of their weight: an fp8 scale would be that of the shard.
 
-    FSDP2 gathers its shards before the product; they lie below a module that it wraps, and are split once.
+    Weights of FSDP2 are allowed, as it gathers them before the product. Their layer lies in a module that FSDP2 wraps,
+    and they are split over one mesh dimension only.
     """
     gathered = {id(part) for root in module.modules() if isinstance(root, FSDPModule) for part in root.modules()}
     for name, layer in named_linears(module).items():

@@ -1,4 +1,4 @@
-"""A linear layer that multiplies in fp8, made of an nn.Linear in place, and the losses of fp8 in its tensors."""
+"""Turn an nn.Linear in place into a layer that multiplies in fp8, and measure the values that its rounding loses."""
 
 import logging
 import re

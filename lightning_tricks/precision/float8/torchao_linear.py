@@ -1,4 +1,4 @@
-"""torchao's half of Float8: the converted layers, and weights that FSDP2 gathers in fp8. Imports torchao."""
+"""The part of Float8 that imports torchao: the converted layers, and weights that FSDP2 gathers in fp8."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -20,11 +20,11 @@ _Base: Any = type(convert_to_float8_training(nn.Linear(16, 16, device="meta")))
 
 
 class Float8Linear(CheckedLinear, _Base):
-    """Our checks, then torchao's scales and product."""
+    """The checks of CheckedLinear, then torchao's scales and product."""
 
 
 class _BlockScaled(nn.Linear):
-    """torchao's product for mxfp8, which needs one dtype: the weight is cast to the input's, as autocast does."""
+    """A product in mxfp8. torchao's needs one dtype, so the weight is cast to the input's, as autocast does."""
 
     multiply: Callable[[Tensor, Tensor], Tensor]
 
@@ -35,7 +35,7 @@ class _BlockScaled(nn.Linear):
 
 
 class MXFP8Linear(CheckedLinear, _BlockScaled):
-    """Our checks, then torchao's block scales and product."""
+    """The checks of CheckedLinear, then torchao's block scales and product."""
 
 
 def template(recipe: str, emulate: bool) -> nn.Linear:
