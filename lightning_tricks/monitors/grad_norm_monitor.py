@@ -60,8 +60,8 @@ def parameters_by_block(module: nn.Module, parameters: Iterable[Tensor]) -> dict
             continue
         words = clean_name(name).split(".")
         paths = [".".join(words[:end]) for end in range(1, len(words) + 1)]
-        parts_of_it = (p for p in paths if p in blocks or not any(block.startswith(f"{p}.") for block in blocks))
-        parts.setdefault(next(parts_of_it), []).append(parameter)
+        candidates = (p for p in paths if p in blocks or not any(block.startswith(f"{p}.") for block in blocks))
+        parts.setdefault(next(candidates), []).append(parameter)
     return parts
 
 
