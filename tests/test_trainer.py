@@ -9,12 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from monitored import Memory
@@ -425,6 +427,14 @@ def test_an_optimizer_is_known_by_its_index_wrapped_or_not():
         return [_trainer.optimizer_index(trainer, optimizer) for optimizer in [*wrapped, *module.made]]
 
     assert noted(ask, Model(2))[0].answers[0] == [0, 1, 0, 1]
+
+
+def test_an_optimizer_around_another_is_no_lightning_optimizer():
+    outer = torch.optim.SGD(Model().parameters())
+    outer.optimizer = torch.optim.SGD(Model().parameters())  # as Lookahead has
+    wrapped = LightningOptimizer(outer)
+    assert _trainer.unwrapped(wrapped) is _trainer.unwrapped(outer) is outer
+    assert _trainer.optimizer_index(SimpleNamespace(optimizers=[outer]), wrapped) == 0
 
 
 def test_steps_between_saves_are_those_of_the_files(tmp_path):

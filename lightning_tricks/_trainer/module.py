@@ -44,8 +44,11 @@ def configured_optimizers(module: Any) -> tuple[list[Any], list[Any]]:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside a LightningOptimizer, or the one given (core/optimizer.py)."""
-    return getattr(optimizer, "optimizer", optimizer)
+    """The optimizer inside a LightningOptimizer, or the one given (core/optimizer.py).
+
+    Asks for the class: optimizers such as Lookahead have an attribute `optimizer` of their own.
+    """
+    return optimizer.optimizer if is_a(optimizer, "LightningOptimizer") else optimizer
 
 
 def optimizer_index(trainer: Any, optimizer: Any) -> int:

@@ -42,6 +42,21 @@ def fused_adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1.0, eps=1e-12, weight_decay=0.0, fused=True)
 
 
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer, which is its attribute `optimizer`, as Lookahead does."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+def wrapped_sgd(parameters):
+    return Around(sgd(parameters))
+
+
 class Model(pl.LightningModule):
     """Two weights whose gradients are 3 and 4 times the factor of the step; keeps what a hook sees."""
 
@@ -177,7 +192,7 @@ def test_training_is_bit_for_bit_lightnings_own_where_nothing_overflows(accumula
 # --- gradients are unscaled before anyone looks at them
 
 
-@pytest.mark.parametrize("optimizer", [sgd, fused_sgd, adamw, fused_adamw])
+@pytest.mark.parametrize("optimizer", [sgd, fused_sgd, wrapped_sgd, adamw, fused_adamw])
 def test_hooks_and_the_clip_see_unscaled_gradients(optimizer):
     model = Model(optimizer=optimizer)
     fit(model, scaled(), gradient_clip_val=1.0)

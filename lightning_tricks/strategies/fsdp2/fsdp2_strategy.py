@@ -15,7 +15,7 @@ from lightning_tricks._activation_checkpointing import Mode, check_mode, checkpo
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import match_modules, repeated_blocks
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
-from lightning_tricks._trainer import is_a, set_device_mesh
+from lightning_tricks._trainer import set_device_mesh, unwrapped
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.read_file import read_file
@@ -248,7 +248,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """One optimizer's state: each rank's shards by name, or all of it by number on rank 0."""
-        optimizer = optimizer.optimizer if is_a(optimizer, "LightningOptimizer") else optimizer
+        optimizer = unwrapped(optimizer)
         if not self._save_distributed_checkpoint:
             return self._to_save(optimizer.state_dict())
         return sharded_checkpoint.state_by_name(self._module, optimizer)
