@@ -50,6 +50,8 @@ class Line(pl.LightningModule):
             return loss + 99 * loss.detach()
         if here and self.spoilt == "gradient x 1e4":
             loss = loss.detach() + 1e4 * (loss - loss.detach())
+        if here and self.spoilt == "Inf gradient":
+            loss.register_hook(lambda gradient: gradient * math.inf)
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -230,6 +232,13 @@ def test_under_other_precisions_the_bad_step_changes_no_weight(plugin, optimizer
     assert len(lines) == 1
     changed = [not equal(before, after) for before, after in zip(weights.seen, weights.seen[1:], strict=False)]
     assert changed == [step != BAD for step in range(1, STEPS)]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-true"])
+def test_a_gradient_that_is_not_finite_is_skipped_where_no_scaler_skips_it(precision):
+    result, lines = guarded(Line("Inf gradient", "momentum"), precision=precision)
+    assert all(weight.isfinite().all() for weight in result.weights)
+    assert [line.partition(";")[0] for line in lines] == [f"StepGuard: step {BAD} is skipped: gradient norm not finite"]
 
 
 def train_as_rank(rank: int, spoilt: str, strategy: Any) -> None:

@@ -16,7 +16,7 @@ class Judgement:
         norm: of all gradients before the clip, a 0-dim tensor on any device.
         limits: (2,) largest loss and largest norm.
         scale: by which the losses were multiplied, a 0-dim tensor; None for 1.
-        overflows: whether a norm that is not finite is an overflow of fp16, which a scaler skips by itself.
+        overflows: whether a norm that is not finite is an overflow of fp16, which a scaler or DeepSpeed skips itself.
 
     Attributes:
         values: (2,) loss and norm, in fp32.

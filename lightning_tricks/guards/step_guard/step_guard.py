@@ -38,8 +38,8 @@ class StepGuard(pl.Callback):
     and the sample positions of its batch; `guard/skipped_steps` is the number since the run began.
 
     Fused Adam and AdamW and this collection's Muon skip on the device. Other optimizers cost one read of the device a
-    step; so does `recheck`. Under fp16 a skipped step counts as an overflow, which halves the scale, and overflows are
-    left to the scaler.
+    step; so does `recheck`. Under fp16 with a loss scale a skipped step counts as an overflow, which halves the scale,
+    and overflows are left to the scaler; `16-true` has none, and its steps are judged as those of other precisions.
 
     Args:
         sigmas: standard deviations above the mean at which a value is out of bounds; above 0.
@@ -193,7 +193,8 @@ class StepGuard(pl.Callback):
         losses, self._losses = self._losses, []
         scaler = _enabled_scaler(trainer)
         scale = None if scaler is None else loss_scale(scaler)
-        return Judgement(losses, norm, limits, scale, overflows=str(trainer.precision).startswith("16"))
+        engine_skips = is_a(trainer.strategy, "DeepSpeedStrategy") and str(trainer.precision).startswith("16")
+        return Judgement(losses, norm, limits, scale, overflows=scaler is not None or engine_skips)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Put back the module's and the optimizer's attributes."""
