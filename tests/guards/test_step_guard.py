@@ -161,9 +161,23 @@ def test_after_so_many_in_a_row_it_stops_and_names_them():
     with pytest.raises(
         UsageError,
         match=r"^StepGuard.max_skipped_steps=3: all steps from 2 to 5 were skipped, the last one for its loss not "
-        r"finite and gradient norm not finite; batch 2 of epoch 0 to batch 5 of epoch 0\. The weights are those",
+        r"finite and gradient norm not finite; batch 2 of epoch 0 to batch 5 of epoch 0\. The weights are those of "
+        r"step 2:",
     ):
         guarded(Always(""), max_skipped_steps=3, log_every_n_steps=3)
+
+
+@pytest.mark.parametrize("again", [[], [9]], ids=["accepted", "skipped at the end"])
+def test_it_does_not_call_the_weights_those_of_a_step_after_which_others_were_accepted(again):
+    class Three(Line):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (math.nan if self.global_step in [2, 3, 4, *again] else 1)
+
+    with pytest.raises(
+        UsageError,
+        match=r"all steps from 2 to 4 were skipped, .*\. Later steps were accepted, so the weights are newer:",
+    ):
+        guarded(Three(""), max_skipped_steps=3, log_every_n_steps=10)
 
 
 def test_two_skipped_steps_that_are_not_in_a_row_do_not_stop_it():

@@ -15,6 +15,7 @@ _RECHECKS = {
     OUT_AGAIN: "; computed again it was another, and out of bounds too: a hardware fault, or kernels that are not "
     "deterministic",
 }
+_GO_ON = "go on from them or from a checkpoint with a lower lr, with data.skip_samples, or with a higher limit"
 _LINES = 5  # an interval, so that a run in trouble does not fill the terminal
 
 
@@ -48,6 +49,7 @@ class SkippedSteps:
         self.full_windows: set[int] = set()
         self._batches: dict[int, Batch] = {}  # by step, of the steps that the host has not heard of
         self._in_a_row: dict[int, list[Batch]] = {}  # by index of the optimizer
+        self._too_many: dict[int, str] = {}  # likewise: what to say of a streak that is long enough to stop
 
     @staticmethod
     def names(index: int) -> tuple[str, ...]:
@@ -81,15 +83,17 @@ class SkippedSteps:
         streak = self._in_a_row.setdefault(index, [])
         if not found["skipped"]:
             streak.clear()
+            if skipped := self._too_many.pop(index, ""):
+                self.reason_to_stop = f"{skipped}. Later steps were accepted, so the weights are newer: {_GO_ON}"
             return [f"StepGuard: step {step}: {_reason(found)}; {batch}"] if found["recheck"] else []
         streak.append(batch)
         if found["in_a_row"] >= self.max_in_a_row:
             first = step + 1 - int(found["in_a_row"])
-            self.reason_to_stop = (
+            self._too_many[index] = skipped = (
                 f"StepGuard.max_skipped_steps={self.max_in_a_row}: all steps from {first} to {step} were skipped, the "
-                f"last one for its {_reason(found)}; {_joined(streak)}. The weights are those of step {first}: go on "
-                "from them or from a checkpoint with a lower lr, with data.skip_samples, or with a higher limit"
+                f"last one for its {_reason(found)}; {_joined(streak)}"
             )
+            self.reason_to_stop = f"{skipped}. The weights are those of step {first}: {_GO_ON}"
         return [f"StepGuard: step {step} is skipped: {_reason(found)}; {batch}"]
 
 
