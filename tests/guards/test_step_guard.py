@@ -14,6 +14,7 @@ from two_processes import run
 
 from lightning_tricks import BF16True, FP16Mixed, FSDP2Strategy, GradientClippingMixin, StepGuard
 from lightning_tricks._errors import UsageError
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
 STEPS, BAD = 12, 7
 EARLY = {"window_steps": 8, "active_after_steps": 4}
@@ -187,6 +188,29 @@ def test_two_skipped_steps_that_are_not_in_a_row_do_not_stop_it():
 
     _, lines = guarded(Twice(""), max_skipped_steps=3)
     assert [int(line.split()[2]) for line in lines] == [5, 6, 8, 9]
+
+
+class RollsBack(pl.Callback):
+    """Tells StepGuard of a rollback after step 4: at the host's first report of skipped steps."""
+
+    def __init__(self, guard: StepGuard) -> None:
+        self.guard = guard
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        MetricBuffer.of(trainer).at_flush(self.act)
+
+    def act(self, rows: list[Any]) -> dict[str, float]:
+        if rows[-1].step == 4:
+            self.guard.after_rollback()
+        return {}
+
+
+@pytest.mark.parametrize("order", ["StepGuard first", "StepGuard last"])
+def test_after_a_rollback_it_counts_and_names_only_later_steps(order):
+    guard = StepGuard(**EARLY, max_skipped_steps=3)
+    callbacks = [guard, RollsBack(guard)][:: 1 if order == "StepGuard first" else -1]
+    with pytest.raises(UsageError, match=r"all steps from 5 to 9 were skipped, .*; batch 5 of epoch 0 to batch 9 of"):
+        fit(Always(""), *callbacks, max_steps=STEPS, log_every_n_steps=5)
 
 
 class ByHand(pl.LightningModule):

@@ -48,6 +48,7 @@ class SkippedSteps:
         self.reason_to_stop = ""
         self.full_windows: set[int] = set()
         self._batches: dict[int, Batch] = {}  # by step, of the steps that the host has not heard of
+        self._undone: set[int] = set()  # steps of these that a rollback has undone
         self._in_a_row: dict[int, list[Batch]] = {}  # by index of the optimizer
         self._too_many: dict[int, str] = {}  # likewise: what to say of a streak that is long enough to stop
 
@@ -59,6 +60,13 @@ class SkippedSteps:
     def note_batch(self, step: int, batch: Batch) -> None:
         """Keep where the batch of a step came from, until the host hears how the step was judged."""
         self._batches[step] = batch
+
+    def after_rollback(self) -> None:
+        """Count anew: no step that was made up to now is a reason to stop, also none that the host has not heard of."""
+        self.reason_to_stop = ""
+        self._in_a_row.clear()
+        self._too_many.clear()
+        self._undone = set(self._batches)
 
     def report(self, rows: list[Row]) -> dict[str, float]:
         """Say a line for each skipped step among `rows`; returns `guard/skipped_steps`."""
@@ -72,6 +80,7 @@ class SkippedSteps:
                 if found["missing"] <= 0:
                     self.full_windows.add(index)
                 lines += self._lines_of(row.step, index, found, batch or Batch(None, 0, 0))
+        self._undone.clear()
         for line in lines[:_LINES]:
             rank_zero_warn(line)
         if lines[_LINES:]:
@@ -86,8 +95,9 @@ class SkippedSteps:
             if skipped := self._too_many.pop(index, ""):
                 self.reason_to_stop = f"{skipped}. Later steps were accepted, so the weights are newer: {_GO_ON}"
             return [f"StepGuard: step {step}: {_reason(found)}; {batch}"] if found["recheck"] else []
-        streak.append(batch)
-        if found["in_a_row"] >= self.max_in_a_row:
+        if step not in self._undone:
+            streak.append(batch)
+        if streak and found["in_a_row"] >= self.max_in_a_row:
             first = step + 1 - int(found["in_a_row"])
             self._too_many[index] = skipped = (
                 f"StepGuard.max_skipped_steps={self.max_in_a_row}: all steps from {first} to {step} were skipped, the "

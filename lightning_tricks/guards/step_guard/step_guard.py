@@ -212,7 +212,7 @@ class StepGuard(pl.Callback):
         """Count the skipped steps in a row anew: SpikeRollback has put earlier weights back."""
         for in_a_row, _ in self._counts:
             in_a_row.zero_()
-        self._skipped.reason_to_stop = ""
+        self._skipped.after_rollback()
 
     def state_dict(self) -> dict[str, Any]:
         """The windows and the counts of every rank; every rank must call."""
