@@ -194,7 +194,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
                 super()._run_subcommand(subcommand)
         except Preempted as stop:
             trainer: Any = self.trainer
-            if trainer.is_global_zero:
+            if trainer.is_global_zero and stop.checkpoint:
                 print(go_on(trainer, self._options(), stop.checkpoint), file=sys.stderr)
             raise
         finally:

@@ -1,5 +1,6 @@
 """The parts of Preemption: whose signals they are, when a job ends, who is asked to run it again."""
 
+import errno
 import math
 import os
 import signal
@@ -18,8 +19,9 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch.utils.data import DataLoader
 from two_processes import run
 
-from lightning_tricks import Preemption
+from lightning_tricks import Preemption, SafeCheckpoint
 from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints import atomic_checkpoint_io
 from lightning_tricks.guards.preemption import stop_signals
 from lightning_tricks.guards.preemption.agreement import Agreement
 from lightning_tricks.guards.preemption.loader_workers import shielded_workers
@@ -51,7 +53,7 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(folder, act, *callbacks, preemption=None, loader=None, **options):
+def fit(folder, act, *callbacks, preemption=None, loader=None, ckpt_path=None, **options):
     """The exception with which a fit of 6 steps ends, None if it comes to its end."""
     warnings.simplefilter("ignore")
     trainer = pl.Trainer(
@@ -60,7 +62,7 @@ def fit(folder, act, *callbacks, preemption=None, loader=None, **options):
         **{"enable_checkpointing": bool(callbacks), **options},
     )  # fmt: skip
     try:
-        trainer.fit(Model(act), loader or DataLoader(torch.ones(9, 2)))
+        trainer.fit(Model(act), loader or DataLoader(torch.ones(9, 2)), ckpt_path=ckpt_path)
     except BaseException as error:
         return error.with_traceback(None)
     return None
@@ -146,6 +148,44 @@ def test_a_callback_that_saves_by_itself_is_asked_to(tmp_path):
     stop = fit(tmp_path, terminate, Safe())
     assert stop.checkpoint == str(tmp_path / "safe.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["safe.ckpt"]
+
+
+@pytest.mark.parametrize("cause", ["full disk", "NaN"])
+def test_a_step_without_a_checkpoint_is_said_and_the_step_that_the_named_checkpoint_holds(
+    tmp_path, monkeypatch, capfd, cause
+):
+    class Spoils(pl.Callback):
+        def on_before_backward(self, trainer, pl_module, loss):
+            if trainer.global_step == 2 and cause == "NaN":
+                pl_module.layer.weight.data.fill_(math.nan)
+            elif trainer.global_step == 2:
+                monkeypatch.setattr(atomic_checkpoint_io, "write_file", full)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stop = fit(tmp_path, terminate, SafeCheckpoint(tmp_path, every_n_train_steps=2), Spoils())
+    last = tmp_path / "last.ckpt"
+    assert (stop.step, stop.checkpoint, step_of(last)) == (3, str(last), 2)
+    line = f"Stopped by SIGTERM after step 3, of which no checkpoint to go on from was saved: {last} is of step 2\n"
+    assert line in capfd.readouterr().err
+
+
+def test_on_a_full_disk_it_names_the_checkpoint_of_the_resume_and_without_one_that_there_is_none(
+    tmp_path, monkeypatch, capfd
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    fit(tmp_path / "one", lambda: None, SafeCheckpoint(tmp_path / "one", every_n_train_steps=1, keep_last=9))
+    monkeypatch.setattr(atomic_checkpoint_io, "write_file", full)
+    first = tmp_path / "one" / "step=1.ckpt"
+    stop = fit(tmp_path, terminate, SafeCheckpoint(tmp_path / "two"), ckpt_path=first)
+    assert (stop.step, stop.checkpoint) == (3, str(first))
+    assert f"after step 3, of which no checkpoint to go on from was saved: {first} is of" in capfd.readouterr().err
+    stop = fit(tmp_path, terminate, SafeCheckpoint(tmp_path / "three"))
+    assert (stop.step, stop.checkpoint) == (3, "")
+    assert "after step 3, of which no checkpoint to go on from was saved, nor of any other" in capfd.readouterr().err
 
 
 def test_it_saves_what_every_other_callback_has_done_in_the_step(tmp_path):

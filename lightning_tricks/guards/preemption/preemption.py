@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from lightning_tricks.guards.preemption.save import link_for_slurm, save
 from lightning_tricks.guards.preemption.slurm import job_id, requeue
 from lightning_tricks.guards.preemption.stop_signals import Reason, StopSignals
 from lightning_tricks.guards.preemption.time_limit import deadline
+from lightning_tricks.guards.saving.last_link import record_or_none
 
 _CHILDREN_SECONDS = 30.0  # for the processes of Lightning's launcher to leave, after this one has
 
@@ -43,7 +45,8 @@ class Preempted(SystemExit):
     Args:
         code: of the process.
         step: optimizer steps done.
-        checkpoint: path of the checkpoint to go on from.
+        checkpoint: path of the checkpoint to go on from: of an earlier step where `step` could not be saved, as on a
+            full disk; empty where there is none.
     """
 
     def __init__(self, code: int, step: int, checkpoint: str) -> None:
@@ -211,7 +214,8 @@ class Preemption(pl.Callback):
             Reason.SIGTERM: "by SIGTERM",
             Reason.CTRL_C: "by Ctrl-C",
         }[self._reason]
-        print(f"\nStopped {why} after step {trainer.global_step}: {self._checkpoint}", file=sys.stderr, flush=True)
+        where = _where(trainer.global_step, str(self._checkpoint))
+        print(f"\nStopped {why} after step {trainer.global_step}{where}", file=sys.stderr, flush=True)
         job = job_id(os.environ)
         if self._reason in (Reason.REQUEUE, Reason.TIME_LIMIT) and _requeues(trainer) and job is not None:
             print(requeue(job), file=sys.stderr, flush=True)
@@ -227,6 +231,15 @@ class Preemption(pl.Callback):
             self._replacements.close()
 
         return teardown
+
+
+def _where(step: int, checkpoint: str) -> str:
+    """How the line on a step goes on: the checkpoint's path, and its own step where it is an earlier one."""
+    record = record_or_none(Path(checkpoint)) if checkpoint else None
+    if checkpoint and (record is None or record.step == step):
+        return f": {checkpoint}"
+    found = f": {checkpoint} is of step {record.step}" if record else ", nor of any other"
+    return f", of which no checkpoint to go on from was saved{found}"
 
 
 def _is_untouched(trainer: Any) -> bool:

@@ -13,9 +13,10 @@ LAST = "last.ckpt"  # what Lightning's `ckpt_path="last"` and ours look for
 
 
 def save(trainer: Any, barrier: Callable[[], None]) -> str:
-    """Save the run as it is now, and return the checkpoint's path when all of it is on the disk.
+    """Save the run as it is now, and return the path of the checkpoint to go on from when all of it is on the disk.
 
-    A callback with a method `save_now(trainer)` does it in its own way. Otherwise `last.ckpt` is written: into the
+    A callback with a method `save_now(trainer)` does it in its own way; the checkpoint is an older one if that cannot
+    save, as on a full disk, and the path empty if there is none. Otherwise `last.ckpt` is written: into the
     folder of the first ModelCheckpoint, or into `default_root_dir` where there is none. It replaces an older one when
     all of it is written. Every rank must call.
 
@@ -27,7 +28,7 @@ def save(trainer: Any, barrier: Callable[[], None]) -> str:
         if hasattr(callback, "save_now"):
             path = callback.save_now(trainer)
             wait_for_write(trainer)
-            return str(trainer.strategy.broadcast(str(path or callback.last_model_path)))
+            return str(trainer.strategy.broadcast(str(path or callback.last_model_path or trainer.ckpt_path or "")))
     saver = next((one for one in trainer.checkpoint_callbacks if getattr(one, "dirpath", None)), None)
     if saver is not None and last_saved_step(saver) == trainer.global_step > 0 and saver.save_last:
         wait_for_write(trainer)
@@ -61,7 +62,7 @@ def link_for_slurm(trainer: Any, checkpoint: str) -> None:
     Only where this run was not started from a checkpoint of the program's own choice: that one would choose again.
     """
     chosen = trainer.ckpt_path is not None and not os.path.basename(str(trainer.ckpt_path)).startswith("hpc_ckpt_")
-    if chosen or "://" in checkpoint or not trainer.is_global_zero:
+    if chosen or not checkpoint or "://" in checkpoint or not trainer.is_global_zero:
         return
     link = slurm_checkpoint(trainer)
     link.parent.mkdir(parents=True, exist_ok=True)
