@@ -1,6 +1,6 @@
 """Make the steps that a rollback has undone without an update, when a resumed run comes to them again."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -15,12 +15,13 @@ class PassedOver:
 
     Forward and backward pass run, so data, counters, schedule and random numbers go on as in the run that made the
     rollback. They change buffers and the loss scale, so the state from before the first of the steps is put back when
-    the last one is done.
+    the last one is done, and for as long as a checkpoint is saved in between.
     """
 
     def __init__(self) -> None:
         self._before: TrainingState | None = None
         self._replacements = ExitStack()  # until the batch ends
+        self._saves = ExitStack()  # until the last step is done; after an exception others may still save
 
     @property
     def active(self) -> bool:
@@ -31,6 +32,8 @@ class PassedOver:
         """The step of the batch that starts now is passed over."""
         if self._before is None:
             self._before = TrainingState(trainer, pl_module)
+            save = _saving(trainer, pl_module, self._before)
+            self._saves.enter_context(replaced(trainer, "save_checkpoint", save))
         for optimizer in trainer.optimizers:
             self._replacements.enter_context(without_update(unwrapped(optimizer)))
 
@@ -42,7 +45,28 @@ class PassedOver:
         """The step that comes now is an ordinary one again."""
         if self._before is not None:
             self._before.restore(trainer, pl_module)
-            self._before = None
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget the state from before, and give the Trainer its own save back."""
+        self._saves.close()
+        self._before = None
+
+
+def _saving(trainer: Any, pl_module: Any, before: TrainingState) -> Callable[..., Any]:
+    """The Trainer's save, with an earlier state in place while it runs."""
+    save = trainer.save_checkpoint
+
+    @wraps(save)
+    def save_before(*args: Any, **kwargs: Any) -> Any:
+        now = TrainingState(trainer, pl_module)
+        before.restore(trainer, pl_module)
+        try:
+            return save(*args, **kwargs)
+        finally:
+            now.restore(trainer, pl_module)
+
+    return save_before
 
 
 @contextmanager

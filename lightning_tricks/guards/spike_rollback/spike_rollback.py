@@ -75,6 +75,7 @@ class SpikeRollback(pl.Callback):
         check_options(self)
         self._loaded: dict[str, Any] = {}  # the state of a checkpoint, for the next fit
         self._trainer: Any = None
+        self._passed_over = PassedOver()
         self._forget()
 
     def _forget(self) -> None:
@@ -83,7 +84,7 @@ class SpikeRollback(pl.Callback):
         self._run = ""  # tells the rollbacks of this run from those of others in one folder
         self._detector = SpikeDetector(self.patience_steps, self.sigmas, self.window_steps)
         self._ring, self._copied_at = SnapshotRing(self.keep_snapshots), 0
-        self._passed_over = PassedOver()
+        self._passed_over.drop()
         self._losses = StepLosses()
         self._at_step_end = self._said_size = False
         self._reason_to_stop = ""
@@ -273,6 +274,7 @@ class SpikeRollback(pl.Callback):
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Free the copies."""
         self._ring = SnapshotRing(self.keep_snapshots)
+        self._passed_over.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """The detector, the rollbacks, and where the data stand; every rank must call."""
