@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from two_processes import run
 
-from lightning_tricks import FP16Mixed, FSDP2Strategy, SafeCheckpoint, SpikeRollback, StepGuard
+from lightning_tricks import EMA, FP16Mixed, FSDP2Strategy, SafeCheckpoint, SpikeRollback, StepGuard, TailAverage
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local
 from lightning_tricks.guards.spike_rollback.refusals import check_run
@@ -247,6 +247,23 @@ def test_a_second_resume_within_the_passed_over_steps_is_the_same_run_too(spiked
     again = resumed((None, home / "from 40", positions), 50)
     assert again.lines == []
     assert same(state_of(again.trainer), state_of(spiked[0].trainer))  # the buffers too, which those steps move
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["EMA first", "TailAverage first"])
+def test_averages_begin_anew_in_a_resumed_run_as_in_the_first_one(first, tmp_path):
+    def averaged(folder: Path, ckpt_path: Path | None = None) -> list[Any]:
+        averages = [EMA(decay=0.9), TailAverage(horizon_steps=10, validate=False)]
+        callbacks = averages[first], rollbacks(snapshot_every_n_steps=10), averages[1 - first], saver(folder, 5)
+        found = fit(Data(nan_at(13)), *callbacks, ckpt_path=ckpt_path, steps=30, folder=tmp_path)
+        assert len(found.lines) == (ckpt_path is None)
+        return [[average.terms, average.parts, average.progress()] for average in averages]
+
+    once = averaged(tmp_path)
+    assert (tmp_path / "step=5.ckpt").exists()
+    assert same(averaged(tmp_path / "resumed", tmp_path / "step=5.ckpt"), once)
+    assert same(
+        averaged(tmp_path / "again", tmp_path / "resumed" / "step=15.ckpt"), once
+    )  # among the passed-over steps
 
 
 def test_without_the_file_and_the_state_the_data_would_come_again(spiked, tmp_path):

@@ -34,6 +34,7 @@ class WeightAverage(pl.Callback):
             raise UsageError(f"{type(self).__name__}: blend={blend}: give a share of the average, above 0, up to 1")
         self.blend, self.validate = blend, validate
         self._swapped = ExitStack()
+        self._trainer: Any = None
         self._forget()
 
     def _forget(self) -> None:
@@ -97,6 +98,7 @@ class WeightAverage(pl.Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Begin the average, or go on with the one of the checkpoint."""
+        self._trainer = trainer
         saved, self._loaded = self._loaded, None
         if saved is not None:
             self._restore(trainer, pl_module, saved)
@@ -124,6 +126,7 @@ class WeightAverage(pl.Callback):
     def after_rollback(self) -> None:
         """Begin anew with the weights that SpikeRollback brought back: the average is of those that were given up."""
         if self.weights is not None:
+            self.step = self._trainer.global_step  # this step's weights are in it, wherever the two callbacks stand
             self.begin()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -42,10 +42,11 @@ class PassedOver:
         self._replacements.close()
 
     def end(self, trainer: Any, pl_module: Any) -> None:
-        """The step that comes now is an ordinary one again."""
+        """The step that comes now is an ordinary one again; callbacks are told as after the rollback itself."""
         if self._before is not None:
             self._before.restore(trainer, pl_module)
             self.drop()
+            tell_callbacks(trainer)
 
     def drop(self) -> None:
         """Forget the state from before, and give the Trainer its own save back."""
@@ -67,6 +68,13 @@ def _saving(trainer: Any, pl_module: Any, before: TrainingState) -> Callable[...
             now.restore(trainer, pl_module)
 
     return save_before
+
+
+def tell_callbacks(trainer: Any) -> None:
+    """Call `after_rollback()` of each callback that has it: earlier weights are in place."""
+    for callback in trainer.callbacks:
+        if hasattr(callback, "after_rollback"):
+            callback.after_rollback()
 
 
 @contextmanager

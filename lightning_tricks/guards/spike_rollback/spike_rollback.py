@@ -15,7 +15,7 @@ from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, ran
 from lightning_tricks._samples import step_samples
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.guards.spike_rollback.from_disk import SavedStates, folders_of
-from lightning_tricks.guards.spike_rollback.passed_over import PassedOver
+from lightning_tricks.guards.spike_rollback.passed_over import PassedOver, tell_callbacks
 from lightning_tricks.guards.spike_rollback.refusals import check_options, check_run
 from lightning_tricks.guards.spike_rollback.rollbacks import Rollback, in_words, is_good, remembered, write_rollbacks
 from lightning_tricks.guards.spike_rollback.snapshot_ring import SnapshotRing
@@ -38,7 +38,8 @@ class SpikeRollback(pl.Callback):
     Checkpoints remember the rollbacks, and so does `rollbacks.json` beside them: a run that goes on from an earlier
     checkpoint comes to the same data, makes those steps without an update, and is then the same run to the bit.
 
-    Every process copies its own shards. A callback with a method `after_rollback()` is told, as StepGuard is.
+    Every process copies its own shards. A callback with a method `after_rollback()` is told, as StepGuard is, also at
+    the end of such steps.
 
     Args:
         patience_steps: steps in a row out of bounds; 10, at which StepGuard stops a run that nobody repairs.
@@ -233,9 +234,7 @@ class SpikeRollback(pl.Callback):
         if trainer.is_global_zero:
             for folder in folders_of(trainer):
                 write_rollbacks(folder, self._run, self._rollbacks)
-        for callback in trainer.callbacks:
-            if hasattr(callback, "after_rollback"):
-                callback.after_rollback()
+        tell_callbacks(trainer)
         rank_zero_warn(
             f"SpikeRollback: step {rollback.end_step}: {what}: weights and optimizer are those of step "
             f"{rollback.first_step} again, from {rollback.source}; passed over: {rollback.in_words()}. Rollback "
