@@ -21,7 +21,15 @@ from lightning_tricks import EMA, FP16Mixed, FSDP2Strategy, SafeCheckpoint, Spik
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local
 from lightning_tricks.guards.spike_rollback.refusals import check_run
-from lightning_tricks.guards.spike_rollback.rollbacks import FILE, Rollback, is_good, read_rollbacks, write_rollbacks
+from lightning_tricks.guards.spike_rollback.rollbacks import (
+    FILE,
+    Rollback,
+    is_good,
+    read_rollbacks,
+    remembered,
+    write_from_rank_0,
+    write_rollbacks,
+)
 from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector
 from lightning_tricks.guards.spike_rollback.training_state import TrainingState
 
@@ -422,6 +430,21 @@ def resume_as_rank(rank: int, folder: Path) -> None:
         again = of_two(rank, strategy_of("fsdp2"), folder, rollbacks(), ckpt_path=path, steps=end, limit_val_batches=0)
         assert again.lines == []
     assert same(state_of(again.trainer), torch.load(folder / f"{rank}.pt"))
+    damaged_list_as_rank(again.trainer.strategy, folder / "damaged")
+
+
+def damaged_list_as_rank(strategy: Any, folder: Path) -> None:
+    """Rank 0 alone reads and writes it, and no rank may wait for one that has failed."""
+    trainer = SimpleNamespace(
+        ckpt_path=folder / "step=30.ckpt", is_global_zero=strategy.is_global_zero, strategy=strategy
+    )
+    if trainer.is_global_zero:
+        folder.mkdir()
+        (folder / FILE).write_text("{")
+    with pytest.raises(UsageError, match=r"rollbacks.json is no list of rollbacks"):
+        remembered(trainer, {})
+    with pytest.raises(UsageError, match=r"rollbacks.json is no list of rollbacks"):
+        write_from_rank_0(trainer, [folder], "a", [])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

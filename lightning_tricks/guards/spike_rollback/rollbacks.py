@@ -3,16 +3,17 @@
 import json
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._samples import in_words as samples_in_words
 from lightning_tricks.checkpoints.swap_in import fsync_path, staging_path
 
 FILE = "rollbacks.json"  # beside the checkpoints
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def remembered(trainer: Any, state: dict[str, Any]) -> tuple[str, list[Rollback]
     name = f"from {Path(path).resolve().name}" if path else uuid.uuid4().hex
     run: str = trainer.strategy.broadcast(state.get("run", name))
     known = [Rollback(**entry) for entry in state.get("rollbacks", [])]
-    listed = read_rollbacks(Path(path).parent, run) if path and trainer.is_global_zero else []
-    unknown = [rollback for rollback in trainer.strategy.broadcast(listed) if rollback not in known]
+    listed = _on_rank_0(trainer, lambda: read_rollbacks(Path(path).parent, run) if path else [])
+    unknown = [rollback for rollback in listed if rollback not in known]
     return run, known + unknown, unknown
 
 
@@ -106,6 +107,31 @@ def write_rollbacks(folder: Path, run: str, rollbacks: Iterable[Rollback]) -> No
         os.fsync(file.fileno())
     new.replace(path)
     fsync_path(folder)
+
+
+def write_from_rank_0(trainer: Any, folders: Iterable[Path], run: str, rollbacks: Sequence[Rollback]) -> None:
+    """Let rank 0 put the rollbacks of a run into the files of folders; every rank must call."""
+
+    def write() -> None:
+        for folder in folders:
+            write_rollbacks(folder, run, rollbacks)
+
+    _on_rank_0(trainer, write)
+
+
+def _on_rank_0(trainer: Any, act: Callable[[], T]) -> T:
+    """The result of `act` on rank 0; an error of a file is raised by every rank, so that none waits for rank 0."""
+    result: Any = None
+    error: Exception | None = None
+    if trainer.is_global_zero:
+        try:
+            result = act()
+        except (UsageError, OSError) as failed:
+            error = failed
+    result, error = trainer.strategy.broadcast((result, error))
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
 
 
 def _entries(folder: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.guards.spike_rollback.from_disk import SavedStates, folders_of
 from lightning_tricks.guards.spike_rollback.passed_over import PassedOver, tell_callbacks
 from lightning_tricks.guards.spike_rollback.refusals import check_options, check_run
-from lightning_tricks.guards.spike_rollback.rollbacks import Rollback, in_words, is_good, remembered, write_rollbacks
+from lightning_tricks.guards.spike_rollback.rollbacks import Rollback, in_words, is_good, remembered, write_from_rank_0
 from lightning_tricks.guards.spike_rollback.snapshot_ring import SnapshotRing
 from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector
 from lightning_tricks.guards.spike_rollback.step_losses import StepLosses
@@ -231,9 +231,7 @@ class SpikeRollback(pl.Callback):
         self._rollbacks.append(rollback)
         self._ring.keep(lambda step: is_good(step, rollback.end_step, self._rollbacks))
         self._copied_at = rollback.end_step
-        if trainer.is_global_zero:
-            for folder in folders_of(trainer):
-                write_rollbacks(folder, self._run, self._rollbacks)
+        write_from_rank_0(trainer, folders_of(trainer), self._run, self._rollbacks)
         tell_callbacks(trainer)
         rank_zero_warn(
             f"SpikeRollback: step {rollback.end_step}: {what}: weights and optimizer are those of step "
