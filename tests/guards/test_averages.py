@@ -1,5 +1,6 @@
 """EMA and TailAverage: values by hand, training as without them, the weights back after every validation, resumes."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -416,7 +417,9 @@ def test_a_checkpoint_without_an_average_begins_one_and_says_so(tmp_path):
     [
         (lambda: EMA(decay=1.0), "EMA: decay=1.0: give a number between 0 and 1, such as 0.999"),
         (lambda: EMA(decay=-0.5), "EMA: decay=-0.5: give"),
-        (lambda: EMA(horizon_steps=1), "EMA: horizon_steps=1: give more than 1 step"),
+        (lambda: EMA(horizon_steps=1), "EMA: horizon_steps=1: give a finite number above 1"),
+        (lambda: EMA(horizon_steps=math.nan), "EMA: horizon_steps=nan: give a finite number above 1"),
+        (lambda: EMA(horizon_steps=math.inf), "EMA: horizon_steps=inf: give a finite number above 1"),
         (lambda: EMA(decay=0.9, horizon_steps=9), "EMA: decay=0.9 and horizon_steps=9 say the same: give one of them"),
         (lambda: EMA(blend=0), "EMA: blend=0: give a share of the average, above 0, up to 1"),
         (lambda: TailAverage(blend=1.5), "TailAverage: blend=1.5: give a share"),

@@ -1,5 +1,6 @@
 """Keep an exponential moving average of the weights, and validate with it."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -68,8 +69,8 @@ class EMA(WeightAverage):
     ) -> None:
         if not 0 < decay < 1:
             raise UsageError(f"EMA: decay={decay}: give a number between 0 and 1, such as 0.999")
-        if horizon_steps is not None and horizon_steps <= 1:
-            raise UsageError(f"EMA: horizon_steps={horizon_steps}: give more than 1 step")
+        if horizon_steps is not None and not 1 < horizon_steps < math.inf:
+            raise UsageError(f"EMA: horizon_steps={horizon_steps}: give a finite number above 1")
         if horizon_steps is not None and decay != DECAY:
             raise UsageError(f"EMA: decay={decay} and horizon_steps={horizon_steps} say the same: give one of them")
         super().__init__(blend, validate)
