@@ -4,7 +4,8 @@ Lightning saves no random state, and begins a loader that it does not know at it
 """
 
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -140,7 +141,7 @@ class ExactResume(pl.Callback):
         if self._loaded["epoch_over"]:
             go_on_with_next_epoch(trainer)
         if all(follower is not None for follower in self._followed):
-            warnings.filterwarnings("ignore", _UNTRUE_WARNING)
+            self._replacements.enter_context(_ignored(_UNTRUE_WARNING))
         self._set_random_state()
         self._random_to_set = True  # again with the first batch, because other callbacks may draw numbers until then
 
@@ -241,3 +242,19 @@ class ExactResume(pl.Callback):
             follower.resumed = state["state"]
         else:
             say(name, "the checkpoint has no place for it: its data start again")
+
+
+@contextmanager
+def _ignored(message: str) -> Iterator[None]:
+    """Ignore a warning inside the `with`. Filters that others set meanwhile stay."""
+    filters: Any = warnings.filters
+    before = list(filters)
+    warnings.filterwarnings("ignore", message)
+    added = [entry for entry in filters if entry not in before]
+    try:
+        yield
+    finally:
+        filters = warnings.filters  # another list inside somebody's catch_warnings
+        for entry in added:
+            if entry in filters:
+                filters.remove(entry)
