@@ -44,6 +44,8 @@ class InitFrom(pl.Callback):
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Refuse a strategy that has its weights elsewhere by the time they are loaded."""
+        if stage != "fit":
+            return  # nothing is loaded
         strategy: Any = trainer.strategy
         takes = hasattr(strategy, "shards_modules")  # FSDP2Strategy
         if not takes and is_a(strategy, "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"):

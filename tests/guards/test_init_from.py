@@ -107,12 +107,14 @@ def test_a_module_may_refuse_and_every_line_names_the_option(source, tmp_path):
         InitFrom(tmp_path / "deepspeed").check()
 
 
-def test_a_strategy_that_would_not_see_the_weights_is_refused():
+def test_a_strategy_that_would_not_see_the_weights_is_refused_where_it_would_train():
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     trainer = SimpleNamespace(strategy=ModelParallelStrategy())
     with pytest.raises(UsageError, match=r"^init_from=x: ModelParallelStrategy takes no weights from it"):
         InitFrom("x").setup(trainer, None, "fit")
+    for stage in ("validate", "test", "predict"):
+        InitFrom("x").setup(trainer, None, stage)  # nothing is loaded
 
 
 def on_two_ranks(rank: int, folder: str) -> None:
