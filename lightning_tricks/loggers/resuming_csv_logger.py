@@ -28,8 +28,17 @@ class AppendingWriter(pl.loggers.csv_logs.ExperimentWriter):
     def _check_log_dir_exists(self) -> None:
         """Delete nothing."""
 
+    def save(self) -> None:
+        """As Lightning's; before, a last row that was cut short is removed, so that none is appended to its line."""
+        if self.metrics and self._fs.isfile(self.metrics_file_path) and self._is_cut_short():
+            self._rewrite_with_new_header(self.metrics_keys)
+        super().save()
+
+    def _is_cut_short(self) -> bool:
+        return bool(self._fs.tail(self.metrics_file_path, 1) != b"\n")
+
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
-        """Names of the columns, and the rows; without the last row if a kill cut it short."""
+        """Names of the columns, and the rows; without the last row if it was cut short."""
         with self._fs.open(self.metrics_file_path, "r", newline="") as file:
             lines = file.read().splitlines(keepends=True)
         reader = csv.DictReader(line for line in lines if line.endswith("\n"))
@@ -57,7 +66,8 @@ class ResumingCSVLogger(pl.loggers.csv_logs.CSVLogger):
 
     A run that was killed at step 140 and resumed from a checkpoint of step 100 trains steps 100 to 139 again: their
     rows are removed when the resumed run starts, and written again. The file is replaced in one piece, so a kill loses
-    nothing. A fresh start in a folder that was used before removes all rows. New metrics get their columns.
+    nothing. A last row that was cut short, as by a full disk, is removed before the next row is written. A fresh start
+    in a folder that was used before removes all rows. New metrics get their columns.
 
     For that the resumed run must write into the same folder: give a `version`; `""` means no folder of its own.
     Without one each start gets a new `version_N`, as with Lightning.

@@ -67,18 +67,23 @@ def test_new_metrics_get_columns_and_old_rows_keep_their_numbers(tmp_path):
     assert [row["text"] for row in rows(tmp_path)] == ["nan", "", ""]
 
 
-def test_a_row_that_a_kill_cut_short_is_dropped(tmp_path):
+@pytest.mark.parametrize("fits", [True, False])  # False: as `trainer.validate`, which never calls `resume_at`
+@pytest.mark.parametrize("cut", [1, 3])  # between the two characters of a line's end, or within the number
+def test_a_row_that_was_cut_short_is_dropped_before_the_first_append(tmp_path, fits, cut):
     one = logger(tmp_path)
     for step in range(3):
         one.log_metrics({"x": 1.0 + step}, step)
     one.finalize("success")
     file = tmp_path / "run" / "metrics.csv"
-    file.write_bytes(file.read_bytes()[:-3])
+    file.write_bytes(file.read_bytes()[:-cut])
     two = logger(tmp_path)
-    two.resume_at(5)
+    if fits:
+        two.resume_at(5)
     two.log_metrics({"x": 9.0}, 5)
     two.finalize("success")
     assert values(tmp_path, "x") == [(0, 1), (1, 2), (5, 9)]
+    logger(tmp_path).resume_at(5)
+    assert values(tmp_path, "x") == [(0, 1), (1, 2)]
 
 
 @pytest.mark.parametrize("columns", ["a", "a,b"])  # cut within the header, or after it
