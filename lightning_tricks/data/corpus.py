@@ -78,26 +78,34 @@ def text_files(patterns: list[str], text_field: str) -> Corpus:
 
     Each row of a .jsonl or .parquet file is a document. Any other file is plain UTF-8 text: if there are 100 or more,
     each is a document. If there are fewer, each is cut after blank lines into documents of about a two hundredth of
-    the whole (2 to 64 KiB), so that one big file has a validation part too.
+    the file (2 to 64 KiB), so that one big file has a validation part too. An added file leaves the documents of the
+    others as they are, unless it is the hundredth.
 
     Raises:
         UsageError: a pattern matches nothing, a file is empty, unreadable or not UTF-8, a row lacks the field.
     """
     paths = expand(patterns)
     plain = [path for path in paths if not is_rows(path)]
-    piece = min(max(sum(path.stat().st_size for path in plain) // 200, 2 << 10), 64 << 10)
+    cuts = len(plain) < _MANY_FILES
 
     def located() -> Iterator[tuple[Path, str]]:
         for path in paths:
             if is_rows(path):
                 texts = read_rows(path, text_field)
-            elif len(plain) >= _MANY_FILES:
-                texts = read_file(path)
+            elif cuts:
+                texts = read_pieces(path, _piece_size(path))
             else:
-                texts = read_pieces(path, piece)
+                texts = read_file(path)
             yield from ((path, text) for text in texts if text.strip())
 
-    return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, text_field, located)
+    # several files were once cut by their total size: a cache from then does not hold these documents
+    setting = f"{text_field}, cut file by file" if cuts and len(plain) > 1 else text_field
+    return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, setting, located)
+
+
+def _piece_size(path: Path) -> int:
+    """Characters of a piece. It depends on the file alone: by the total size, an added file would move all cuts."""
+    return min(max(path.stat().st_size // 200, 2 << 10), 64 << 10)
 
 
 def hugging_face(name: str, text_field: str) -> Corpus:

@@ -1,7 +1,8 @@
 """Turn a corpus into a folder of shards: tokenizer.json, train_*.bin, val_*.bin and meta.json.
 
 A document is held out for validation if its hash is small. That depends on its own text alone, so no document moves
-between training and validation when others are added or reordered, and duplicates are never in both.
+between training and validation when others are added or reordered, and duplicates are never in both. (`text_files` says
+how files are cut into documents.)
 """
 
 import hashlib

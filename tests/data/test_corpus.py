@@ -63,6 +63,19 @@ def test_with_a_hundred_files_a_file_is_a_document(tmp_path):
     assert len(documents(tmp_path)) > 99
 
 
+def test_an_added_file_changes_no_document_of_the_others(tmp_path):
+    for name, lines in (("a.txt", 40_000), ("c.txt", 80_000)):
+        (tmp_path / name).write_text("".join(f"{name} {n}\n\n" for n in range(lines)))
+    before = documents(tmp_path)
+    (tmp_path / "b.txt").write_text("added\n\n" * 80_000)
+    after = documents(tmp_path)
+    assert [text for text in after if "added" not in text] == before
+    sizes = {name: [len(text) for text in before if name in text][:-1] for name in ("a.txt", "c.txt")}
+    for name, lengths in sizes.items():  # a two hundredth of its own file, to the end of a paragraph
+        size = (tmp_path / name).stat().st_size // 200
+        assert set(lengths) <= set(range(size, size + 20)), name
+
+
 def test_folders_globs_and_lists_give_each_file_once_in_one_order(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / ".hidden").mkdir()
