@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data.batches import Batch, TrainBatches, ValidationBatches
+from lightning_tricks.data.positions import Positions
 from lightning_tricks.data.stream import TokenStream
 
 Batches = TrainBatches | ValidationBatches
@@ -81,13 +82,14 @@ class Loader:
         loader = DataLoader(
             self.batches,
             batch_size=None,
-            sampler=positions,
+            # to no end: a DataLoader stops once its workers have fetched all up to the end that they knew
+            sampler=positions.without_end() if isinstance(positions, Positions) else positions,
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             # its own generator: drawing the workers' seed must not move the run's random numbers
             generator=torch.Generator().manual_seed(0),
         )
-        # not strict: where the end has come nearer, workers have fetched more, which nobody takes any more
+        # not strict: workers fetch batches beyond the end, which nobody takes unless the end moves
         for position, batch in zip(positions, loader, strict=False):
             self.guard.check(self.batches, position, batch)
             yield batch

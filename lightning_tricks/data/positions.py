@@ -59,6 +59,11 @@ class Positions:
             yield positions[index]
             index += 1
 
+    def without_end(self) -> range:
+        """The same positions and all after them, to be fetched ahead: the run's end may move there."""
+        now = self._now()
+        return range(now.start, now.start + ENDLESS * now.step, now.step)
+
 
 def steps_to_come(trainer: pl.Trainer, pass_micro_batches: int, done: int | None = None) -> int:
     """Steps that the loader should serve: to `max_steps`; else to the end of this pass over the data; else no end.
