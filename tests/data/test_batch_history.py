@@ -55,17 +55,18 @@ def test_the_last_checkpoint_tells_the_samples_of_every_step_as_the_runs_took_th
     assert [position.samples_of_step(step, state) for step in range(done)] == taken
 
 
-def test_a_run_that_never_changes_has_one_span_however_often_it_resumes():
+@pytest.mark.parametrize("skipped", [[], [[3, 5], [40, 47]]])
+def test_a_run_that_never_changes_has_one_span_however_often_it_resumes(skipped):
     state = None
     for done in (0, 4, 8):
-        position = DataPosition(2, {}, SkippedSamples(None))
+        position = DataPosition(2, {}, SkippedSamples(skipped))
         if state is not None:
             position.load_state_dict(state)
         now = trainer(step=done, accumulate_grad_batches=4, restarts=state is not None)
         position.begin(now)
         now.step = done + 4
         state = position.state_dict(now)
-    assert state["history"] == [{"step": 0, "sample": 0, "rows": 8, "skipped": []}]
+    assert state["history"] == [{"step": 0, "sample": 0, "rows": 8, "skipped": skipped}]
 
 
 def test_steps_of_other_data_are_not_told():
