@@ -214,5 +214,6 @@ class ShardData(pl.LightningDataModule):
     def _text(self, split: str) -> bytes:
         if self.token_texts is None:
             raise UsageError("tokenizer: the text behind the tokens needs a byte-level tokenizer; give its file")
-        stream = self.streams[split]
+        if (stream := self.streams.get(split)) is None:
+            raise UsageError("val=None: there is no validation text; give the validation shards")
         return b"".join(map(self.token_texts.__getitem__, stream.read(0, len(stream)).tolist()))

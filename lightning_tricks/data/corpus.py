@@ -54,7 +54,8 @@ def standard_library() -> Corpus:
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    paths = sorted(p for p in root.rglob("*.py") if skipped.isdisjoint(p.relative_to(root).parts))
+    sources = (path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts))
+    paths = sorted(path for path in sources if path.is_file())  # not a link to nothing
     if not paths:
         raise UsageError(f"files: no standard library sources under {root}; give text files of your own")
 

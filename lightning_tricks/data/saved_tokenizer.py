@@ -109,7 +109,8 @@ def open_tokenizer(option: str | None) -> tuple[Tokenizer | None, str]:
     if not zipfile.is_zipfile(file):
         return load_tokenizer(path), str(path)
     try:
-        saved = tokenizer_from_checkpoint(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        saved = tokenizer_from_checkpoint(content if isinstance(content, dict) else {})
     except (pickle.UnpicklingError, RuntimeError, UsageError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"tokenizer={str(path)!r}: cannot be read from this checkpoint ({reason})") from error

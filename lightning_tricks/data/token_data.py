@@ -87,7 +87,11 @@ class TokenData(ShardData):
         """Compare the tokenizer with the one in the record that TextData writes beside its shards."""
         if self._given_tokenizer is None or not (folder / "meta.json").is_file():
             return
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        if meta.get("tokenizer_sha256", "") not in ("", tokenizer_sha256(self._given_tokenizer)):
-            remedy = f"use {folder / 'tokenizer.json'}"
-            raise UsageError(f"tokenizer={self._tokenizer_name!r}: it did not write the shards in {folder}; {remedy}")
+        whose, record = f"tokenizer={self._tokenizer_name!r}:", folder / "meta.json"
+        try:
+            recorded = json.loads(record.read_text(encoding="utf-8")).get("tokenizer_sha256", "")
+        except (OSError, ValueError, AttributeError) as error:
+            reason = f"{record} cannot be read as the record of TextData's shards ({error})"
+            raise UsageError(f"{whose} {reason}; repair it or move it away") from error
+        if recorded not in ("", tokenizer_sha256(self._given_tokenizer)):
+            raise UsageError(f"{whose} it did not write the shards in {folder}; use {folder / 'tokenizer.json'}")

@@ -33,6 +33,13 @@ def test_the_standard_library_is_there_without_its_tests():
             assert path.read_text(encoding="utf-8", errors="replace") not in texts
 
 
+def test_a_link_to_nothing_in_the_standard_library_is_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "sitecustomize.py").symlink_to(tmp_path / "removed.py")  # as a distribution may leave it
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert list(standard_library().documents()) == ["x = 1\n"]
+
+
 @given(st.text(alphabet="ab \n\ré\u2028", max_size=400), st.integers(1, 40))
 def test_pieces_joined_are_the_file(tmp_path_factory, text, size):
     path = tmp_path_factory.mktemp("pieces") / "a.txt"

@@ -142,6 +142,9 @@ def test_a_checkpoint_without_a_tokenizer_opens_as_before(text, checkpoint, tmp_
         tokenizer_from_checkpoint(old)
     with pytest.raises(UsageError, match=r"^tokenizer='.*old\.ckpt': cannot be read from this checkpoint"):
         text(tokenizer=str(tmp_path / "old.ckpt"))
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(UsageError, match=r"^tokenizer='.*list\.pt': cannot be read .* \(the checkpoint holds no token"):
+        text(tokenizer=str(tmp_path / "list.pt"))
 
 
 def test_the_example_in_the_docstring_runs():

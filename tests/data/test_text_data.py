@@ -304,7 +304,8 @@ def test_a_damaged_cache_is_named_with_the_remedy(make):
     data.prepare_data()
     shard = data.folder / "train_000000.bin"
     raw = shard.read_bytes()
-    for damage in (lambda: shard.write_bytes(raw[:-2]), shard.unlink, lambda: (data.folder / "meta.json").unlink()):
+    meta = data.folder / "meta.json"
+    for damage in (lambda: shard.write_bytes(raw[:-2]), shard.unlink, lambda: meta.write_text("[]"), meta.unlink):
         shard.write_bytes(raw)
         damage()
         with pytest.raises(UsageError, match=rf"^cache_dir: {data.folder} is damaged \(.+\); delete that folder$"):

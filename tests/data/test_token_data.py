@@ -49,6 +49,9 @@ def test_without_validation_shards_there_is_no_validation(write_shard):
     data = TokenData(train=str(write_shard(range(100))), seq_len=8)
     data.setup()
     assert data.val_dataloader() == []
+    data.token_texts = [b"x"] * 256
+    with pytest.raises(UsageError, match=r"^val=None: there is no validation text; give the validation shards$"):
+        data.validation_text()
 
 
 def test_without_a_tokenizer_there_are_no_byte_counts_and_no_text(write_shard):
@@ -140,6 +143,16 @@ def test_a_tokenizer_that_did_not_write_text_data_s_shards_is_found_out(text_dat
     train_bpe(["some other text"] * 9, 400).save(str(tmp_path / "other.json"))
     data = TokenData(train=str(text_data.folder / "train_*.bin"), tokenizer=str(tmp_path / "other.json"), seq_len=16)
     message = rf"^tokenizer='{tmp_path}/other.json': it did not write the shards in {text_data.folder}; use .*json$"
+    with pytest.raises(UsageError, match=message):
+        data.setup()
+
+
+@pytest.mark.parametrize("content", ["[]", '{"tokenizer_sha256": '])
+def test_a_record_beside_the_shards_that_is_none_of_text_data_s_is_named(text_data, content):
+    folder = text_data.folder
+    (folder / "meta.json").write_text(content)
+    data = TokenData(train=str(folder / "train_*.bin"), tokenizer=str(folder / "tokenizer.json"), seq_len=16)
+    message = rf"^tokenizer='.+': {folder}/meta.json cannot be read as the record .* \(.+\); repair it or move it away$"
     with pytest.raises(UsageError, match=message):
         data.setup()
 
