@@ -23,6 +23,6 @@ class LRMonitor(pl.Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Record: after the step, the schedule has moved on."""
         group: dict[str, Any] = optimizer.param_groups[0]
-        lr = group["lr"]
         name = "train/lr" if len(trainer.optimizers) == 1 else f"train/lr/{optimizer_index(trainer, optimizer)}"
-        self._buffer.record(name, lr if isinstance(lr, torch.Tensor) else lr / (group.get("lr_scale") or 1.0))
+        # a Tensor, as torchao's optimizers hold, is filled in place by the schedule: the quotient is a new one
+        self._buffer.record(name, group["lr"] / (group.get("lr_scale") or 1.0))
