@@ -8,6 +8,7 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._on_exception import only_warn
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import is_a, unwrapped
 from lightning_tricks.guards.averages.swap import drop_gathered
@@ -122,14 +123,16 @@ class ScheduleFree(pl.Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Leave the average in the module, for those who save it now."""
+        with only_warn("ScheduleFree: the average was not put in place"):
+            self._evaluate()
         self._end()
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Give the Trainer its own save back."""
+        self._evaluate()
         self._end()
 
     def _end(self) -> None:
-        self._evaluate()
         self._saves.close()
         self._parts, self._module = [], None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._on_exception import only_warn
 from lightning_tricks._trainer import batch_progress, is_accumulating, logging_step, steps_between_saves
 from lightning_tricks.metrics.not_finite import not_finite_line
 from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_over_ranks, to_host
@@ -217,11 +218,9 @@ class MetricBuffer(pl.Callback):
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Write the values that can still be read, with those of the failed step; the error is raised as usual."""
         self._failed = True
-        try:
+        with only_warn("the metrics since the last logged step are lost"):
             self._close_step()
             self.flush()
-        except Exception as error:  # a broken device cannot be read: that must not hide the original error
-            rank_zero_warn(f"the metrics since the last logged step are lost: {type(error).__name__}: {error}")
         self._forget()  # Lightning calls no `teardown` after an exception
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:

@@ -16,6 +16,7 @@ from lightning_tricks.callbacks import EMA, ExactResume, InitFrom, SafeCheckpoin
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights
 from lightning_tricks.guards.averages.averaged_weights import AveragedWeights
 from lightning_tricks.guards.averages.ema import decay_at
+from lightning_tricks.guards.averages.swap import Swap
 from lightning_tricks.precision import BF16True
 
 
@@ -314,6 +315,23 @@ def test_the_weights_are_back_after_an_exception_in_validation(kind, error):
     fit(Net(), unbroken, steps=4)
     assert torch.equal(average_of(callback)["mean"], average_of(unbroken)["mean"])
     assert "save_checkpoint" not in vars(module.trainer)
+
+
+def test_a_broken_device_does_not_hide_the_users_error(monkeypatch, recwarn):
+    def broken(*args):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def fail():
+        if module.trainer.global_step == 4:
+            monkeypatch.setattr(Swap, "leave", broken)
+            raise IndexError("the user's own")
+
+    module = Net()
+    module.act = fail
+    with pytest.raises(IndexError, match="the user's own"):
+        fit(module, EMA())
+    assert "save_checkpoint" not in vars(module.trainer)
+    assert any(str(w.message).startswith("EMA: the weights were not put back: RuntimeError") for w in recwarn)
 
 
 # ---- checkpoints

@@ -24,6 +24,7 @@ from lightning_tricks import LanguageModel, Llama, ParamRule, WarmupConstant, Wa
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import EMA, BatchSizeWarmup, SafeCheckpoint, ScheduleFree, SpikeRollback, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, read_folder
+from lightning_tricks.guards import schedule_free
 from lightning_tricks.guards.averages.swap import drop_gathered
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.optim import ComposedOptimizer, Muon, MuonAdamW
@@ -284,6 +285,26 @@ def test_after_an_exception_the_module_is_the_average_and_the_trainer_has_its_ow
     with pytest.raises(ZeroDivisionError):
         fit(module, ScheduleFree())
     assert same(weights(module), averages[4])
+
+
+def test_a_broken_device_does_not_hide_the_users_error(monkeypatch, recwarn):
+    def broken(*args):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            monkeypatch.setattr(schedule_free, "put_average", broken)
+            raise IndexError("the user's own")
+
+        def on_exception(self, trainer, *args):
+            told.append(trainer)
+
+    told = []
+    with pytest.raises(IndexError, match="the user's own"):
+        fit(Net(), ScheduleFree(), Fails())
+    assert len(told) == 1
+    assert "save_checkpoint" not in vars(told[0])
+    assert any(str(w.message).startswith("ScheduleFree: the average was not put in place") for w in recwarn)
 
 
 # ---- beside other guards

@@ -519,6 +519,39 @@ def test_the_line_comes_after_an_exception_too(clock, tmp_path, caplog, error):
     assert file["processes"] == [[990.0, clock.now]]
 
 
+def test_a_broken_device_hides_neither_the_users_error_nor_the_line(clock, monkeypatch, caplog, recwarn):
+    class Breaks:
+        """An event of a device that fails at the same time as the step: every later call raises."""
+
+        def record(self):
+            pass
+
+        def query(self):
+            if broken:
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            return False
+
+    class Stop(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 4:
+                broken.append(True)
+                raise IndexError("the user's own")
+
+        def on_exception(self, trainer, pl_module, exception):
+            told.append(exception)
+
+    broken, told = [], []
+    monkeypatch.setattr(goodput_monitor, "device_wait_on", lambda device: DeviceWait(Breaks))
+    with caplog.at_level("INFO"), pytest.raises(IndexError, match="the user's own"):
+        fit(clock, None, Stop())
+    assert len(told) == 1  # the hooks of later callbacks are called
+    assert [line.split(" + ")[0] for line in bills(caplog)] == ["wall 28.0 s = steps 35.7 %"]
+    assert any(
+        "GoodputMonitor: waits for data since the last logged step count as steps: RuntimeError: CUDA" in str(w.message)
+        for w in recwarn
+    )
+
+
 def test_a_fit_that_fails_before_training_has_a_line(clock, caplog):
     class Stop(pl.Callback):
         def on_fit_start(self, *_):

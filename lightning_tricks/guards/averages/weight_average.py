@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._on_exception import only_warn
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import is_a
 from lightning_tricks.checkpoints.averages import AVERAGES, RAW
@@ -223,7 +224,8 @@ class WeightAverage(pl.Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Put the weights back."""
-        self._swapped.close()
+        with only_warn(f"{type(self).__name__}: the weights were not put back"):
+            self._swapped.close()
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Put the weights back."""

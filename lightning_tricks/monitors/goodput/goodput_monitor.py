@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._on_exception import only_warn
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.accounting.goodput import bill, fractions
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
@@ -108,22 +109,29 @@ class GoodputMonitor(pl.Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Say where the time went."""
-        self._finish()
+        self._finish(self._waited())
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Say where the time went; Lightning calls no `teardown` after an exception."""
-        self._finish()
+        waited = 0.0
+        with only_warn("GoodputMonitor: waits for data since the last logged step count as steps"):
+            waited = self._waited()
+        self._finish(waited)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Give the objects their own methods back."""
         self._fit_scope.close()
 
-    def _finish(self) -> None:
+    def _waited(self) -> float:
+        """Seconds that a device has waited for data since the last call."""
+        return self._device_wait.take() if self._device_wait else 0.0
+
+    def _finish(self, waited: float) -> None:
         self._fit_scope.close()
         if not hasattr(self, "_time") or self._time.has_ended:
             return
         self._resume()  # where it failed before training began
-        self._end_interval(0)
+        self._end_interval(0, waited)
         self._time.end()
         self._write()
         rank_zero_info(f"GoodputMonitor: {bill(self._time.seconds())}")
@@ -204,16 +212,15 @@ class GoodputMonitor(pl.Callback):
         """The fractions so far; nothing is in flight on the device now, so the clock is right."""
         counts = [row.values[SKIPPED] for row in rows if SKIPPED in row.values]
         skipped, self._skipped = newly_skipped(counts, self._skipped)
-        self._end_interval(skipped)
+        self._end_interval(skipped, self._waited())
         if self._time.now() - self._written >= WRITE_SECONDS:
             self._write()
         seconds = self._time.seconds()
         found = {f"goodput/{part}": fraction for part, fraction in fractions(seconds).items()}
         return {**found, "goodput/wall_seconds": sum(seconds.values())}
 
-    def _end_interval(self, skipped: int) -> None:
+    def _end_interval(self, skipped: int, waited: float) -> None:
         if not self._time.has_ended:
-            waited = self._device_wait.take() if self._device_wait else 0.0
             self._time.end_interval(self._steps, skipped, waited)
             self._steps = 0
 
