@@ -107,11 +107,13 @@ def test_any_two_rows_or_values_that_change_places_change_the_sum():
     assert batch_sum({"a": x, "b": x + 1}) != batch_sum({"a": x + 1, "b": x})
 
 
-def test_a_batch_has_one_sum_however_it_is_split():
-    x = torch.randn(12, 5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128, torch.int64], ids=str)
+@pytest.mark.parametrize("row", [(5,), (), (2, 3)], ids=str)
+def test_a_batch_has_one_sum_however_it_is_split(dtype, row):
+    x = torch.randn(12, *row).to(dtype)
     for world, micro_batches in ((1, 1), (1, 3), (2, 2), (3, 4), (4, 3), (12, 1)):
         rows = 12 // world // micro_batches
-        parts = x.reshape(micro_batches, world, rows, 5)
+        parts = x.reshape(micro_batches, world, rows, *row)
         total = 0
         for rank in range(world):
             sums = [

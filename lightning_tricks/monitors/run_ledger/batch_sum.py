@@ -44,8 +44,10 @@ class BatchSum:
         """The sum of each tensor in two halves, on its device, and the number of rows of the micro-batch."""
         sums, rows = [], 0
         for number, tensor in enumerate(tensors_in(batch)):
-            rows = rows or (len(tensor) if tensor.dim() else 1)
-            bits = integers(tensor)
+            own_rows = len(tensor) if tensor.dim() else 1
+            rows, bits = rows or own_rows, integers(tensor)
+            if bits.dim() < 2:
+                bits = bits.reshape(own_rows, -1)  # a float64 is two integers of one row
             sums.append(halves((bits * self._factors_for(bits, number)).sum()))
         return sums, rows
 
@@ -54,7 +56,7 @@ class BatchSum:
         if key not in self._factors:
             if len(self._factors) >= _KEPT:
                 self._factors.clear()
-            rows = len(bits) if bits.dim() else 1
+            rows = len(bits)
             columns = torch.arange(bits.numel() // rows, device=bits.device)
             powers = torch.full((rows,), BASE, device=bits.device)
             powers[0] = 1
