@@ -77,8 +77,10 @@ def decay_groups(
 
 def expanded(module: nn.Module, rules: Rules | None) -> list[ParamRule]:
     """The rules, with each LayerwiseLRDecay replaced by its own rules."""
-    listed = [rule.rules(module) if isinstance(rule, LayerwiseLRDecay) else [rule] for rule in rules or ()]
-    return [rule for several in listed for rule in several]
+    found: list[ParamRule] = []
+    for rule in rules or ():
+        found += rule.rules(module, found) if isinstance(rule, LayerwiseLRDecay) else [rule]
+    return found
 
 
 def _group(name: str, weight_decay: float, rule: ParamRule | None = None, number: int | None = None) -> dict[str, Any]:
