@@ -1,7 +1,10 @@
 """PredictionWriter: each row of each batch is a line, and a file that exists is kept."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -11,19 +14,22 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks.monitors.prediction_writer import rows_of
 
+TWO = torch.tensor([[1, 2], [3, 4]])
+BOXES = [[[1, 2], [3, 4]], [1, 2], None]
+
 
 class Doubles(pl.LightningModule):
-    def predict_step(self, batch, batch_idx):
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
         if batch[0, 0] < 0:
             raise RuntimeError("negative")
         return {"twice": 2 * batch, "sum": batch.sum(dim=1)}
 
 
-def predict(writer, data):
+def predict(writer, *data):
     trainer = pl.Trainer(
         accelerator="cpu", logger=False, callbacks=[writer], enable_progress_bar=False, enable_checkpointing=False
     )
-    trainer.predict(Doubles(), DataLoader(data, batch_size=2), return_predictions=False)
+    trainer.predict(Doubles(), [DataLoader(rows, batch_size=2) for rows in data], return_predictions=False)
 
 
 def test_each_row_is_a_line_in_the_order_of_the_data(tmp_path):
@@ -59,10 +65,44 @@ def test_what_was_written_before_an_error_is_there(tmp_path):
         ("a text", ["a text"]),
         (["a", "b"], [["a", "b"]]),
         (None, [None]),
+        ({"ids": TWO, "text": ["a", "b"]}, [{"ids": [1, 2], "text": "a"}, {"ids": [3, 4], "text": "b"}]),
+        ({"ids": TWO, "loss": torch.tensor(0.5)}, [{"ids": [1, 2], "loss": 0.5}, {"ids": [3, 4], "loss": 0.5}]),
+        ((TWO, ["a", "b"]), [[[1, 2], "a"], [[3, 4], "b"]]),
+        ((TWO, None, 7), [[[1, 2], None, 7], [[3, 4], None, 7]]),
+        ({"loss": 1.5, "text": ["a", "b"]}, [{"loss": 1.5, "text": ["a", "b"]}]),
+        ({"ids": TWO, "layers": (TWO, TWO)}, [{"ids": i, "layers": [i, i]} for i in TWO.tolist()]),
+        ({"x": torch.ones(3), "boxes": [TWO, TWO[0], None]}, [{"x": 1, "boxes": b} for b in BOXES]),
+        ([{"boxes": torch.zeros(2000)}, {"boxes": torch.ones(1)}], [{"boxes": [0] * 2000}, {"boxes": [1]}]),
+        ([["a"], np.arange(3), np.float32(0.5)], [[["a"], [0, 1, 2], 0.5]]),
+        ({1: Path("file"), 2: 1j}, [{"1": "file", "2": "1j"}]),
     ],
-)
+)  # fmt: skip
 def test_rows_of_a_batch(prediction, rows):
     assert rows_of(prediction) == rows
+    json.dumps(rows_of(prediction))
+
+
+@pytest.mark.parametrize(
+    ("prediction", "line"),
+    [
+        (
+            [torch.ones(5), torch.ones(3)],
+            r"^predict_step: '\[0\]' has 5 rows and '\[1\]' has 3: .* a list of dicts, one for",
+        ),
+        ({"ids": TWO, "names": ["a"]}, r"^predict_step: 'ids' has 2 rows and 'names' has 1: "),
+        ({"x": SimpleNamespace(ids=TWO)}, r"^predict_step: a SimpleNamespace cannot be written to JSON: "),
+    ],
+)
+def test_what_cannot_be_written_exactly_is_refused_in_one_line(prediction, line):
+    with pytest.raises(UsageError, match=line):
+        rows_of(prediction)
+
+
+def test_lines_of_several_loaders_say_of_which(tmp_path):
+    predict(PredictionWriter(str(tmp_path / "p.jsonl")), torch.ones(3, 2), torch.ones(1, 2))
+    lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    places = [(line["dataloader"], line["batch"], line["row"]) for line in lines]
+    assert places == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]
 
 
 def test_another_ending_or_a_folder_that_cannot_be_made_is_refused(tmp_path):
