@@ -153,7 +153,9 @@ class Muon(Optimizer):
         target: float = group["momentum"]
         if not group["momentum_warmup_steps"]:
             return target
-        step = state.setdefault("step", torch.zeros((), device=device))
+        step = state["step"] = state.setdefault("step", torch.zeros((), device=device)).to(
+            device
+        )  # FSDP2 loads to host
         first = min(_FIRST_MOMENTUM, target)
         momentum = first + (target - first) * (step / group["momentum_warmup_steps"]).clamp(max=1)
         step += 1 if skip is None else 1 - skip

@@ -120,6 +120,18 @@ def test_the_momentum_rises_from_0_85():
     assert optimizer.state[ours[0]]["step"] == 6
 
 
+def test_the_steps_of_the_warmup_are_on_the_device_of_the_weight_after_a_load():
+    weight = nn.Parameter(torch.empty(4, 6, device="meta"))  # in place of a GPU
+    optimizer = Muon([weight], momentum_warmup_steps=4)
+    weight.grad, optimizer.found_inf = torch.empty_like(weight), torch.zeros((), device="meta")
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["step"] = torch.tensor(1.0)  # FSDP2's checkpoints are read on the host, and torch leaves it there
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert optimizer.state[weight]["step"].device == weight.device
+
+
 @pytest.mark.parametrize("options", [{}, {"momentum_warmup_steps": 3, "cautious_weight_decay": True}])
 def test_a_step_is_skipped_on_the_device(options):
     def set_skip(optimizer, step):
