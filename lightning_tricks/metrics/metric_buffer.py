@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._on_exception import only_warn
-from lightning_tricks._trainer import batch_progress, is_accumulating, logging_step, steps_between_saves
+from lightning_tricks._trainer import is_accumulating, logging_step, steps_between_saves
+from lightning_tricks.metrics.last_step import LastStep
 from lightning_tricks.metrics.not_finite import not_finite_line
 from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_over_ranks, to_host
 
@@ -57,6 +58,7 @@ class MetricBuffer(pl.Callback):
         self._said_not_finite = False
         self._answered: tuple[int, bool] | None = None
         self._failed = False
+        self._last_step = LastStep()
 
     @classmethod
     def of(cls, trainer: Trainer) -> "MetricBuffer":
@@ -172,30 +174,23 @@ class MetricBuffer(pl.Callback):
         """Whether the running optimizer step ends an interval: make costly measurements on such steps only."""
         done = logging_step(self._trainer)
         if self._answered is None or self._answered[0] != done:  # one answer for all callers during a step
-            dev_run, every = self._trainer.fast_dev_run, self._every
-            self._answered = done, every > 0 and ((done + 1) % every == 0 or bool(dev_run) or self._is_last_step())
+            dev_run, every, last = self._trainer.fast_dev_run, self._every, self._last_step.is_running(self._trainer)
+            self._answered = done, every > 0 and ((done + 1) % every == 0 or bool(dev_run) or last)
         return self._answered[1]
 
-    def _is_last_step(self) -> bool:
-        """Whether the running optimizer step is the last of the run."""
-        trainer = self._trainer
-        if logging_step(trainer) + 1 == trainer.max_steps or trainer.should_stop:
-            return True
-        if trainer.current_epoch + 1 != trainer.max_epochs or not math.isfinite(trainer.num_training_batches):
-            return False
-        accumulated: int = trainer.accumulate_grad_batches
-        left = trainer.num_training_batches - batch_progress(trainer).current.ready
-        # the same for each micro-batch of a step, and the last step may have fewer
-        return left < ((trainer.num_training_batches - 1) % accumulated + 1)
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Begin to count the steps of each batch."""
+        self._last_step.begin(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Close the step's row, and the interval if this step ends it."""
         if is_accumulating(trainer):
             return
         self._close_step()
-        save = any(trainer.global_step % steps == 0 for steps in self._saves_every)
-        if save or self.is_log_step() or trainer.should_stop:
+        save, ends = any(trainer.global_step % steps == 0 for steps in self._saves_every), self.is_log_step()
+        if save or ends or trainer.should_stop:
             self.flush()
+        self._last_step.end_batch(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Flush, at the run's end too: EarlyStopping and ModelCheckpoint, which come next, may look at the values."""

@@ -182,7 +182,35 @@ def test_manual_optimization_and_two_optimizers():
     assert logger.of("train/loss") == {step: loss_of(step) for step in range(6)}
     assert logger.of("self/loss") == {3: loss_of(3)}
     assert logger.of("train/lr/1") == dict.fromkeys(range(6), 0.2)
-    assert log_steps == [False] * 3 + [True] + [False] * 2
+    assert log_steps == [False] * 3 + [True] + [False, True]
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("first", [1, 2])
+def test_the_last_step_is_a_log_step_where_batches_make_one_step_or_two(first, early):
+    class Unequal(Model):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            if early:  # before the optimizers step; else the first to ask is a callback after the batch
+                MetricBuffer.of(self.trainer).is_log_step()
+            for optimizer in self.optimizers()[: 1 + (batch_idx + first - 1) % 2]:
+                optimizer.zero_grad()
+                loss = super().training_step(batch, batch_idx)
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), lr=lr) for lr in (0.1, 0.2)]
+
+    log_steps = []
+    _, trainer = run(
+        lambda trainer, buffer, loss: log_steps.append(buffer.is_log_step()), model=Unequal(), max_steps=9,
+        log_every_n_steps=100,
+    )  # fmt: skip
+    assert trainer.global_step == 9
+    assert log_steps == [False] * 5 + [True]
 
 
 @pytest.mark.parametrize("place", [0, 1])
