@@ -26,7 +26,7 @@ class CompressionBaseline(pl.Callback):
 
     A language model is a compressor; if it needs fewer bits than these, it has learnt more than repetition. The table
     also says at which validation the model went below each compressor. Never changes training. Needs a data module with
-    `validation_text()` and `training_text()`, as `TextData` has them, and the metric `val/bits_per_byte`.
+    `validation_text()` and, for xz, `training_text()`, as `TextData` has them, and the metric `val/bits_per_byte`.
 
     Args:
         xz: Compare with `xz -9e` too, alone and after the whole training text (half a minute for 12 MB).
@@ -42,8 +42,14 @@ class CompressionBaseline(pl.Callback):
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Fail before training if the data module cannot give its text."""
-        if not hasattr(trainer.datamodule, "validation_text"):  # type: ignore[attr-defined]
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not hasattr(data, "validation_text"):
             raise UsageError("CompressionBaseline needs a data module with validation_text(), such as TextData")
+        if self.xz and not hasattr(data, "training_text"):
+            raise UsageError(
+                "CompressionBaseline.xz=True needs a data module with training_text(), such as TextData: write that "
+                "method, or set xz to false"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Start the clock."""

@@ -80,3 +80,9 @@ def test_the_history_survives_a_checkpoint():
 def test_data_without_its_text_is_refused_before_training():
     with pytest.raises(UsageError, match="validation_text"):
         CompressionBaseline().setup(FakeTrainer(datamodule=SimpleNamespace()), None, "fit")
+    data = FakeTrainer(datamodule=SimpleNamespace(validation_text=lambda: TEXT))
+    CompressionBaseline().setup(data, None, "fit")
+    with pytest.raises(
+        UsageError, match=r"^CompressionBaseline.xz=True needs .* training_text\(\), such as TextData: "
+    ):
+        CompressionBaseline(xz=True).setup(data, None, "fit")
