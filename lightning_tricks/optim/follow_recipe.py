@@ -30,7 +30,8 @@ def follow_recipe(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
       those of this optimizer, in the same groups and order. A state dict keyed by names, as in torch's distributed
       checkpoints, has been matched by name already.
     - Each group keeps its present settings: the learning rate, the decay and all other arguments of the optimizer's
-      constructor (betas, eps, fused). Counts that an optimizer keeps in its groups come from the checkpoint.
+      constructor (betas, eps, fused). Counts that an optimizer keeps in its groups come from the checkpoint. A group
+      that is added later keeps the settings that it has at the first load.
 
     Args:
         optimizer: with `param_names` in each group.
@@ -40,11 +41,17 @@ def follow_recipe(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """
     options = {option for part in parts_of(optimizer) for option in inspect.signature(type(part)).parameters}
     settings = (_OURS | options) - {"params"}
-    recipe = [deepcopy({k: v for k, v in group.items() if k in settings}) for group in optimizer.param_groups]
+
+    def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+        peak = {"lr": group["initial_lr"]} if "initial_lr" in group else {}  # a schedule has changed the lr itself
+        return deepcopy({name: value for name, value in (group | peak).items() if name in settings})
+
+    recipe = [settings_of(group) for group in optimizer.param_groups]
 
     def before_load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         saved = state_dict["param_groups"]
         _check_names(saved, optimizer.param_groups)
+        recipe.extend(map(settings_of, optimizer.param_groups[len(recipe) :]))  # of add_param_group
         # before the load, not after it: torch reads `fused` and `capturable` to decide where state belongs
         groups = [{**old, **own} for old, own in zip(saved, recipe, strict=True)]
         for group in groups:

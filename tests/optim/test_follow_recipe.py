@@ -100,6 +100,27 @@ def test_what_an_optimizer_counts_in_its_groups_comes_from_the_checkpoint():
     assert [(group["k"], group["lr"]) for group in resumed.param_groups] == [(1, 0.2), (1, 0.2)]
 
 
+def with_another_group(lr):
+    late = nn.Linear(2, 2)
+    optimizer = trained(Net("a"), adamw(lr=lr))
+    optimizer.add_param_group({"params": [("late.weight", late.weight), ("late.bias", late.bias)], "lr": lr / 10})
+    for parameter in late.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def test_a_group_that_was_added_later_keeps_its_settings_too():
+    saved, resumed = with_another_group(0.1), with_another_group(0.2)
+    torch.optim.lr_scheduler.LambdaLR(resumed, lambda step: 0.5)  # in mid-schedule, the lr is not the recipe's
+    for _ in range(2):
+        resumed.load_state_dict(saved.state_dict())
+        assert all(torch.equal(a, b) for a, b in zip(moments(saved), moments(resumed), strict=True))
+        assert [group["lr"] for group in resumed.param_groups] == pytest.approx([0.2, 0.2, 0.02])
+    with pytest.raises(UsageError, match=r"has no more parameter where this model has 'late\.weight'"):
+        resumed.load_state_dict(trained(Net("a")).state_dict())
+
+
 def test_loading_leaves_the_state_dict_as_it_was():
     state = trained(Net("a")).state_dict()
     before = copy.deepcopy(state["param_groups"])
