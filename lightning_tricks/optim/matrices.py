@@ -25,7 +25,7 @@ def held_matrices(module: nn.Module) -> dict[str, list[int]]:
     outputs in the second dimension; its numbers are negative.
 
     Raises:
-        UsageError: the rows that a module names are not those of the weight.
+        UsageError: `_matrices` names what is no parameter, or other rows than those of the weight.
     """
     found: dict[str, list[int]] = {}
     modules = {"": module, **named_submodules(module)}
@@ -40,7 +40,12 @@ def held_matrices(module: nn.Module) -> dict[str, list[int]]:
     for path, owner in modules.items():
         for own_name, sizes in getattr(owner, "_matrices", {}).items():
             name = f"{path}.{own_name}" if path else own_name
-            rows = owner.get_parameter(own_name).shape[0]
+            try:
+                rows = owner.get_parameter(own_name).shape[0]
+            except AttributeError:
+                raise UsageError(
+                    f"_matrices of module '{path}' names '{own_name}', which is no parameter of it: correct the name"
+                ) from None
             if sum(sizes) != rows:
                 raise UsageError(
                     f"_matrices of module '{path}': {own_name} has {rows} rows, and not {sum(sizes)}: correct the "

@@ -228,6 +228,9 @@ def test_fused_projections_are_split_and_unknown_ones_refused():
     told.blocks[0]._matrices = {"qkv_proj.weight": [8, 4]}
     with pytest.raises(UsageError, match=r"qkv_proj.weight has 16 rows, and not 12"):
         who(told)
+    told.blocks[0]._matrices = {"qvk_proj.weight": [8, 4, 4]}
+    with pytest.raises(UsageError, match=r"^_matrices of module 'blocks.0' names 'qvk_proj.weight', which is no param"):
+        who(told)
 
 
 def test_one_learning_rate_makes_updates_of_one_size():
