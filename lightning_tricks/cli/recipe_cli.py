@@ -31,7 +31,7 @@ from lightning_tricks.cli.parse_errors import parse_message
 from lightning_tricks.cli.recipe_parser import RecipeParser, check_options, join_negative_numbers, lightning_cli
 from lightning_tricks.cli.recipe_text import check_values
 from lightning_tricks.cli.run_errors import trainer_line, usage_errors
-from lightning_tricks.cli.run_folder import RunFolder, check_folders
+from lightning_tricks.cli.run_folder import RunFolder, check_folders, expand_save_dirs
 from lightning_tricks.cli.short_names import known_names_first
 from lightning_tricks.commands import COMMANDS
 from lightning_tricks.guards.preemption.preemption import Preempted
@@ -129,6 +129,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
                 self.config = parser.parse_args(given)
         config = self.config.get(self.config.get("subcommand") or "", self.config)
         check_options(config)
+        expand_save_dirs(config.get("trainer") or {})
         if line := choose_length(config, given):
             rank_zero_info(line)
         for line in change_lines(changes, config.as_dict()):

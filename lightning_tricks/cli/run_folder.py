@@ -10,11 +10,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from jsonargparse import Namespace
+
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_only
 from lightning_tricks._trainer import choose_version, chosen_version, has_versions, logging_step, next_version
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, short
 from lightning_tricks.guards.preemption.preemption import Preempted
+
+
+def expand_save_dirs(trainer: Any) -> None:
+    """Expand `~` and variables in the `save_dir` of each logger, so that its logs and checkpoints get one folder.
+
+    Lightning's loggers expand them when they write, but its savers take the text as it is.
+
+    Args:
+        trainer: settings of the Trainer in a parsed recipe, which are changed.
+    """
+    given = trainer.get("logger")
+    for logger in given if isinstance(given, list) else [given]:
+        settings = logger.get("init_args") if isinstance(logger, Namespace) else None
+        if settings and settings.get("save_dir"):
+            settings.save_dir = os.path.expanduser(os.path.expandvars(settings.save_dir))
 
 
 def check_folders(trainer: Any) -> None:
@@ -29,7 +46,7 @@ def check_folders(trainer: Any) -> None:
         places.append(("trainer.default_root_dir", trainer.default_root_dir))
     for option, folder in places if trainer.is_global_zero else []:
         if folder and not is_remote(str(folder)):
-            _check_folder(option, Path(folder).expanduser())
+            _check_folder(option, Path(folder))
 
 
 def _check_folder(option: str, folder: Path) -> None:
@@ -174,5 +191,5 @@ def _version_to_go_on(checkpoint: str, trainer: Any, loggers: Iterable[Any]) -> 
 
 
 def _root(logger: Any) -> Path:
-    """The folder in which a logger makes its versions; Lightning's expand `~` and variables, too."""
-    return Path(os.path.expanduser(os.path.expandvars(logger.root_dir)))
+    """The folder in which a logger makes its versions."""
+    return Path(logger.root_dir)

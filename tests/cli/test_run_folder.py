@@ -172,6 +172,19 @@ def test_a_checkpoint_of_another_place_starts_a_folder_of_its_own():
     assert step_of("runs/toy/version_1/checkpoints/last.ckpt") == 8
 
 
+@pytest.mark.parametrize(
+    ("logger", "save_dir"), [("ResumingCSVLogger", "~/runs"), ("ResumingTensorBoardLogger", "$HOME/runs")]
+)
+def test_a_save_dir_with_a_home_folder_or_a_variable_holds_logs_and_checkpoints(logger, save_dir, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path("home").absolute()))
+    place = f"--trainer.logger={{class_path: {logger}, init_args: {{save_dir: {save_dir}, name: toy}}}}"
+    command_line("fit", place, "--resume=auto")
+    command_line("fit", place, "--resume=auto", "--trainer.max_steps=6")
+    assert [path.name for path in Path().iterdir()] == ["home"]
+    assert folders(Path("home/runs/toy")) == ["version_0"]
+    assert step_of("home/runs/toy/version_0/checkpoints/last.ckpt") == 6
+
+
 def test_with_a_dirpath_checkpoints_lie_there_and_a_resume_goes_on_in_the_newest_folder():
     run("fit", dirpath="kept")
     run("fit", "last", dirpath="kept", steps=8)
