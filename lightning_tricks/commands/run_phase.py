@@ -25,7 +25,9 @@ def run(settings: dict[str, Any]) -> None:
     callbacks = arguments.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     own = {"callbacks": [*callbacks, recorder], "logger": pl.loggers.CSVLogger(settings["folder"])}
-    trainer = pl.Trainer(**{**arguments, **own, "default_root_dir": settings["folder"], "enable_progress_bar": False})
+    if not any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks):
+        own["enable_progress_bar"] = False
+    trainer = pl.Trainer(**{**arguments, **own, "default_root_dir": settings["folder"]})
     is_module = isinstance(data, pl.LightningDataModule)
     loaders = {"datamodule": data} if is_module else {"train_dataloaders": data}
     trainer.fit(module, ckpt_path=settings["ckpt_path"], **loaders)

@@ -43,5 +43,5 @@ def _settings(phase: Phase) -> dict[str, Any]:
     """The settings that a phase lays over the recipe."""
     recorder = {"class_path": f"{ResumeRecorder.__module__}.ResumeRecorder", "init_args": phase.recorder()}
     logger = {"class_path": "ResumingCSVLogger", "init_args": {"save_dir": phase.folder, "name": "log"}}
-    trainer = {"logger": logger, "default_root_dir": phase.folder, "enable_progress_bar": False}
-    return {"ckpt_path": phase.ckpt_path or "none", "trainer": {**trainer, "callbacks+": [recorder]}}
+    trainer = {"logger": logger, "default_root_dir": phase.folder, "callbacks+": [recorder]}
+    return {"ckpt_path": phase.ckpt_path or "none", "trainer": trainer}

@@ -13,6 +13,7 @@ from preloaded import python
 
 from lightning_tricks import verify_resume
 from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks import TrainingProgressBar
 from lightning_tricks.commands import verify_resume as verify_module
 from lightning_tricks.commands.compare_records import PARTS, differences
 from lightning_tricks.commands.resume_recorder import checksum
@@ -108,8 +109,9 @@ def make_in_windows():
     return Net(), Loader(), {**SHORT, "callbacks": KeepRandomState(), "accumulate_grad_batches": 3}
 
 
-def make_ddp():
-    return Net(), Loader(), {**SHORT, "strategy": "ddp", "devices": 2, "callbacks": [KeepRandomState()]}
+def make_ddp():  # with a progress bar
+    callbacks = [KeepRandomState(), TrainingProgressBar()]
+    return Net(), Loader(), {**SHORT, "strategy": "ddp", "devices": 2, "callbacks": callbacks}
 
 
 def make_fsdp2():
@@ -252,7 +254,9 @@ trainer:
   val_check_interval: 4
   limit_val_batches: 1
   logger: {class_path: ResumingTensorBoardLogger, init_args: {save_dir: runs, name: small}}
-  callbacks: [{class_path: ModelCheckpoint, init_args: {dirpath: kept, every_n_train_steps: 1, save_last: link}}]
+  callbacks:
+    - TrainingProgressBar
+    - {class_path: ModelCheckpoint, init_args: {dirpath: kept, every_n_train_steps: 1, save_last: link}}
 """
 
 
