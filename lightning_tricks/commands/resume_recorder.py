@@ -1,16 +1,19 @@
 """Write down each micro-batch of a fit as checksums, save in the middle, and kill the process: for `verify-resume`."""
 
+import copyreg
 import json
 import os
 import signal
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._tensors import local
@@ -120,20 +123,51 @@ def state(trainer: Any, module: Module) -> dict[str, Any]:
     return {"weights": weights, "optimizer state": optimizer_state, "scaler": scaler}
 
 
-def checksum(value: Any, start: int = 0) -> int:
-    """CRC-32 of tensors, with type and shape, in any nesting of mappings, sequences and objects."""
+def checksum(value: Any, start: int = 0, inside: tuple[int, ...] = ()) -> int:
+    """CRC-32 of tensors and NumPy arrays, with type and shape, and of other values, in any nesting.
+
+    Args:
+        value: an object of another class counts as what pickle would rebuild it from.
+        start: checksum of what comes before the value.
+        inside: `id` of each object around the value, which may refer back to them.
+
+    Raises:
+        UsageError: something in it cannot be pickled.
+    """
     if isinstance(value, Tensor):
         here = local(getattr(value, "ds_tensor", value)).detach().cpu().contiguous()
         start = zlib.crc32(f"{here.dtype}{tuple(here.shape)}".encode(), start)
         return zlib.crc32(here.reshape(-1).view(torch.uint8).numpy().data, start) if here.numel() else start
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return zlib.crc32(value.tobytes(), zlib.crc32(f"{value.dtype}{value.shape}".encode(), start))
     if isinstance(value, Mapping):
         for key, part in value.items():
-            start = checksum(part, zlib.crc32(repr(key).encode(), start))
+            start = checksum(part, zlib.crc32(repr(key).encode(), start), inside)
         return start
     if isinstance(value, list | tuple):
         for part in value:
-            start = checksum(part, start)
+            start = checksum(part, start, inside)
         return zlib.crc32(bytes(len(value)), start)
-    if isinstance(value, bool | int | float | str | bytes | None):
+    if isinstance(value, Set):
+        return zlib.crc32(repr(sorted(checksum(part, 0, inside) for part in value)).encode(), start)
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
         return zlib.crc32(repr(value).encode(), start)
-    return checksum(getattr(value, "__dict__", type(value).__name__), start)
+    if hasattr(value, "__qualname__"):  # a function or a class
+        return zlib.crc32(f"{value.__module__}.{value.__qualname__}".encode(), start)
+    if id(value) in inside:
+        return zlib.crc32(b"itself", start)
+    return checksum(_parts(value), start, (*inside, id(value)))
+
+
+def _parts(value: Any) -> Any:
+    """The parts from which pickle would rebuild an object, or its name."""
+    kind = type(value)
+    try:
+        reduce = copyreg.dispatch_table.get(kind)
+        parts = reduce(value) if reduce else value.__reduce_ex__(4)
+    except Exception as error:  # each class has its own
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        raise UsageError(
+            f"{name} has no checksum: leave it out of the batch, or let it be pickled ({error})"
+        ) from error
+    return [list(part) if isinstance(part, Iterator) else part for part in parts] if isinstance(parts, tuple) else parts

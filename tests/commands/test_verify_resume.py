@@ -1,12 +1,18 @@
 """verify-resume: a sound run passes, and each planted fault is named as what it is, at the step where it begins."""
 
+import copy
+import datetime
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
+from threading import Lock
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from preloaded import python
@@ -228,6 +234,32 @@ def test_a_tensor_is_told_from_others_by_every_bit_its_type_and_shape():
     assert len({checksum(value) for value in [one, *others]}) == 10
     assert checksum({"a": [one, 1.5]}) == checksum({"a": [one.clone(), 1.5]})
     assert checksum(one.t().contiguous().t()) == checksum(one)
+
+
+class Row:
+    """A sample with slots, which refers to itself."""
+
+    __slots__ = ("rows", "words")
+
+    def __init__(self, words):
+        self.words, self.rows = words, [self]
+
+
+DIFFERENT = [
+    np.zeros(3), np.ones(3), np.zeros(3, np.float32), np.zeros((3, 1)), np.array([None, 1]), np.array([None, 2]),
+    np.float32(1), np.float32(2), np.int64(2), 1j, 2j, {1, 2}, {1, 3}, frozenset(), range(3), range(4),
+    deque([1]), deque([2]), datetime.date(2020, 1, 1), datetime.date(2020, 1, 2), bytearray(b"a"), bytearray(b"b"),
+    torch.float32, torch.float16, Row("a"), Row("b"), PARTS, differences, re.compile("a"), re.compile("b"),
+]  # fmt: skip
+
+
+def test_every_other_type_is_compared_by_its_value():
+    assert len({checksum(value) for value in DIFFERENT}) == len(DIFFERENT)
+    assert [checksum(value) for value in copy.deepcopy(DIFFERENT)] == [checksum(value) for value in DIFFERENT]
+    assert checksum({"a", "b", "c"}) == checksum(set("cab"))
+    assert checksum(np.asfortranarray(np.eye(3)[:2])) == checksum(np.eye(3)[:2])
+    with pytest.raises(UsageError, match=r"_thread\.lock has no checksum: leave it out of the batch"):
+        checksum({"x": [Lock()]})
 
 
 def test_windows_of_other_lengths_are_a_difference_of_data():
