@@ -27,15 +27,18 @@ FIT_OPTIONS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-def check_fit_options(args: Sequence[str]) -> None:
+def check_fit_options(args: Sequence[str], command: str | None) -> None:
     """Refuse these options on the command line of another command, or together with a checkpoint to go on from.
+
+    Args:
+        args: the command line.
+        command: in it; None where a recipe is only built.
 
     Raises:
         UsageError: see above.
     """
     typed = {arg.partition("=")[0].removeprefix("--") for arg in args if arg.startswith("--")}
-    command = next((arg for arg in args if arg in ("validate", "test", "predict", "prepare", "autopsy")), None)
-    for name in FIT_OPTIONS.keys() & typed if command else ():
+    for name in FIT_OPTIONS.keys() & typed if command not in ("fit", None) else ():
         start = command != "prepare" and name != "total_tokens"
         remedy = f"; {command} takes --ckpt_path FILE or last" if start else ""
         raise UsageError(f"--{name} is an option of fit{remedy}")

@@ -125,8 +125,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
             else:
                 given = join_negative_numbers(sys.argv[1:] if args is None else args)
                 check_values(given)
-                check_fit_options(given)
                 self.config = parser.parse_args(given)
+                check_fit_options(given, self.config.get("subcommand"))
         config = self.config.get(self.config.get("subcommand") or "", self.config)
         check_options(config)
         expand_save_dirs(config.get("trainer") or {})

@@ -297,6 +297,12 @@ def test_a_fine_tuning_that_is_killed_goes_on_by_the_same_command(caplog):
     )
 
 
+@pytest.mark.parametrize("name", ["test", "fit", "predict"])
+def test_a_value_that_is_the_name_of_a_command_is_a_value(name):
+    command_line("fit", "--trainer.logger.name", name, "--resume", "auto", "--trainer.max_steps=1")
+    assert folders(Path("runs", name)) == ["version_0"]
+
+
 def two_processes(launcher: str, folder: Path, steps: int) -> subprocess.CompletedProcess:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     start = [python(), *(torchrun if launcher == "torchrun" else []), "-m", "lightning_tricks", "fit"]
