@@ -19,7 +19,9 @@ from lightning_tricks.commands.branch import Trunk, check_branch_options, read_t
 from lightning_tricks.commands.command_parser import CommandParser
 from lightning_tricks.schedules import Schedule, WarmupStableDecay
 
-_SET_BY_BRANCH = re.compile(r"--(trainer\.max_steps|[\w.]*\.decay_(?:start|steps|fraction))(?:=|$)")
+_SET_BY_BRANCH = re.compile(
+    r"--(trainer\.max_(?:steps|epochs)|total_tokens|init_from|[\w.]*\.decay_(?:start|steps|fraction))(?:=|$)"
+)
 
 
 class BranchCLI(RecipeCLI):

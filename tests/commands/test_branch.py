@@ -191,6 +191,19 @@ REFUSED = {
         "trainer.max_steps",
         "leave it out",
     ),
+    "a length in tokens": (
+        ["--ckpt_path", f"{TRUNK}/step=6.ckpt", "--decay_steps", "2", "--total_tokens", "9600"],
+        "branch: total_tokens",
+        "leave it out",
+    ),
+    "a length in epochs": (
+        ["--ckpt_path", f"{TRUNK}/step=6.ckpt", "--decay_steps", "2", "--trainer.max_epochs=2"],
+        "branch: trainer.max_epochs",
+    ),
+    "other weights": (
+        ["--ckpt_path", f"{TRUNK}/step=6.ckpt", "--decay_steps", "2", "--init_from", f"{TRUNK}/step=2.ckpt"],
+        "branch: init_from",
+    ),
     "a start of its own": (
         ["--ckpt_path", f"{TRUNK}/step=6.ckpt", "--decay_steps", "2", "--model.schedule.decay_start=3"],
         "model.schedule.decay_start",
