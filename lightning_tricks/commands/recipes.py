@@ -29,7 +29,11 @@ def ls(args: list[str]) -> None:
 
 
 def cp(args: list[str]) -> None:
-    """Copy a recipe, with the parts it includes."""
+    """Copy a recipe, with the parts it includes; a part that is there already with the same text is left as it is.
+
+    Raises:
+        UsageError: there is no such recipe, or one of the files exists; nothing is copied then.
+    """
     parser = argparse.ArgumentParser("lightning-tricks cp", description="Copy a recipe, to change it.")
     parser.add_argument("recipe", help="its name, as `ls` prints it")
     parser.add_argument("to", nargs="?", default=".", help="folder or new file name (default: this folder)")
@@ -41,12 +45,19 @@ def cp(args: list[str]) -> None:
     target = Path(options.to)
     if target.is_dir() or options.to.endswith("/"):
         target = target / source.name
-    for origin, copy in [(source, target), *((p, target.parent / "parts" / p.name) for p in parts_of(source))]:
+    parts = [(part, target.parent / "parts" / part.name) for part in parts_of(source)]
+    copies = [(source, target), *(pair for pair in parts if not _same_file(*pair))]
+    for _, copy in copies:
         if copy.exists():
             raise UsageError(f"{copy} exists: name another place, or remove it first")
+    for origin, copy in copies:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(origin, copy)
         print(copy)
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def parts_of(recipe: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from preloaded import python
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.cli import RecipeCLI, load_recipe
-from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.commands.recipes import cp, recipes_folder
 from lightning_tricks.models import GPT2, Llama
 
 TINY = recipes_folder() / "tiny.yaml"
@@ -69,6 +69,21 @@ def test_cp_copies_a_recipe_and_overwrites_none(tmp_path):
     assert again.returncode == 2
     assert "exists" in again.stderr
     assert (tmp_path / "tiny.yaml").read_text() == "mine"
+
+
+def test_cp_writes_all_files_or_none_and_leaves_a_part_that_is_there_already(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cp(["llama7b", "a.yaml"])
+    parts = sorted(path.name for path in Path("parts").iterdir())
+    assert parts
+    capsys.readouterr()
+    cp(["llama7b", "b.yaml"])
+    assert capsys.readouterr().out == "b.yaml\n"
+    Path("parts", parts[-1]).write_text("mine")
+    with pytest.raises(UsageError, match=rf"^parts/{parts[-1]} exists: name another place, or remove it first$"):
+        cp(["llama7b", "c.yaml"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.yaml", "b.yaml", "parts"]
+    assert Path("parts", parts[-1]).read_text() == "mine"
 
 
 def test_an_included_file_is_found_beside_the_recipe_and_the_command_line_wins(tmp_path):
