@@ -131,7 +131,7 @@ def _on_rank_0(trainer: Any, act: Callable[[], T]) -> T:
     result, error = trainer.strategy.broadcast((result, error))
     if error is not None:
         raise error
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def _entries(folder: Path) -> list[dict[str, Any]]:
