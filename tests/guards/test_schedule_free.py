@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from lightning_tricks.callbacks import EMA, BatchSizeWarmup, SafeCheckpoint, Sch
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, read_folder
 from lightning_tricks.guards import schedule_free
 from lightning_tricks.guards.averages.swap import drop_gathered
+from lightning_tricks.guards.step_guard.skip_step import skipping
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.optim import ComposedOptimizer, Muon, MuonAdamW
 from lightning_tricks.optim.schedule_free import TRAINED
@@ -322,6 +324,18 @@ def test_a_step_that_is_skipped_is_as_if_it_had_not_been(tmp_path):
     after = Net()
     fit(after, ScheduleFree(), ckpt_path=tmp_path / "step=6.ckpt", train=DataLoader(spoilt[6:], batch_size=None))
     assert same(weights(after), averages[11])
+
+
+def test_of_two_steps_in_a_batch_only_the_skipped_one_is_undone():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = AdamWScheduleFree([weight], lr=0.1)
+    optimizer.train()
+    with ExitStack() as batch:  # what StepGuard replaces ends with the batch
+        for skip in (1.0, 0.0):
+            weight.grad = torch.ones(2)
+            batch.enter_context(skipping(optimizer, None, torch.tensor(skip)))
+            optimizer.step()
+    assert optimizer.param_groups[0]["k"] == 1
 
 
 def test_training_goes_on_from_a_checkpoint_that_a_rollback_has_put_back(tmp_path):

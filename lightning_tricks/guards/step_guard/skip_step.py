@@ -43,7 +43,8 @@ def skipping(optimizer: Any, scaler: Any, skip: Tensor) -> Iterator[None]:
 def _same_counts(optimizer: Any) -> Iterator[None]:
     """Undo what the next step changes in the optimizer's groups: counts, such as those of schedule-free optimizers.
 
-    It is undone at the end of the step, before anybody saves it. What the recipe and the schedule set stays theirs.
+    It is undone at the end of the step, before anybody saves it; later steps count. What recipe and schedule set stays
+    theirs.
     """
     names = {option for part in parts_of(optimizer) for option in inspect.signature(type(part)).parameters}
     own = names | {"params", "lr", "initial_lr", "weight_decay"}
@@ -52,6 +53,7 @@ def _same_counts(optimizer: Any) -> Iterator[None]:
     def undo(*_: Any) -> None:
         for group, counts in zip(optimizer.param_groups, before, strict=True):
             group.update(counts)
+            counts.clear()
 
     hook = optimizer.register_step_post_hook(undo)
     try:
