@@ -1,6 +1,7 @@
 """SafeCheckpoint: what it saves and when, what it keeps, a run of NaN, a full disk, and the way back."""
 
 import errno
+import math
 import os
 import resource
 import shutil
@@ -134,6 +135,32 @@ def test_the_best_by_a_fresh_score_stays(tmp_path):
     assert saver.best_model_score == 0
     scores = {record.step: record.score for record in map(read_record, tmp_path.glob("step*"))}
     assert scores == {6: 0.0, 10: 4.0}
+
+
+def lines_of(*args: Any, **options: Any) -> list[str]:
+    """The warnings of SafeCheckpoint in a fit."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(*args, **options)
+    return [str(warning.message) for warning in caught if "SafeCheckpoint" in str(warning.message)]
+
+
+def test_a_metric_that_is_not_a_number_is_said_once(tmp_path):
+    class Nan(Model):
+        def validation_step(self, batch, batch_idx):
+            self.log("val/loss", math.nan)
+
+    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, monitor="val/loss")
+    assert lines_of(saver, model=Nan(), val_check_interval=2, **VALIDATION) == [
+        "SafeCheckpoint: val/loss is nan at step 2: such a checkpoint cannot be the best"
+    ]
+
+
+def test_one_with_a_metric_does_not_judge_the_checkpoints_of_another(tmp_path):
+    best = SafeCheckpoint(tmp_path / "best", every_n_train_steps=4, monitor="val/loss")
+    others = SafeCheckpoint(tmp_path / "others", every_n_train_steps=1)
+    assert lines_of([best, others], val_check_interval=4, **VALIDATION) == []
+    assert [read_record(tmp_path / "best" / f"step={step}.ckpt").number for step in (4, 8)] == [1, 2]
 
 
 def test_a_metric_that_nobody_logs_is_one_line(tmp_path):

@@ -20,7 +20,7 @@ class FreshScore:
     def __init__(self, monitor: str | None) -> None:
         self.monitor = monitor
         self._validated: tuple[int, float | None] | None = None  # step and value of the last validation
-        self._warned = False
+        self._said: set[str] = set()
 
     def after_validation(self, trainer: Any) -> None:
         """Take note of the metric's value and of its step."""
@@ -42,13 +42,23 @@ class FreshScore:
         stale = self._validated is not None and self._validated[0] != step and self._validated[1] == value
         if value is not None and not stale:
             return value
-        if not self._warned:
-            self._warned = True
-            rank_zero_warn(
-                f"SafeCheckpoint: {self.monitor} has no value for the weights of step {step}, so this checkpoint and "
-                "later ones like it cannot be the best: let every_n_train_steps divide the steps between validations"
+        if not stale and self.monitor in trainer.callback_metrics:
+            number = float(trainer.callback_metrics[self.monitor])
+            self._say_once(
+                "not finite", f"{self.monitor} is {number} at step {step}: such a checkpoint cannot be the best"
+            )
+        else:
+            self._say_once(
+                "stale",
+                f"{self.monitor} has no value for the weights of step {step}, so this checkpoint and later ones like "
+                "it cannot be the best: let every_n_train_steps divide the steps between validations",
             )
         return None
+
+    def _say_once(self, what: str, line: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            rank_zero_warn(f"SafeCheckpoint: {line}")
 
     def _logged(self, trainer: Any) -> float | None:
         value = trainer.callback_metrics.get(self.monitor)

@@ -20,7 +20,7 @@ from lightning_tricks.guards.saving.random_state import set_random_state_of
 from lightning_tricks.guards.saving.retention import Records, Retention, best_first
 from lightning_tricks.guards.saving.save_clock import SaveClock
 from lightning_tricks.guards.saving.save_options import check_folder, check_options
-from lightning_tricks.guards.saving.trainer_io import answer, atomic_io
+from lightning_tricks.guards.saving.trainer_io import answer, atomic_io, savers_of
 
 
 class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
@@ -122,7 +122,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._number = trainer.strategy.broadcast(self._number)
         self._refusals.enter_context(refusing_other_modules(trainer, pl_module))
         if self._io:
-            savers = [other for other in trainer.checkpoint_callbacks if isinstance(other, SafeCheckpoint)]
+            savers = savers_of(trainer, SafeCheckpoint)
             answer(self._io, [saver._folder for saver in savers if hasattr(saver, "_folder")])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
@@ -261,8 +261,10 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Add the record, the random states, the recipe and versions; a save by other hands stays for ever."""
-        if self._saving or KEY not in checkpoint:  # else another SafeCheckpoint saves, into its folder
-            checkpoint[KEY] = content(trainer, pl_module, self._saving or self._new_record(trainer, permanent=True))
+        if KEY not in checkpoint:
+            saving = [saver._saving for saver in savers_of(trainer, SafeCheckpoint) if saver._saving]
+            record = saving[0] if saving else self._new_record(trainer, permanent=True)
+            checkpoint[KEY] = content(trainer, pl_module, record)
 
     def _on_update(self, records: Records) -> None:
         """Show Lightning and the loggers what is in the folder; on rank 0, in the thread that wrote a checkpoint."""

@@ -4,12 +4,14 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._trainer import has_default_checkpoint_io, is_a
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.guards.saving.checkpoint_folder import CheckpointFolder
+
+Saver = TypeVar("Saver")
 
 
 def atomic_io(trainer: Any, asynchronous: bool) -> AtomicCheckpointIO | None:
@@ -30,6 +32,11 @@ def atomic_io(trainer: Any, asynchronous: bool) -> AtomicCheckpointIO | None:
         return None
     io.asynchronous |= asynchronous
     return io
+
+
+def savers_of(trainer: Any, kind: type[Saver]) -> list[Saver]:
+    """The Trainer's checkpoint callbacks of one class."""
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, kind)]
 
 
 def answer(io: AtomicCheckpointIO, folders: Sequence[CheckpointFolder]) -> None:
