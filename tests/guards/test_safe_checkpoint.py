@@ -6,12 +6,14 @@ import os
 import resource
 import shutil
 import subprocess
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
@@ -363,6 +365,31 @@ def test_an_option_out_of_range_is_one_line(option, value):
 def test_a_bucket_is_refused():
     with pytest.raises(UsageError, match=r"dirpath=memory://runs: give a folder"):
         fit(SafeCheckpoint("memory://runs"))
+
+
+def test_loggers_hear_of_a_checkpoint_that_is_replaced_when_the_new_one_has_its_name(tmp_path, monkeypatch):
+    from lightning_tricks.checkpoints import atomic_checkpoint_io
+
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=9), steps=4)
+    go_on, told, real = threading.Event(), [], atomic_checkpoint_io.write_file
+
+    class Uploads(DummyLogger):
+        def after_save_checkpoint(self, checkpoint_callback):
+            told.append(read_record(tmp_path / "step=4.ckpt").number)
+
+    class GoesOn(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 5:
+                go_on.set()
+
+    def write_file(checkpoint, path):
+        go_on.wait()
+        real(checkpoint, path)
+
+    monkeypatch.setattr(atomic_checkpoint_io, "write_file", write_file)
+    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=9, asynchronous=True)
+    fit([saver, GoesOn()], steps=6, ckpt_path=tmp_path / "step=2.ckpt", logger=Uploads())
+    assert set(told) == {3}  # 1 and 2 are of the first run
 
 
 # ---- NaN

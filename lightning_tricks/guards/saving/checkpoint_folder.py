@@ -79,6 +79,11 @@ class CheckpointFolder:
             path = self.path / f"{name}-v{version}.ckpt"
         return path
 
+    def has(self, path: Path, record: Record) -> bool:
+        """Whether the checkpoint of a record has its name, and not an older one that it replaces in the background."""
+        found = record_or_none(path)
+        return path.exists() and (found is None or found.number == record.number)
+
     def hold(self, path: Path) -> None:
         """Keep a checkpoint, or the one of which it is a link or a copy, whatever its age."""
         record = record_or_none(path)

@@ -241,7 +241,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             trainer.save_checkpoint(path, weights_only=False)
         finally:
             self._saving = None
-        if trainer.is_global_zero and self._folder.answered != path and path.exists():
+        if trainer.is_global_zero and self._folder.answered != path and self._folder.has(path, record):
             self._commit_foreign(trainer, path)
         self._tell_loggers(trainer)
 
@@ -262,9 +262,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Add the record, the random states, the recipe and versions; a save by other hands stays for ever."""
         if KEY not in checkpoint:
-            saving = [saver._saving for saver in savers_of(trainer, SafeCheckpoint) if saver._saving]
-            record = saving[0] if saving else self._new_record(trainer, permanent=True)
-            checkpoint[KEY] = content(trainer, pl_module, record)
+            saving = next((one._saving for one in savers_of(trainer, SafeCheckpoint) if one._saving), None)
+            checkpoint[KEY] = content(trainer, pl_module, saving or self._new_record(trainer, permanent=True))
 
     def _on_update(self, records: Records) -> None:
         """Show Lightning and the loggers what is in the folder; on rank 0, in the thread that wrote a checkpoint."""
