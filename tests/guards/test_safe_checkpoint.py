@@ -355,7 +355,8 @@ def test_two_in_two_folders_keep_each_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("option", "value"),
     [("every_n_train_steps", 0), ("keep_last", 0), ("keep_best", -1), ("permanent_steps", 0), ("mode", "low"),
-     ("every_n_minutes", 0), ("keep_last", 1.5)],
+     ("every_n_minutes", 0), ("keep_last", 1.5), ("keep_last", None), ("keep_last", "powers_of_two"),
+     ("keep_best", None), ("every_n_train_steps", "powers_of_two")],
 )  # fmt: skip
 def test_an_option_out_of_range_is_one_line(option, value):
     with pytest.raises(UsageError, match=f"SafeCheckpoint: {option}={value!r}: give"):

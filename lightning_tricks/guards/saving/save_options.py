@@ -30,9 +30,14 @@ def check_options(saver: Any) -> None:
     Raises:
         UsageError: the first such option.
     """
-    for name, least in (("every_n_train_steps", 1), ("permanent_steps", 1), ("keep_last", 1), ("keep_best", 0)):
+    for name, least, words in (
+        ("every_n_train_steps", 1, (None,)),
+        ("permanent_steps", 1, (None, "powers_of_two")),
+        ("keep_last", 1, ()),
+        ("keep_best", 0, ()),
+    ):
         value = getattr(saver, name)
-        if value not in (None, "powers_of_two") and (not isinstance(value, int) or value < least):
+        if value not in words and (not isinstance(value, int) or value < least):
             raise UsageError(f"SafeCheckpoint: {name}={value!r}: give a whole number of at least {least}")
     if saver.every_n_minutes is not None and not saver.every_n_minutes > 0:
         raise UsageError(f"SafeCheckpoint: every_n_minutes={saver.every_n_minutes!r}: give a number above 0")
