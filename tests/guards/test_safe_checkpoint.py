@@ -23,6 +23,7 @@ from lightning_tricks.checkpoints import check_checkpoint
 from lightning_tricks.checkpoints.record import KEY, Record, read_record, to_json
 from lightning_tricks.guards.saving.checkpoint_folder import CheckpointFolder
 from lightning_tricks.guards.saving.finite import not_finite
+from lightning_tricks.guards.saving.last_link import move_last
 from lightning_tricks.guards.saving.retention import Retention
 from lightning_tricks.guards.saving.save_clock import SaveClock, passes_multiple, passes_power_of_two
 
@@ -263,6 +264,21 @@ def test_files_of_others_are_not_touched(tmp_path):
     for name in foreign - {"last.ckpt"} | {"foreign-last.ckpt"}:
         assert (tmp_path / name).read_text() == "theirs"
     assert read_record(tmp_path / "last.ckpt").step == 2
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_each_last_of_another_program_keeps_its_content_under_a_free_name(tmp_path, folder):
+    last, ours = tmp_path / "last.ckpt", tmp_path / "step=1.ckpt"
+    ours.touch()
+    for content in ("first", "second", "third"):
+        last.unlink(missing_ok=True)
+        if folder:
+            last.mkdir()
+        (last / "shard" if folder else last).write_text(content)
+        move_last(ours)
+        assert os.readlink(last) == "step=1.ckpt"
+    found = [tmp_path / f"foreign-last{version}.ckpt" for version in ("", "-v1", "-v2")]
+    assert [(path / "shard" if folder else path).read_text() for path in found] == ["first", "second", "third"]
 
 
 def test_a_save_by_the_user_stays_for_ever(tmp_path):

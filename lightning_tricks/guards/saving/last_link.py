@@ -1,6 +1,7 @@
 """`last.ckpt`: the name that leads to the newest checkpoint, moved so that a reader always finds one."""
 
 import contextlib
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -24,7 +25,8 @@ def move_last(target: Path) -> None:
     """Let `last.ckpt` beside a checkpoint lead to it: a relative link, else a hard link, else a copy.
 
     At every moment a reader finds the older or the newer one. (Of folders, where links are impossible, it finds for a
-    moment neither.) A `last.ckpt` that SafeCheckpoint did not make is renamed to `foreign-last.ckpt`.
+    moment neither.) A `last.ckpt` that SafeCheckpoint did not make is renamed to `foreign-last.ckpt`,
+    or to `foreign-last-v1.ckpt` and so on where that name is taken.
     """
     last = target.with_name(LAST)
     if last.is_symlink() and os.readlink(last) == target.name:
@@ -32,7 +34,7 @@ def move_last(target: Path) -> None:
     if os.path.lexists(last) and not last.is_symlink():
         record = record_or_none(last)
         if record is None or record.number == 0:
-            last.rename(last.with_name(f"foreign-{LAST}"))
+            last.rename(_free_name(last.with_name(f"foreign-{LAST}")))
         elif record == record_or_none(target):
             return
     new = staging_path(last)
@@ -43,6 +45,12 @@ def move_last(target: Path) -> None:
         fsync_path(last.parent)
     else:
         put_in_place(last)
+
+
+def _free_name(path: Path) -> Path:
+    """The path, with the first of -v1, -v2, ... that is not taken if it is."""
+    versions = (path.with_stem(f"{path.stem}-v{version}") for version in itertools.count(1))
+    return next(free for free in itertools.chain([path], versions) if not os.path.lexists(free))
 
 
 def _link_or_copy(target: Path, new: Path) -> None:
