@@ -59,11 +59,13 @@ class ResumingTensorBoardLogger(pl.loggers.TensorBoardLogger):
         if self._experiment is None and rank_zero_only.rank == 0 and self._fs.isdir(self.log_dir):
             names = (os.path.basename(path) for path in self._fs.ls(self.log_dir, detail=False))
             self._used_before = any("tfevents" in name for name in names)
-        closed = self._experiment is None
-        experiment = super().experiment
-        if closed and self._experiment is not None:
-            use_fast_checksums(experiment._get_file_writer().event_writer)
-        return experiment
+        return super().experiment
+
+    def _file_writer(self) -> Any:
+        """Torch's FileWriter, with fast checksums. Each fit has another: its end closes the one before."""
+        writer = self.experiment._get_file_writer()
+        use_fast_checksums(writer.event_writer)
+        return writer
 
     @rank_zero_only
     def resume_at(self, step: int) -> None:
@@ -72,7 +74,7 @@ class ResumingTensorBoardLogger(pl.loggers.TensorBoardLogger):
         Args:
             step: step of the next metrics.
         """
-        writer = self.experiment._get_file_writer()
+        writer = self._file_writer()
         if self._used_before:
             for _ in range(2):  # a folder's first START only marks its beginning; one after it purges
                 writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
@@ -97,7 +99,7 @@ class ResumingTensorBoardLogger(pl.loggers.TensorBoardLogger):
         numbers = {name: as_number(value) for name, value in metrics.items()}
         values = [Summary.Value(tag=prefix + name, simple_value=x) for name, x in numbers.items() if x is not None]
         if values:
-            self.experiment._get_file_writer().add_summary(Summary(value=values), step, wall_time)
+            self._file_writer().add_summary(Summary(value=values), step, wall_time)
         rest = {name: metrics[name] for name, number in numbers.items() if number is None}
         if rest:
             super().log_metrics(rest, step)

@@ -29,9 +29,13 @@ def test_the_logger_uses_it_and_tensorboard_reads_what_it_wrote(tmp_path, monkey
         logger.log_metrics({"train/loss": step + 0.5}, step)
     logger.save()
     assert len(lengths) == 6  # length and data of each event
-    (file,) = (path for path in tmp_path.rglob("events*"))
-    values = [(event.step, value.tag) for event in EventFileLoader(str(file)).Load() for value in event.summary.value]
-    assert values == [(step, "train/loss") for step in range(3)]
+    logger.finalize("success")
+    logger.log_metrics({"train/loss": 3.5}, 3)  # of a second fit, which writes another file
+    logger.save()
+    assert len(lengths) == 8
+    events = [event for file in tmp_path.rglob("events*") for event in EventFileLoader(str(file)).Load()]
+    values = sorted((event.step, value.tag) for event in events for value in event.summary.value)
+    assert values == [(step, "train/loss") for step in range(4)]
 
 
 def test_a_writer_of_another_make_is_left_alone():
