@@ -119,7 +119,8 @@ def groups_table(groups: Iterable[dict[str, Any]], lr: float) -> str:
     rows = [("group", "tensors", "parameters", "lr", "decay")]
     tensors = parameters = 0
     for number, group in enumerate(groups):
-        numel = sum(param.numel() for param in group["params"])
+        # DeepSpeed's ZeRO, stage 3, leaves a parameter empty
+        numel = sum(getattr(param, "ds_numel", param.numel()) for param in group["params"])
         own_lr = group["lr"] if "lr" in group else lr * group.get("lr_scale", 1.0)
         name = group.get("name", f"group {number}")
         decay = f"{float(group.get('weight_decay', 0.0)):g}"

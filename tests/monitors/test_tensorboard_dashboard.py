@@ -4,12 +4,14 @@ import copy
 import functools
 import html
 import importlib
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
 import lightning.pytorch as pl
@@ -25,6 +27,7 @@ from preloaded import python
 from short_run import Model, Raise, events, fit, points, save_every, tensors
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import lr_scheduler
 
 from lightning_tricks.callbacks import MetricBuffer, PrecisionMonitor, TensorBoardDashboard
@@ -32,6 +35,9 @@ from lightning_tricks.loggers import ResumingTensorBoardLogger
 from lightning_tricks.monitors.dashboard.lr_curve import CURVE, LONGEST_WALK, draw_curve, planned_lrs
 from lightning_tricks.monitors.dashboard.parts import facts, flat, layout, pinned_link, table
 from lightning_tricks.schedules import ScheduleLR, WarmupLinear
+
+CPU = torch.device("cpu")
+SETTINGS = ["max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning on resuming in mid-epoch
 
@@ -149,6 +155,31 @@ def test_the_facts_count_parameters_that_have_a_size():
         "SingleDeviceStrategy",
         pl.__version__,
     )
+
+
+def test_the_facts_count_a_parameter_that_deepspeed_has_partitioned_as_a_whole():
+    model = Model()
+    model.layer.weight.ds_numel = 2
+    model.layer.weight.data = torch.empty(0)  # DeepSpeed's ZeRO, stage 3
+    said = facts(pl.Trainer(accelerator="cpu", logger=False), model)
+    assert (said["parameters"], said["trainable parameters"]) == ("3", "3")
+
+
+def _count_under_fsdp1(rank, address):
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    for use_orig_params, all_of_it in itertools.product((True, False), (True, False)):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 7), torch.nn.Linear(7, 2))
+        model[1].requires_grad_(False)
+        wrap = functools.partial(FullyShardedDataParallel, device_id=CPU, use_orig_params=use_orig_params)
+        model[1] = wrap(model[1])
+        strategy = SimpleNamespace(model=wrap(model) if all_of_it else model)
+        said = facts(SimpleNamespace(strategy=strategy, num_devices=2, num_nodes=1, **dict.fromkeys(SETTINGS)), model)
+        assert (said["parameters"], said["trainable parameters"]) == ("78", "36")
+    torch.distributed.destroy_process_group()
+
+
+def test_the_facts_count_parameters_of_which_fsdp1_has_left_a_shard_as_a_whole(tmp_path):
+    two_processes.run(_count_under_fsdp1, f"file://{tmp_path}/store")
 
 
 SCHEDULERS = {

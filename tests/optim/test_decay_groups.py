@@ -178,6 +178,12 @@ def test_the_table_by_hand():
     )
 
 
+def test_the_table_counts_a_parameter_that_deepspeed_has_partitioned_as_a_whole():
+    partitioned = nn.Parameter(torch.empty(0))
+    partitioned.ds_numel = 12
+    assert groups_table([{"name": "decay", "params": [partitioned]}], lr=1.0).splitlines()[-1].split()[-1] == "12"
+
+
 def test_the_table_shows_an_optimizers_own_learning_rates():
     optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1234, 1))], "lr": torch.tensor(0.25)}], lr=1)
     assert groups_table(optimizer.param_groups, lr=9).splitlines()[1].split() == [

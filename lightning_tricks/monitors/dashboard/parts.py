@@ -2,8 +2,9 @@
 
 import html
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -71,11 +72,12 @@ def redirect_page(address: str) -> str:
 
 def facts(trainer: Any, pl_module: Any) -> dict[str, Any]:
     """Settings that every run has, for the recipe text."""
-    parameters = [p for p in pl_module.parameters() if not hasattr(p, "materialize")]  # a lazy one has no size yet
+    wrapped = getattr(trainer.strategy, "model", None)
+    sizes = list(_sizes(pl_module if wrapped is None else wrapped))
     return {
         "module": type(pl_module).__name__,
-        "parameters": f"{sum(p.numel() for p in parameters):,}",
-        "trainable parameters": f"{sum(p.numel() for p in parameters if p.requires_grad):,}",
+        "parameters": f"{sum(size for size, _ in sizes):,}",
+        "trainable parameters": f"{sum(size for size, trained in sizes if trained):,}",
         "max_steps": trainer.max_steps,
         "precision": trainer.precision,
         "strategy": type(trainer.strategy).__name__,
@@ -84,6 +86,19 @@ def facts(trainer: Any, pl_module: Any) -> dict[str, Any]:
         "gradient_clip_val": trainer.gradient_clip_val,
         BACKEND: pl.__version__,
     }
+
+
+def _sizes(root: Any) -> Iterator[tuple[int, bool]]:
+    """Number of elements of each parameter as a whole, and whether it is trained; `root` as the strategy wrapped it."""
+    for param in root.parameters():
+        # a lazy parameter has no size yet; FSDP1's are shards, also where they look like the module's own
+        if not hasattr(param, "materialize") and not getattr(param, "_fsdp_flattened", False):
+            yield getattr(param, "ds_numel", param.numel()), param.requires_grad  # DeepSpeed's ZeRO, stage 3
+    for part in root.modules():
+        if (handle := getattr(part, "_handle", None)) is not None and hasattr(handle, "flat_param"):
+            flat_param = handle.flat_param  # read from torch/distributed/fsdp/_flat_param.py
+            owners = flat_param._params or [flat_param] * len(flat_param._shapes)  # None without use_orig_params
+            yield from zip(map(math.prod, flat_param._shapes), (p.requires_grad for p in owners), strict=True)
 
 
 def table(values: Mapping[str, Any]) -> str:
