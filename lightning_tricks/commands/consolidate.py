@@ -1,6 +1,5 @@
 """`consolidate`: make one file, which a plain Trainer opens, of a folder of shards. Needs no recipe and no GPU."""
 
-import argparse
 from pathlib import Path
 
 from lightning_tricks._errors import UsageError
@@ -8,6 +7,7 @@ from lightning_tricks.checkpoints import check_checkpoint, read_folder, size_of_
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.checkpoints.swap_in import write_file
+from lightning_tricks.commands.command_parser import CommandParser
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import consolidate_deepspeed
 
 
@@ -17,7 +17,7 @@ def consolidate(args: list[str]) -> None:
     Raises:
         UsageError: FOLDER is not a complete checkpoint in shards; FILE exists and `--overwrite` was not given.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "lightning-tricks consolidate",
         description="Make one checkpoint file of a folder of shards. Needs as much of the host's memory, and of the "
         "disk, as all weights and optimizer state take. Objects that could run a program are refused, unless "

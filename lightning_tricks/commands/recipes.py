@@ -1,11 +1,11 @@
 """`ls` and `cp`: show the recipes that come with the collection, and copy one to start from. Imports no torch."""
 
-import argparse
 import shutil
 from pathlib import Path
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._suggest import did_you_mean
+from lightning_tricks.commands.command_parser import CommandParser
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -18,9 +18,7 @@ def recipes_folder() -> Path:
 
 def ls(args: list[str]) -> None:
     """Print one line for each recipe: its name and its title."""
-    argparse.ArgumentParser(
-        "lightning-tricks ls", description="List the recipes that come with the collection."
-    ).parse_args(args)
+    CommandParser("lightning-tricks ls", description="List the recipes that come with the collection.").parse_args(args)
     recipes = sorted(recipes_folder().glob("*.yaml"))
     width = max(len(recipe.stem) for recipe in recipes)
     for recipe in recipes:
@@ -34,7 +32,7 @@ def cp(args: list[str]) -> None:
     Raises:
         UsageError: there is no such recipe, or one of the files exists; nothing is copied then.
     """
-    parser = argparse.ArgumentParser("lightning-tricks cp", description="Copy a recipe, to change it.")
+    parser = CommandParser("lightning-tricks cp", description="Copy a recipe, to change it.")
     parser.add_argument("recipe", help="its name, as `ls` prints it")
     parser.add_argument("to", nargs="?", default=".", help="folder or new file name (default: this folder)")
     options = parser.parse_args(args)
