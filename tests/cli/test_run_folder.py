@@ -289,10 +289,10 @@ def test_a_link_that_leads_nowhere_is_no_checkpoint(tmp_path):
     (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
     assert newest_checkpoint(tmp_path) is None
     (tmp_path / "step=2.ckpt").mkdir()  # a sharded one is a folder
-    assert newest_checkpoint(tmp_path).name == tmp_path / "step=2.ckpt"
+    assert newest_checkpoint(tmp_path).shown_path == tmp_path / "step=2.ckpt"
     (tmp_path / "last.ckpt").unlink()
     (tmp_path / "last.ckpt").symlink_to("step=2.ckpt")
-    assert newest_checkpoint(tmp_path).name == tmp_path / "last.ckpt"
+    assert newest_checkpoint(tmp_path).shown_path == tmp_path / "last.ckpt"
 
 
 def commands(out: str) -> dict[str, list[str]]:
