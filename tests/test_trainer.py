@@ -9,14 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from monitored import Memory
@@ -28,6 +26,17 @@ from torch.utils.data import DataLoader
 import lightning_tricks
 from lightning_tricks import _trainer
 from lightning_tricks._replaced import replaced
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that wraps another as its attribute `optimizer`, as Lookahead does."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
 
 
 class Model(pl.LightningModule):
@@ -418,23 +427,21 @@ def test_configured_optimizers_are_those_that_the_module_returns(optimizers):
     assert schedulers == []
 
 
-def test_an_optimizer_is_known_by_its_index_wrapped_or_not():
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Wrapper])
+def test_an_optimizer_is_known_by_its_index_wrapped_or_not(kind):
+    class Made(Model):
+        def configure_optimizers(self) -> Any:
+            self.made = [one if kind is torch.optim.SGD else kind(one) for one in super().configure_optimizers()]
+            return self.made
+
     def ask(trainer: Any, module: Any) -> list[Any]:
         wrapped = module.optimizers()
-        assert [type(optimizer).__name__ for optimizer in wrapped] == ["LightningSGD"] * 2
+        assert [type(optimizer).__name__ for optimizer in wrapped] == [f"Lightning{kind.__name__}"] * 2
         assert [_trainer.unwrapped(optimizer) for optimizer in wrapped] == module.made
         assert [_trainer.unwrapped(optimizer) for optimizer in module.made] == module.made
         return [_trainer.optimizer_index(trainer, optimizer) for optimizer in [*wrapped, *module.made]]
 
-    assert noted(ask, Model(2))[0].answers[0] == [0, 1, 0, 1]
-
-
-def test_an_optimizer_around_another_is_no_lightning_optimizer():
-    outer = torch.optim.SGD(Model().parameters())
-    outer.optimizer = torch.optim.SGD(Model().parameters())  # as Lookahead has
-    wrapped = LightningOptimizer(outer)
-    assert _trainer.unwrapped(wrapped) is _trainer.unwrapped(outer) is outer
-    assert _trainer.optimizer_index(SimpleNamespace(optimizers=[outer]), wrapped) == 0
+    assert noted(ask, Made(2))[0].answers[0] == [0, 1, 0, 1]
 
 
 def test_steps_between_saves_are_those_of_the_files(tmp_path):

@@ -14,6 +14,7 @@ from lightning_tricks._trainer import is_a, unwrapped
 from lightning_tricks.guards.averages.swap import drop_gathered
 from lightning_tricks.guards.averages.weight_average import WeightAverage
 from lightning_tricks.optim import check_constant, schedule_free_parts
+from lightning_tricks.optim.follow_recipe import layers_of
 from lightning_tricks.optim.schedule_free import has_trained_weights, put_average, put_trained_weights
 from lightning_tricks.schedules import ScheduleLR
 
@@ -73,7 +74,7 @@ class ScheduleFree(pl.Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the schedule-free optimizers, and refuse what they cannot train."""
         optimizers: list[Any] = [unwrapped(optimizer) for optimizer in trainer.optimizers]
-        self._module, self._parts = pl_module, [part for one in optimizers for part in schedule_free_parts(one)]
+        self._module, self._parts = pl_module, _parts(optimizers)
         if not self._parts:
             found = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
             raise UsageError(
@@ -162,12 +163,17 @@ def _check_dtypes(parts: Sequence[Any]) -> None:
                     )
 
 
+def _parts(optimizers: list[Any]) -> list[Any]:
+    layers = [layer for optimizer in optimizers for layer in layers_of(optimizer)]
+    return [part for layer in layers for part in schedule_free_parts(layer)]
+
+
 def _check_schedules(trainer: Any) -> None:
     for config in trainer.lr_scheduler_configs:
         scheduler = config.scheduler
         if isinstance(scheduler, ScheduleLR):
             check_constant(scheduler.optimizer, scheduler.group_curves)
-        elif schedule_free_parts(unwrapped(scheduler.optimizer)):
+        elif _parts([unwrapped(scheduler.optimizer)]):
             rank_zero_warn(
                 f"ScheduleFree: {type(scheduler).__name__} sets the learning rate: a schedule-free optimizer wants a "
                 "constant one after the warmup"

@@ -23,6 +23,14 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return list(optimizer.optimizers.values()) if isinstance(optimizer, ComposedOptimizer) else [optimizer]
 
 
+def layers_of(optimizer: Any) -> list[Any]:
+    """An optimizer, the one that it wraps as its attribute `optimizer`, such as Lookahead does, and so on inwards."""
+    layers = [optimizer]
+    while isinstance(inner := getattr(layers[-1], "optimizer", None), torch.optim.Optimizer):
+        layers.append(inner)
+    return layers
+
+
 def follow_recipe(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Guard every later `optimizer.load_state_dict`; without Lightning too. Returns the optimizer.
 

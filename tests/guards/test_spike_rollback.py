@@ -467,6 +467,27 @@ def test_between_logged_steps_nothing_is_read_on_the_host(monkeypatch):
     assert counts.reads == []
 
 
+def test_a_copy_restores_each_of_the_optimizers_that_wrap_one_another():
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            super().__init__(optimizer.param_groups, {})
+            self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    weight = torch.nn.Parameter(torch.zeros(1))
+    inner = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    outer, module = Wrapper(inner), torch.nn.Module()
+    trainer = SimpleNamespace(optimizers=[outer], precision_plugin=None)
+    inner.state[weight]["momentum_buffer"] = torch.ones(1)
+    outer.state[weight]["slow_params"] = torch.ones(1)
+    state = TrainingState(trainer, module)
+    inner.state[weight]["momentum_buffer"].zero_()
+    outer.state[weight]["slow_params"].zero_()
+    outer.param_groups[0].update(lr=0.2, momentum=0.5)
+    state.restore(trainer, module)
+    assert inner.state[weight]["momentum_buffer"] == outer.state[weight]["slow_params"] == 1
+    assert (inner.param_groups[0]["lr"], inner.param_groups[0]["momentum"]) == (0.2, 0.5)  # they are the recipe's
+
+
 def test_a_copy_takes_the_bytes_of_weights_buffers_and_optimizer():
     found = fit(Data(), steps=2)
     state = TrainingState(found.trainer, found.model)

@@ -42,19 +42,19 @@ def fused_adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1.0, eps=1e-12, weight_decay=0.0, fused=True)
 
 
-class Around(torch.optim.Optimizer):
-    """Steps another optimizer, which is its attribute `optimizer`, as Lookahead does."""
+class Wrapper(torch.optim.Optimizer):
+    """Wraps another optimizer as its attribute `optimizer`, as Lookahead does."""
 
     def __init__(self, optimizer):
-        self.optimizer = optimizer
         super().__init__(optimizer.param_groups, {})
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
 
     def step(self, closure=None):
         return self.optimizer.step(closure)
 
 
 def wrapped_sgd(parameters):
-    return Around(sgd(parameters))
+    return Wrapper(sgd(parameters))
 
 
 class Model(pl.LightningModule):
@@ -192,7 +192,7 @@ def test_training_is_bit_for_bit_lightnings_own_where_nothing_overflows(accumula
 # --- gradients are unscaled before anyone looks at them
 
 
-@pytest.mark.parametrize("optimizer", [sgd, fused_sgd, wrapped_sgd, adamw, fused_adamw])
+@pytest.mark.parametrize("optimizer", [sgd, fused_sgd, adamw, fused_adamw, wrapped_sgd])
 def test_hooks_and_the_clip_see_unscaled_gradients(optimizer):
     model = Model(optimizer=optimizer)
     fit(model, scaled(), gradient_clip_val=1.0)

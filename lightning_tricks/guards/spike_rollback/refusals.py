@@ -7,6 +7,7 @@ import torch
 from lightning_tricks._errors import UsageError
 from lightning_tricks._trainer import is_a, unwrapped
 from lightning_tricks.guards.step_guard.step_guard import StepGuard
+from lightning_tricks.optim.follow_recipe import layers_of
 
 _LEAST = {"patience_steps": 1, "window_steps": 4, "snapshot_every_n_steps": 1, "keep_snapshots": 0, "max_rollbacks": 1}
 
@@ -33,7 +34,8 @@ def check_run(callback: Any, trainer: Any) -> None:
             f"SpikeRollback: {type(trainer.strategy).__name__} keeps weights and optimizer state where they cannot be "
             "put back: take SpikeRollback out, or shard with FSDP2Strategy"
         )
-    if any(isinstance(unwrapped(optimizer), torch.optim.LBFGS) for optimizer in trainer.optimizers):
+    layers = [layer for optimizer in trainer.optimizers for layer in layers_of(unwrapped(optimizer))]
+    if any(isinstance(layer, torch.optim.LBFGS) for layer in layers):
         raise UsageError("SpikeRollback: LBFGS computes several losses a step; take SpikeRollback out, or use AdamW")
     if not (callback.keep_snapshots or trainer.checkpoint_callbacks or trainer.fast_dev_run):
         raise UsageError(

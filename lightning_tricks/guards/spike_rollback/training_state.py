@@ -13,6 +13,7 @@ from lightning_tricks._tensors import local
 from lightning_tricks._trainer import unwrapped
 from lightning_tricks.checkpoints.snapshot import PinnedBuffers, snapshot
 from lightning_tricks.guards.averages.swap import drop_gathered
+from lightning_tricks.optim.follow_recipe import layers_of
 
 _ALWAYS_KEPT = {"params", "lr", "initial_lr"}
 
@@ -36,7 +37,9 @@ class TrainingState:
     def __init__(self, trainer: Any, pl_module: Any, buffers: PinnedBuffers | None = None) -> None:
         live = {
             "module": _tensors(pl_module),
-            "optimizers": [_state(unwrapped(optimizer)) for optimizer in trainer.optimizers],
+            "optimizers": [
+                [_state(layer) for layer in layers_of(unwrapped(optimizer))] for optimizer in trainer.optimizers
+            ],
             "scaler": _scaler_state(trainer),
         }
         self._copy = snapshot(tree_map(_local, live), buffers)
@@ -49,15 +52,17 @@ class TrainingState:
         for name, value in self._copy["module"].items():
             if name in live and local(live[name]).shape == value.shape:  # a cache that has grown stays
                 local(live[name]).copy_(value)
-        for optimizer, state in zip(trainer.optimizers, self._copy["optimizers"], strict=True):
-            _restore_optimizer(unwrapped(optimizer), state)
+        for optimizer, states in zip(trainer.optimizers, self._copy["optimizers"], strict=True):
+            for layer, state in zip(layers_of(unwrapped(optimizer)), states, strict=True):
+                _restore_optimizer(layer, state)
         if self._copy["scaler"]:
             trainer.precision_plugin.scaler.load_state_dict(copy.deepcopy(self._copy["scaler"]))
 
 
 def settings(optimizer: Any) -> list[dict[str, Any]]:
     """Of each parameter group, the settings that the recipe and the schedule own: not the optimizer's state."""
-    names = (_ALWAYS_KEPT | set(inspect.signature(type(optimizer)).parameters)) - {"params"}
+    options = {option for layer in layers_of(optimizer) for option in inspect.signature(type(layer)).parameters}
+    names = (_ALWAYS_KEPT | options) - {"params"}
     return [{name: value for name, value in group.items() if name in names} for group in optimizer.param_groups]
 
 

@@ -25,6 +25,7 @@ from lightning_tricks.guards.step_guard.skip_step import skipping
 from lightning_tricks.guards.step_guard.skipped_steps import OUT_AGAIN, RETRIED, SAME, Batch, SkippedSteps
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1
+from lightning_tricks.optim.follow_recipe import layers_of
 from lightning_tricks.optim.grad_scaler import is_scaled, loss_scale
 
 
@@ -239,7 +240,8 @@ def _refuse(trainer: Any, pl_module: Any, recheck: bool) -> None:
             )
         if recheck:
             raise UsageError("StepGuard.recheck=True: DeepSpeed's engine cannot repeat a step; set it to false")
-    if any(isinstance(unwrapped(optimizer), torch.optim.LBFGS) for optimizer in trainer.optimizers):
+    layers = [layer for optimizer in trainer.optimizers for layer in layers_of(unwrapped(optimizer))]
+    if any(isinstance(layer, torch.optim.LBFGS) for layer in layers):
         raise UsageError("StepGuard: LBFGS computes several losses a step; take StepGuard out, or use AdamW")
     if recheck and not pl_module.automatic_optimization:
         raise UsageError("StepGuard.recheck=True: in manual optimization only the module can repeat a step; set false")
