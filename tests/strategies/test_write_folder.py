@@ -31,6 +31,7 @@ from lightning_tricks.checkpoints.checksummed_file import ChecksummedFile
 from lightning_tricks.checkpoints.record import KEY, read_record, record_of
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
+from lightning_tricks.strategies.broadcast import broadcast
 from lightning_tricks.strategies.fsdp2.save_shards import shards_to_save, write_shards
 from lightning_tricks.strategies.fsdp2.sharded_checkpoint import load_optimizers, state_by_name
 from lightning_tricks.strategies.verify_together import check_together, verify_together
@@ -251,8 +252,19 @@ def damaged(rank: int, folder: Path) -> None:
             check_together(folder / name)
 
 
+def broadcasts(rank: int, folder: Path) -> None:
+    """Every rank gets rank 0's values of tensors that are not dense too, and no other memory is written."""
+    for cut in (lambda base: base[::2], lambda base: base.view(3, 4).t(), lambda base: base[:1].expand(4)):
+        base = torch.arange(12.0) + 100 * rank
+        before = base.clone()
+        broadcast([cut(base)], torch.device("cpu"))
+        assert torch.equal(cut(base), cut(torch.arange(12.0)))
+        cut(before).copy_(cut(base)) if 0 not in cut(base).stride() else before[:1].copy_(base[:1])
+        assert torch.equal(base, before)
+
+
 def cases(rank: int, folder: Path) -> None:
-    for case in (full_disks, other_errors, missing_moments, overwritten_in_flight):
+    for case in (broadcasts, full_disks, other_errors, missing_moments, overwritten_in_flight):
         place = folder / case.__name__
         place.mkdir(exist_ok=True)
         case(rank, place)
@@ -281,6 +293,10 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("folders")
     two_processes.run(cases, folder)
     return folder
+
+
+def test_every_rank_gets_rank_0s_values_of_tensors_that_are_not_dense(folder):
+    assert (folder / "broadcasts").is_dir()  # each rank has compared them
 
 
 def test_one_ranks_full_disk_or_error_is_every_ranks_and_nobody_waits(folder):

@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
@@ -16,6 +15,7 @@ from lightning_tricks._lightning import pl
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import configured_optimizers, is_accumulating
 from lightning_tricks.checkpoints.record import record_of
+from lightning_tricks.strategies.broadcast import broadcast
 from lightning_tricks.strategies.deepspeed import settings
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import Layout, read_layout, read_weights
 from lightning_tricks.strategies.deepspeed.judged_step import judged_step
@@ -243,7 +243,6 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         if wrong:
             raise UsageError(f"the checkpoint {layout.path} is of another model: {wrong}")
         self._restore_zero_state(plain, strict=module.strict_loading)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if not hasattr(tensor, "ds_id"):  # DeepSpeed has given the others what rank 0 loaded
-                torch.distributed.broadcast(tensor.detach(), src=0)
+        tensors = [*module.parameters(), *module.buffers()]  # DeepSpeed has given those with `ds_id` what rank 0 loaded
+        broadcast((tensor for tensor in tensors if not hasattr(tensor, "ds_id")), self.root_device)
         return self.broadcast({key: value for key, value in plain.items() if key != "state_dict"})

@@ -21,6 +21,7 @@ from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.read_file import read_file
 from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.strategies.agreement import on_rank_0
+from lightning_tricks.strategies.broadcast import broadcast
 from lightning_tricks.strategies.fsdp2 import shard, sharded_checkpoint
 from lightning_tricks.strategies.fsdp2.manual_optimization import GatherOnCall
 from lightning_tricks.strategies.fsdp2.save_shards import shards_to_save, write_shards
@@ -142,7 +143,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             )
         if self.init_on_rank_0:  # rank 0 has drawn weights and the others have not, so random states differ
             state = torch.get_rng_state()
-            shard.broadcast([state], self.root_device)
+            broadcast([state], self.root_device)
             torch.set_rng_state(state)
         if shard.has_meta(module):
             module.to_empty(device=self.root_device)
@@ -165,7 +166,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         gathered = shard.largest_group(module, blocks.values())
         state = shard.Rank0State(module) if from_rank_0 else None
         if state is None and not shard.has_meta(module):
-            shard.broadcast([*module.parameters(), *module.buffers()], self.root_device)
+            broadcast([*module.parameters(), *module.buffers()], self.root_device)
         if hasattr(self.precision_plugin, "convert_before_sharding"):
             self.precision_plugin.convert_before_sharding(module)
         for block in blocks.values():

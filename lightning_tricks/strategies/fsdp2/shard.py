@@ -20,6 +20,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local
 from lightning_tricks._trainer import is_a
 from lightning_tricks.optim.limits import refuse_limits
+from lightning_tricks.strategies.broadcast import broadcast
 
 
 def shard_module(
@@ -88,20 +89,6 @@ def summary(mesh: DeviceMesh, blocks: Mapping[str, nn.Module], elements: int, ga
             f"  on rank 0   {local_bytes(module) / 2**20:,.2f} MiB of weights",
         ]
     )
-
-
-def broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Give tensors on any device rank 0's values, in place; every rank must call.
-
-    Args:
-        tensors: parameters, buffers or others, of the same shapes on all ranks.
-        device: one on which the process group communicates.
-    """
-    if dist.get_world_size() > 1:
-        for tensor in tensors:
-            there = tensor.detach().to(device)
-            dist.broadcast(there, src=0)
-            tensor.detach().copy_(there)
 
 
 class Rank0State:
