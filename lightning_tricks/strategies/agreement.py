@@ -75,4 +75,6 @@ def raise_together(failures: dict[int, _Failure], own: Exception | None, group: 
     if failure.kind is UsageError:
         raise UsageError(failure.text)
     text = f"{failure.text} (on rank {rank})"
-    raise OSError(failure.errno, text) if failure.kind is OSError else RuntimeError(text)
+    if failure.kind is OSError:
+        raise OSError(text) if failure.errno is None else OSError(failure.errno, text)
+    raise RuntimeError(text)
