@@ -1,7 +1,8 @@
 """Check a checkpoint by all ranks, so that they open it or refuse it together."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -10,25 +11,48 @@ from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
 from lightning_tricks.checkpoints.record import damage, read_record
 from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
 
+T = TypeVar("T")
+
 
 def check_together(path: Any) -> Path:
     """`check_checkpoint` on every rank, so that no rank goes on and waits for one that refuses; every rank must call.
 
     Raises:
         UsageError: on all ranks, the message of the first rank that cannot open it.
+        OSError: on all ranks, what the file system says on one of them.
     """
-    problem = None
-    try:
-        check_checkpoint(path)
-    except UsageError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for rank, found in enumerate(problems):
-        if found is not None:
-            hint = "" if all(problems) else f" (on rank {rank}: a checkpoint lies where all ranks see it)"
-            raise UsageError(found + hint)
+    read_together(lambda: check_checkpoint(path))
     return Path(path)
+
+
+def read_together(read: Callable[[], T]) -> T:
+    """Read something of a checkpoint on every rank; every rank must call.
+
+    Args:
+        read: does not communicate; its result can be pickled.
+
+    Returns:
+        The result of this rank.
+
+    Raises:
+        UsageError: on all ranks, the message of the first rank that raises one.
+        Exception: see `on_all_ranks`.
+    """
+
+    def result_and_problem() -> tuple[Any, str | None]:
+        try:
+            return read(), None
+        except UsageError as error:
+            return None, str(error)
+
+    told = on_all_ranks(result_and_problem)
+    for rank, (_, problem) in enumerate(told):
+        if problem is not None:
+            everywhere = all(other is not None for _, other in told)
+            hint = "" if everywhere else f" (on rank {rank}: a checkpoint lies where all ranks see it)"
+            raise UsageError(problem + hint)
+    result: T = told[dist.get_rank()][0]
+    return result
 
 
 def verify_together(folder: Path) -> None:

@@ -25,11 +25,13 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that the tests start
 
+import lightning_tricks.strategies.verify_together as verify_together_module
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint, read_folder
 from lightning_tricks.checkpoints.checksummed_file import ChecksummedFile
 from lightning_tricks.checkpoints.record import KEY, read_record, record_of
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
+from lightning_tricks.strategies import DeepSpeedZeROStrategy
 from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
 from lightning_tricks.strategies.broadcast import broadcast
 from lightning_tricks.strategies.fsdp2.save_shards import shards_to_save, write_shards
@@ -252,6 +254,33 @@ def damaged(rank: int, folder: Path) -> None:
             check_together(folder / name)
 
 
+def refusals(rank: int, folder: Path) -> None:
+    """A checkpoint that one rank cannot open is refused by both."""
+
+    def denied(path: Path) -> None:
+        if rank == 1:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify_together_module, "check_checkpoint", denied)
+        with pytest.raises(OSError, match="Permission denied"):
+            check_together(folder / "at.ckpt")
+    parts = folder / "deepspeed" / "checkpoint"
+    if rank == 0:
+        parts.mkdir(parents=True)
+        (parts / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+        (parts.parent / "latest").touch()
+    on_rank_0(lambda: None)
+    strategy: Any = SimpleNamespace(broadcast=lambda path: path, lightning_module=None)
+    seen = parts.parent if rank == 0 else folder / "elsewhere"
+    with pytest.raises(
+        UsageError, match=r"elsewhere is no checkpoint folder.*\(on rank 1: a checkpoint lies where all"
+    ):
+        DeepSpeedZeROStrategy.load_checkpoint(strategy, seen)
+    with pytest.raises(OSError, match=r"^boom( \(on rank 1\))?$"):
+        on_all_ranks(lambda: (_ for _ in ()).throw(OSError("boom")) if rank == 1 else None)
+
+
 def broadcasts(rank: int, folder: Path) -> None:
     """Every rank gets rank 0's values of tensors that are not dense too, and no other memory is written."""
     for cut in (lambda base: base[::2], lambda base: base.view(3, 4).t(), lambda base: base[:1].expand(4)):
@@ -264,7 +293,7 @@ def broadcasts(rank: int, folder: Path) -> None:
 
 
 def cases(rank: int, folder: Path) -> None:
-    for case in (broadcasts, full_disks, other_errors, missing_moments, overwritten_in_flight):
+    for case in (full_disks, other_errors, broadcasts, refusals, missing_moments, overwritten_in_flight):
         place = folder / case.__name__
         place.mkdir(exist_ok=True)
         case(rank, place)
@@ -297,6 +326,10 @@ def folder(tmp_path_factory):
 
 def test_every_rank_gets_rank_0s_values_of_tensors_that_are_not_dense(folder):
     assert (folder / "broadcasts").is_dir()  # each rank has compared them
+
+
+def test_a_checkpoint_that_one_rank_cannot_open_is_refused_by_all(folder):
+    assert (folder / "refusals").is_dir()  # each rank has caught the error
 
 
 def test_one_ranks_full_disk_or_error_is_every_ranks_and_nobody_waits(folder):

@@ -21,7 +21,7 @@ from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import Layout, 
 from lightning_tricks.strategies.deepspeed.judged_step import judged_step
 from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed
 from lightning_tricks.strategies.deepspeed.save_deepspeed import states_to_save, write_states
-from lightning_tricks.strategies.verify_together import verify_together
+from lightning_tricks.strategies.verify_together import read_together, verify_together
 from lightning_tricks.strategies.write_folder import FolderWriter
 
 
@@ -225,7 +225,8 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load this process's part of weights and optimizer state, and return the rest."""
         module: Any = self.lightning_module
-        layout = read_layout(self.broadcast(checkpoint_path))
+        path = self.broadcast(checkpoint_path)
+        layout = read_together(lambda: read_layout(path))
         verify_together(layout.path)
         if module.trainer.state.fn != "fit":
             return self._load_weights(module, layout)
