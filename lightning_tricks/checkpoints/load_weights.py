@@ -34,8 +34,8 @@ def load_weights(module: nn.Module, path: str | Path, average: str | None = None
         One line that tells what was loaded and what was left out.
 
     Raises:
-        UsageError: nothing there; a damaged file; DeepSpeed's folder; the first weight that only one of the two has, or
-            that has another shape; no such average.
+        UsageError: nothing there; an address (`s3://...`); a damaged file; DeepSpeed's folder; the first weight that only
+            one of the two has, or that has another shape; no such average.
     """
     checkpoint = read_weights(path, average=average)
     weights = matched(module, checkpoint["state_dict"], path)
@@ -49,6 +49,8 @@ def check_source(path: str | Path) -> Path:
     Raises:
         UsageError: see `load_weights`.
     """
+    if "://" in str(path):
+        raise UsageError(f"{path}: weights are read from a file system: copy it to a disk and give that path")
     place = Path(path)
     if place.suffix != _SAFETENSORS:
         return verify_checkpoint(path)
@@ -81,9 +83,13 @@ def read_weights(
 def _read(path: str | Path, read_shards: Callable[[Path], dict[str, Any]] | None, averages: bool) -> dict[str, Any]:
     place = check_source(path)
     if place.suffix == _SAFETENSORS:
+        from safetensors import SafetensorError
         from safetensors.torch import load_file as load_safetensors
 
-        return {"state_dict": load_safetensors(place)}
+        try:
+            return {"state_dict": load_safetensors(place)}
+        except SafetensorError as error:
+            raise UsageError(f"damaged: {place} cannot be read ({error}): take another copy of it") from None
     if place.is_dir():
         folder = check_checkpoint(place)
         if read_shards is not None:
