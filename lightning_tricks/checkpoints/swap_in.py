@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks.checkpoints.check_checkpoint import is_folder_of_shards, is_of_deepspeed, replaced_path
 from lightning_tricks.checkpoints.record import save_with_record
 
@@ -66,6 +67,8 @@ def put_in_place(path: Path) -> None:
 
     A folder cannot take another's name in one rename: between two, the older one is at `replaced_path(path)`.
 
+    If the older one cannot be deleted, a warning names its path, and the new one is saved all the same.
+
     Raises:
         OSError: what the file system says; the older checkpoint then has its name again, or a note says where it is.
     """
@@ -87,7 +90,10 @@ def put_in_place(path: Path) -> None:
                 error.add_note(f"the older checkpoint is at {old}: rename it to {path}")
             raise
     fsync_path(path.parent)
-    remove(old)
+    try:
+        remove(old)
+    except OSError as error:  # the new one is saved all the same
+        rank_zero_warn(f"{path} is saved; the older checkpoint, at {old}, could not be deleted: {error}")
 
 
 def fsync_path(path: Path) -> None:

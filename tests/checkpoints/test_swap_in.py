@@ -145,6 +145,21 @@ def test_where_the_older_one_cannot_be_put_back_the_cause_says_where_it_is(tmp_p
     assert content(tmp_path / ".last.ckpt.replaced") == {"meta.pt"}
 
 
+def test_an_older_one_that_cannot_be_deleted_is_a_warning_and_the_new_one_is_saved(tmp_path, monkeypatch):
+    path = folder_at(tmp_path / "last.ckpt", "meta.pt", "old")
+
+    def refused(folder):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(folder))
+
+    folder_at(clear_staging(path), "meta.pt", "new")
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    with pytest.warns(UserWarning, match="could not be deleted") as caught:
+        put_in_place(path)
+    assert content(path) == {"meta.pt", "new"}
+    assert f"{tmp_path}/.last.ckpt.replaced" in str(caught[0].message)
+    assert "\n" not in str(caught[0].message)
+
+
 def test_no_name_on_the_way_is_taken_for_a_checkpoint(tmp_path):
     place = clear_staging(tmp_path / "last.ckpt")
     assert place.suffix != ".ckpt"
