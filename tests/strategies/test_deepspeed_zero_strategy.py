@@ -49,7 +49,7 @@ from lightning_tricks.strategies import DeepSpeedZeROStrategy, consolidate_deeps
 from lightning_tricks.strategies.deepspeed import load_deepspeed as loading
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
 from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed
-from lightning_tricks.strategies.deepspeed.settings import fitting_sizes
+from lightning_tricks.strategies.deepspeed.settings import differing_weights, fitting_sizes
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 pytestmark = pytest.mark.slow
@@ -884,6 +884,25 @@ def test_folders_that_are_no_whole_checkpoint_are_refused(tmp_path):
     assert "not written to its end" in told(tmp_path / "run")
     (tmp_path / "run" / "latest").touch()
     assert read_layout(tmp_path / "run").world_size == 1
+
+
+def test_the_first_weight_that_differs_is_the_modules_first_and_other_state_has_no_shape():
+    class Extra(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"steps": 1}
+
+        def set_extra_state(self, state):
+            pass
+
+    module = torch.nn.Sequential(*[Extra(2, 2) for _ in range(5)])
+    weights = dict(module.state_dict())
+    assert differing_weights(module, weights) is None
+    assert differing_weights(module, {}) == "'0.weight' is only in the module"
+    assert differing_weights(module, {**weights, "more": torch.ones(1)}) == "'more' is only in the checkpoint"
+    other = {**weights, "1.weight": torch.ones(3)}
+    assert differing_weights(module, other) == "'1.weight' has shape (2, 2) here and (3,) there"
+    other = {**weights, "1._extra_state": torch.ones(3)}
+    assert differing_weights(module, other) == "'1._extra_state' has shape none here and (3,) there"
 
 
 def test_small_models_get_small_buffers_and_shard_all_their_matrices():

@@ -45,13 +45,19 @@ def fitting_sizes(module: nn.Module) -> dict[str, int]:
 
 def differing_weights(module: nn.Module, weights: dict[str, Any]) -> str | None:
     """In words, the first weight in which a module and a checkpoint differ; None where there is none."""
-    own = {name: getattr(value, "ds_shape", value.shape) for name, value in module.state_dict(keep_vars=True).items()}
-    for name in own.keys() | weights.keys():
+    own = module.state_dict(keep_vars=True)
+    for name in [*own, *(name for name in weights if name not in own)]:
         if name not in weights or name not in own:
             return f"'{name}' is only in the {'module' if name in own else 'checkpoint'}"
-        if tuple(own[name]) != tuple(weights[name].shape):
-            return f"'{name}' has shape {tuple(own[name])} here and {tuple(weights[name].shape)} there"
+        here, there = _shape(own[name]), _shape(weights[name])
+        if here != there:
+            return f"'{name}' has shape {here} here and {there} there"
     return None
+
+
+def _shape(value: Any) -> str:
+    shape = getattr(value, "ds_shape", getattr(value, "shape", None))
+    return "none" if shape is None else str(tuple(shape))
 
 
 def refuse_settings(strategy: Any, trainer: Any) -> None:
