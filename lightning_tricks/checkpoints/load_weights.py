@@ -34,8 +34,8 @@ def load_weights(module: nn.Module, path: str | Path, average: str | None = None
         One line that tells what was loaded and what was left out.
 
     Raises:
-        UsageError: nothing there; an address (`s3://...`); a damaged file; DeepSpeed's folder; the first weight that only
-            one of the two has, or that has another shape; no such average.
+        UsageError: nothing there; an address (`s3://...`); a damaged file; DeepSpeed's folder; the first weight that
+            only one of the two has, or that has another shape; no such average.
     """
     checkpoint = read_weights(path, average=average)
     weights = matched(module, checkpoint["state_dict"], path)
