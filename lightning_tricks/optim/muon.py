@@ -153,9 +153,8 @@ class Muon(Optimizer):
         target: float = group["momentum"]
         if not group["momentum_warmup_steps"]:
             return target
-        step = state["step"] = state.setdefault("step", torch.zeros((), device=device)).to(
-            device
-        )  # FSDP2 loads to host
+        step = state.get("step", torch.zeros((), device=device)).to(device)  # FSDP2 loads it to the host
+        state["step"] = step
         first = min(_FIRST_MOMENTUM, target)
         momentum = first + (target - first) * (step / group["momentum_warmup_steps"]).clamp(max=1)
         step += 1 if skip is None else 1 - skip
