@@ -1,6 +1,6 @@
 """The base of all plugins but Float8: autocast on the model's own device, or FSDP2's casts in its place."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import is_a, trainer_of
+from lightning_tricks.optim.follow_recipe import layers_of
 from lightning_tricks.optim.masters import take_masters
 
 _OWN_PRECISION = {"DeepSpeedStrategy": "DeepSpeed", "FSDPStrategy": "FSDP1", "XLAStrategy": "XLA"}
@@ -52,8 +53,9 @@ class AutocastPrecision(pl.plugins.Precision):
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Take the fp32 masters over from a checkpoint of `BF16True`."""
-        for optimizer in optimizers:
-            optimizer.register_load_state_dict_post_hook(take_masters)
+        for layer in (layer for optimizer in optimizers for layer in layers_of(optimizer)):
+            with suppress(AttributeError):  # Lookahead of pytorch_optimizer has no hook; the one inside has
+                layer.register_load_state_dict_post_hook(take_masters)
         return model, optimizers, lr_schedulers
 
 

@@ -202,6 +202,15 @@ def test_hooks_and_the_clip_see_unscaled_gradients(optimizer):
     assert weights(model) == pytest.approx(lr_times_steps, rel=1e-5)
 
 
+def test_an_optimizer_without_hooks_of_its_own_trains():
+    from pytorch_optimizer import Lookahead
+
+    model = Model(optimizer=lambda parameters: Lookahead(sgd(parameters), k=1, alpha=0.5))
+    fit(model, scaled(), gradient_clip_val=1.0)
+    # halfway to where each step leads
+    assert weights(model) == pytest.approx([-0.3 * 3, -0.4 * 3], rel=1e-5)
+
+
 @pytest.mark.parametrize("optimizer", [sgd, fused_sgd])
 def test_clipping_by_value_sees_unscaled_gradients(optimizer):
     model = Model((1.0,), optimizer)
