@@ -40,8 +40,13 @@ network = os.open("/proc/self/ns/net", os.O_RDONLY)
 socket.send_fds(server, [b"%08d" % len(request)], [0, 1, 2, network])
 server.sendall(request)
 pid = int(server.recv(8))
+def hand_on(number, _):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass  # it has ended, and its status is on the way
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.signal(number, hand_on)
 status = int(server.recv(8) or 9)
 if os.WIFSIGNALED(status):
     if os.WTERMSIG(status) != signal.SIGKILL:
