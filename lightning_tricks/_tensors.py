@@ -1,4 +1,4 @@
-"""The dtype in which a linear layer works on a tensor, and the shard of a tensor on this rank."""
+"""The dtype in which a linear layer works on a tensor; the shard of a tensor on this rank, and its size as a whole."""
 
 import torch
 from torch import Tensor
@@ -26,6 +26,11 @@ def autocasts(device: str) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, in the same memory; any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole_numel(parameter: Tensor) -> int:
+    """Number of elements of a parameter as a whole; DeepSpeed's ZeRO, stage 3, leaves the tensor itself empty."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:

@@ -187,8 +187,8 @@ class MetricBuffer(pl.Callback):
         if is_accumulating(trainer):
             return
         self._close_step()
-        save, ends = any(trainer.global_step % steps == 0 for steps in self._saves_every), self.is_log_step()
-        if save or ends or trainer.should_stop:
+        ends = self.is_log_step()  # asked before `end_batch`, after which the answer is that of the next batch
+        if ends or trainer.should_stop or any(trainer.global_step % steps == 0 for steps in self._saves_every):
             self.flush()
         self._last_step.end_batch(trainer)
 

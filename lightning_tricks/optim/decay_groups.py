@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
+from lightning_tricks._tensors import whole_numel
 from lightning_tricks.optim.layerwise_lr_decay import LayerwiseLRDecay
 from lightning_tricks.optim.matrices import held_matrices
 from lightning_tricks.optim.param_roles import MATRICES, param_roles
@@ -119,8 +120,7 @@ def groups_table(groups: Iterable[dict[str, Any]], lr: float) -> str:
     rows = [("group", "tensors", "parameters", "lr", "decay")]
     tensors = parameters = 0
     for number, group in enumerate(groups):
-        # DeepSpeed's ZeRO, stage 3, leaves a parameter empty
-        numel = sum(getattr(param, "ds_numel", param.numel()) for param in group["params"])
+        numel = sum(map(whole_numel, group["params"]))
         own_lr = group["lr"] if "lr" in group else lr * group.get("lr_scale", 1.0)
         name = group.get("name", f"group {number}")
         decay = f"{float(group.get('weight_decay', 0.0)):g}"

@@ -158,25 +158,31 @@ def test_the_latest_of_several_values_for_a_step_counts():
     assert logger.of("b") == {0: 1.0, 1: 1.0}
 
 
+class TwoByHand(Model):
+    """Steps two optimizers by hand, or in each batch the first so many of them."""
+
+    automatic_optimization = False
+
+    def steps_in(self, batch_idx):
+        return 2
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers()[: self.steps_in(batch_idx)]:
+            optimizer.zero_grad()
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=lr) for lr in (0.1, 0.2)]
+
+
 def test_manual_optimization_and_two_optimizers():
-    class Manual(Model):
-        automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-                loss = super().training_step(batch, batch_idx)
-                self.manual_backward(loss)
-                optimizer.step()
-            return loss
-
-        def configure_optimizers(self):
-            return [torch.optim.SGD(self.parameters(), lr=lr) for lr in (0.1, 0.2)]
-
     log_steps = []
     logger, trainer = run(
         lambda trainer, buffer, loss: (buffer.record("train/loss", loss), log_steps.append(buffer.is_log_step())),
-        model=Manual(own_log=True), callbacks=[LRMonitor()], max_steps=12, log_every_n_steps=4,
+        model=TwoByHand(own_log=True), callbacks=[LRMonitor()], max_steps=12, log_every_n_steps=4,
     )  # fmt: skip
     assert trainer.global_step == 12
     assert logger.of("train/loss") == {step: loss_of(step) for step in range(6)}
@@ -188,21 +194,14 @@ def test_manual_optimization_and_two_optimizers():
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("first", [1, 2])
 def test_the_last_step_is_a_log_step_where_batches_make_one_step_or_two(first, early):
-    class Unequal(Model):
-        automatic_optimization = False
+    class Unequal(TwoByHand):
+        def steps_in(self, batch_idx):
+            return 1 + (batch_idx + first - 1) % 2
 
         def training_step(self, batch, batch_idx):
             if early:  # before the optimizers step; else the first to ask is a callback after the batch
                 MetricBuffer.of(self.trainer).is_log_step()
-            for optimizer in self.optimizers()[: 1 + (batch_idx + first - 1) % 2]:
-                optimizer.zero_grad()
-                loss = super().training_step(batch, batch_idx)
-                self.manual_backward(loss)
-                optimizer.step()
-            return loss
-
-        def configure_optimizers(self):
-            return [torch.optim.SGD(self.parameters(), lr=lr) for lr in (0.1, 0.2)]
+            return super().training_step(batch, batch_idx)
 
     log_steps = []
     _, trainer = run(

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lightning_tricks._lightning import BACKEND, pl
+from lightning_tricks._tensors import whole_numel
 
 CLIP_NORM, RESULT = "train/clip_norm", "hp/val_loss"
 INSIDE = ("activations", "updates", "attention")
@@ -93,7 +94,7 @@ def _sizes(root: Any) -> Iterator[tuple[int, bool]]:
     for param in root.parameters():
         # a lazy parameter has no size yet; FSDP1's are shards, also where they look like the module's own
         if not hasattr(param, "materialize") and not getattr(param, "_fsdp_flattened", False):
-            yield getattr(param, "ds_numel", param.numel()), param.requires_grad  # DeepSpeed's ZeRO, stage 3
+            yield whole_numel(param), param.requires_grad
     for part in root.modules():
         if (handle := getattr(part, "_handle", None)) is not None and hasattr(handle, "flat_param"):
             flat_param = handle.flat_param  # read from torch/distributed/fsdp/_flat_param.py

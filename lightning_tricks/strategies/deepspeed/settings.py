@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._tensors import whole_numel
 from lightning_tricks._trainer import is_a
 from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.strategies.deepspeed.load_deepspeed import load_deepspeed
@@ -32,7 +33,7 @@ def zero_config(stage: int, offload_optimizer: bool, offload_parameters: bool) -
 
 def fitting_sizes(module: nn.Module) -> dict[str, int]:
     """Sizes that fit the model: buffers of a sixteenth of it at most; stage 3 keeps vectors (norms, biases) whole."""
-    sizes = [(getattr(p, "ds_numel", p.numel()), len(getattr(p, "ds_shape", p.shape))) for p in module.parameters()]
+    sizes = [(whole_numel(p), len(getattr(p, "ds_shape", p.shape))) for p in module.parameters()]
     bucket = min(_MAX_BUCKET, max(sum(numel for numel, _ in sizes) // 16, 16_384))
     vectors = max((numel for numel, dim in sizes if dim < 2), default=0)
     return {
