@@ -50,6 +50,14 @@ def test_products_forward_and_backward_are_counted():
     assert count_flops(Net(), BATCH) == (TOTAL, 0)
 
 
+def test_a_module_without_lightning_needs_only_a_training_step():
+    class Plain(nn.Sequential):
+        def training_step(self, batch):
+            return self(batch).sum()
+
+    assert count_flops(Plain(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), BATCH) == (TOTAL, 0)
+
+
 def test_a_frozen_layer_spends_nothing_on_its_gradient():
     net = Net()
     net.first.requires_grad_(False)

@@ -246,7 +246,8 @@ def test_the_summary_is_one_line_with_the_figures(make, story):
     assert "\n" not in line
     assert str(data) == line
     assert str(make()) == "TextData"
-    for part in (str(story), f"{documents} documents", "0.02 MB", "bytes a token", str(data.folder)):
+    ratio = data.meta["train"]["bytes"] / data.meta["train"]["tokens"]
+    for part in (str(story), f"{documents} documents", "0.02 MB", f" {ratio:.2f} bytes a token", str(data.folder)):
         assert part in line
 
 
