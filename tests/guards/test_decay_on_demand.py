@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from lightning_tricks.callbacks import (
     TotalTokens,
     TrainingProgressBar,
 )
-from lightning_tricks.guards.decay_on_demand.request import DecayFile
+from lightning_tricks.guards.decay_on_demand.request import Decay, DecayFile, DecaySignal
 from lightning_tricks.schedules import Schedule
 from lightning_tricks.strategies import FSDP2Strategy
 
@@ -138,6 +139,35 @@ def test_a_decay_without_a_length_is_as_long_as_that_of_the_schedule_and_is_told
     assert trainer.global_step == 9
     said = [record.message for record in caplog.records if "DecayOnDemand" in record.message]
     assert said == ["DecayOnDemand: step 6: the decay starts and takes 3 steps: the run ends at step 9 in place of 40"]
+
+
+def test_a_request_in_the_warmup_waits_for_its_end_and_that_is_told_once(place, caplog):
+    folder = place / "waits"
+    folder.mkdir()
+    asks = Asks(1, usr2)
+    with caplog.at_level("INFO"):
+        trainer = fit(folder, DecayOnDemand(), asks, schedule=WarmupStableDecay(warmup_steps=5, decay_steps=3))
+    assert trainer.global_step == 9
+    assert [length for _, _, length in asks.seen] == [40] * 6 + [9] * 3
+    said = [record.message for record in caplog.records if "DecayOnDemand" in record.message]
+    assert said == [
+        "DecayOnDemand: the decay waits for the end of the warmup, step 5",
+        "DecayOnDemand: step 6: the decay starts and takes 3 steps: the run ends at step 9 in place of 40",
+    ]
+
+
+def test_a_trial_run_is_no_run_that_decays_and_leaves_file_and_signal_alone(place):
+    handlers = []
+    folder = place / "trial"
+    folder.mkdir()
+    (folder / "decay").write_text("3")  # any other run is refused beside it
+    look = Asks(5, lambda: handlers.append(signal.getsignal(signal.SIGUSR2)))
+    before = place / "whole/checkpoints/step=4.ckpt"
+    trainer = fit(folder, DecayOnDemand(), look, fast_dev_run=7, ckpt_path=before)
+    assert [(step, length) for step, _, length in look.seen] == [(4, 7), (5, 7), (6, 7)]
+    assert handlers == [signal.SIG_DFL]
+    assert trainer.callbacks[0].state_dict() == {}
+    assert (folder / "decay").read_text() == "3"
 
 
 def test_with_a_logger_that_has_no_folder_the_file_is_in_that_of_the_trainer(place):
@@ -370,4 +400,29 @@ def test_what_the_file_says(tmp_path, recwarn):
     said = [str(warning.message) for warning in recwarn if "DecayOnDemand" in str(warning.message)]
     assert len(said) == 5  # each once
     assert f"{tmp_path}/decay holds '0'" in said[0]
-    assert DecayFile("s3://bucket/run").path is None
+    bucket = DecayFile("s3://bucket/run")
+    bucket.write(Decay(7, 20))
+    assert bucket.path is None
+
+
+def test_a_file_that_cannot_be_written_costs_a_line_and_not_the_run(tmp_path, recwarn):
+    (tmp_path / "run").write_text("no folder")
+    DecayFile(str(tmp_path / "run/version_0")).write(Decay(7, 20))
+    assert [str(warning.message) for warning in recwarn] == [
+        f"DecayOnDemand: {tmp_path}/run/version_0/decay cannot be written (Not a directory): a resume from a "
+        "checkpoint before step 7 will not decay by itself"
+    ]
+
+
+def test_outside_the_main_thread_the_signal_is_left_alone():
+    def train() -> None:
+        asked = DecaySignal()
+        asked.install(None)
+        asked.restore()
+        handlers.append(signal.getsignal(signal.SIGUSR2))
+
+    handlers: list[Any] = []
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.SIG_DFL]

@@ -17,7 +17,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 from two_processes import run
 
-from lightning_tricks import EMA, FP16Mixed, FSDP2Strategy, SafeCheckpoint, SpikeRollback, StepGuard, TailAverage
+from lightning_tricks import (
+    EMA,
+    FP16Mixed,
+    FSDP2Strategy,
+    MetricBuffer,
+    SafeCheckpoint,
+    SpikeRollback,
+    StepGuard,
+    TailAverage,
+)
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local
 from lightning_tricks.guards.spike_rollback.refusals import check_run
@@ -93,15 +102,22 @@ def test_each_repeat_goes_back_further_and_after_the_last_one_the_run_stops():
         fit(Data(spoil), rollbacks(keep_snapshots=2))
 
 
+class Copies(SpikeRollback):
+    """Notes the steps at which it copies the state."""
+
+    state_key = "SpikeRollback"  # it goes on from checkpoints of that class
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**QUICK, **options})
+        self.made: list[int] = []
+
+    def _copy(self, trainer: Any, pl_module: Any) -> None:
+        self.made.append(trainer.global_step)
+        super()._copy(trainer, pl_module)
+
+
 def test_a_copy_is_made_only_while_the_loss_is_within_bounds():
-    class Copies(SpikeRollback):
-        made: list[int] = []
-
-        def _copy(self, trainer: Any, pl_module: Any) -> None:
-            self.made.append(trainer.global_step)
-            super()._copy(trainer, pl_module)
-
-    callback = Copies(**{**QUICK, "patience_steps": 60, "snapshot_every_n_steps": 15})
+    callback = Copies(patience_steps=60, snapshot_every_n_steps=15)
     fit(Data(nan_at(45)), callback, steps=100)
     assert callback.made == [0, 20, 40]
 
@@ -131,7 +147,8 @@ def test_manual_optimization_with_two_optimizers_and_accumulation_work():
     assert same(states.at[50], states.at[40])
 
 
-def test_the_loss_scale_goes_back():
+@pytest.mark.parametrize("copies", [2, 0], ids=["from memory", "from a checkpoint"])
+def test_the_loss_scale_goes_back(copies, tmp_path):
     class Scale(pl.Callback):
         at: dict[int, float] = {}
 
@@ -139,8 +156,12 @@ def test_the_loss_scale_goes_back():
             self.at[trainer.global_step] = trainer.precision_plugin.scaler.get_scale()
 
     scale = Scale()
-    found = fit(Data(nan_at(*range(45, 50))), rollbacks(), scale, plugins=[FP16Mixed(init_scale=256.0)], steps=52)
-    assert len(found.lines) == 1
+    found = fit(
+        Data(nan_at(*range(45, 50))), rollbacks(keep_snapshots=copies), scale, saver(tmp_path),
+        plugins=[FP16Mixed(init_scale=256.0)], steps=52, folder=tmp_path,
+    )  # fmt: skip
+    (line,) = found.lines
+    assert f"those of step 40 again, from {'memory' if copies else tmp_path / 'step=40.ckpt'}; passed over" in line
     assert scale.at[49] < scale.at[40] == scale.at[50]
 
 
@@ -179,13 +200,31 @@ def saver(folder: Path, every: int = 10) -> SafeCheckpoint:
     return SafeCheckpoint(folder, every_n_train_steps=every, keep_last=100)
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["SafeCheckpoint", "ModelCheckpoint"])
-def test_without_copies_it_goes_back_to_the_newest_finite_checkpoint_from_before_the_spike(tmp_path, ours):
+class LoadsOptimizers(pl.strategies.SingleDeviceStrategy):
+    """Loads the optimizers with the file and not when it is told to, as ModelParallelStrategy does."""
+
+    lightning_restore_optimizer = False
+
+    def load_checkpoint(self, *args: Any, **options: Any) -> Any:
+        checkpoint = super().load_checkpoint(*args, **options)
+        super().load_optimizer_state_dict(checkpoint)
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        raise AssertionError("the optimizers are loaded already")
+
+
+@pytest.mark.parametrize(
+    ("ours", "strategy"),
+    [(True, "auto"), (False, "auto"), (True, LoadsOptimizers(torch.device("cpu")))],
+    ids=["SafeCheckpoint", "ModelCheckpoint", "a strategy that loads the optimizers"],
+)
+def test_without_copies_it_goes_back_to_the_newest_finite_checkpoint_from_before_the_spike(tmp_path, ours, strategy):
     lightnings = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=10, save_top_k=-1)
     states, model = States(), Model("fused", 100)
     found = fit(
         Data(nan_at(45)), rollbacks(keep_snapshots=0), saver(tmp_path) if ours else lightnings, states, model=model,
-        steps=70, folder=tmp_path, log_every_n_steps=20,
+        steps=70, folder=tmp_path, log_every_n_steps=20, strategy=strategy,
     )  # fmt: skip
     assert (
         f"of step 40 again, from {tmp_path}/step=40.ckpt; passed over: steps 40 to 49, samples [[640, 799]]"
@@ -199,6 +238,18 @@ def test_checkpoints_of_an_earlier_run_in_the_folder_are_left_alone(tmp_path):
     fit(Data(), saver(tmp_path), steps=20, folder=tmp_path)
     with pytest.raises(UsageError, match=r"no copy in memory nor finite checkpoint in .* is from before it"):
         fit(Data(nan_at(25)), rollbacks(keep_snapshots=0), saver(tmp_path, 50), steps=60, folder=tmp_path)
+
+
+def test_a_run_that_began_without_it_goes_back_to_the_checkpoints_of_its_beginning(tmp_path):
+    fit(Data(), saver(tmp_path), steps=20, folder=tmp_path)
+    path, states = tmp_path / "step=20.ckpt", States()
+    callbacks = rollbacks(keep_snapshots=0), saver(tmp_path, 50), states
+    found = fit(Data(nan_at(23)), *callbacks, ckpt_path=path, steps=40, folder=tmp_path)
+    assert found.lines == [
+        "SpikeRollback: step 30: loss not finite, out of bounds since step 23: weights and optimizer are those of step "
+        f"20 again, from {path}; passed over: steps 20 to 29. Rollback 1 of at most 5"
+    ]
+    assert same(states.at[30], states.at[20])
 
 
 def test_a_damaged_checkpoint_and_one_that_is_not_finite_are_passed_over(tmp_path):
@@ -255,6 +306,29 @@ def test_a_second_resume_within_the_passed_over_steps_is_the_same_run_too(spiked
     again = resumed((None, home / "from 40", positions), 50)
     assert again.lines == []
     assert same(state_of(again.trainer), state_of(spiked[0].trainer))  # the buffers too, which those steps move
+
+
+def test_while_steps_are_passed_over_no_copy_is_made(spiked):
+    """Their weights may be from within the spike's data: buffers have moved, and the copy could be taken for good."""
+
+    class Measures(pl.Callback):  # without it the interval of such steps has no values, and nothing is judged
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            MetricBuffer.of(trainer).record("step", trainer.global_step)
+
+    _, home, positions = spiked
+    copies = Copies(patience_steps=8, snapshot_every_n_steps=5)
+    fit(
+        Data(nan_at(45), positions), copies, Measures(), ckpt_path=home / "step=20.ckpt", steps=65, folder=home,
+        log_every_n_steps=5, enable_checkpointing=False,
+    )  # fmt: skip
+    assert copies.made == [20, 25, 30, 35, 40, 55, 60, 65]
+
+
+def test_a_state_that_was_loaded_is_saved_as_it_is_until_training_starts():
+    callback, state = rollbacks(), {"run": "a", "rollbacks": []}
+    assert callback.state_dict() == {}
+    callback.load_state_dict(state)
+    assert callback.state_dict() == state
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["EMA first", "TailAverage first"])
@@ -486,6 +560,37 @@ def test_a_copy_restores_each_of_the_optimizers_that_wrap_one_another():
     state.restore(trainer, module)
     assert inner.state[weight]["momentum_buffer"] == outer.state[weight]["slow_params"] == 1
     assert (inner.param_groups[0]["lr"], inner.param_groups[0]["momentum"]) == (0.2, 0.5)  # they are the recipe's
+
+
+def test_a_copy_restores_nested_state_in_place_and_drops_what_came_later():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer, module = torch.optim.SGD([weight], lr=0.1), torch.nn.Module()
+    module.register_buffer("cache", torch.ones(2))
+    trainer = SimpleNamespace(optimizers=[optimizer], precision_plugin=None)
+    history, scale, resized = torch.ones(2), torch.ones(1), torch.ones(3)
+    state = optimizer.state[weight]
+    state.update(history=[history, (4, "a")], inner={"scale": scale}, resized=resized)
+    optimizer.state["line_search"] = {"tries": 1}
+    copied = TrainingState(trainer, module)
+
+    history.zero_()
+    scale.zero_()
+    state["resized"] = torch.zeros(5)
+    state["history"].append(torch.zeros(2))
+    state["since"] = torch.zeros(2)
+    optimizer.state["line_search"]["tries"] = 7
+    module.cache = torch.zeros(4)
+    copied.restore(trainer, module)
+
+    assert state.keys() == {"history", "inner", "resized"}
+    assert state["history"][0] is history
+    assert torch.equal(history, torch.ones(2))
+    assert state["history"][1:] == [(4, "a")]
+    assert state["inner"]["scale"] is scale
+    assert scale == 1
+    assert torch.equal(state["resized"], torch.ones(3))
+    assert optimizer.state["line_search"] == {"tries": 1}
+    assert torch.equal(module.cache, torch.zeros(4))  # a cache that has grown stays
 
 
 def test_a_copy_takes_the_bytes_of_weights_buffers_and_optimizer():
