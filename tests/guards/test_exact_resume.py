@@ -214,6 +214,31 @@ class Quiet(Foreign):
         return sum(p.square().sum() for p in self.parameters())
 
 
+class Reads(Quiet):
+    """Reads a value of the Trainer for which Lightning sets up the loaders, before it loads the checkpoint."""
+
+    def setup(self, stage):
+        assert self.trainer.estimated_stepping_batches
+
+
+class Counts:
+    """A loader that says where it is."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):  # no length: Lightning fetches one batch ahead
+        while self.at < 6:
+            self.at += 1
+            yield torch.full((1, 4), float(self.at))
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
 def fit(tmp_path, data, stop_at=None, ckpt_path=None, module=None, callbacks=(), **options):
     note = Note(stop_at)
     if ckpt_path is None:
@@ -247,21 +272,6 @@ def test_an_iterable_that_does_not_say_where_it_is_is_named_in_one_line(tmp_path
 
 
 def test_a_loader_with_a_state_goes_on_after_the_batch_that_was_trained(tmp_path):
-    class Counts:
-        def __init__(self):
-            self.at = 0
-
-        def __iter__(self):  # no length: Lightning fetches one batch ahead
-            while self.at < 6:
-                self.at += 1
-                yield torch.full((1, 4), float(self.at))
-
-        def state_dict(self):
-            return {"at": self.at}
-
-        def load_state_dict(self, state):
-            self.at = state["at"]
-
     whole, _ = fit(tmp_path / "whole", Counts())
     first, _ = fit(tmp_path, Counts(), stop_at=4)
     rest, _ = fit(tmp_path, Counts(), ckpt_path=tmp_path / "step=3.ckpt")
@@ -304,13 +314,23 @@ def test_our_own_data_find_their_place_themselves(tmp_path):
         (None, "shuffle", {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1: ExactResume"),
         ("stream", "stream/2", {}, r"num_workers=2: training loader 1 .* has an IterableDataset.*had num_workers=0"),
         ("two", "shuffle", {}, "training loaders: the checkpoint's run had 2, this one has 1"),
+        ("stream", "stream", {"module": Reads}, r"estimated_stepping_batches: reading it has begun training loader 1 "),
     ],
 )
 def test_what_would_give_other_data_is_refused_in_one_line(tmp_path, before, after, options, line):
     if before:
         fit(tmp_path, loaders(before), stop_at=3)
+    options = {name: value() if name == "module" else value for name, value in options.items()}
     with pytest.raises(ValueError, match=line):
         fit(tmp_path, loaders(after), ckpt_path=tmp_path / "step=2.ckpt" if before else None, **options)
+
+
+def test_a_module_that_asks_for_the_number_of_steps_makes_the_loaders_early_and_they_go_on_all_the_same(tmp_path):
+    whole, _ = fit(tmp_path / "whole", loaders("shuffle"), module=Reads())
+    first, _ = fit(tmp_path, loaders("shuffle"), stop_at=4, module=Reads())
+    rest, lines = fit(tmp_path, loaders("shuffle"), ckpt_path=tmp_path / "step=3.ckpt", module=Reads())
+    assert first + rest == whole
+    assert not [line for line in lines if "ExactResume" in line]
 
 
 def test_other_data_start_again_with_one_line(tmp_path):
@@ -319,6 +339,20 @@ def test_other_data_start_again_with_one_line(tmp_path):
     assert [line for line in lines if "ExactResume" in line] == [
         "ExactResume: training loader 1 (DataLoader): its data had 8 rows and now have 9: they start again"
     ]
+    _, lines = fit(tmp_path, Counts(), ckpt_path=tmp_path / "step=2.ckpt")
+    assert [line for line in lines if "ExactResume" in line] == [
+        "ExactResume: training loader 1 (Counts): the checkpoint has no place for it: its data start again"
+    ]
+
+
+def test_a_validation_has_no_place_to_keep(tmp_path):
+    guard = ExactResume()
+    assert guard.state_dict() == {}
+    trainer = pl.Trainer(callbacks=[guard], logger=False, accelerator="cpu", devices=1, enable_checkpointing=False,
+                         enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    trainer.validate(Quiet(), DataLoader(torch.ones(2, 4)), verbose=False)
+    assert "process_dataloader" not in vars(trainer.strategy)
+    assert guard.state_dict() == {}
 
 
 def test_another_batch_size_goes_on_with_the_next_row(tmp_path):

@@ -1,19 +1,26 @@
 """The parts of ExactResume: seeds, the order of samplers, positions in any batch of any loader."""
 
+import copy
+import multiprocessing
 import pickle
 import random
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from exact_run import Rows, Stream, loaders
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_tricks.guards.exact_resume.exact_resume import _ignored
 from lightning_tricks.guards.exact_resume.order import sampler_state, set_sampler_state
+from lightning_tricks.guards.exact_resume.other_run import describe, transfer
 from lightning_tricks.guards.exact_resume.replay import Position, can_be_replayed, replayed
 from lightning_tricks.guards.exact_resume.seeds import generators_of, number_of, own_randomness
+from lightning_tricks.guards.exact_resume.served_loader import ServedLoader, StatefulLoader
 from lightning_tricks.guards.exact_resume.workers import Worker
 from lightning_tricks.guards.saving.random_state import random_state
 
@@ -23,9 +30,9 @@ def bits(batches) -> list[str]:
 
 
 def served(loader, position=None):
-    copy = replayed(loader, 11, 0, 8, lambda: None)
-    copy.replay.resumed = position
-    return copy
+    copied = replayed(loader, 11, 0, 8, lambda: None)
+    copied.replay.resumed = position
+    return copied
 
 
 def same(one, other) -> bool:
@@ -121,6 +128,20 @@ def test_generators_are_found_in_transforms_of_a_wrapped_dataset():
     assert {id(g) for g in generators_of(dataset)} == {id(g) for g in generators}
 
 
+def test_under_a_seed_a_dataset_s_own_generators_give_the_same_numbers_again():
+    own = [torch.Generator(), np.random.default_rng(), np.random.RandomState(), random.Random()]
+
+    def draw():
+        return [torch.rand((), generator=own[0]).item(), own[1].random(), own[2].random_sample(), own[3].random()]
+
+    drawn = []
+    for seed in (5, 6, 5):
+        with own_randomness(seed, own):
+            drawn.append(draw())
+    assert drawn[0] == drawn[2]
+    assert not set(drawn[0]) & set(drawn[1])
+
+
 def test_the_state_of_samplers_is_that_of_their_generators_and_numbers():
     class Epochs(SubsetRandomSampler):
         epoch = 0
@@ -147,6 +168,33 @@ def test_the_state_of_samplers_is_that_of_their_generators_and_numbers():
     assert list(second.batch_sampler) == expected != list(loader().batch_sampler)
 
 
+def test_a_sampler_that_says_where_it_is_goes_on_from_there():
+    class Quarters(SubsetRandomSampler):
+        """Each pass is the next quarter of the rows."""
+
+        def __init__(self, indices):
+            super().__init__(indices)
+            self._passes = [0]
+
+        def __iter__(self):
+            self._passes[0] += 1
+            return iter(self.indices[(self._passes[0] - 1) % 4 :: 4])
+
+        def state_dict(self):
+            return {"passes": self._passes[0]}
+
+        def load_state_dict(self, state):
+            self._passes[0] = state["passes"]
+
+    def loader():
+        return DataLoader(list(range(8)), sampler=Quarters(list(range(8))))
+
+    first = served(loader())
+    assert [float(batch) for _ in range(2) for batch in first] == [0, 4, 1, 5]
+    again = served(loader(), first.replay.next_pass())
+    assert [float(batch) for batch in again] == [2, 6]
+
+
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -169,6 +217,34 @@ def test_samplers_of_torch_serve_the_same_order_again(sampler):
     assert bits(served(loader(), position)) == bits(passed)
 
 
+def test_workers_are_started_as_the_user_s_loader_says():
+    """In the context and with the function that it names."""
+
+    class Own(DataLoader):  # as a class of its own keeps it
+        @property
+        def multiprocessing_context(self):
+            return self.__context
+
+        @multiprocessing_context.setter
+        def multiprocessing_context(self, context):
+            self.__context = multiprocessing.get_context(context) if isinstance(context, str) else context
+
+    def mark(worker):
+        get_worker_info().dataset.mark = 10.0 + worker
+
+    class Marked(Noise):
+        mark = 0.0
+
+        def __getitem__(self, index):
+            return self.mark
+
+    options = {"num_workers": 2, "multiprocessing_context": "fork", "worker_init_fn": mark}
+    copy = served(Own(Marked(), **options))
+    inner, _ = copy.replay._inner_loader(copy.replay.next_pass(), (1,))
+    assert inner.multiprocessing_context.get_start_method() == "fork"
+    assert [float(batch) for batch in copy] == [10.0, 11.0, 10.0, 11.0]
+
+
 def test_what_a_worker_is_given_can_be_pickled_for_spawn():
     worker = Worker(DataLoader(Rows(4), num_workers=2), (1, 2), 0, None)
     start, finish = pickle.loads(pickle.dumps((worker.start, worker.finish)))
@@ -189,3 +265,90 @@ def test_which_loaders_are_followed():
     assert not can_be_replayed(DataLoader(Endless(3)))
     assert not can_be_replayed(OwnWay(Rows(3)))
     assert not can_be_replayed([1, 2])
+
+
+def moved(before: DataLoader, after: DataLoader, saved: dict, now: dict) -> tuple:
+    """What becomes of a place after 3 batches in another loader; what is said; the rows that come next."""
+    first = served(before)
+    passed = iter(first)
+    for _ in range(3):
+        next(passed)
+    state = {**describe(first, 1), **saved, "position": vars(first.replay.position)}
+    second = served(after)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        position, more = transfer("it", second, state, {**describe(second, 1), **now})
+    second.replay.resumed = position
+    lines = [str(warned.message).removeprefix("ExactResume: it: ") for warned in caught]
+    return position and position.batches, more, lines, torch.as_tensor(next(iter(second))).tolist()
+
+
+def fours(**options) -> DataLoader:
+    return DataLoader(list(range(24)), **{"batch_size": 4, **options})
+
+
+def generator() -> dict:
+    return {"shuffle": True, "generator": torch.Generator().manual_seed(1)}
+
+
+class Odd(SubsetRandomSampler):
+    """A sampler of the user's, which Lightning shards by another one."""
+
+    def __iter__(self):
+        return iter(self.indices)
+
+
+SHARDED = {"seed": 1, "shuffle": True, "drop_last": False}
+LOST = ": rows of this epoch may repeat or be left out"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "saved", "now", "line"),
+    [
+        (fours(), fours(), {"world": 2, "sharded": SHARDED}, {"world": 3},
+         "2 process(es) had another order of rows than 3"),
+        (fours(), fours(batch_size=None), {}, {},
+         "a place in batches of batch_size=4 of 1 process(es) is none in those of batch_size=None of 1"),
+        (fours(batch_size=None), fours(batch_size=None), {"world": 2, "sharded": SHARDED}, {},
+         "a place in batches of batch_size=None of 2 process(es) is none in those of batch_size=None of 1"),
+        (fours(sampler=DistributedSamplerWrapper(Odd(range(24)), num_replicas=2, rank=0)),
+         fours(sampler=Odd(range(24))), {"world": 2}, {}, "its samplers or their generators are others now"),
+        (fours(**generator()), fours(), {}, {}, "its samplers or their generators are others now"),
+        (fours(**generator()), fours(shuffle=True), {}, {}, "its samplers or their generators are others now"),
+    ],
+    ids=["three processes of two", "no batches", "rows of two processes", "a sampler of one process", "no shuffling",
+         "no generator"],
+)  # fmt: skip
+def test_a_place_that_cannot_be_found_again_is_told_in_one_line(before, after, saved, now, line):
+    assert moved(before, after, saved, now)[:3] == (None, 0, [line + LOST])
+
+
+def test_rows_that_do_not_fill_a_batch_of_another_size_come_again():
+    line = "the last 2 of the rows that were served do not fill a batch of this run, and come again"
+    assert moved(fours(), fours(batch_size=5), {}, {}) == (2, -1, [line], [10, 11, 12, 13, 14])
+    assert moved(fours(), fours(batch_size=6), {}, {}) == (2, -1, [], [12, 13, 14, 15, 16, 17])
+
+
+def test_a_loader_of_another_kind_can_be_copied_and_answers_as_itself():
+    class Named(list):
+        name = "mine"
+
+    copied = copy.copy(ServedLoader(Named([1, 2]), lambda: None))
+    assert (copied.name, len(copied), list(copied)) == ("mine", 2, [1, 2])
+
+
+def test_before_its_first_batch_a_resumed_loader_is_where_the_checkpoint_left_it():
+    loader = StatefulLoader(SimpleNamespace(state_dict=lambda: {"at": 0}), lambda: None, 4)
+    loader.resumed = {"at": 3}
+    assert [loader.state_before(batches) for batches in (0, 1)] == [{"at": 3}] * 2
+
+
+def test_a_warning_that_is_ignored_meanwhile_leaves_the_filters_of_others():
+    with warnings.catch_warnings():
+        before = list(warnings.filters)
+        with _ignored("a line"):
+            assert len(warnings.filters) == len(before) + 1
+        assert warnings.filters == before
+        with _ignored("a line"):
+            warnings.resetwarnings()
+        assert warnings.filters == []

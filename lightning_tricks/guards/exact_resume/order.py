@@ -77,8 +77,25 @@ def sampler_state(loader: DataLoader) -> list[dict[str, Any]]:
     return states
 
 
+def takes_sampler_state(loader: DataLoader, states: list[dict[str, Any]]) -> bool:
+    """Whether `set_sampler_state` can put a state back: there are as many samplers, with the same generators."""
+    holders = (loader, *samplers_of(loader))
+    return len(holders) == len(states) and all(
+        _takes(holder, name, value)
+        for holder, state in zip(holders, states, strict=True)
+        for name, value in state.items()
+    )
+
+
+def _takes(holder: Any, name: str, value: Any) -> bool:
+    if name == "":
+        return hasattr(holder, "load_state_dict")
+    now = getattr(holder, name, None)
+    return not isinstance(value, dict) or (isinstance(now, Generator) and _state(now).keys() == value.keys())
+
+
 def set_sampler_state(loader: DataLoader, states: list[dict[str, Any]]) -> None:
-    """Put the state of `sampler_state` back; the samplers are of the same classes."""
+    """Put the state of `sampler_state` back, where `takes_sampler_state`."""
     for holder, state in zip((loader, *samplers_of(loader)), states, strict=True):
         for name, value in state.items():
             if name == "":

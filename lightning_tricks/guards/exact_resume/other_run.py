@@ -9,9 +9,11 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks._trainer import is_a
+from lightning_tricks.guards.exact_resume.order import takes_sampler_state
 from lightning_tricks.guards.exact_resume.replay import Position
 from lightning_tricks.guards.exact_resume.workers import is_iterable
 
+_LOST = "rows of this epoch may repeat or be left out"
 # Attributes of samplers that follow from the batch size and the number of processes.
 _SIZES = ("batch_size", "num_replicas", "rank", "num_samples", "total_size")
 
@@ -55,30 +57,38 @@ def transfer(name: str, loader: DataLoader, saved: dict[str, Any], now: dict[str
                     f"its own part, and the checkpoint's run had {option}={saved[key]}: set the same, or take "
                     "ExactResume out to start its data again"
                 )
-        return position, 0
-    if saved["rows"] != now["rows"]:
+    elif saved["rows"] != now["rows"]:
         say(name, f"its data had {saved['rows']} rows and now have {now['rows']}: they start again")
         return None, 0
-    if (saved["batch_size"], saved["world"]) == (now["batch_size"], now["world"]):
-        return position, 0
-    return _resized(name, loader, saved, now, position)
+    other_size = (saved["batch_size"], saved["world"]) != (now["batch_size"], now["world"])
+    resized = saved["rows"] is not None and other_size
+    if resized and not _has_same_order(name, loader, saved, now):
+        return None, 0
+    if not takes_sampler_state(loader, position.order):
+        say(name, f"its samplers or their generators are others now: {_LOST}")
+        return None, 0
+    return _resized(name, saved, now, position) if resized else (position, 0)
 
 
-def _resized(
-    name: str, loader: DataLoader, saved: dict[str, Any], now: dict[str, Any], position: Position
-) -> tuple[Position | None, int]:
-    plain = isinstance(loader.sampler, RandomSampler | SequentialSampler)
-    if saved["sharded"] and not now["sharded"] and now["world"] == 1 and plain:
-        _shard_as(loader, saved["sharded"])
-        now = now | {"sharded": saved["sharded"]}
-    same_order = saved["sharded"] == now["sharded"] if saved["world"] != now["world"] else True
-    if not same_order or not (saved["batch_size"] and now["batch_size"]):
+def _has_same_order(name: str, loader: DataLoader, saved: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether rows come in the order of the checkpoint's run, in batches of another size; says where they do not."""
+    if not (saved["batch_size"] and now["batch_size"]):
         say(
             name,
-            f"{saved['world']} process(es) had another order of rows than {now['world']}: rows of this epoch may "
-            "repeat or be left out",
+            f"a place in batches of batch_size={saved['batch_size']} of {saved['world']} process(es) is none in those "
+            f"of batch_size={now['batch_size']} of {now['world']}: {_LOST}",
         )
-        return None, 0
+        return False
+    plain = isinstance(loader.sampler, RandomSampler | SequentialSampler)
+    if saved["sharded"] and not now["sharded"] and now["world"] == 1 and plain:
+        _shard_as(loader, saved["sharded"], now["batch_size"])
+    elif saved["world"] != now["world"] and saved["sharded"] != now["sharded"]:
+        say(name, f"{saved['world']} process(es) had another order of rows than {now['world']}: {_LOST}")
+        return False
+    return True
+
+
+def _resized(name: str, saved: dict[str, Any], now: dict[str, Any], position: Position) -> tuple[Position, int]:
     rows = position.batches * saved["batch_size"] * saved["world"]
     batches, rest = divmod(rows, now["batch_size"] * now["world"])
     if rest:
@@ -87,12 +97,10 @@ def _resized(
     return replace(position, batches=batches, order=order), batches - position.batches
 
 
-def _shard_as(loader: DataLoader, settings: dict[str, Any]) -> None:
+def _shard_as(loader: DataLoader, settings: dict[str, Any], size: int) -> None:
     """Give a loader the order of rows that Lightning gives to several processes."""
     sampler: DistributedSampler[Any] = DistributedSampler(loader.dataset, num_replicas=1, rank=0, **settings)
-    changes: dict[str, Any] = {"sampler": sampler}
-    if loader.batch_sampler is not None and loader.batch_size is not None:
-        changes["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    changes: dict[str, Any] = {"sampler": sampler, "batch_sampler": BatchSampler(sampler, size, loader.drop_last)}
     vars(loader).update(changes)  # DataLoader refuses to set them once it is made
 
 
