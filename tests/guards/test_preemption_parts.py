@@ -9,20 +9,24 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 from two_processes import run
 
 from lightning_tricks import Preemption, SafeCheckpoint
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import atomic_checkpoint_io
-from lightning_tricks.guards.preemption import stop_signals
+from lightning_tricks.guards.preemption import stop_signals, time_limit
 from lightning_tricks.guards.preemption.agreement import Agreement
 from lightning_tricks.guards.preemption.loader_workers import shielded_workers
 from lightning_tricks.guards.preemption.preemption import Preempted
@@ -102,6 +106,17 @@ def test_without_a_checkpoint_callback_the_checkpoint_is_in_the_root_folder(tmp_
     assert f"Stopped by SIGTERM after step 3: {tmp_path / 'last.ckpt'}" in capfd.readouterr().err
     assert step_of(tmp_path / "last.ckpt") == 3
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["last.ckpt"]
+
+
+def test_into_a_bucket_the_checkpoint_is_written_under_its_name_at_once(tmp_path, capfd):
+    folder = f"memory://{tmp_path.name}"  # there is no rename in a bucket
+    stop = fit(folder, terminate)
+    assert stop.checkpoint == f"{folder}/last.ckpt"
+    assert f"Stopped by SIGTERM after step 3: {folder}/last.ckpt" in capfd.readouterr().err
+    bucket = fsspec.filesystem("memory")
+    assert [Path(path).name for path in bucket.find(f"/{tmp_path.name}")] == ["last.ckpt"]
+    with bucket.open(f"/{tmp_path.name}/last.ckpt") as file:
+        assert step_of(file) == 3
 
 
 def test_an_older_checkpoint_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
@@ -294,6 +309,37 @@ def test_outside_the_main_thread_it_only_knows_the_time(tmp_path):
     assert isinstance(ended[1], Preempted)
 
 
+def test_handlers_are_put_back_in_the_main_thread_alone():
+    """A program may drop the exception of a stopped run in another thread."""
+    before = handlers()
+    ours = StopSignals(dict.fromkeys(NUMBERS, Reason.SIGTERM))
+    ours.install()
+    during = handlers()
+    try:
+        with ThreadPoolExecutor(1) as others:
+            others.submit(ours.restore).result()
+        assert handlers() == during != before
+    finally:
+        ours.restore()
+    assert handlers() == before
+
+
+def test_a_forked_process_goes_on_after_a_handler_of_the_program():
+    told = []
+    before = signal.signal(signal.SIGTERM, lambda *_: told.append(os.getpid()))
+    ours = StopSignals({signal.SIGTERM: Reason.SIGTERM})
+    ours.install()
+    try:
+        child = os.fork()
+        if child == 0:
+            terminate()
+            os._exit(7 if told == [os.getpid()] and ours.received is Reason.NONE else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    finally:
+        ours.restore()
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_forked_process_acts_as_without_the_handlers(number):
     # a fit that failed in an earlier test may have left Lightning's handler
@@ -320,16 +366,25 @@ def test_a_forked_process_acts_as_without_the_handlers(number):
     assert ours.received is Reason.NONE
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_loader_workers_outlive_signals_that_are_not_their_loaders(context):
+@pytest.mark.parametrize(
+    ("context", "kind"), [("fork", DataLoader), ("spawn", DataLoader), ("fork", StatefulDataLoader)]
+)
+def test_loader_workers_outlive_signals_that_are_not_their_loaders(context, kind):
     with shielded_workers():
-        batches = iter(DataLoader(range(8), batch_size=None, num_workers=1, multiprocessing_context=context))
+        batches = iter(kind(range(8), batch_size=None, num_workers=1, multiprocessing_context=context))
         (worker,) = batches._workers
         assert next(batches) == 0
         for number in NUMBERS:
             subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)
         assert list(batches) == list(range(1, 8))
         assert worker.exitcode in (None, 0)
+
+
+def test_on_a_system_that_cannot_wait_for_signals_workers_are_left_as_they_are(monkeypatch):
+    monkeypatch.delattr(signal, "sigwaitinfo")
+    before = torch.utils.data._utils.worker._worker_loop
+    with shielded_workers():
+        assert torch.utils.data._utils.worker._worker_loop is before
 
 
 def test_a_worker_that_hangs_ends_with_its_loader():
@@ -352,6 +407,11 @@ def test_the_time_of_a_process_counts_from_its_start():
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     )
+
+
+def test_where_the_system_does_not_tell_it_the_time_counts_from_the_import(monkeypatch):
+    monkeypatch.delattr(time, "CLOCK_BOOTTIME")
+    assert process_start() == time_limit._imported < time.monotonic()
 
 
 def test_max_minutes_is_a_moment_after_the_start(monkeypatch):
@@ -443,6 +503,16 @@ def test_on_slurm_a_job_whose_time_is_over_is_requeued_and_a_cancelled_one_is_no
         assert steps == []  # the third step is done
 
 
+def test_on_slurm_a_run_from_a_checkpoint_of_its_own_choice_gets_no_link(slurm):
+    """It would choose again, and Lightning prefers the link."""
+    root = slurm / "root"
+    saver = ModelCheckpoint(slurm / "first", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    fit(slurm / "first", lambda: None, saver)
+    stop = fit(root, terminate, ModelCheckpoint(root), ckpt_path=slurm / "first/step=2.ckpt")
+    assert (stop.step, stop.checkpoint) == (3, str(root / "last.ckpt"))
+    assert list(root.glob("hpc_ckpt_*")) == []
+
+
 def test_without_scontrol_it_says_what_to_type(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert requeue("12") == "SLURM job 12 is not requeued (No such file or directory): scontrol requeue 12"
@@ -486,3 +556,12 @@ def test_no_part_of_it_is_there_in_a_development_run(tmp_path):
     )  # fmt: skip
     trainer.fit(Model(lambda: seen.append(handlers()[1:])), DataLoader(torch.ones(9, 2)))
     assert seen == [before[1:]]
+
+
+def test_processes_that_cannot_agree_are_told_that_it_stays_off(recwarn):
+    before, callback = handlers(), Preemption()
+    callback.setup(SimpleNamespace(world_size=2, fast_dev_run=False), None, "fit")
+    callback.on_train_start(None, None)
+    assert handlers() == before
+    lines = [str(warned.message) for warned in recwarn]
+    assert lines == ["Preemption stays off: the processes have no torch.distributed to agree by"]

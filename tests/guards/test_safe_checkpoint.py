@@ -292,6 +292,48 @@ def test_a_save_by_the_user_stays_for_ever(tmp_path):
     assert read_record(tmp_path / "mine.ckpt").permanent
 
 
+def test_weights_that_the_user_saves_before_the_first_checkpoint_are_none_of_ours(tmp_path):
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(tmp_path / "mine.ckpt", weights_only=True)
+                seen.append((saver.best_model_path, saver.last_model_path))
+
+    seen, saver = [], SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1)
+    fit([Saves(), saver], steps=4)
+    assert seen == [("", "")]
+    assert names(tmp_path) == {"mine.ckpt", "step=4.ckpt", "last.ckpt"}
+
+
+def test_a_checkpoint_with_a_damaged_record_is_neither_counted_nor_deleted(tmp_path):
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=2)
+    damaged = tmp_path / "step=2.ckpt"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content.replace(b'"number": 1', b'"number": 7'))
+    assert damaged.read_bytes() != content
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1), steps=6)
+    assert names(tmp_path) == {"step=2.ckpt", "step=6.ckpt", "last.ckpt"}
+    assert read_record(tmp_path / "last.ckpt").number == 3
+
+
+def test_the_best_checkpoint_of_the_run_before_stays_the_best_from_its_own_folder(tmp_path):
+    """The folder of the first run is another one than that of the second: each run has its own."""
+
+    def saver() -> SafeCheckpoint:
+        return SafeCheckpoint(every_n_train_steps=2, keep_last=1, monitor="val/loss")
+
+    options = {"val_check_interval": 2, **VALIDATION}
+    fit(saver(), 8, default_root_dir=tmp_path / "a", **options)
+    last = tmp_path / "a/checkpoints/last.ckpt"
+    trainer, _ = fit(saver(), 10, ckpt_path=last, default_root_dir=tmp_path / "b", **options)
+    best = trainer.checkpoint_callback
+    assert (best.best_model_path, float(best.best_model_score)) == (str(tmp_path / "a/checkpoints/step=6.ckpt"), 0.0)
+    shutil.rmtree(tmp_path / "b")
+    (tmp_path / "a/checkpoints/step=6.ckpt").unlink()
+    trainer, _ = fit(saver(), 10, ckpt_path=last, default_root_dir=tmp_path / "b", **options)
+    assert trainer.checkpoint_callback.best_model_path == str(tmp_path / "b/checkpoints/step=10.ckpt")
+
+
 def test_going_back_to_an_earlier_step_keeps_the_newer_saves(tmp_path):
     fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=4), steps=8)
     fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1), steps=4, ckpt_path=tmp_path / "step=2.ckpt")
@@ -306,9 +348,11 @@ def test_leftovers_are_swept_and_a_replaced_folder_gets_its_name_back(tmp_path):
     (tmp_path / "step=2.ckpt").rename(tmp_path / ".step=2.ckpt.replaced")
     (tmp_path / ".step=4.ckpt.replaced").write_bytes(b"older")
     (tmp_path / "last.ckpt").unlink()
-    (tmp_path / ".hidden.txt").write_text("theirs")
+    theirs = {".hidden.txt", ".step=4.ckpt.swp"}
+    for name in theirs:
+        (tmp_path / name).write_text("theirs")
     CheckpointFolder(tmp_path, Retention(2, 1, "min")).sweep()
-    assert names(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "last.ckpt", ".hidden.txt"}
+    assert names(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "last.ckpt", *theirs}
     assert read_record(tmp_path / "last.ckpt").step == 4
 
 
@@ -325,6 +369,9 @@ def test_where_links_are_impossible_last_is_a_hard_link_or_a_copy(tmp_path, monk
     last = tmp_path / "last.ckpt"
     assert not last.is_symlink()
     assert last.samefile(tmp_path / "step=4.ckpt") == (broken == ["symlink"])
+    before = last.stat()
+    move_last(tmp_path / "step=4.ckpt")
+    assert last.stat() == before  # it leads there already
     fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1), steps=6, ckpt_path=last)
     assert steps(tmp_path) == [4, 6]  # 4 is the one that `last` was
     assert read_record(last).step == 6
@@ -444,6 +491,8 @@ def test_one_number_among_all_weights_is_enough_and_large_ones_are_finite():
     for wrong in (float("nan"), float("inf"), -float("inf")):
         assert not_finite([*ones, torch.tensor([1.0, wrong, 2.0])]) == 1
         assert not_finite([torch.tensor([1.0 + wrong * 1j]), *ones]) == 1
+        assert not_finite([torch.tensor([[0.0, wrong]]).to_sparse(), *ones]) == 1
+    assert not_finite([torch.eye(2).to_sparse()]) == 0
 
 
 # ---- a full disk
@@ -484,6 +533,34 @@ def test_without_room_training_goes_on_and_the_next_save_tries_again(tmp_path, m
     assert tried == [f"step={step}.ckpt" for step in (2, 4, 6, 8, 10)]
     assert steps(tmp_path) == [2, 8, 10]  # the only good one was never given for room
     assert os.readlink(tmp_path / "last.ckpt") == "step=10.ckpt"
+
+
+def test_each_of_two_savers_does_without_what_its_own_disk_cannot_hold_and_other_saves_fail(tmp_path, monkeypatch):
+    from lightning_tricks.checkpoints import atomic_checkpoint_io
+
+    real = atomic_checkpoint_io.write_file
+
+    def write_file(checkpoint, path):
+        if path.parent != tmp_path / "a":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(checkpoint, path)
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(tmp_path / "mine.ckpt")
+
+    monkeypatch.setattr(atomic_checkpoint_io, "write_file", write_file)
+    savers = [SafeCheckpoint(tmp_path / name, every_n_train_steps=2) for name in ("a", "b")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(OSError, match="No space left on device"):
+            fit([*savers, Saves()])
+    assert steps(tmp_path / "a") == [2]
+    assert [str(warning.message) for warning in caught if "SafeCheckpoint: " in str(warning.message)] == [
+        f"SafeCheckpoint: {tmp_path}/b/step=2.ckpt was not saved: No space left on device. Training goes on, and the "
+        "next save tries again: free some space. There is no checkpoint yet"
+    ]
 
 
 def test_a_real_limit_on_files_costs_no_step(tmp_path):
@@ -545,6 +622,31 @@ def test_an_asynchronous_error_comes_at_the_next_step(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="Permission denied"):
         fit(saver, model=model, steps=1000, loader=Batches(1000))
     assert len(model.losses) < 1000
+
+
+def test_a_write_that_fails_while_the_run_fails_is_told_and_hides_no_error(tmp_path, monkeypatch):
+    from lightning_tricks.checkpoints import atomic_checkpoint_io
+
+    failing = threading.Event()
+
+    def write_file(checkpoint, path):
+        failing.wait(60)
+        raise OSError(errno.EACCES, "Permission denied")
+
+    class Fails(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step == 2:
+                failing.set()
+                raise ValueError("bad batch")
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(atomic_checkpoint_io, "write_file", write_file)
+    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, asynchronous=True)
+    with (
+        pytest.warns(UserWarning, match=r"^SafeCheckpoint: the last checkpoint was not saved: .*Permission denied"),
+        pytest.raises(ValueError, match="bad batch"),
+    ):
+        fit(saver, model=Fails())
 
 
 # ---- the way back
@@ -642,6 +744,26 @@ def test_a_checkpoint_of_other_weights_names_the_first_key(tmp_path):
     ):
         fit(SafeCheckpoint(tmp_path), model=model, ckpt_path=tmp_path / "last.ckpt")
     assert "load_state_dict" not in vars(model)  # what was replaced is back
+
+
+def test_another_error_of_loading_stays_as_it_is(tmp_path):
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=2)
+
+    class Fails(Model):
+        def load_state_dict(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("CUDA out of memory")
+
+    class_of_it = type("Model", (Fails,), {})
+    with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
+        fit(SafeCheckpoint(tmp_path), model=class_of_it(), ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_it_goes_on_from_a_checkpoint_of_lightnings_own_saver(tmp_path):
+    fit(pl.callbacks.ModelCheckpoint(tmp_path / "theirs", filename="{step}"), steps=3)
+    (theirs,) = (tmp_path / "theirs").glob("*.ckpt")
+    _, model = fit(SafeCheckpoint(tmp_path / "ours"), steps=5, ckpt_path=theirs)
+    assert [step for _, step, _ in model.losses] == [3, 4]
+    assert steps(tmp_path / "ours") == [5]
 
 
 def test_lightnings_last_and_best_lead_here(tmp_path):

@@ -144,8 +144,7 @@ class Preemption(pl.Callback):
         """Ask the ranks after each optimizer step, and save if one is to stop and no validation comes first."""
         if self._ranks is None or is_accumulating(trainer):
             return
-        if not self._reason:
-            self._reason = Reason(self._ranks.later(self._asked()))
+        self._reason = Reason(self._ranks.later(self._asked()))
         if self._reason and self._checkpoint is None and not validation_follows(trainer):
             self._checkpoint = self._save(trainer)
 

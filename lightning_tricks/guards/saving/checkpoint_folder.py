@@ -72,11 +72,9 @@ class CheckpointFolder:
         older = ours.get(f"{name}.ckpt")
         if record.finite is False and older and older.finite:
             name += "-not-finite"
-        path = self.path / f"{name}.ckpt"
-        for version in itertools.count(1):
-            if path.name in ours or not os.path.lexists(path):
-                break
-            path = self.path / f"{name}-v{version}.ckpt"
+        path, versions = self.path / f"{name}.ckpt", itertools.count(1)
+        while path.name not in ours and os.path.lexists(path):
+            path = self.path / f"{name}-v{next(versions)}.ckpt"
         return path
 
     def has(self, path: Path, record: Record) -> bool:
@@ -106,7 +104,9 @@ class CheckpointFolder:
     def on_commit(self, path: Path) -> None:
         """A new checkpoint has its name."""
         self.answered = path
-        self.on_update(self.update())
+        records = self.update()
+        if last_of(records):  # not where a user has saved weights alone, before the first checkpoint
+            self.on_update(records)
 
     def on_error(self, path: Path, error: OSError) -> Literal["retry", "skip", "raise"]:
         """A new checkpoint could not be written: on a full disk, make room once, else do without it."""
@@ -117,9 +117,10 @@ class CheckpointFolder:
             rank_zero_warn(f"SafeCheckpoint: {path}: {error.strerror}: deleted {name} to make room, and trying again")
             return "retry"
         self._retried, self.answered = None, path
+        newest = self.newest()
         rank_zero_warn(
             f"SafeCheckpoint: {path} was not saved: {error.strerror}. Training goes on, and the next save tries again: "
-            f"free some space. The newest checkpoint is {self.newest()}"
+            f"free some space. {f'The newest checkpoint is {newest}' if newest else 'There is no checkpoint yet'}"
         )
         return "skip"
 
