@@ -4,6 +4,7 @@ import copy
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,6 +32,7 @@ from lightning_tricks.callbacks import (
 from lightning_tricks.commands.autopsy.samples import samples_of_step
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.guards.batch_size.batch_size_warmup import doubling, first_steps
+from lightning_tricks.guards.batch_size.learning_rates import LearningRates
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.models import Llama
 from lightning_tricks.monitors.training_progress_bar import total_steps
@@ -200,6 +202,15 @@ def test_data_that_tell_no_tokens_log_micro_batches():
     assert found == SIZES
 
 
+def test_a_validation_has_no_batch_that_grows():
+    warmup = BatchSizeWarmup(STAGES)
+    trainer, module = trainer_with(warmup, limit_val_batches=1, accumulate_grad_batches=3), Foreign()
+    module.validation_step = lambda batch, batch_idx: None
+    trainer.validate(module, rows(), verbose=False)  # a fit of this recipe is refused: the last stage is 4
+    assert trainer.accumulate_grad_batches == 3
+    assert warmup.state_dict() == {}
+
+
 def test_one_trainer_fits_twice():
     warmup = BatchSizeWarmup(STAGES)
     trainer = trainer_with(warmup)
@@ -228,6 +239,13 @@ def test_without_a_scheduler_the_rule_multiplies_the_optimizers_own_rate():
     module = Foreign()
     fit(module, BatchSizeWarmup(STAGES, lr_rule="linear"))
     assert [said[-1] for said in module.steps.values()] == [[0.05 * size / 4] for size in SIZES]
+
+
+def test_the_rate_of_an_optimizer_inside_deepspeeds_is_that_of_its_groups():
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    trainer = SimpleNamespace(optimizers=[SimpleNamespace(optimizer=inner)], lr_scheduler_configs=[])
+    LearningRates(trainer, "BatchSizeWarmup", lambda step: 0.25).refresh()
+    assert inner.param_groups[0]["lr"] == 0.125
 
 
 def test_steps_that_a_scheduler_has_not_counted_have_their_own_factor():

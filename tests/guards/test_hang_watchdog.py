@@ -6,12 +6,14 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
 from torch.distributed import HashStore
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that the tests start
@@ -19,10 +21,16 @@ from hung_run import STEP, Module, Rows, Stands, fit, trainer_with
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import HangWatchdog
-from lightning_tricks.guards.hang_watchdog import watch
+from lightning_tricks.guards.hang_watchdog import board, watch
+from lightning_tricks.guards.hang_watchdog import place as where
 from lightning_tricks.guards.hang_watchdog.board import Board
-from lightning_tricks.guards.hang_watchdog.even_validation import uneven
-from lightning_tricks.guards.hang_watchdog.place import FAILED, Place, started_at, this_process
+from lightning_tricks.guards.hang_watchdog.even_validation import communicates, uneven
+from lightning_tricks.guards.hang_watchdog.place import (
+    FAILED,
+    Place,
+    started_at,
+    this_process,
+)
 from lightning_tricks.guards.hang_watchdog.verdict import verdict
 from lightning_tricks.guards.hang_watchdog.watch import Limits, Watch
 from lightning_tricks.strategies import FSDP2Strategy
@@ -207,7 +215,27 @@ def test_after_a_fit_that_failed_the_watch_ends_also_where_no_hook_tells_it(repo
     if thread is not None:
         thread.join(LONG)
         assert not thread.is_alive()
+    assert fit(Stands(""), callback).global_step == 6  # the same callback watches the next fit
     assert reports.said == []
+
+
+@pytest.mark.parametrize("run", [{"fast_dev_run": 2}, {}], ids=["a trial run", "a test"])
+def test_only_a_fit_and_a_validation_are_watched(run):
+    watched = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, *_):
+            watched.append("hang-watchdog" in [thread.name for thread in threading.enumerate()])
+
+        on_validation_batch_start = on_test_batch_start = on_train_batch_start
+
+    if run:
+        fit(Stands(""), HangWatchdog(), Looks(), **run)
+    else:
+        module = Module(Stands(""))
+        module.test_step = lambda batch, batch_idx: None
+        trainer_with(HangWatchdog(), Looks()).test(module, DataLoader(torch.ones(2, 4)), verbose=False)
+    assert watched == [False] * (4 if run else 2)
 
 
 @pytest.mark.parametrize(
@@ -294,6 +322,36 @@ def test_different_lengths_are_one_line_with_the_ranks_that_differ():
     line = uneven([[4, 2], [3, 2], [4, 2], [4, float("inf")]])
     assert "(rank 0: 4, 2, rank 1: 3, 2, rank 3: 4, unknown)" in line
     assert line.endswith("such as by Trainer.limit_val_batches=2")
+
+
+def test_a_model_of_fsdp1_needs_all_ranks_and_a_plain_one_does_not():
+    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    torch.nn.Module.__init__(wrapped)
+    assert communicates(torch.nn.Sequential(torch.nn.Linear(1, 1), wrapped))
+    assert not communicates(torch.nn.Sequential(torch.nn.Linear(1, 1)))
+
+
+def test_what_cannot_be_known_of_a_process_is_left_out(monkeypatch):
+    assert where.describe_loader([]) == "a loader"  # its thread has ended
+    yes, does_not_count = lambda: True, SimpleNamespace(WORLD=SimpleNamespace())
+    monkeypatch.setattr(where, "dist", SimpleNamespace(is_available=yes, is_initialized=yes, group=does_not_count))
+    assert where._collectives() is None
+
+
+def test_where_the_store_fails_or_cannot_be_shared_the_ranks_do_without(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("the process of the store is gone")
+
+    ours = Board(0, 2, "token", HashStore())
+    assert (ours.tell({}), ours.request(), ours.told()) == (0, 1, {0: {}})
+    ours._store = SimpleNamespace(set=fail, add=fail, check=fail)
+    assert (ours.tell({}), ours.request(), ours.told()) == (0, 0, {})
+    assert (ours.was_open, ours.is_open) == (True, False)
+
+    yes, world = lambda: True, SimpleNamespace(get_group_store=lambda: SimpleNamespace(clone=fail))
+    group = {"get_world_size": lambda: 2, "group": SimpleNamespace(WORLD=world)}
+    monkeypatch.setattr(board, "dist", SimpleNamespace(is_available=yes, is_initialized=yes, **group))
+    assert board.own_store() is None
 
 
 def test_a_process_is_known_by_the_time_of_its_start():

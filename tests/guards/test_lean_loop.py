@@ -210,6 +210,15 @@ def test_a_hook_that_is_the_base_classs_own_is_not_called():
     assert module._current_fx_name == "before"
 
 
+def test_a_hook_that_is_none_is_left_out_as_in_lightnings_own_loop():
+    class Without(Model):
+        on_before_zero_grad = None
+
+    lean, plain = fit(LeanLoop(), model=Without())[0], fit(model=Without())[0]
+    assert lean.seen == plain.seen
+    assert torch.equal(lean.layer.weight, plain.layer.weight)
+
+
 def test_a_signature_is_inspected_once_and_each_function_has_its_own_answer():
     asked = []
 

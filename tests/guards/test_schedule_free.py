@@ -475,6 +475,39 @@ def test_batch_norm_and_a_scheduler_of_torch_are_warned_of(recwarn):
     assert "StepLR sets the learning rate" in said[0]
 
 
+def test_a_scheduler_of_torch_for_another_optimizer_is_none_of_its_business(recwarn):
+    class Two(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer, scheduler in zip(self.optimizers(), (None, self.lr_schedulers()), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(self.loss_of(batch))
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+
+        def configure_optimizers(self):
+            other = torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+            return [adamw(self.net[0].parameters()), other], [torch.optim.lr_scheduler.StepLR(other, 1, 0.5)]
+
+    module = Two()
+    trainer = fit(module, ScheduleFree(), steps=4, limit_val_batches=0)
+    assert trainer.optimizers[1].param_groups[0]["lr"] == 0.1 * 0.5**2  # two steps of each
+    assert [str(warning.message) for warning in recwarn if "ScheduleFree" in str(warning.message)] == []
+
+
+def test_a_validation_alone_needs_no_schedule_free_optimizer_and_leaves_the_weights():
+    module = Net()
+    before = weights(module)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, callbacks=[ScheduleFree(), EMA()], enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.validate(module, data(), verbose=False)  # a fit with both averages is refused
+    assert same(module.seen[0], before)
+
+
 # ---- several processes, and the other package
 
 

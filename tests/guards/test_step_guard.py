@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from two_processes import run
 
 from lightning_tricks import BF16True, FP16Mixed, FSDP2Strategy, GradientClippingMixin, StepGuard
 from lightning_tricks._errors import UsageError
+from lightning_tricks.guards.step_guard import step_guard
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
 STEPS, BAD = 12, 7
@@ -279,6 +281,15 @@ def test_a_gradient_that_is_not_finite_is_skipped_where_no_scaler_skips_it(preci
     assert [line.partition(";")[0] for line in lines] == [f"StepGuard: step {BAD} is skipped: gradient norm not finite"]
 
 
+def test_under_fsdp1_the_norm_is_that_of_the_whole_model_and_nothing_is_clipped():
+    limits = []
+    model = SimpleNamespace(clip_grad_norm_=lambda limit: limits.append(limit) or torch.tensor(3.0))
+    lightnings = {"__module__": "lightning.pytorch.strategies", "model": model}
+    trainer = SimpleNamespace(strategy=type("FSDPStrategy", (), lightnings)())
+    assert step_guard._norm(trainer, None) == 3.0
+    assert limits == [math.inf]
+
+
 def train_as_rank(rank: int, spoilt: str, strategy: Any) -> None:
     expected, model = without_the_step("fused AdamW"), Line(spoilt, bad_rank=1)
     strategy = FSDP2Strategy() if strategy == "fsdp2" else strategy
@@ -429,5 +440,12 @@ def test_runs_whose_steps_cannot_be_judged_are_refused():
     lightnings = pl.plugins.MixedPrecision("16-mixed", "cpu")
     with pytest.raises(UsageError, match=r"^StepGuard: fused AdamW under fp16 .* set plugins to FP16Mixed"):
         fit(Line(""), StepGuard(), plugins=[lightnings])
+    lightnings = {"__module__": "lightning.pytorch.strategies"}
+    trainer: Any = SimpleNamespace(strategy=type("DeepSpeedStrategy", (), lightnings)(), optimizers=[])
+    with pytest.raises(UsageError, match=r"^StepGuard: DeepSpeedStrategy leaves clip .*: take DeepSpeedZeROStrategy"):
+        StepGuard().on_fit_start(trainer, Line(""))
+    trainer.strategy.judged_step = None
+    with pytest.raises(UsageError, match=r"^StepGuard.recheck=True: DeepSpeed's engine cannot repeat a step"):
+        StepGuard(recheck=True).on_fit_start(trainer, Line(""))
     _, lines = guarded(Line("gradient x 1e4", "AdamW"), plugins=[pl.plugins.MixedPrecision("16-mixed", "cpu")])
     assert lines == []  # the overflow is the scaler's

@@ -117,6 +117,12 @@ def test_fast_dev_run_is_as_long_as_it_says(shard):
     assert trainer.global_step == 2
 
 
+def test_a_fast_dev_run_from_a_checkpoint_is_as_long_as_it_says_too(shard, tmp_path):
+    fit(shard, 64, saver(tmp_path))
+    trainer, model = fit(shard, 64, fast_dev_run=3, resume=tmp_path / "step=2.ckpt")
+    assert (trainer.global_step, len(model.lrs)) == (3, 1)
+
+
 # ---- a resume
 
 
@@ -235,6 +241,14 @@ def test_data_that_do_not_tell_their_tokens_are_refused_unless_they_are_given(sh
         UsageError, match=r"^total_tokens=100: the data do not tell .* give TotalTokens\(micro_batch_tokens=[^\n]*$"
     ):
         fit(None, 100, data=rows())
+
+
+def test_a_checkpoint_of_data_that_tell_no_position_counts_its_steps_at_this_runs_batch(tmp_path, caplog):
+    fit(None, None, saver(tmp_path), data=rows(), max_steps=4)
+    total = TotalTokens(160, micro_batch_tokens=16)
+    trainer, _ = fit(None, None, total, data=rows(), resume=tmp_path / "step=3.ckpt", accumulate_grad_batches=2)
+    assert "total_tokens=160: 96 seen at step 3, 32 in a step, ends with step 5" in caplog.text
+    assert trainer.global_step == 5
 
 
 def test_epochs_end_the_run_where_they_come_first(shard):
