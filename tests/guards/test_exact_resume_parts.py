@@ -168,24 +168,25 @@ def test_the_state_of_samplers_is_that_of_their_generators_and_numbers():
     assert list(second.batch_sampler) == expected != list(loader().batch_sampler)
 
 
+class Quarters(SubsetRandomSampler):
+    """Each pass is the next quarter of the rows."""
+
+    def __init__(self, indices):
+        super().__init__(indices)
+        self._passes = [0]
+
+    def __iter__(self):
+        self._passes[0] += 1
+        return iter(self.indices[(self._passes[0] - 1) % 4 :: 4])
+
+    def state_dict(self):
+        return {"passes": self._passes[0]}
+
+    def load_state_dict(self, state):
+        self._passes[0] = state["passes"]
+
+
 def test_a_sampler_that_says_where_it_is_goes_on_from_there():
-    class Quarters(SubsetRandomSampler):
-        """Each pass is the next quarter of the rows."""
-
-        def __init__(self, indices):
-            super().__init__(indices)
-            self._passes = [0]
-
-        def __iter__(self):
-            self._passes[0] += 1
-            return iter(self.indices[(self._passes[0] - 1) % 4 :: 4])
-
-        def state_dict(self):
-            return {"passes": self._passes[0]}
-
-        def load_state_dict(self, state):
-            self._passes[0] = state["passes"]
-
     def loader():
         return DataLoader(list(range(8)), sampler=Quarters(list(range(8))))
 
@@ -313,11 +314,13 @@ LOST = ": rows of this epoch may repeat or be left out"
          "a place in batches of batch_size=None of 2 process(es) is none in those of batch_size=None of 1"),
         (fours(sampler=DistributedSamplerWrapper(Odd(range(24)), num_replicas=2, rank=0)),
          fours(sampler=Odd(range(24))), {"world": 2}, {}, "its samplers or their generators are others now"),
+        (fours(sampler=Quarters(list(range(24))), batch_size=1), fours(sampler=Odd(range(24)), batch_size=1), {}, {},
+         "its samplers or their generators are others now"),
         (fours(**generator()), fours(), {}, {}, "its samplers or their generators are others now"),
         (fours(**generator()), fours(shuffle=True), {}, {}, "its samplers or their generators are others now"),
     ],
-    ids=["three processes of two", "no batches", "rows of two processes", "a sampler of one process", "no shuffling",
-         "no generator"],
+    ids=["three processes of two", "no batches", "rows of two processes", "a sampler of one process",
+         "a sampler without a state", "no shuffling", "no generator"],
 )  # fmt: skip
 def test_a_place_that_cannot_be_found_again_is_told_in_one_line(before, after, saved, now, line):
     assert moved(before, after, saved, now)[:3] == (None, 0, [line + LOST])

@@ -26,7 +26,7 @@ from two_processes import run
 from lightning_tricks import Preemption, SafeCheckpoint
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import atomic_checkpoint_io
-from lightning_tricks.guards.preemption import stop_signals, time_limit
+from lightning_tricks.guards.preemption import loader_workers, stop_signals, time_limit
 from lightning_tricks.guards.preemption.agreement import Agreement
 from lightning_tricks.guards.preemption.loader_workers import shielded_workers
 from lightning_tricks.guards.preemption.preemption import Preempted
@@ -378,6 +378,12 @@ def test_loader_workers_outlive_signals_that_are_not_their_loaders(context, kind
             subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)
         assert list(batches) == list(range(1, 8))
         assert worker.exitcode in (None, 0)
+
+
+def test_workers_of_torch_are_shielded_also_where_nobody_has_imported_torchdata(monkeypatch):
+    monkeypatch.delitem(sys.modules, StatefulDataLoader.__module__)
+    with shielded_workers():
+        assert torch.utils.data._utils.worker._worker_loop is loader_workers.worker_loop
 
 
 def test_on_a_system_that_cannot_wait_for_signals_workers_are_left_as_they_are(monkeypatch):
