@@ -31,8 +31,9 @@ def nats_and_gradient(logits: Tensor, labels: Tensor, ignore_index: int) -> tupl
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, rows: int) -> Tensor:
-        wants_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, rows: int, wants_gradient: bool
+    ) -> Tensor:
         head = weight.to(x.dtype)
         nats = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x) if wants_gradient else x
@@ -51,9 +52,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return nats
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad.to(grad_x.dtype), (grad_weight * grad).to(ctx.weight_dtype), None, None, None
+        return grad_x * grad.to(grad_x.dtype), (grad_weight * grad).to(ctx.weight_dtype), *[None] * 4
 
 
 def linear_cross_entropy(
@@ -78,4 +79,6 @@ def linear_cross_entropy(
     https://github.com/linkedin/Liger-Kernel, which does the same in Triton.
     """
     rows = rows or (256 if x.device.type == "cpu" else 8192)
-    return _LinearCrossEntropy.apply(x.to(matmul_dtype(x)), weight, labels, ignore_index, rows)
+    # asked here: autograd turns gradients off within forward, and its `needs_input_grad` is true under `no_grad` too
+    wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return _LinearCrossEntropy.apply(x.to(matmul_dtype(x)), weight, labels, ignore_index, rows, wants_gradient)

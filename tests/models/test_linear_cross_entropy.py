@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
 
@@ -68,9 +69,14 @@ def test_the_gradient_of_a_bf16_head_is_summed_in_fp32_over_many_slices():
     assert (weight.grad.float() - exact.grad).norm() < 2**-8 * exact.grad.norm()  # the rounding of bf16, once
 
 
-def test_without_gradients_nothing_is_kept():
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_it_multiplies_once_and_keeps_nothing(context):
     x, weight, labels = problem()
-    with torch.no_grad():
+    with FlopCounterMode(display=False) as trained:
+        linear_cross_entropy(x, weight, labels)
+    with context(), FlopCounterMode(display=False) as validated:
         loss = linear_cross_entropy(x, weight, labels)
+    product = 2 * 37 * 12 * 50
+    assert (trained.get_total_flops(), validated.get_total_flops()) == (3 * product, product)
     assert not loss.requires_grad
     assert loss.item() == pytest.approx(reference(x, weight, labels).item(), rel=1e-6)
