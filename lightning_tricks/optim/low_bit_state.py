@@ -42,10 +42,8 @@ def owners_of(optimizer: Optimizer) -> dict[Tensor, Any]:
 def empty_state(owner: Any, parameter: Tensor, name: str) -> Tensor | None:
     """The low-bit state that an optimizer of `owners_of` makes for a parameter or shard, with zeros in it.
 
-    None where it keeps a plain tensor: for a small parameter, or where `name` is not in `LOW_BIT`.
+    `name` is in `LOW_BIT`. None where it keeps a plain tensor, for a small parameter.
     """
-    if name not in LOW_BIT:
-        return None
     state: Tensor = owner._new_buffer(parameter, LOW_BIT[name])
     # wrapped anew: for bf16 weights, torchao's DTensor states another dtype than its local tensor has
     return sharded_like(state, local(state)) if is_low_bit(state) else None

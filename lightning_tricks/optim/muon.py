@@ -207,7 +207,7 @@ def _apply(param: Tensor, update: Tensor, factor: float, group: dict[str, Any], 
     decay = group["lr"] * group["weight_decay"]
     if not group["cautious_weight_decay"]:
         param.mul_(1 - decay)
-    elif decay:
+    else:
         param.sub_(param * (update * param >= 0), alpha=decay)
     param.add_(update, alpha=-group["lr"] * factor)
     if before is not None and skip is not None:
