@@ -30,7 +30,7 @@ from lightning_tricks.guards.averages.swap import drop_gathered
 from lightning_tricks.guards.step_guard.skip_step import skipping
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.optim import ComposedOptimizer, Muon, MuonAdamW
-from lightning_tricks.optim.schedule_free import TRAINED
+from lightning_tricks.optim.schedule_free import TRAINED, put_average, put_trained_weights
 from lightning_tricks.precision import BF16True
 from lightning_tricks.strategies import FSDP2Strategy
 
@@ -421,6 +421,25 @@ def test_a_language_model_brings_it_along_once_and_takes_a_warmup_from_the_sched
 
 class Mixed(OptimizerMixin, Net):
     pass
+
+
+def test_to_exchange_the_weights_twice_is_to_exchange_them_once():
+    module = Net()
+    optimizer = adamw(module.parameters())
+    optimizer.train()
+    for batch in data():
+        module.loss_of(batch).backward()
+        optimizer.step()
+    trained = weights(module)
+    put_average(optimizer)
+    average = weights(module)
+    put_average(optimizer)
+    assert same(weights(module), average)
+    assert not same(average, trained)
+    for _ in range(2):
+        put_trained_weights(optimizer)
+        assert same(weights(module), trained)
+        optimizer.train = None  # it is not asked again
 
 
 def test_wrong_runs_are_refused_in_one_line():

@@ -496,6 +496,12 @@ class Twice(torch.optim.SGD):
         return closure()
 
 
+class TwoLosses(torch.optim.SGD):
+    def step(self, closure):
+        closure()
+        return super().step(closure)
+
+
 class Sharpness(torch.optim.SGD):
     """Climbs before it computes the gradient, as SAM does."""
 
@@ -506,7 +512,7 @@ class Sharpness(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("cls", [Twice, Sharpness])
+@pytest.mark.parametrize("cls", [Twice, TwoLosses, Sharpness])
 def test_an_optimizer_that_computes_the_gradient_within_its_step_is_refused_when_it_does(cls):
     param = weight(4)
     optimizer = cls([param], lr=0.1)

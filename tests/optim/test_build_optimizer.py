@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.optim import ParamRule, build_optimizer
+from lightning_tricks.optim.build_optimizer import check_settings
 
 
 def model():
@@ -73,3 +74,14 @@ def test_an_optimizer_that_drops_a_parameter_is_refused():
 def test_torchs_muon_alone_names_the_one_that_takes_a_whole_model():
     with pytest.raises(UsageError, match=r"Muon only supports 2D parameters .*; take MuonAdamW"):
         build_optimizer(nn.Linear(2, 2), torch.optim.Muon)
+
+
+@pytest.mark.parametrize("needs", [lambda groups: torch.optim.SGD([groups[2]], lr=0.1), torch.optim.Muon])
+def test_what_an_optimizer_needs_of_the_parameters_is_no_wrong_setting(needs):
+    assert check_settings(needs) is None
+
+
+def test_a_wrong_setting_is_refused_before_there_is_a_module():
+    with pytest.raises(UsageError, match=r"^optimizer\.lr: Invalid learning rate: -1\.0; give another value$"):
+        check_settings(adamw(lr=-1.0))
+    assert type(check_settings(adamw(lr=1.0))) is torch.optim.AdamW

@@ -118,6 +118,21 @@ def test_a_rule_that_matches_nothing_names_its_pattern_and_near_names():
         decay_groups(Model(), rules=[ParamRule("norm"), ParamRule(r"embd\.weight".replace("\\", ""))])
 
 
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (ParamRule(role="router"), "role 'router' matches no parameter: roles there are bias, embedding, head, "),
+        (
+            ParamRule("layers", role="norm"),
+            "role 'norm', pattern 'layers' matches no parameter: roles there are bias, ",
+        ),
+    ],
+)
+def test_a_rule_whose_role_matches_nothing_names_the_roles_that_are_there(rule, message):
+    with pytest.raises(UsageError, match=f"^param_rules: {message}(head, )?matrix"):
+        decay_groups(Model(), rules=[rule])
+
+
 def test_a_rule_that_earlier_rules_leave_nothing_is_refused():
     with pytest.raises(UsageError, match=r"take all 1 parameters that rule 1 \(pattern 'embed'\)"):
         decay_groups(Model(), rules=[ParamRule("weight"), ParamRule("embed")])
@@ -126,6 +141,8 @@ def test_a_rule_that_earlier_rules_leave_nothing_is_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({}, "^ParamRule: it has neither pattern nor role: say which parameters it is for$"),
+        ({"role": "body"}, r"^ParamRule\.role='body': give one of exempt, state, norm, bias, "),
         ({"pattern": "("}, r"pattern='\(' is no regular expression"),
         ({"pattern": "a", "lr_scale": -1.0}, r"lr_scale=-1\.0 \(pattern 'a'\)"),
         ({"pattern": "a", "lr_scale": math.nan}, "lr_scale=nan"),

@@ -41,6 +41,22 @@ def test_2d_weights_have_the_bits_of_torchs_muon(adjust_lr_fn, nesterov):
     assert equal(ours, torchs)
 
 
+def test_a_closure_computes_the_gradients_and_its_loss_is_returned():
+    (expected,), _ = steps(Muon, [(4, 6)], count=1)
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(4, 6))
+    factors = torch.randn(4, 6)  # the gradient that `steps` draws
+
+    def closure():
+        loss = (param * factors).sum()
+        loss.backward()
+        return loss
+
+    loss = (param.detach() * factors).sum()
+    assert torch.equal(Muon([param]).step(closure), loss)
+    assert torch.equal(param, expected)
+
+
 def test_singular_values_come_near_one():
     torch.manual_seed(0)
     values = torch.linalg.svdvals(orthogonalize(torch.randn(3, 20, 50)).float())

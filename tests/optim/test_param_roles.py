@@ -325,6 +325,16 @@ class Classifier(nn.Module):
         return self.last
 
 
+class Backbone(Holder):
+    """Its methods find no head: as in transformers, where a class does not know it, and of another kind."""
+
+    def get_output_embeddings(self):
+        raise NotImplementedError
+
+    def get_classifier(self, name):
+        return self
+
+
 @pytest.mark.parametrize(
     ("model", "heads"),
     [
@@ -332,6 +342,7 @@ class Classifier(nn.Module):
         (Holder(blocks=nn.ModuleList([Holder(head=nn.Linear(4, 4))]), unembed=nn.Linear(4, 9)), {"unembed.weight"}),
         (Holder(head=Holder(fc=nn.Linear(4, 9)), body=nn.Linear(4, 4)), {"head.fc.weight"}),
         (Classifier(), {"last.weight"}),
+        (Backbone(body=nn.Linear(4, 4), head=nn.Linear(4, 2)), {"head.weight"}),
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), {"2.weight"}),
         (Holder(layer1=nn.ModuleList([Holder(conv=nn.Conv2d(3, 3, 3))]), fc=nn.Linear(3, 2)), {"fc.weight"}),
         (Holder(blocks=nn.ModuleList([Holder(up=nn.Linear(4, 4))])), set()),  # a backbone has no head

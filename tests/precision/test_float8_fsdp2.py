@@ -13,6 +13,7 @@ import torch
 import two_processes
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -28,6 +29,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting import count_flops, training_flops_per_token
 from lightning_tricks.models import Decoder
 from lightning_tricks.precision.float8 import torchao_linear  # noqa: F401  takes long: once for all processes
+from lightning_tricks.precision.float8.linear import layer_stats
 from lightning_tricks.strategies import FSDP2Strategy
 
 pytestmark = pytest.mark.slow
@@ -324,6 +326,11 @@ def scales_are_those_of_the_weights(rank: int, folder: str) -> None:
         assert torch.allclose(value, gathered[name], rtol=1e-6), name
     assert sharded["weight_underflow"] > 0.99
     assert (sharded["weight_amax"] == 1e6) == (rank == 0)
+    whole = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 0, 32)
+    layer, half = (torch.nn.Linear(32, rows, bias=False) for rows in (32, 16))
+    layer.weight.data, half.weight.data = whole, whole[16 * rank : 16 * (rank + 1)]
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))  # a row's scale needs no other rank
+    assert layer_stats(layer, rows, None, "rowwise") == layer_stats(half, rows, None, "rowwise")
 
     for fsdp in (False, True):
         strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
