@@ -29,9 +29,9 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, base: type, option: str) -> Any:
-    """The inverse of `to_plain` for a `base` or a list of them; any other value is returned unchanged."""
-    if isinstance(value, list):
-        return [from_plain(entry, base, option) for entry in value]
+    """The inverse of `to_plain` for a `base`, or lists and tuples of them; any other value is returned unchanged."""
+    if type(value) in (list, tuple):
+        return type(value)(from_plain(entry, base, option) for entry in value)
     if not isinstance(value, dict) or "class_path" not in value:
         return value
     settings = value.get("init_args", {})

@@ -1,5 +1,6 @@
 """The optimizer of any LightningModule: what it trains with, what a resume follows, what is refused."""
 
+import dataclasses
 import functools
 import logging
 import math
@@ -12,7 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_tricks._errors import UsageError
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.optim import ParamRule
-from lightning_tricks.schedules import WarmupConstant, WarmupCosine, WarmupLinear, WarmupStableDecay
+from lightning_tricks.schedules import Schedule, WarmupConstant, WarmupCosine, WarmupLinear, WarmupStableDecay
 
 
 class Plain(LightningModule):
@@ -362,6 +363,25 @@ def test_the_module_is_built_again_from_its_checkpoint_alone(saved, tmp_path):
     assert model.param_rules == SETTINGS["param_rules"]
     assert (model.net.out_features, model.weight_decay) == (3, 0.2)
     trainer(1).validate(model, batches(1), verbose=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest(Schedule):
+    """A curve of one's own, which is made of others."""
+
+    curves: tuple[Schedule, ...] | list[Schedule]
+
+    def lr(self, peak, step, total_steps):
+        return max(curve.lr(peak, step, total_steps) for curve in self.curves)
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_schedule_made_of_others_comes_back_from_the_checkpoint(tmp_path, kind):
+    schedule = Largest(kind([WarmupConstant(warmup_steps=2), WarmupCosine(warmup_steps=1)]))
+    fit(Saving(schedule=schedule), 3).save_checkpoint(tmp_path / "run.ckpt")
+    model = Saving.load_from_checkpoint(tmp_path / "run.ckpt")
+    assert model.schedule == schedule
+    assert fit(model, 4, resume=tmp_path / "run.ckpt").global_step == 4
 
 
 def test_to_train_it_needs_the_function_that_no_checkpoint_holds(saved, tmp_path):

@@ -165,6 +165,18 @@ def test_a_run_without_a_schedule_goes_on_in_the_step_of_one(tmp_path):
     assert resumed.lrs == planned(8)[5:]
 
 
+def test_a_scheduler_of_the_modules_own_beside_ours_goes_its_way():
+    class Two(Model):
+        def configure_optimizers(self):
+            made = super().configure_optimizers()
+            self.own = torch.optim.lr_scheduler.StepLR(made["optimizer"], 100)
+            return [made["optimizer"]], [made["lr_scheduler"], {"scheduler": self.own, "interval": "step"}]
+
+    _, model = fit(loader(), model=Two(), max_epochs=1)
+    assert model.lrs == planned(7)
+    assert model.own.last_epoch == 7
+
+
 # ---- refusals
 
 

@@ -143,6 +143,14 @@ def test_a_micro_batch_that_the_training_step_skips_does_not_count():
     assert count(model, [1, 2, 3, 4]) == pytest.approx([1.0, 1.0])
 
 
+def test_a_loss_that_is_no_token_mean_is_left_as_it_is():
+    class Plain(Counter):
+        def training_step(self, batch, batch_idx):
+            return self.weight * batch
+
+    assert count(Plain(), [1, 2, 3, 5]) == [1.5, 4.0]  # Lightning's mean over the micro-batches
+
+
 def test_another_number_of_tokens_to_a_batch_in_a_second_fit_is_as_right_as_the_first():
     model = Counter()
     assert count(model, [1, 2]) == pytest.approx([1.0])
