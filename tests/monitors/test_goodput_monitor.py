@@ -592,12 +592,20 @@ def test_validating_and_saving_after_the_run_change_no_figure(clock, tmp_path, c
     assert bills(caplog) == []
 
 
+class Fails(Net):
+    def validation_step(self, batch, batch_idx):
+        raise ZeroDivisionError
+
+
 def test_a_monitor_that_never_fitted_knows_nothing(clock, tmp_path):
     monitor = GoodputMonitor()
     trainer = trainer_with(clock, monitor, limit_val_batches=1)
     trainer.validate(Net(clock), DataLoader(torch.ones(2, 2)), verbose=False)
     assert monitor.seconds == {}
     assert monitor.state_dict() == {}
+    with pytest.raises(ZeroDivisionError):
+        trainer.validate(Fails(clock), DataLoader(torch.ones(2, 2)), verbose=False)
+    assert monitor.seconds == {}
 
 
 def test_without_a_logging_interval_there_is_still_a_bill(clock, caplog):

@@ -152,9 +152,9 @@ class GoodputMonitor(pl.Callback):
         state, self._loaded = self._loaded, {}
         if not state:
             return
-        places = [Path(state["file"])] if state["file"] else []
-        if self._trainer.ckpt_path:  # the folder may have been moved
-            places.insert(0, Path(self._trainer.ckpt_path).parent / FILE)
+        places = [Path(self._trainer.ckpt_path).parent / FILE]  # first, because the folder may have been moved
+        if state["file"]:
+            places.append(Path(state["file"]))
         self._history = History.read(state["run"], places if self._trainer.is_global_zero else [])
         self._time.resume(state, self._history.earlier, self._history.saves)
         self._skipped = state["skipped_steps"]
