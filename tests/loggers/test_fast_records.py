@@ -1,6 +1,8 @@
 """Records with the checksum in C are TensorBoard's own, byte by byte."""
 
 import io
+import runpy
+import sys
 from types import SimpleNamespace
 
 from hypothesis import given
@@ -47,6 +49,9 @@ def test_a_writer_of_another_make_is_left_alone():
 
 def test_without_the_package_tensorboard_writes_its_own_way(tmp_path, monkeypatch):
     monkeypatch.setattr(_fast_records, "google_crc32c", None)
+    with monkeypatch.context() as absent:
+        absent.setitem(sys.modules, "google_crc32c", None)
+        assert runpy.run_path(_fast_records.__file__)["google_crc32c"] is None
     logger = ResumingTensorBoardLogger(tmp_path, version="")
     logger.log_metrics({"train/loss": 0.5}, 3)
     logger.save()

@@ -224,8 +224,10 @@ def test_the_callback_that_tells_the_step_leaves_after_the_first_batch(tmp_path)
         def on_train_batch_end(self, trainer, *_):
             seen.append(sum(isinstance(callback, ResumePoint) for callback in trainer.callbacks))
 
-    trainer = fit([logger(tmp_path), logger(tmp_path, name="other")], 2, callbacks=(Watch(),))
+    plain = pl.loggers.CSVLogger(tmp_path, name="plain", version="")  # knows of no resume
+    trainer = fit([logger(tmp_path), logger(tmp_path, name="other"), plain], 2, callbacks=(Watch(),))
     assert seen == [0, 0]
+    assert len((tmp_path / "plain" / "metrics.csv").read_text().splitlines()) == 3
     ResumePoint.watch(trainer.lightning_module)
     ResumePoint.watch(trainer.lightning_module)
     assert sum(isinstance(callback, ResumePoint) for callback in trainer.callbacks) == 1

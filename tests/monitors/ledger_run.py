@@ -112,11 +112,12 @@ def fit(folder: Path, *plants: pl.Callback, data: Rows | None = None, ledger: An
     np.random.seed(1)
     torch.manual_seed(1)
     checkpoint, dropout = options.pop("ckpt_path", None), options.pop("dropout", 0.2)
+    module = options.pop("module", Net)(dropout)
     saver = SafeCheckpoint(folder / "saved", every_n_train_steps=SAVED, keep_last=9)
     defaults = {"max_steps": STEPS, "log_every_n_steps": 2, "accelerator": "cpu", "devices": 1, "logger": False}
     trainer = pl.Trainer(
         callbacks=[*plants, ledger or RunLedger(str(folder / "ledger.jsonl"), 1), saver], enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, **{**defaults, **options},
     )  # fmt: skip
-    trainer.fit(Net(dropout), datamodule=data or Rows(), ckpt_path=checkpoint)
+    trainer.fit(module, datamodule=data or Rows(), ckpt_path=checkpoint)
     return trainer

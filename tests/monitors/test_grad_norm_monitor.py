@@ -238,11 +238,17 @@ def test_a_module_with_a_clip_of_its_own_keeps_it():
             for parameter in self.parameters():
                 parameter.grad.clamp_(-1e-3, 1e-3)
 
-    for kind in (Own, ByHand):
+    class AfterMixin(Clipping):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+            super().configure_gradient_clipping(optimizer, 0.5 * gradient_clip_val, gradient_clip_algorithm)
+
+    for kind in (Own, ByHand, AfterMixin):
         reference = Reference()
         _, logger, weights = fit(kind(), reference, GradNormMonitor(), gradient_clip_val=0.2)
         assert logger.series("train/grad_norm") == dict(enumerate(reference.norms))
         assert same(weights, fit(kind(), gradient_clip_val=0.2)[2])
+        # the limit is known where the clip is Lightning's
+        assert bool(logger.series("train/clipped_fraction")) == (kind is Own)
 
 
 class Adversaries(Net):
@@ -332,6 +338,11 @@ def test_deepspeeds_norm_is_its_engines():
     monitor.on_train_batch_end(trainer, model, None, None, 0)
     assert recorded == {"train/grad_norm": 2.5}
     assert monitor._clip_val == 1.0
+    monitor.on_before_optimizer_step(trainer, model, trainer.optimizers[0])  # `.grad` is empty there
+    strategy.deepspeed_engine.get_global_grad_norm = lambda: None  # before the engine's first step
+    recorded.clear()
+    monitor.on_train_batch_end(trainer, model, None, None, 0)
+    assert recorded == {}
 
 
 @pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])

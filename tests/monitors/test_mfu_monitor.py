@@ -6,6 +6,7 @@ import random
 import sys
 import warnings
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -251,6 +252,27 @@ def test_checkpoints_are_left_out_and_reported(clock, tmp_path):
     assert len(log.series("tokens_per_second")) >= 4
 
 
+def test_a_checkpoint_before_the_first_batch_is_nobodys_time(clock, tmp_path):
+    class AtOnce(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / "first.ckpt")
+
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            clock.now += 5.0
+
+    log, _ = run(Net(clock), callbacks=[AtOnce()])
+    assert (tmp_path / "first.ckpt").exists()
+    assert log.series("first_step_seconds") == {0: 2.0}
+    assert not log.series("checkpoint_seconds")
+
+
+def test_an_interval_too_short_for_the_clock_has_no_rate(clock):
+    log, _ = run(Net(clock, step_seconds=0.0))
+    assert log.series("first_step_seconds") == {0: 0.0}
+    assert not log.series("tokens_per_second")
+    assert not log.series("step_seconds")
+
+
 def test_a_checkpoint_inside_a_validation_is_counted_once(clock, tmp_path):
     class Saving(Net):
         def on_validation_epoch_end(self):
@@ -408,6 +430,11 @@ class Both:
     tokens: torch.Tensor
 
 
+class Named(NamedTuple):
+    images: torch.Tensor
+    tokens: torch.Tensor
+
+
 ONES = torch.ones(3, 5, dtype=torch.long)
 
 
@@ -428,6 +455,7 @@ ONES = torch.ones(3, 5, dtype=torch.long)
         ((torch.ones(3, 7, 2), torch.ones(3, 4)), (3, 7), 3),
         ({"deep": {"input_ids": ONES}}, (3, 5), 3),
         (Both(torch.ones(3, 3, 8, 8), ONES), (3, 5), 3),
+        (Named(torch.ones(3, 3, 8, 8), ONES), (3, 5), 3),
         ((torch.ones(3, 3, 8, 8), torch.ones(3, 6, dtype=torch.long)), None, 3),
         ((torch.ones(3, 10), torch.ones(3, dtype=torch.long)), None, 3),
         (torch.ones(3, 5, dtype=torch.bool), None, 3),

@@ -72,6 +72,10 @@ def test_what_was_written_before_an_error_is_there(tmp_path):
         ({"loss": 1.5, "text": ["a", "b"]}, [{"loss": 1.5, "text": ["a", "b"]}]),
         ({"ids": TWO, "layers": (TWO, TWO)}, [{"ids": i, "layers": [i, i]} for i in TWO.tolist()]),
         ({"x": torch.ones(3), "boxes": [TWO, TWO[0], None]}, [{"x": 1, "boxes": b} for b in BOXES]),
+        (
+            {"x": TWO[0], "boxes": [torch.ones(2), torch.zeros(3)]},  # the boxes of each row are a tensor
+            [{"x": 1, "boxes": [1, 1]}, {"x": 2, "boxes": [0, 0, 0]}],
+        ),
         ([{"boxes": torch.zeros(2000)}, {"boxes": torch.ones(1)}], [{"boxes": [0] * 2000}, {"boxes": [1]}]),
         ([["a"], np.arange(3), np.float32(0.5)], [[["a"], [0, 1, 2], 0.5]]),
         ({1: Path("file"), 2: 1j}, [{"1": "file", "2": "1j"}]),

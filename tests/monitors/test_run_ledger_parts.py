@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import two_processes
-from ledger_run import Rows, fit
+from ledger_run import Net, Rows, fit
 from preloaded import python
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -137,6 +137,15 @@ def test_tensors_are_found_in_any_batch():
         assert len(BatchSum().of_micro_batch(batch)[0]) == tensors
 
 
+def test_batches_of_ever_other_lengths_keep_few_factors_and_have_the_same_sums():
+    batch = BatchSum()
+    for length in range(1, 101):
+        rows = torch.arange(2 * length).view(2, length)
+        (total,), _ = batch.of_micro_batch(rows)
+        assert len(batch._factors) <= 64
+        assert step_sum([join_halves(*total.tolist())], 2, 0, 1) == batch_sum(rows)
+
+
 def test_a_row_is_as_many_of_the_last_dimensions_as_make_64_values():
     shapes = {(): 0, (100,): 1, (10, 100): 1, (100, 3): 1, (8, 16, 3, 3): 1, (8, 100, 64): 2, (8, 2, 40, 3, 30): 3}
     assert {shape: leading_dims(torch.Size(shape)) for shape in shapes} == shapes
@@ -200,6 +209,9 @@ def sharded_sums(rank, folder):
     }
     parts = WeightSum(results["rows"], 3, rank)
     sums["parts"] = [number(parts.of_part(part, CPU)) for part in range(parts.parts)]
+    row = nn.Module()  # of which rank 1 has nothing
+    row.weight = nn.Parameter(distribute_tensor(torch.ones(1, 70), mesh, [Shard(0)]))
+    sums["one row"] = [number(WeightSum(row, 1, rank).of_part(0, CPU)), number(WeightSum(row, 1, rank).of_all(CPU))]
     (folder / f"{rank}.json").write_text(json.dumps(sums))
 
 
@@ -213,6 +225,9 @@ def test_shards_of_two_processes_add_up_to_the_sum_of_one(tmp_path):
         want = number(WeightSum(plain, 1, 0).of_all(CPU)) if name == "fsdp2" else expected
         assert [(a + b) % MODULUS for a, b in zip(one[name], other[name], strict=True)] == [want, want], name
     assert one["parts"] != other["parts"]
+    row = nn.Module()
+    row.weight = nn.Parameter(torch.ones(1, 70))
+    assert (one["one row"], other["one row"]) == ([number(WeightSum(row, 1, 0).of_all(CPU))] * 2, [0, 0])
 
 
 def test_a_random_state_is_told_from_those_around_it():
@@ -222,6 +237,19 @@ def test_a_random_state_is_told_from_those_around_it():
         (torch.rand, np.random.rand, random.random, torch.rand, np.random.rand)[step](*[1] * (step not in (2,)))
     assert len(seen) == 5
     assert (torch_random_sum(CPU), other_random_sum()) == (torch_random_sum(CPU), other_random_sum())
+
+
+def test_numpys_other_generators_have_a_state_as_well():
+    own, seen = np.random.get_bit_generator(), []
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        for _ in range(3):
+            seen.append(other_random_sum())
+            assert other_random_sum() == seen[-1]
+            np.random.rand(1)
+    finally:
+        np.random.set_bit_generator(own)
+    assert len(set(seen)) == 3
 
 
 # --------------------------------------------------------------------------------------------------------------- lines
@@ -265,6 +293,7 @@ def test_a_changed_or_lost_line_breaks_the_chain(tmp_path):
         ([*lines[:2], *lines[3:]], [3]),
         ([lines[0], lines[2], lines[1], *lines[3:]], [2, 3, 4]),
         ([*lines[:2], "rubbish\n", *lines[3:]], [3, 4]),
+        ([*lines[:2], lines[2].replace('"batch', "batch"), *lines[3:]], [3, 4]),
     ):
         path.write_text("".join(changed))
         assert read_ledger(path).broken == broken
@@ -294,6 +323,47 @@ def test_files_that_are_no_ledger_are_refused_and_kept(tmp_path):
         fit(tmp_path / "run", ledger=RunLedger(str(tmp_path / "notes.txt" / "ledger.jsonl")))
     with pytest.raises(UsageError, match="cover_weights_in_steps=0: give 1 or more"):
         RunLedger(cover_weights_in_steps=0)
+
+
+def test_a_file_without_a_start_or_a_step_holds_no_ledger(tmp_path):
+    start, *steps = lines_of(tmp_path / "ledger.jsonl").read_text().splitlines(keepends=True)
+    for lines in ([start], steps, []):
+        (tmp_path / "ledger.jsonl").write_text("".join(lines))
+        with pytest.raises(
+            UsageError, match=r"ledger\.jsonl: holds no step of a ledger: name the file that RunLedger "
+        ):
+            read_ledger(tmp_path)
+
+
+class Quantized(torch.Tensor):
+    """Stands for a tensor of a library, whose bits lie where only that library knows."""
+
+
+class Partly(Net):
+    def __init__(self, dropout):
+        super().__init__(dropout)
+        tables = [nn.Parameter(torch.ones(3).as_subclass(Quantized), requires_grad=False) for _ in range(4)]
+        self.tables = nn.ParameterList(tables)
+
+
+def test_weights_that_cannot_be_read_are_left_out_with_one_warning(tmp_path, recwarn):
+    fit(tmp_path / "whole", max_steps=1)
+    fit(tmp_path / "partly", module=Partly, max_steps=1)
+    said = [str(warning.message) for warning in recwarn if "RunLedger" in str(warning.message)]
+    names = "tables.0, tables.1, tables.2, ..."
+    assert said == [f"RunLedger: 4 parameters cannot be read and are not in the ledger: {names}"]
+    assert read_ledger(tmp_path / "partly").steps == read_ledger(tmp_path / "whole").steps
+
+
+def test_a_strategy_that_holds_no_parameter_whole_has_a_ledger_without_weights(tmp_path, recwarn):
+    strategy = type("FSDPStrategy", (pl.strategies.SingleDeviceStrategy,), {"__module__": "lightning.pytorch"})
+    fit(tmp_path, strategy=strategy(CPU), max_steps=2)
+    ledger = read_ledger(tmp_path)
+    assert [ledger.starts[0][name] for name in ("weights", "parts", "elements", "sharded")] == [None] * 4
+    assert [step["weights"] for step in ledger.steps.values()] == [None, None]
+    assert all(step["loss"] for step in ledger.steps.values())
+    line = "RunLedger: FSDPStrategy holds no parameter whole: the ledger has no weights"
+    assert [str(warning.message) for warning in recwarn if "RunLedger" in str(warning.message)] == [line]
 
 
 def test_the_file_lies_in_the_folder_of_the_first_logger(tmp_path, monkeypatch):

@@ -8,6 +8,8 @@ import transformers
 import two_processes
 from monitored import fit
 from short_run import tensors
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -200,6 +202,11 @@ def test_a_run_that_cannot_sample_is_refused_at_its_start():
 
     with pytest.raises(UsageError, match="SampleText needs a tokenizer"):
         run(SampleText(), model=Without())
+    wordless = Module()
+    wordless.tokenizer = Tokenizer(WordLevel({"def": 5, "?": 0}, "?"))
+    with pytest.raises(UsageError, match=r"^SampleText: prompts: '' holds no token and no end-of-text token is known$"):
+        run(SampleText(), model=wordless)
+    run(SampleText(["def"], max_new_tokens=2), model=wordless, max_steps=2)  # no text ends before its last token
     with pytest.raises(UsageError, match=r"max_new_tokens=64 after the \d tokens of 'def ' is more than max_seq_len"):
         fit(Ours(), SampleText(["def "]))
 
