@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import beside
 import lightning.pytorch as pl
@@ -30,9 +31,11 @@ from torch.distributed.checkpoint import CheckpointException
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import RankMonitor
 from lightning_tricks.monitors.ranks import failed_fit
+from lightning_tricks.monitors.ranks import hub as hub_file
 from lightning_tricks.monitors.ranks.connection import Address, Connection, Member
 from lightning_tricks.monitors.ranks.failed_fit import is_consequence
 from lightning_tricks.monitors.ranks.hub import Hub
+from lightning_tricks.monitors.ranks.rank_monitor import _Watch
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:552] Connection closed by peer [127.0.0.1]:6001"
 LONG = 60.0  # seconds, for something that happens at once or never
@@ -150,13 +153,17 @@ def reset(sock: socket.socket) -> None:
 def test_a_broken_connection_is_no_death(ranks, capfd):
     two = ranks(2)
     member = Member(2, 3, "far", 1)
+    reset(socket.create_connection(("127.0.0.1", two.hub.address.port)))  # a stranger's is nobody's
     far = socket.create_connection(("127.0.0.1", two.hub.address.port))
     far.sendall(json.dumps({"token": two.hub.address.token, **vars(member)}).encode() + b"\n")
     assert b"welcome" in far.recv(100)
     reset(far)
-    until(lambda: "broke" in capfd.readouterr().err)
+    said: list[str] = []
+    until(lambda: said.append(capfd.readouterr().err) or "broke" in said[-1])
     two.connections[1].fail(ValueError("later"))  # the hub has gone on
     assert set(two.wait().values()) == {"rank 1 of 2 on here failed first: ValueError: later"}
+    assert "".join(said).count("RankMonitor: the connection of rank 2 on far broke (") == 1
+    assert "".join(said).count("\n") == 1
 
 
 def test_a_broken_connection_to_rank_0_is_no_death_of_it(capfd):
@@ -226,6 +233,26 @@ def test_a_hub_that_ends_before_it_greets_says_goodbye():
     assert late._greet(sock)
     assert late.listen() is None
     late.close()
+
+
+def test_a_hub_that_cannot_accept_a_connection_now_accepts_it_later(monkeypatch):
+    hub, pauses = Hub(("127.0.0.1",)), []
+
+    def accept():
+        raise OSError(24, "Too many open files")
+
+    with socket.create_connection(("127.0.0.1", hub.address.port)) as sock, sock.makefile("rb") as heard:
+        with monkeypatch.context() as now:
+            now.setattr(hub, "_server", SimpleNamespace(accept=accept))
+            now.setattr(hub_file.time, "sleep", pauses.append)
+            hub._accept()
+        assert (pauses, hub._members) == ([0.1], {})
+        hub._accept()
+        assert len(hub._members) == 1
+        hub.close()
+        hub.start()
+        assert heard.read() == b'{"bye": true}\n'
+        hub.join(10)
 
 
 def test_on_one_host_no_other_host_can_connect():
@@ -317,8 +344,12 @@ def test_what_has_nothing_to_do_with_the_run_is_not_heard(ranks):
         for _ in range(40):
             stranger.sendall(b"x" * 65536)
         assert stranger.recv(100) == b""
-    two.connections[1].fail(ValueError("so"))
-    assert set(two.wait().values()) == {"rank 1 of 2 on here failed first: ValueError: so"}
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as silent, silent.makefile("rb") as heard:
+        until(lambda: len(two.hub._members) == 3)
+        two.connections[1].fail(ValueError("so"))
+        assert set(two.wait().values()) == {"rank 1 of 2 on here failed first: ValueError: so"}
+        two.hub.close()
+        assert heard.read() == b'{"bye": true}\n'  # and no word of the failure
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -344,6 +375,34 @@ def test_another_program_on_the_port_is_not_taken_for_rank_0(monkeypatch):
         rank_0 = Member(0, 2, "there", 1)
         address = Address(("127.0.0.1",), server.getsockname()[1], "token")
         assert not Connection(Member(1, 2, "here", 2), address, rank_0).connect()
+
+
+def test_a_rank_that_cannot_reach_rank_0_says_so_unless_it_has_ended_meanwhile(monkeypatch, capfd):
+    monkeypatch.setattr("lightning_tricks.monitors.ranks.connection.CONNECT_SECONDS", 0.0)
+    address = Address(("node0", "10.0.0.1"), 4321, "token")
+    for ends in (False, True):
+        watch = _Watch(Connection(Member(1, 2, "here", 2), address, Member(0, 2, "node0", 1)), None, 0.0)
+        if ends:
+            watch.close()
+        watch.run()
+        line = "RankMonitor: rank 1 cannot reach rank 0 at node0 or 10.0.0.1, port 4321: it is not watched\n"
+        assert capfd.readouterr().err == ("" if ends else line)
+
+
+class SIGTERMException(SystemExit):
+    """Named as Lightning's, which it raises in the fit when the signal comes."""
+
+
+@pytest.mark.parametrize(
+    ("error", "waited"), [(SIGTERMException(), [1.0]), (SystemExit(), []), (KeyboardInterrupt(), [])]
+)
+def test_a_rank_that_is_told_to_end_leaves_and_waits_a_second_for_the_reason_of_a_launchers_signal(error, waited):
+    monitor, seconds, left = RankMonitor(), [], []
+    monitor._watch = SimpleNamespace(
+        known=SimpleNamespace(wait=seconds.append), close=lambda: left.append("close"), join=left.append, hub=None
+    )
+    monitor.on_exception(None, None, error)
+    assert (seconds, left, monitor._watch) == (waited, ["close", 1.0], None)
 
 
 def test_a_negative_grace_is_refused():
