@@ -24,6 +24,7 @@ from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
+from lightning_tricks.precision import BF16Mixed
 from lightning_tricks.schedules import WarmupCosine
 from lightning_tricks.strategies import FSDP2Strategy
 from lightning_tricks.strategies.fsdp2.shard import largest_group
@@ -327,6 +328,44 @@ def test_a_second_fit_and_a_validation_take_the_shards_as_they_are():
     trainer = train(model, strategy=FSDP2Strategy(), epochs=1)
     assert len(model.losses) == 6
     assert trainer.strategy.model is model
+    fresh = CausalLM()
+    fresh.validation_step = fresh.training_step
+    for validated in (fresh, model):
+        validated.losses.clear()
+        for strategy in (FSDP2Strategy(), FSDP2Strategy()):  # with shards of its own, and with those that are there
+            trainer = pl.Trainer(
+                accelerator="cpu", strategy=strategy, devices=1, logger=False, enable_progress_bar=False,
+                enable_checkpointing=False,
+            )  # fmt: skip
+            trainer.validate(validated, rows(), verbose=False)
+            assert trainer.optimizers == []
+        assert validated.losses[:3] == validated.losses[3:]
+    alone = CausalLM()
+    train(alone, epochs=1)
+    assert fresh.losses[0] == pytest.approx(alone.losses[0], rel=1e-6)
+
+
+class Normed(Image):
+    """Notes the type of the weights and the input of a block's two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set()
+        for layer in (self.stages[0].conv, self.stages[0].norm):
+            layer.register_forward_pre_hook(self.note)
+
+    def note(self, layer, args):
+        self.seen.add(("norm" if isinstance(layer, nn.BatchNorm2d) else "conv", layer.weight.dtype, args[0].dtype))
+
+
+@pytest.mark.parametrize("blocks", [None, [r"stages\.\d+\.norm", r"stages\.\d+"]])
+def test_batch_norm_keeps_fp32_weights_and_statistics_where_the_rest_is_gathered_in_bf16(blocks):
+    model, alone, bf16 = Normed(), Image(), torch.bfloat16
+    train(alone, epochs=1)
+    train(model, BF16Mixed(), strategy=FSDP2Strategy(blocks=blocks), epochs=1)
+    assert model.seen == {("conv", bf16, bf16), ("norm", torch.float32, bf16)}
+    assert model.stages[0].norm.running_mean.dtype == torch.float32
+    assert model.losses == pytest.approx(alone.losses, rel=0.02)
 
 
 class ShardsItself(CausalLM):
@@ -445,6 +484,18 @@ def test_a_parameter_made_after_sharding_is_refused_by_name():
             return super().configure_optimizers()
 
     refused(Grows(), r"^parameter 'late' was made after sharding: make it in __init__ or configure_model")
+
+
+def test_files_elsewhere_are_read_and_options_of_a_store_are_refused(tmp_path):
+    whole, saved, resumed = CausalLM(), CausalLM(), CausalLM()
+    train(whole)
+    strategy = FSDP2Strategy(save_distributed_checkpoint=False)
+    trainer = train(saved, strategy=strategy, epochs=1)
+    trainer.save_checkpoint("memory://fsdp2/run.ckpt")
+    train(resumed, strategy=FSDP2Strategy(), ckpt_path="memory://fsdp2/run.ckpt")
+    assert resumed.losses == pytest.approx(whole.losses[3:], rel=1e-6)
+    with pytest.raises(UsageError, match=r"^storage_options={'key': 1}: FSDP2Strategy writes to a file system and tak"):
+        trainer.save_checkpoint(tmp_path / "run.ckpt", storage_options={"key": 1})
 
 
 def test_an_optimizer_that_takes_no_dtensors_is_refused_by_name():

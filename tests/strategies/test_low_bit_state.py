@@ -9,6 +9,8 @@ import torch
 import two_processes
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.utils.data import DataLoader
 from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
@@ -18,6 +20,7 @@ from lightning_tricks._tensors import local
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.optim import build_optimizer
 from lightning_tricks.strategies import FSDP2Strategy
+from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
 
 STEPS, SAVED = 6, 4  # the loader has as many batches as the whole run
 # 256 rows of 48 values: shards of two and of one have whole blocks of 256 values, those of three cut them
@@ -108,6 +111,11 @@ def two_ranks(rank: int, folder: Path) -> None:
     go_on(folder / "one", 1e-3, shards, **sharded())
     weights_in_bf16 = fit(folder / "bf16", plugins=[BF16True()], **sharded())
     go_on(folder / "bf16", None, weights_in_bf16, plugins=[BF16True()], **sharded())
+    for dim, cuts in ((0, False), (1, True)):  # columns of a matrix are parts of many blocks
+        like = distribute_tensor(torch.zeros(ROWS, WIDTH), init_device_mesh("cpu", (2,)), [Shard(dim)])
+        chunk = ChunkStorageMetadata(torch.Size([0, 0]), like.shape)
+        saved = TensorStorageMetadata(TensorProperties(torch.float32), like.shape, [chunk])
+        assert sharded_checkpoint._cuts_a_block(like, saved, 256) == cuts
     to_file = {"save_distributed_checkpoint": False}
     whole = fit(folder / "whole", module=TorchaosOwn, **sharded(**to_file))
     go_on(folder / "whole", 1e-3, whole, module=TorchaosOwn, **sharded(**to_file))

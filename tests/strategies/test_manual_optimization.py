@@ -207,6 +207,15 @@ def test_a_parameter_used_without_a_call_after_a_step_is_refused():
     refused(Direct, r"^Direct.training_step uses a sharded parameter: .* put the computation into the forward of a")
 
 
+def test_another_error_of_a_step_is_its_own():
+    class Fails(GAN):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("out of reach")
+
+    with pytest.raises(RuntimeError, match=r"^out of reach$"):
+        fit(Fails(), FSDP2Strategy())
+
+
 def test_a_backward_pass_behind_lightnings_back_is_refused():
     class Behind(GAN):
         def manual_backward(self, loss):
