@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,6 +41,7 @@ from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.data.batches import IGNORED
 from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.mixins import GradientClippingMixin
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
 from lightning_tricks.precision import AutoPrecision, BF16Mixed, BF16True, Float8, FP16Mixed
@@ -49,7 +51,7 @@ from lightning_tricks.strategies import DeepSpeedZeROStrategy, consolidate_deeps
 from lightning_tricks.strategies.deepspeed import load_deepspeed as loading
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
 from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed
-from lightning_tricks.strategies.deepspeed.settings import differing_weights, fitting_sizes
+from lightning_tricks.strategies.deepspeed.settings import differing_weights, fitting_sizes, refuse_settings
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 pytestmark = pytest.mark.slow
@@ -884,6 +886,39 @@ def test_folders_that_are_no_whole_checkpoint_are_refused(tmp_path):
     assert "not written to its end" in told(tmp_path / "run")
     (tmp_path / "run" / "latest").touch()
     assert read_layout(tmp_path / "run").world_size == 1
+    with pytest.raises(UsageError, match=rf"^{tmp_path} is a folder: give the name of a file$"):
+        consolidate_deepspeed(tmp_path / "run", tmp_path)
+
+
+def test_options_of_a_store_are_refused(tmp_path):
+    with pytest.raises(
+        UsageError, match=r"^storage_options={'key': 1}: DeepSpeed writes to a file system and takes no"
+    ):
+        DeepSpeedZeROStrategy().save_checkpoint({}, tmp_path / "run.ckpt", storage_options={"key": 1})
+
+
+def test_a_device_that_is_neither_a_gpu_of_nvidia_nor_a_cpu_is_refused():
+    strategy = DeepSpeedZeROStrategy()
+    strategy._parallel_devices = [torch.device("mps")]
+    line = "trainer.accelerator=mps: DeepSpeedZeROStrategy runs on cuda and cpu; use FSDP2Strategy"
+    with pytest.raises(UsageError, match=f"^{line}$"):
+        refuse_settings(strategy, SimpleNamespace(gradient_clip_val=None))
+
+
+class Clips(CausalLM):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        raise AssertionError("the engine clips")
+
+
+def test_a_clip_of_the_modules_own_is_warned_of_and_the_mixins_is_not(monkeypatch, recwarn):
+    monkeypatch.setattr(DeepSpeedZeROStrategy, "_initialize_deepspeed_train", lambda self, module: None)
+    for cls in (Clips, type("Mixed", (GradientClippingMixin, CausalLM), {})):
+        strategy, module = DeepSpeedZeROStrategy(), cls()
+        strategy._lightning_module, module._trainer = module, SimpleNamespace(training=True)
+        strategy.init_deepspeed()
+    said = [str(warning.message) for warning in recwarn if "engine" in str(warning.message)]
+    line = "Clips.configure_gradient_clipping has no effect under DeepSpeed: its engine clips, by"
+    assert said == [f"{line} trainer.gradient_clip_val"]
 
 
 def test_the_first_weight_that_differs_is_the_modules_first_and_other_state_has_no_shape():
