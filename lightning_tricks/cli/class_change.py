@@ -35,10 +35,7 @@ def _settings(spec: Any) -> dict[str, Any]:
 
 def _taken_over(class_path: str) -> tuple[str, ...] | None:
     """Names of the settings that the class takes over from another one; None for jsonargparse's rule."""
-    try:
-        cls = pkgutil.resolve_name(class_path)
-    except (ImportError, AttributeError, ValueError):
-        return None
+    cls = pkgutil.resolve_name(class_path)
     if isinstance(cls, type) and issubclass(cls, pl.Callback):
         return ()  # callbacks stand in a list: the old one only had the same index
     return getattr(cls, "taken_over", None)

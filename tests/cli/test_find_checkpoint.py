@@ -5,7 +5,9 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import fsspec
 import pytest
 import torch
 from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
@@ -19,6 +21,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.find_checkpoint import candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.record import save_with_record
 from lightning_tricks.cli import RecipeCLI, same_checkpoint
+from lightning_tricks.cli import choose_checkpoint as choosing
+from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
 from lightning_tricks.cli.same_checkpoint import SameCheckpoint, identity
 
 KEEP = "[{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 1, save_top_k: -1, save_last: link}}]"
@@ -215,6 +219,72 @@ class Wide(Toy):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.layer = torch.nn.Linear(3, 1)
+
+
+def test_a_checkpoint_that_the_disk_cannot_read_is_passed_over(caplog, monkeypatch):
+    fit()
+    newest, real = newest_first()[0], choosing.verify_checkpoint
+
+    def verify(path, resumes):
+        if os.path.samefile(path, newest):
+            raise OSError(5, "Input/output error", str(path))
+        return real(path, resumes)
+
+    monkeypatch.setattr(choosing, "verify_checkpoint", verify)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit("--resume=auto", steps=6)
+    (passed,) = lines(caplog, "resume=auto: passed over: ")
+    assert passed.endswith("epoch=0-step=4.ckpt: cannot be read (Input/output error)")
+    assert started_at(caplog) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "folder"),
+    [
+        (["--trainer.logger=false", "--trainer.default_root_dir=here"], "here"),
+        (["--trainer.logger.version=mine"], "runs/toy/mine"),
+    ],
+)
+def test_without_a_logger_or_with_a_version_of_ones_own_a_recipe_has_one_folder(options, folder, caplog):
+    fit(*options, steps=2)
+    fit()  # of another recipe, and newer
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit(*options, "--resume=auto", steps=3)
+    assert started_at(caplog) == 2
+    assert lines(caplog, f"resume=auto: {folder}/checkpoints/last.ckpt, the newest checkpoint in ")
+    assert step_of(Path(folder, "checkpoints", "last.ckpt")) == 3
+
+
+def test_a_checkpoint_at_an_address_is_taken_if_it_is_there(caplog):
+    fit(steps=2)
+    fsspec.filesystem("memory").pipe_file("/there/last.ckpt", newest_first()[0].read_bytes())
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit("--ckpt_path=memory://there/last.ckpt", steps=3)
+    assert started_at(caplog) == 2
+    with pytest.raises(UsageError, match=r"^ckpt_path=memory://there/no\.ckpt: nothing is there, or it cannot be reac"):
+        fit("--ckpt_path=memory://there/no.ckpt")
+
+
+@pytest.mark.parametrize("word", ["hpc", "registry:model"])
+def test_a_checkpoint_that_only_lightning_can_find_is_left_to_it(word):
+    assert choose_checkpoint("fit", word, None) == word
+
+
+def test_under_deepspeed_a_folder_that_is_no_whole_one_of_deepspeed_is_passed_over(tmp_path, caplog):
+    for step in (1, 2):
+        (tmp_path / f"step={step}.ckpt" / "checkpoint").mkdir(parents=True)
+        (tmp_path / f"step={step}.ckpt" / "checkpoint" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+        os.utime(tmp_path / f"step={step}.ckpt", (step, step))
+    (tmp_path / "step=1.ckpt" / "latest").touch()  # written last
+    os.utime(tmp_path / "step=1.ckpt", (1, 1))
+    saver = SimpleNamespace(dirpath=tmp_path)
+    strategy = type("DeepSpeedStrategy", (), {})()
+    trainer = SimpleNamespace(strategy=strategy, checkpoint_callbacks=[saver], callbacks=[], max_steps=4, logger=None)
+    trainer.default_root_dir, trainer.fast_dev_run = "runs", False
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        assert choose_checkpoint("fit", "last", trainer) == str(tmp_path / "step=1.ckpt")
+    (passed,) = lines(caplog, "ckpt_path=last: passed over: ")
+    assert passed.endswith("the checkpoint step=2.ckpt was not written to its end: take an earlier one")
 
 
 def test_a_file_of_weights_alone_is_passed_over_by_a_fit(caplog):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonargparse
+import lightning.pytorch as pl
 import pytest
 import yaml
 from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
@@ -14,27 +15,54 @@ from preloaded import python
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.cli import RecipeCLI, load_recipe
+from lightning_tricks.cli.recipe_cli import RecipeTrainer
 from lightning_tricks.commands.recipes import cp, recipes_folder
 from lightning_tricks.models import GPT2, Llama
 
 TINY = recipes_folder() / "tiny.yaml"
 
 
-def test_fsdp1_with_a_plugin_says_what_to_write(monkeypatch):
-    from lightning.pytorch.cli import LightningCLI
+def refusal(monkeypatch, error: Exception) -> Exception:
+    """What comes of an error that Lightning's Trainer raises when it is built."""
 
-    from lightning_tricks._errors import UsageError
+    def refuses(self, **kwargs):
+        raise error
 
-    def refuses(self, **kwargs):  # as FSDPStrategy does when it is given a plugin, which needs a GPU to come so far
-        raise TypeError("The FSDP strategy can only work with the `FSDPPrecision` plugin, found BF16Mixed()")
-
-    monkeypatch.setattr(LightningCLI, "instantiate_trainer", refuses)
+    monkeypatch.setattr(pl.cli.LightningCLI, "instantiate_trainer", refuses)
     cli = RecipeCLI.__new__(RecipeCLI)
     cli.subcommand = cli.model = None
     monkeypatch.setattr(RecipeCLI, "_get", lambda *_: {"enable_progress_bar": False})
     cli.config_init = {}
-    with pytest.raises(UsageError, match=r"found BF16Mixed\(\): set trainer\.precision in place of the plugin"):
+    with pytest.raises(type(error) if isinstance(error, UsageError | RuntimeError) else UsageError) as raised:
         cli.instantiate_trainer()
+    return raised.value
+
+
+def test_fsdp1_with_a_plugin_says_what_to_write(monkeypatch):
+    # FSDPStrategy says so when it is given a plugin, which needs a GPU to come so far
+    said = "The FSDP strategy can only work with the `FSDPPrecision` plugin, found BF16Mixed()"
+    line = str(refusal(monkeypatch, TypeError(said)))
+    assert line == f"trainer: {said}: set trainer.precision in place of the plugin, or shard with FSDP2 (FSDP2Strategy)"
+
+
+@pytest.mark.parametrize("error", [UsageError("FSDP2Strategy.dp=3: ..."), RuntimeError("of an unknown kind")])
+def test_an_error_of_the_trainer_that_is_a_line_already_or_of_an_unknown_kind_is_raised_as_it_is(error, monkeypatch):
+    assert refusal(monkeypatch, error) is error
+
+
+def test_prepare_takes_any_data_module_and_prints_a_summary_where_there_is_one(capsys):
+    class Data(pl.LightningDataModule):
+        def prepare_data(self):
+            print("prepared")
+
+        def setup(self, stage):
+            print("set up for", stage)
+
+    RecipeTrainer.prepare(pl.LightningModule(), Data())
+    assert capsys.readouterr().out == "prepared\nset up for fit\n"
+    Data.data_summary = lambda self: "two rows"
+    RecipeTrainer.prepare(pl.LightningModule(), Data())
+    assert capsys.readouterr().out == "prepared\nset up for fit\ntwo rows\n"
 
 
 def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -190,6 +190,9 @@ def test_with_a_dirpath_checkpoints_lie_there_and_a_resume_goes_on_in_the_newest
     run("fit", "last", dirpath="kept", steps=8)
     assert folders() == ["version_0"]
     assert step_of("kept/last.ckpt") == 8
+    os.rename("kept", "moved")
+    evaluation = run("validate", "moved/last.ckpt", dirpath="kept")
+    assert evaluation.checkpoint_callback.dirpath == os.path.abspath("kept"), "it is the user's own"
 
 
 def test_loggers_that_do_not_agree_on_the_next_number_take_the_higher_one():
@@ -269,6 +272,14 @@ def test_a_run_folder_that_cannot_be_made_is_one_line():
     assert Path("runs").read_text() == ""
 
 
+def test_a_file_where_the_run_folder_should_be_is_one_line():
+    Path("runs/toy").mkdir(parents=True)
+    Path("runs/toy/validate").write_text("")
+    with pytest.raises(UsageError, match=r"^runs/toy/validate: a file stands where the run's folder should be: remove"):
+        run("validate", "none")
+    assert folders() == ["validate"]
+
+
 def test_without_a_checkpoint_an_evaluation_runs_only_when_asked():
     run("validate", "none")
     assert folders() == ["validate"]
@@ -282,6 +293,14 @@ def test_an_evaluation_takes_last_and_its_folder_is_no_run():
             run(command, "last")
     run("fit")
     assert folders() == ["predict", "test", "validate", "version_0", "version_1"]
+
+
+def test_predictions_are_in_the_file_and_not_in_memory_unless_asked_for():
+    for options, kept in (([], False), (["--return_predictions=true"], True)):
+        done = command_line("predict", "--ckpt_path=none", *options)
+        assert done.trainer.predict_loop.return_predictions is kept
+        assert len(Path("predictions.jsonl").read_text().splitlines()) == 8
+        Path("predictions.jsonl").unlink()
 
 
 def test_a_link_that_leads_nowhere_is_no_checkpoint(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
 from cli.wrong_inputs import PLAIN, ROWS, SMALL, Row
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import __main__ as door
 
@@ -154,5 +155,7 @@ def test_what_fails_in_a_run_and_can_be_mended_is_one_line_and_an_unknown_error_
             raise OSError(28, "No space left on device", "runs/log")
     with pytest.raises(UsageError, match=r"^ckpt_path=w\.ckpt: .*saved whole"), usage_errors(lambda: "w.ckpt"):
         raise KeyError("Trying to restore optimizer state but checkpoint contains only the model.")  # Lightning's
+    with pytest.raises(UsageError, match=r"^No `val_dataloader\(\)` method$"), usage_errors(lambda: None):
+        raise MisconfigurationException("No `val_dataloader()`\n    method ")
     with pytest.raises(PermissionError), usage_errors(lambda: None):
         raise PermissionError(13, "Permission denied", "a file of the user's own code")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import accelerators
 
 SMALL = """\
 seed_everything: 0
@@ -133,6 +134,12 @@ def unreadable(folder: Path, patch: pytest.MonkeyPatch) -> None:
     fails(folder / "secret", patch, "scandir", 13)
 
 
+def no_gpu(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU, wherever the tests run."""
+    for accelerator in (accelerators.CUDAAccelerator, accelerators.MPSAccelerator):
+        patch.setattr(accelerator, "is_available", staticmethod(lambda: False))
+
+
 KILLED = f"""
 import os
 
@@ -198,6 +205,9 @@ ROWS = [
     command("validate --resume", "validate --config small.yaml --resume auto", "--resume is an option of fit", "last"),
     command("prepare --init_from", "prepare --config small.yaml --init_from x", "--init_from is an option of fit"),
     plain("--init_from a.ckpt --ckpt_path b.ckpt", "init_from=a.ckpt", "ckpt_path=b.ckpt", "give one of them"),
+    plain("--init_from=a.ckpt --ckpt_path=b.ckpt", "init_from=a.ckpt", "ckpt_path=b.ckpt", "give one of them"),
+    plain("--resume auto --trainer.default_root_dir s3://bucket", "resume=auto: s3://bucket", "--ckpt_path ADDRESS"),
+    command("prepare without data", "prepare --config plain.yaml", "prepare: the recipe has no data"),
     option("--init_from no_such.ckpt", "init_from=no_such.ckpt", "no such file"),
     option("--init_from small.yaml", "init_from=small.yaml", "no checkpoint"),
     Row("init_from another model", "--init_from other.ckpt", ("init_from=other.ckpt", "has no 'decoder."), lines=3),
@@ -267,6 +277,8 @@ ROWS = [
         ["--trainer.callbacks", "[{class_path: ModelCheckpoint, dirpath: x}]"],
         ("--trainer.callbacks", "'dirpath'", "ModelCheckpoint under init_args"),
     ),
+    plain("--trainer.callbacks [EarlyStopping", "trainer.callbacks=[EarlyStopping", "a list in brackets"),
+    plain("--trainer.callbacks [EarlyStopping]", "trainer.callbacks: EarlyStopping needs 'monitor'", "under init_args"),
     # Values of the wrong type, or out of range.
     option("--model.optimizer.lr fast", "model.optimizer.lr=fast", "give a number"),
     option("--model.optimizer.lr inf", "model.optimizer.lr=inf", "give a number"),
@@ -297,6 +309,10 @@ ROWS = [
     option("--trainer.gradient_clip_val -1", "gradient_clip_val=-1", "above 0"),
     plain("--trainer.limit_train_batches -1", "-1", "limit_train_batches", "[0.0, 1.0]"),
     plain("--trainer.accelerator gpuu", "trainer.accelerator=gpuu", "did you mean gpu?"),
+    Row(
+        "gpu without a GPU", "--trainer.accelerator gpu", ("trainer.accelerator=gpu", "give cpu or auto"),
+        prepare=no_gpu, recipe="plain.yaml",
+    ),
     plain("--trainer.precision fp16", "trainer.precision=fp16", "did you mean 16-mixed?"),
     plain("--trainer.precision 8", "trainer.precision=8", "give one of 64, 32, 16"),
     option(

@@ -212,6 +212,14 @@ def test_a_short_name_is_torchs_or_ours_though_an_imported_library_has_it_too(ch
     assert type(chosen("heavyball.SGD", "--model.optimizer", "AdamW")(groups)) is torch.optim.AdamW
 
 
+def test_a_short_name_of_two_libraries_alone_is_refused_and_both_paths_are_named(chosen):
+    pytest.importorskip("pytorch_optimizer")
+    with pytest.raises(
+        UsageError, match=r"with name SOAP\. Give the full .*: heavyball\.SOAP, pytorch_optimizer\.SOAP"
+    ):
+        chosen("SOAP")
+
+
 class NotInstalled:
     """Finds no module of some packages, as where they are not installed."""
 
