@@ -28,6 +28,9 @@ from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 KeyPath = tuple[str | int, ...]
 # Makes the tensor to read into, given its path in the checkpoint and torch's description of it: size, type, chunks.
 AllocateTensor = Callable[[KeyPath, TensorStorageMetadata], Tensor]
+_NO_PICKLE = re.compile(
+    r"Unsupported operand \d+|invalid load key, '.*?'|pickle data was truncated"
+)  # torch's, pickle's
 _OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 
@@ -115,9 +118,10 @@ def _fill(flat: dict[str, Any], folder: Path, metadata: Any, weights_only: bool 
             load_shards(flat, storage_reader=SafeReader(folder, metadata), planner=planner, no_dist=True)
     except CheckpointException as failed:
         error = next(iter(failed.failures.values()))[0]
-        if isinstance(error, pickle.UnpicklingError):
+        no_pickle = _NO_PICKLE.search(str(error))
+        if isinstance(error, pickle.UnpicklingError) and not no_pickle:
             raise refused_object(folder, error) from None
-        reason = str(error).partition("\n")[0]
+        reason = no_pickle[0] if no_pickle else str(error).partition("\n")[0]
         raise UsageError(f"damaged: {folder} cannot be read ({type(error).__name__}: {reason})") from error
 
 

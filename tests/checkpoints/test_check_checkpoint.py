@@ -31,6 +31,8 @@ def test_whole_checkpoints_pass(folder, tmp_path):
     for name, zipped in (("new.ckpt", True), ("old.ckpt", False)):
         torch.save({"state_dict": {}}, tmp_path / name, _use_new_zipfile_serialization=zipped)
         assert check_checkpoint(tmp_path / name) == tmp_path / name
+    old = tmp_path / "old.ckpt"
+    assert check_checkpoint(old, resumes=True) == old, "its keys are known only when it is loaded"
 
 
 def test_weights_alone_are_whole_but_nothing_to_resume_from(folder, tmp_path):

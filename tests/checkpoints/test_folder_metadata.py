@@ -53,6 +53,12 @@ def test_it_reads_what_torch_reads(folder):
     assert {entry.properties.dtype for entry in list(found.state_dict_metadata.values())[: len(DTYPES)]} == set(DTYPES)
 
 
+def test_a_disk_that_cannot_read_it_is_no_damage(folder):
+    (folder / ".metadata").unlink()
+    with pytest.raises(FileNotFoundError):
+        read_metadata(folder)
+
+
 def test_members_of_enums_may_be_pickled_as_python_3_11_0_does_it(folder, monkeypatch):
     metadata = FileSystemReader(folder).read_metadata()
     kind = type(next(iter(metadata.state_dict_metadata.values())).properties.__getstate__()[3])

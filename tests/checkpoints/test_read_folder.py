@@ -95,6 +95,21 @@ def test_what_weights_only_refuses_is_named_in_one_line(tmp_path):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [(slice(None), r"UnpicklingError: \w+ [^()]*"), (slice(-200, None), "RuntimeError: Pytorch[^()]*")],
+)
+def test_a_shard_with_other_bytes_in_a_folder_without_checksums_is_damaged(place, reason, weights_only, tmp_path):
+    folder = write_shards(tmp_path / "at.ckpt", {"state_dict": WEIGHTS, "optimizer_0": NAMED})
+    (shard,) = folder.glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    content[place] = bytes(len(content[place]))
+    shard.write_bytes(content)
+    with pytest.raises(UsageError, match=rf"^damaged: {folder} cannot be read \({reason}.*\)$"):
+        read_folder(folder, weights_only)
+
+
 class Line(pl.LightningModule):
     def __init__(self, recipe=False, weight_decay=0.1) -> None:
         super().__init__()

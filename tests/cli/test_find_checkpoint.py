@@ -96,6 +96,15 @@ def test_weights_that_are_not_finite_are_passed_over_without_reading_them(tmp_pa
     assert found.passed_over == [f"{tmp_path}/bad.ckpt: its weights are not finite numbers"]
 
 
+def test_a_checkpoint_of_a_later_version_is_passed_over_without_reading_it(tmp_path):
+    save(tmp_path / "good.ckpt", 1, 1, 10)
+    save(tmp_path / "later.ckpt", 2, 2, 20, version=99)
+    found = newest_whole([tmp_path], lambda place: "read" if place.name == "later.ckpt" else None)
+    assert found.chosen.place.name == "good.ckpt"
+    said = "is a checkpoint of version 99, and this lightning_tricks reads up to 1: pip install -U lightning-tricks"
+    assert found.passed_over == [f"{tmp_path}/later.ckpt {said}"]
+
+
 def test_of_several_folders_the_one_written_last_is_tried_first(tmp_path):
     for folder, time in (("a", 10), ("b", 30), ("c", 20)):
         (tmp_path / folder).mkdir()

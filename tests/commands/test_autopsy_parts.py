@@ -4,8 +4,12 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from lightning_tricks.commands.autopsy.documents import documents_of
+from lightning_tricks.commands.autopsy.adam_update import moments_of
+from lightning_tricks.commands.autopsy.documents import Document, documents_of
+from lightning_tricks.commands.autopsy.gradients import Gradients
 from lightning_tricks.commands.autopsy.report import visible
 from lightning_tricks.commands.autopsy.suspicion import standard, suspicions
 from lightning_tricks.data import ShardWriter, TokenData
@@ -31,6 +35,63 @@ def test_a_document_ends_with_its_end_of_text_token(tmp_path):
     assert alone["input_ids"].tolist() == [[5, 6, 0, 7, 8, 9]]
     assert alone["labels"].tolist() == [[-100, -100, 7, 8, 9, 0]]
     assert len(documents_of(rows, [0], [batch], None)) == 1
+
+
+class Squares(nn.Module):
+    """Its loss is the square of each token's own weight; that of token 3 is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.0, 1.0, 2.0, math.inf]))
+
+    def sums(self, batch):
+        counted = batch["labels"] != -100
+        return self.weight[batch["input_ids"][counted]].square().sum(), counted.sum()
+
+
+def gradients(*rows: list[int]) -> Gradients:
+    """Of rows that are two documents each: the first two tokens, and the third one."""
+    module = Squares()
+    batches = [{"input_ids": torch.tensor([row]), "labels": torch.tensor([row])} for row in rows]
+    places = [(row, *place) for row in range(len(rows)) for place in ((0, 2), (2, 3))]
+    documents = [Document(row, row, first, stop, first, np.array(rows[row][first:stop])) for row, first, stop in places]
+    return Gradients(module, module.sums, batches, documents, 2)
+
+
+def test_of_a_row_with_a_document_that_is_not_finite_the_others_count():
+    found = gradients([1, 2, 3], [2, 1, 1])
+    whole = found.whole()
+    assert (whole.left_out, whole.tokens, whole.nats) == ({1}, 5, 1 + 4 + 4 + 1 + 1)
+    # two of each weight, over five tokens
+    assert whole.gradient[0].tolist() == pytest.approx([0, 3 * 2 * 1 / 5, 2 * 2 * 2 / 5, 0])
+    first, left_out = found.figures(0, whole), found.figures(1, whole)
+    assert (first.loss, first.norm) == pytest.approx((2.5, math.hypot(2, 4) / 5))
+    assert (left_out.loss, left_out.norm_without) == (math.inf, whole.norm)
+    assert math.isnan(left_out.norm)
+
+
+def test_the_only_document_of_a_batch_is_all_of_its_gradient_and_nothing_is_left_without_it():
+    found = gradients([1, 2, 3])
+    only = found.figures(0, found.whole())
+    assert (only.norm, only.share) == pytest.approx((math.hypot(1, 2), 1.0))
+    assert math.isnan(only.norm_without)
+    assert math.isnan(only.cosine)
+
+
+def test_the_moments_of_adamw_are_those_of_the_parameters_that_train():
+    module = nn.Linear(2, 1)
+    module.bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([("weight", module.weight)], lr=0.1)
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    checkpoint = {"optimizer_class": "AdamW", "optimizer_states": [optimizer.state_dict()]}
+    (moments,) = moments_of(checkpoint, module)
+    assert (moments.mean.tolist(), moments.steps) == ([[pytest.approx(0.1)] * 2], 1)
+    checkpoint["optimizer_states"][0]["param_groups"][0]["amsgrad"] = True
+    assert moments_of(checkpoint, module) is None
+    checkpoint["optimizer_states"][0]["param_groups"][0]["amsgrad"] = False
+    module.bias.requires_grad_(True)
+    assert moments_of(checkpoint, module) is None, "the checkpoint has no state for it"
 
 
 def test_the_score_is_the_larger_distance_from_the_median_in_robust_deviations():

@@ -172,6 +172,7 @@ REFUSED = {
         "from step 3 to 9",
     ),
     "weights alone": (["--ckpt_path", "weights.ckpt", "--decay_steps", "2"], "weights only"),
+    "an address": (["--ckpt_path", "s3://bucket/a.ckpt", "--decay_steps", "2"], "s3://bucket/a.ckpt: download the"),
     "nothing there": (["--ckpt_path", "no.ckpt", "--decay_steps", "2"], "no.ckpt"),
     "another schedule": (
         ["--ckpt_path", f"{TRUNK}/step=6.ckpt", "--decay_steps", "2", "--model.schedule", "WarmupCosine"],

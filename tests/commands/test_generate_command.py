@@ -109,6 +109,16 @@ def test_a_bad_option_is_one_line(trained, options, message):
     assert "\n" not in str(refused.value)
 
 
+def test_a_tokenizer_without_an_end_of_text_needs_a_prompt(trained, tmp_path, capsys):
+    checkpoint = torch.load(trained[2], weights_only=True)
+    checkpoint["TextData"]["tokenizer"]["eot_id"] = None
+    torch.save(checkpoint, tmp_path / "endless.ckpt")
+    options = ("--ckpt_path", tmp_path / "endless.ckpt", "--max_new_tokens", 2)
+    with pytest.raises(UsageError, match=r"^generate: prompt='': the tokenizer has no end-of-text token to start from"):
+        run(capsys, *options)
+    assert run(capsys, *options, "--prompt", "def").startswith("def")
+
+
 def test_checkpoints_that_cannot_write_are_refused_in_one_line(trained, tmp_path):
     checkpoint = torch.load(trained[2], weights_only=True)
     torch.save({**checkpoint, "decoder_config": None}, tmp_path / "other.ckpt")

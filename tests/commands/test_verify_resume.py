@@ -10,19 +10,22 @@ import sys
 from collections import deque
 from pathlib import Path
 from threading import Lock
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from preloaded import python
 
 from lightning_tricks import verify_resume
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import TrainingProgressBar
+from lightning_tricks.commands import run_phase
 from lightning_tricks.commands import verify_resume as verify_module
 from lightning_tricks.commands.compare_records import PARTS, differences
-from lightning_tricks.commands.resume_recorder import checksum
+from lightning_tricks.commands.resume_recorder import ResumeRecorder, checksum
 from lightning_tricks.guards.saving.random_state import random_state, set_random_state
 from lightning_tricks.precision import FP16Mixed
 from lightning_tricks.strategies import FSDP2Strategy
@@ -224,6 +227,23 @@ def test_what_cannot_be_verified_is_one_line(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UsageError, match="without torchrun"):
         verify_resume(make)
+
+
+def test_a_function_of_a_script_is_found_again_and_the_script_s_main_part_is_not_run(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(
+        "def make():\n    return 'made'\n\n\nif __name__ == '__main__':\n    raise OSError\n"
+    )
+    made = SimpleNamespace(__qualname__="make", __module__="__main__")
+    main = SimpleNamespace(__name__="__main__", __file__=str(tmp_path / "train.py"))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert run_phase._find(verify_module._target(made))() == "made"
+    assert run_phase._find(verify_module._target(make)) is make
+
+
+def test_savers_are_led_to_the_recorders_folder_and_what_is_no_saver_is_left_alone(tmp_path):
+    savers = [Checkpoint(), ModelCheckpoint("kept")]
+    ResumeRecorder(str(tmp_path), 2).setup(SimpleNamespace(checkpoint_callbacks=savers), Net(), "fit")
+    assert (vars(savers[0]), savers[1].dirpath) == ({}, str(tmp_path / "saver_1"))
 
 
 def test_a_tensor_is_told_from_others_by_every_bit_its_type_and_shape():

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lightning_tricks import RunLedger
 from lightning_tricks._errors import UsageError
+from lightning_tricks.commands.compare_ledgers import compare
+from lightning_tricks.commands.ledger import print_check
 from lightning_tricks.monitors.run_ledger.batch_sum import BASE, BatchSum, step_sum
 from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, join_halves, odd_factors, salt
 from lightning_tricks.monitors.run_ledger.ledger_file import LedgerFile, read_ledger
@@ -276,11 +278,13 @@ def test_a_line_of_ranks_that_differ_or_are_silent():
     assert (silent["samples"], silent["batch"], silent["loss"]) == (None, None, [1.5, None])
 
 
-def lines_of(path, steps=3, start=1):
+def lines_of(path, steps=3, start=1, weights="0", **others):
+    """A ledger of one process that begins with `weights`; `steps` is a number of steps, or which ones."""
     file = LedgerFile(path)
-    file.append([{"start": start, "processes": 1, "weights": "0"}])
+    file.append([{"start": start, "processes": 1, "weights": weights}])
     values = {"samples": None, "batch": "1", "torch_random": "2", "other_random": "2", "loss": 0.5, "weights": "3"}
-    file.append({"step": step, **values} for step in range(start, start + steps))
+    steps = range(start, start + steps) if isinstance(steps, int) else steps
+    file.append({"step": step, **values, **others} for step in steps)
     return path
 
 
@@ -312,6 +316,30 @@ def test_an_unfinished_end_is_cut_off_by_the_next_start(tmp_path, rest):
     path.write_bytes(b'{"star')  # killed in the very first write
     lines_of(path)
     assert read_ledger(path).broken == []
+
+
+def test_a_check_says_what_a_kill_and_a_power_failure_have_left(tmp_path, capsys):
+    ledger = read_ledger(lines_of(tmp_path / "a.jsonl", [1, 2, 5, 6]))
+    missing = "steps 3 to 4 are missing: a power failure can take lines that a kill leaves"
+    assert print_check(ledger, 0.01) == [missing]
+    head = f"{tmp_path}/a.jsonl: steps 1 to 6, 1 process, started at step 1\n"
+    assert capsys.readouterr().out == f"{head}{missing}\n"
+    with (tmp_path / "a.jsonl").open("ab") as file:
+        file.write(b'{"step": 7, "samp')
+    print_check(read_ledger(tmp_path / "a.jsonl"), 0.01)
+    unfinished = "the last line is unfinished: the run was killed while it was written, or is writing it now"
+    assert capsys.readouterr().out == f"{head}{unfinished}\n{missing}\n"
+
+
+def test_other_first_weights_and_other_samples_are_the_first_difference(tmp_path):
+    one = read_ledger(lines_of(tmp_path / "a.jsonl", samples=[[0, 7]]))
+    other = read_ledger(lines_of(tmp_path / "b.jsonl", samples=[[0, 7]], weights="9"))
+    found = compare(one, other, 0.01)
+    assert found.differs
+    assert list(found.lines())[-1] == "ledger diff: the first difference is in the weights with which step 1 begins"
+    said = list(compare(one, read_ledger(lines_of(tmp_path / "c.jsonl", samples=[[8, 15]])), 0.01).lines())
+    assert "samples: differs first at step 1 ([[0, 7]] and [[8, 15]])" in said
+    assert said[-2] == "ledger diff: the first difference is at step 1, in samples"
 
 
 def test_files_that_are_no_ledger_are_refused_and_kept(tmp_path):
