@@ -12,7 +12,13 @@ import transformers as hf
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_tricks._activation_checkpointing import ATTENTION_OPS, LINEAR_OPS, _warn, checkpoint_block
+from lightning_tricks._activation_checkpointing import (
+    ATTENTION_OPS,
+    LINEAR_OPS,
+    _warn,
+    _without_cache,
+    checkpoint_block,
+)
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import repeated_blocks
 from lightning_tricks.models import GPT2, Decoder, Llama
@@ -176,6 +182,31 @@ def test_a_dropped_cache_is_said_once_and_a_filled_one_is_refused():
         prefix.update(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16), layer)
     with pytest.raises(UsageError, match=r"^activation_checkpointing: past_key_values of Llama\w+ holds 3 tokens"):
         model(input_ids=ids, labels=ids, past_key_values=prefix)
+
+
+def test_without_gradients_a_checkpointed_block_appends_to_its_cache():
+    model, cache, ids = CACHING["llama"]().eval(), hf.DynamicCache(), torch.randint(64, (2, 4))
+    for layer in model.model.layers:
+        checkpoint_block(layer, "full")
+    with torch.no_grad():
+        for start in (0, 2):
+            last = model(input_ids=ids[:, start : start + 2], past_key_values=cache, use_cache=True).logits
+        assert [cache.get_seq_length(layer) for layer in range(2)] == [4, 4]
+        torch.testing.assert_close(last, model(input_ids=ids, use_cache=False).logits[:, 2:])
+
+
+@pytest.mark.parametrize("silent", ["compiling", "another rank"])
+def test_a_compiler_and_other_ranks_say_nothing_of_a_dropped_cache(silent, monkeypatch):
+    _warn.cache_clear()
+    if silent == "compiling":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    else:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _without_cache("Block", 0, "past_key_values", hf.DynamicCache()) is None
+    _warn.cache_clear()
 
 
 def test_selective_keeps_every_second_linear_layer_of_a_block_of_any_length():

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.accounting import count_flops
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.precision import BF16Mixed, FP16Mixed
@@ -269,6 +270,24 @@ def test_weights_alone_and_a_folder_of_shards_give_the_model_back_as_well(tmp_pa
     for name in ("weights.ckpt", "shards.ckpt"):
         again = LanguageModel.load_from_checkpoint(str(tmp_path / name))
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_an_open_file_gives_the_model_back_with_the_decoder_that_the_caller_gives(tmp_path):
+    fit(model := make(), Batches(ragged(4), 2)).save_checkpoint(tmp_path / "a.ckpt")
+    with (tmp_path / "a.ckpt").open("rb") as file:
+        again = LanguageModel.load_from_checkpoint(file, decoder=Llama(**SHAPE))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    with pytest.raises(
+        UsageError, match=r"^average=ema: s3://b/a\.ckpt is not on a file system: copy it to one first$"
+    ):
+        LanguageModel.load_from_checkpoint("s3://b/a.ckpt", average="ema")
+
+
+def test_the_flops_of_its_step_are_counted_before_any_fit():
+    model = make()
+    model.configure_model()
+    by_hand, again = model.flops_per_token(seq_len=8, attention="full")
+    assert count_flops(model, ragged(4)) == (4 * 8 * by_hand, 4 * 8 * again)
 
 
 def test_a_checkpoint_of_another_module_is_refused_in_one_line(tmp_path):

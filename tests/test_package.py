@@ -12,7 +12,7 @@ import preloaded
 import pytest
 
 import lightning_tricks
-from lightning_tricks import OptimizerMixin, _lightning
+from lightning_tricks import OptimizerMixin, _lightning, accounting
 from lightning_tricks._errors import UsageError
 
 NAMES = [name for name in lightning_tricks.__all__ if name != "__version__"]
@@ -35,8 +35,14 @@ def test_every_public_name_is_there_and_documented(name):
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no_such_trick"):
-        _ = lightning_tricks.no_such_trick
+    for package in (lightning_tricks, accounting):
+        with pytest.raises(AttributeError, match=rf"^module '{package.__name__}' has no attribute 'no_such_trick'$"):
+            _ = package.no_such_trick
+
+
+def test_the_package_lists_its_names_before_they_are_imported():
+    assert dir(lightning_tricks) == sorted(lightning_tricks.__all__)
+    assert {"LanguageModel", "__version__"} <= set(dir(lightning_tricks))
 
 
 # ---- types

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from monitored import Memory
 from preloaded import python
@@ -787,7 +788,7 @@ class LookedAt(torch.utils.data.Dataset):
         return torch.ones(2)
 
 
-def looked(tmp_path: Path, ask: Any, optimizers: int = 1, number: int = 1) -> dict[str, Any]:
+def looked(tmp_path: Path, ask: Any, optimizers: int = 1, number: int = 1, mode: str = "") -> dict[str, Any]:
     looks = Looks(ask)
     trainer = trainer_with(looks, ModelCheckpoint(tmp_path, every_n_train_steps=1), num_sanity_val_steps=0)
     train, val = (
@@ -797,7 +798,7 @@ def looked(tmp_path: Path, ask: Any, optimizers: int = 1, number: int = 1) -> di
     module = LooksInSteps(looks, optimizers)
     module.transfer_batch_to_device = lambda batch, *_: torch.ones(1, 2)
     module.validation_step = lambda batch, batch_idx, dataloader_idx=0: None
-    trainer.fit(module, train if number > 1 else train[0], val)
+    trainer.fit(module, CombinedLoader(train, mode) if mode else train if number > 1 else train[0], val)
     looks.look("after the fit")
     return looks.answers
 
@@ -834,6 +835,12 @@ def test_the_awaited_loader_is_the_one_that_fetches(tmp_path, number):
     names = [f"{kind} loader {index}" for kind in ("training", "validation") for index in range(number)]
     assert loaders == {name: (name, int(name[-1]), number) for name in names}
     assert found["forward"] is None
+
+
+@pytest.mark.parametrize(("number", "known"), [(1, True), (2, False)])
+def test_where_the_iterator_does_not_tell_the_awaited_loader_it_is_known_only_if_there_is_one(tmp_path, number, known):
+    found = looked(tmp_path, _trainer.awaited_loader, number=number, mode="min_size")["training loader 0"]
+    assert (found and found[1:]) == ((0, 1) if known else None)
 
 
 def test_evaluation_progress_counts_the_batches_of_a_validation():

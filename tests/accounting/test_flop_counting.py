@@ -5,6 +5,7 @@ import copy
 import logging
 import random
 import warnings
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -23,6 +24,7 @@ from lightning_tricks.accounting import (
     training_flops_per_token,
 )
 from lightning_tricks.accounting.flop_counting import FlopCounter
+from lightning_tricks.accounting.flop_counting.count_step import counting_real_step
 from lightning_tricks.models import GPT2, Decoder, Llama
 
 # 3 rows through Linear(8, 16) and Linear(16, 4): 2 * 3 * 8 * 16 = 768 and 2 * 3 * 16 * 4 = 384 forward. Backward each
@@ -412,6 +414,32 @@ def test_the_step_runs_in_the_context_that_is_given():
         count_flops(Net(step), BATCH)
 
 
+def test_operators_that_arrive_whole_are_counted_under_inference_mode():
+    counter = FlopCounter(net := Net())
+    with torch.inference_mode(), counter.counting():
+        net.run(BATCH)
+    assert counter.flops == (FORWARD, 0)
+
+
+def test_a_torch_that_does_not_tell_compiled_code_gives_no_figure_of_the_real_step(monkeypatch):
+    monkeypatch.delattr(torch._dynamo.eval_frame, "_callback_from_stance")
+    net, strategy = Net(), pl.Trainer(accelerator="cpu", barebones=True).strategy
+    with counting_real_step(SimpleNamespace(strategy=strategy), net) as counter:
+        net.run(BATCH)
+    with pytest.raises(CannotCount, match=r"^this version of torch does not tell whether code is compiled$"):
+        assert counter.flops
+
+
+def test_what_a_step_asks_of_its_logger_does_nothing():
+    def step(self, x):
+        with self.logger.experiment.section("first") as experiment:
+            experiment.add_scalar("sum", 1.0)
+        assert not hasattr(experiment, "__len__")
+        return self.run(x).sum()
+
+    assert count_flops(Net(step), BATCH) == (TOTAL, 0)
+
+
 def test_a_count_that_cannot_be_interrupted_is_no_figure():
     counter = FlopCounter(net := Net())
 
@@ -432,19 +460,33 @@ def test_a_count_that_cannot_be_interrupted_is_no_figure():
 def count_in_shards(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     torch.distributed.init_process_group("gloo")
     net = Net()
     net.scale = nn.Parameter(torch.ones(()))
-    fully_shard(net.first, mesh=init_device_mesh("cpu", (2,)))
+    mesh = init_device_mesh("cpu", (2,))
+    net.register_buffer("offset", distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+
+    def step(self, x):
+        assert not isinstance(self.offset, nn.Parameter)
+        return (self.run(x) + self.offset).sum()
+
+    net.step = step
+    fully_shard(net.first, mesh=mesh)
     fully_shard(net.second, mesh=init_device_mesh("cpu", (2,)))
     assert net.first.weight.to_local().shape == (8, 8)
     assert count_flops(net, BATCH) == (TOTAL, 0)
     assert net.first.weight.to_local().shape == (8, 8)
+    rows, weight = distribute_tensor(torch.ones(4, 8), mesh, [Shard(0)]), distribute_tensor(torch.ones(8, 16), mesh)
+    counter = FlopCounter(net)
+    with counter.counting():
+        assert (rows @ weight).shape == (4, 16)
+    assert counter.flops == (2 * 2 * 8 * 16, 0), "the other two rows are the other rank's"
     net.run(BATCH).sum().backward()  # still works
     assert net.first.weight.grad is not None
     torch.distributed.destroy_process_group()
 
 
-def test_sharded_layers_count_as_whole_ones():
+def test_sharded_layers_count_as_whole_ones_on_a_copy_and_as_the_work_of_this_device_where_they_run():
     two_processes.run(count_in_shards)

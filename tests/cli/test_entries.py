@@ -10,7 +10,7 @@ from cli.wrong_inputs import SMALL
 from preloaded import python
 
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
+from lightning_tricks._errors import UsageError, one_line_and_exit
 
 MODEL = """
 import torch
@@ -124,6 +124,12 @@ def test_hints_name_the_program_that_was_started(project, monkeypatch, capsys):
     assert "python train.py fit --config mine.yaml" in said
     assert "model.init_args.optimizer" not in said  # Mine has no such option
     assert "python -m lightning_tricks" not in said
+
+
+def test_ctrl_c_ends_the_program_as_it_ends_one_of_a_shell():
+    with pytest.raises(SystemExit) as stop, one_line_and_exit():
+        raise KeyboardInterrupt
+    assert stop.value.code == 130
 
 
 def test_what_the_user_cannot_mend_keeps_its_traceback(project, monkeypatch):

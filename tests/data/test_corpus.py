@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.data import TextData
 from lightning_tricks.data.corpus import hugging_face, standard_library, text_files
 from lightning_tricks.data.readers import expand, read_pieces
 
@@ -38,6 +39,17 @@ def test_a_link_to_nothing_in_the_standard_library_is_passed_over(tmp_path, monk
     (tmp_path / "sitecustomize.py").symlink_to(tmp_path / "removed.py")  # as a distribution may leave it
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert list(standard_library().documents()) == ["x = 1\n"]
+
+
+def test_a_standard_library_without_sources_and_a_source_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(UsageError, match=rf"^files: no standard library sources under {tmp_path}; give text files of"):
+        standard_library()
+    (tmp_path / "a.py").write_text("x = 1\n")
+    corpus = standard_library()
+    (tmp_path / "a.py").unlink()
+    with pytest.raises(UsageError, match=rf"^files: {tmp_path}/a\.py cannot be read \(No such file or directory\)$"):
+        list(corpus.documents())
 
 
 @given(st.text(alphabet="ab \n\ré\u2028", max_size=400), st.integers(1, 40))
@@ -250,6 +262,16 @@ def test_a_hugging_face_dataset_is_streamed(fake_datasets):
     assert fake.asked == (("owner/name", "small"), {"split": "train", "streaming": True})
     list(hugging_face("owner/name", "text").documents())
     assert fake.asked[0] == ("owner/name", None)
+
+
+def test_documents_of_a_hugging_face_dataset_are_tokenized_and_lie_in_no_file(fake_datasets, tmp_path):
+    fake_datasets([{"text": f"document {number} " * 9} for number in range(20)])
+    cache = str(tmp_path / "cache")
+    data = TextData(hf_dataset="owner/name", vocab_size=300, seq_len=8, val_fraction=0.2, cache_dir=cache)
+    data.setup()
+    text = (data.training_text() + data.validation_text()).decode()
+    assert all(f"document {number} " * 9 in text for number in range(20))
+    assert data.source_files([0, 5]) == [None, None]
 
 
 def test_a_hugging_face_dataset_that_fails_is_named_in_one_line(fake_datasets):

@@ -458,6 +458,20 @@ next(iter(data.train_dataloader()))
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["Learning", "Tokenizing"]
 
 
+def test_on_a_terminal_a_bar_takes_the_place_of_the_line(make, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    make().setup()
+    said = capsys.readouterr().err
+    assert "Tokenizing:   0%|" in said
+    assert not any(line.startswith("Tokenizing ") for line in said.splitlines())
+
+
+def test_outside_of_a_run_there_is_no_position_to_save_and_no_positions_lie_in_no_file(make):
+    data = set_up(make())
+    assert data.state_dict() == {}
+    assert data.source_files([]) == []
+
+
 def test_paths_may_start_with_a_tilde(story, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     data = TextData("~/story.txt", vocab_size=300, seq_len=8, cache_dir="~/cache")

@@ -13,7 +13,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import run_length
 from lightning_tricks._trainer.run_length import steps_of_epochs
-from lightning_tricks.callbacks import ExactResume, TrainingProgressBar
+from lightning_tricks.callbacks import BatchSizeWarmup, ExactResume, TrainingProgressBar
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.schedules import WarmupConstant, WarmupCosine, WarmupLinear
@@ -180,12 +180,13 @@ def test_a_scheduler_of_the_modules_own_beside_ours_goes_its_way():
 # ---- refusals
 
 
-def test_a_loader_without_a_length_is_refused_in_one_line_before_the_first_step():
+@pytest.mark.parametrize("warmup", [[], [BatchSizeWarmup(stages={0: 1, 2: 4})]])
+def test_a_loader_without_a_length_is_refused_in_one_line_before_the_first_step(warmup):
     model = Model()
     with pytest.raises(
         UsageError, match=r"^WarmupLinear needs .* trainer\.max_epochs=2 does not tell where the [^\n]*$"
     ):
-        fit(DataLoader(Endless()), model=model, max_epochs=2)
+        fit(DataLoader(Endless()), *warmup, model=model, max_epochs=2, accumulate_grad_batches=4)
     assert model.lrs == []
 
 

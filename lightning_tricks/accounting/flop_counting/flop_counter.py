@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -71,7 +72,12 @@ class FlopCounter(TorchDispatchMode):
         self._formulas = FlopCounterMode(display=False, custom_mapping=_more_formulas()).flop_registry
         self._names = {id(part): clean_name(f"{name}.").rstrip(".") for name, part in root.named_modules()}
         self._names[id(root)] = type(root).__name__
-        self._counting = False
+        self._counting = self._on_copy = False
+
+    def __enter__(self) -> Self:
+        """Count from here on: where tensors without data are in use already, they are the module's own."""
+        self._on_copy = detect_fake_mode() is not None
+        return super().__enter__()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -130,6 +136,8 @@ class FlopCounter(TorchDispatchMode):
         # A DTensor calls the operators on its shard next, which are the work of this device.
         if any(issubclass(kind, DTensor) for kind in types) or _is_question(packet):
             return NotImplemented
+        if not self._on_copy and any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)  # a DTensor asks once for the shape of a result, and computes nothing
         formula = self._formulas.get(packet)
         if formula is None and _is_composite(func):  # under inference_mode operators arrive whole
             with self:
