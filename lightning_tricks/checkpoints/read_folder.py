@@ -28,9 +28,8 @@ from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 KeyPath = tuple[str | int, ...]
 # Makes the tensor to read into, given its path in the checkpoint and torch's description of it: size, type, chunks.
 AllocateTensor = Callable[[KeyPath, TensorStorageMetadata], Tensor]
-_NO_PICKLE = re.compile(
-    r"Unsupported operand \d+|invalid load key, '.*?'|pickle data was truncated"
-)  # torch's, pickle's
+# What torch's reader of pickles and pickle itself say of bytes that are no pickle.
+_NO_PICKLE = re.compile(r"Unsupported operand \d+|invalid load key, '.*?'|pickle data was truncated")
 _OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 

@@ -342,7 +342,7 @@ class Trial:
     def run(self, stage: Callable[[], Any], trainer: Any, module: Any) -> None:
         """Run one stage of a Trainer, such as `fit` or `validate`, and note what came of it."""
         self._number += 1
-        self._memory.rows, failure, printed, before = [], None, io.StringIO(), process()
+        self._memory.rows, failure, printed, before = [], None, io.StringIO(), process(self._reads.others)
         with contextlib.redirect_stdout(printed), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -352,7 +352,7 @@ class Trial:
         self._reads.stop()
         self.note("failure", failure)
         self.note("reads between log steps", dict(self._reads.found))
-        for name, value in process().items():
+        for name, value in process(self._reads.others).items():
             if value != before[name]:
                 self.note(f"change of {name}", value)
         leave_out = [each for each in trainer.callbacks if each not in self._reads.callbacks]

@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 from unittest import mock
 
@@ -128,8 +128,12 @@ PATCHABLE_CLASSES = (
 torch.compile(nn.Identity())  # done here, as torch replaces a method of its optimizers with the first in a process
 
 
-def process() -> dict[str, Any]:
-    """The parts of the process: random states, settings, hooks, threads, and the attributes of classes and of torch."""
+def process(others: Container[threading.Thread]) -> dict[str, Any]:
+    """The parts of the process: random states, settings, hooks, threads, and the attributes of classes and of torch.
+
+    Args:
+        others: threads of earlier tests, which may end at any time.
+    """
     modules = {name: vars(sys.modules[name]) for name in PATCHABLE_MODULES}
     hooks = vars(nn.modules.module).items()
     return {
@@ -148,15 +152,15 @@ def process() -> dict[str, Any]:
         "environment": dict(os.environ),
         "garbage collection": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
         "logging": (logging.root.level, logging.root.manager.disable),
-        "threads": threads(),
+        "threads": threads(others),
         **{f"attributes of {cls.__qualname__}": dict(vars(cls)) for cls in PATCHABLE_CLASSES},
         **{f"functions of {name}": {n: f for n, f in known.items() if callable(f)} for name, known in modules.items()},
     }  # fmt: skip
 
 
-def threads() -> list[str]:
-    """The names of the running threads, without their numbers."""
-    return sorted(thread.name.rstrip("0123456789-") for thread in threading.enumerate())
+def threads(others: Container[threading.Thread]) -> list[str]:
+    """The names of the running threads but for `others`, without their numbers."""
+    return sorted(thread.name.rstrip("0123456789-") for thread in threading.enumerate() if thread not in others)
 
 
 # --------------------------------------------------------------------------------------------------- reads of a device
@@ -174,18 +178,20 @@ class Reads:
     Attributes:
         callbacks: the first and the last that the Trainer is to call.
         found: how often, by what and where.
-        threads: those that run in the middle of the fit.
+        others: threads that ran before the first fit.
+        threads: the names of those that run in the middle of the fit, but for the others.
     """
 
     def __init__(self, log_every: int) -> None:
         self.found: collections.Counter[str] = collections.Counter()
+        self.others = frozenset(threading.enumerate())
         self.threads: list[str] = []
         self.callbacks = _First(self, log_every), _Last(self, log_every)
         self._patches = contextlib.ExitStack()
 
     def start(self) -> None:
         self.stop()
-        self.threads = threads()
+        self.threads = threads(self.others)
         for owner, names in ((Tensor, METHODS), (torch, FUNCTIONS)):
             for name in names:
                 counting = self._counting(name, getattr(owner, name))

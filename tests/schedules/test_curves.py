@@ -1,5 +1,6 @@
 """Each curve: values worked out by hand, properties, and every refused setting."""
 
+import dataclasses
 import math
 from itertools import pairwise
 
@@ -238,6 +239,13 @@ def test_cosine_restarts_by_hand():
 def test_cosine_restarts_of_equal_cycles_by_hand():
     schedule = CosineRestarts(cycle_steps=2, min_ratio=0.5)
     assert curve(schedule, None, steps=5) == pytest.approx([1, 0.75, 1, 0.75, 1])
+
+
+@pytest.mark.parametrize("cls", [*SCHEDULES, CosineRestarts])
+def test_a_schedule_cannot_change_while_a_run_uses_it(cls):
+    schedule = cls(warmup_steps=1, **({"cycle_steps": 10} if cls is CosineRestarts else {}))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        schedule.warmup_steps = 5
 
 
 def test_the_defaults_are_those_that_the_docstrings_give():
