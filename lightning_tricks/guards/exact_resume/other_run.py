@@ -62,7 +62,7 @@ def transfer(name: str, loader: DataLoader, saved: dict[str, Any], now: dict[str
         return None, 0
     other_size = (saved["batch_size"], saved["world"]) != (now["batch_size"], now["world"])
     resized = saved["rows"] is not None and other_size
-    if resized and not _has_same_order(name, loader, saved, now):
+    if resized and not _restore_order(name, loader, saved, now):
         return None, 0
     if not takes_sampler_state(loader, position.order):
         say(name, f"its samplers or their generators are others now: {_LOST}")
@@ -70,8 +70,12 @@ def transfer(name: str, loader: DataLoader, saved: dict[str, Any], now: dict[str
     return _resized(name, saved, now, position) if resized else (position, 0)
 
 
-def _has_same_order(name: str, loader: DataLoader, saved: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether rows come in the order of the checkpoint's run, in batches of another size; says where they do not."""
+def _restore_order(name: str, loader: DataLoader, saved: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Put the rows into the order of the checkpoint's run, for batches of another size; say where that cannot be.
+
+    Returns:
+        Whether the rows come in that order.
+    """
     if not (saved["batch_size"] and now["batch_size"]):
         say(
             name,
