@@ -157,11 +157,11 @@ class Wide(CausalLM):
 
 
 def held() -> int:
-    """Bytes of all storages of this process."""
+    """Bytes of all storages of this process; not of tensors without data, which tests of other files may have left."""
     gc.collect()
     found: dict[int, int] = {}
     for thing in gc.get_objects():
-        if torch.is_tensor(thing) and thing.layout == torch.strided and not thing.is_meta:
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.layout == torch.strided and not thing.is_meta:
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if tensor is not None:
                     found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
