@@ -42,7 +42,7 @@ def owners_of(optimizer: Optimizer) -> dict[Tensor, Any]:
 def empty_state(owner: Any, parameter: Tensor, name: str) -> Tensor | None:
     """The low-bit state that an optimizer of `owners_of` makes for a parameter or shard, with zeros in it.
 
-    `name` is in `LOW_BIT`. None where it keeps a plain tensor, for a small parameter.
+    `name` is a key of `LOW_BIT`. The result is None for a small parameter, whose state is a plain tensor.
     """
     state: Tensor = owner._new_buffer(parameter, LOW_BIT[name])
     # wrapped anew: for bf16 weights, torchao's DTensor states another dtype than its local tensor has

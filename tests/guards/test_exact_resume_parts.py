@@ -309,9 +309,10 @@ LOST = ": rows of this epoch may repeat or be left out"
         (fours(), fours(), {"world": 2, "sharded": SHARDED}, {"world": 3},
          "2 process(es) had another order of rows than 3"),
         (fours(), fours(batch_size=None), {}, {},
-         "a place in batches of batch_size=4 of 1 process(es) is none in those of batch_size=None of 1"),
+         "the checkpoint counts batches of batch_size=4 from 1 process(es), and this run has batch_size=None from 1"),
         (fours(batch_size=None), fours(batch_size=None), {"world": 2, "sharded": SHARDED}, {},
-         "a place in batches of batch_size=None of 2 process(es) is none in those of batch_size=None of 1"),
+         "the checkpoint counts batches of batch_size=None from 2 process(es), "
+         "and this run has batch_size=None from 1"),
         (fours(sampler=DistributedSamplerWrapper(Odd(range(24)), num_replicas=2, rank=0)),
          fours(sampler=Odd(range(24))), {"world": 2}, {}, "its samplers or their generators are others now"),
         (fours(sampler=Quarters(list(range(24))), batch_size=1), fours(sampler=Odd(range(24)), batch_size=1), {}, {},

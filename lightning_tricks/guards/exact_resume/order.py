@@ -95,7 +95,7 @@ def _takes(holder: Any, name: str, value: Any) -> bool:
 
 
 def set_sampler_state(loader: DataLoader, states: list[dict[str, Any]]) -> None:
-    """Put the state of `sampler_state` back, where `takes_sampler_state`."""
+    """Put the state of `sampler_state` back; `takes_sampler_state` has to be true."""
     for holder, state in zip((loader, *samplers_of(loader)), states, strict=True):
         for name, value in state.items():
             if name == "":

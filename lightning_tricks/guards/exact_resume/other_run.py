@@ -79,8 +79,8 @@ def _restore_order(name: str, loader: DataLoader, saved: dict[str, Any], now: di
     if not (saved["batch_size"] and now["batch_size"]):
         say(
             name,
-            f"a place in batches of batch_size={saved['batch_size']} of {saved['world']} process(es) is none in those "
-            f"of batch_size={now['batch_size']} of {now['world']}: {_LOST}",
+            f"the checkpoint counts batches of batch_size={saved['batch_size']} from {saved['world']} process(es), "
+            f"and this run has batch_size={now['batch_size']} from {now['world']}: {_LOST}",
         )
         return False
     plain = isinstance(loader.sampler, RandomSampler | SequentialSampler)

@@ -134,7 +134,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._rng = checkpoint.get(KEY, {}).get("rng")
         if self._rng:
             set_random_state_of(trainer.global_rank, self._rng)
-        self._folder.hold(Path(str(trainer.ckpt_path)))
+        if trainer.ckpt_path:
+            self._folder.hold(Path(trainer.ckpt_path))
 
     def state_dict(self) -> dict[str, Any]:
         """The best checkpoint so far; everything else is in the records of the folder."""
