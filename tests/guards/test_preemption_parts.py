@@ -26,7 +26,7 @@ from two_processes import run
 from lightning_tricks import Preemption, SafeCheckpoint
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import atomic_checkpoint_io
-from lightning_tricks.guards.preemption import loader_workers, stop_signals, time_limit
+from lightning_tricks.guards.preemption import loader_workers, stop_signals
 from lightning_tricks.guards.preemption.agreement import Agreement
 from lightning_tricks.guards.preemption.loader_workers import shielded_workers
 from lightning_tricks.guards.preemption.preemption import Preempted
@@ -401,23 +401,6 @@ def test_a_worker_that_hangs_ends_with_its_loader():
         worker.terminate()
         worker.join(60)
         assert worker.exitcode == 0
-
-
-def test_the_time_of_a_process_counts_from_its_start():
-    code = (
-        "import time; before = time.monotonic()\n"
-        "from lightning_tricks.guards.preemption.time_limit import process_start\n"
-        "assert process_start() <= before, (process_start(), before)\n"
-        "assert process_start() > before - 60"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    )
-
-
-def test_where_the_system_does_not_tell_it_the_time_counts_from_the_import(monkeypatch):
-    monkeypatch.delattr(time, "CLOCK_BOOTTIME")
-    assert process_start() == time_limit._imported < time.monotonic()
 
 
 def test_max_minutes_is_a_moment_after_the_start(monkeypatch):

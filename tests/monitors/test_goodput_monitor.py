@@ -640,25 +640,6 @@ def test_the_file_is_written_with_a_save_and_on_log_steps_ten_seconds_apart(cloc
 # ---------------------------------------------------------------------------------------------------- the real clock
 
 
-def test_a_process_knows_its_age():
-    age = process_start.process_age()
-    assert age is None or 0 <= age <= time.clock_gettime(time.CLOCK_BOOTTIME)
-    if sys.platform == "linux":
-        born = Path("/proc/self").stat().st_ctime  # the process's folder is made with it, or when it is first looked at
-        assert age is not None
-        assert time.time() - age <= born + 0.5
-
-
-@pytest.mark.parametrize("text", ["", "1 (a) b) S 1", "1 (x) S " + "0 " * 40])
-def test_an_unknown_age_counts_from_the_import(tmp_path, monkeypatch, text):
-    (tmp_path / "stat").write_text(text)
-    monkeypatch.setattr(process_start, "_STAT", tmp_path / "stat")
-    monkeypatch.setattr(process_start, "_has_fitted", False)
-    assert process_start.process_age() is None
-    assert process_start.fit_start() == process_start._imported_at
-    assert process_start.fit_start() > process_start._imported_at  # now
-
-
 def test_a_notebook_counts_from_now(monkeypatch):
     monkeypatch.setattr(process_start, "_has_fitted", False)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)

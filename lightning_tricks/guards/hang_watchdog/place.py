@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_tricks._process_age import start_ticks
 from lightning_tricks._trainer import (
     awaited_loader,
     batch_progress,
@@ -107,9 +108,7 @@ def this_process(rank: int, world: int) -> Place:
 
 def started_at(pid: int) -> str:
     """The time of a process's start, in ticks since the system's; empty where the system does not tell."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
+    return str(start_ticks(pid) or "")
 
 
 def read(process: Place, trainer: Any, stack: Sequence[FrameType], validations: int) -> Place:

@@ -5,7 +5,8 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
+
+from lightning_tricks._process_age import process_age
 
 _imported = time.monotonic()
 MARGIN_FRACTION = 0.1  # of a SLURM job: a short job shall train as well
@@ -13,12 +14,8 @@ MARGIN_FRACTION = 0.1  # of a SLURM job: a short job shall train as well
 
 def process_start() -> float:
     """When this process started, on the clock of `time.monotonic`; if unknown, when this module was imported."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError, ValueError, IndexError):
-        return _imported
-    return time.monotonic() - age
+    age = process_age()
+    return _imported if age is None else time.monotonic() - age
 
 
 def seconds_left_in_job(environment: Mapping[str, str], margin_minutes: float, now: float) -> float:

@@ -1,12 +1,11 @@
 """When the time of a fit begins: at the start of its process, or now if this is not the process's first fit."""
 
-import os
 import sys
 import time
-from pathlib import Path
+
+from lightning_tricks._process_age import process_age
 
 wall_clock = time.time
-_STAT = Path("/proc/self/stat")
 _imported_at = wall_clock()
 _has_fitted = False
 
@@ -22,17 +21,3 @@ def fit_start() -> float:
         return wall_clock()
     age = process_age()
     return _imported_at if age is None else wall_clock() - age
-
-
-def process_age() -> float | None:
-    """Seconds since this process started, exact to a clock tick (10 ms); None where that is not known.
-
-    Source: `starttime` in https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html.
-    """
-    try:
-        fields = _STAT.read_text().rpartition(")")[2].split()  # the program's name may hold spaces
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # the 22nd field of all; since the system's start
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
-    except (OSError, ValueError, IndexError, AttributeError):  # another system
-        return None
-    return age if started and age >= 0 else None
