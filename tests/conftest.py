@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import shlex
+import signal
 import sys
 import typing
 from collections.abc import Iterator
@@ -28,6 +29,16 @@ LEFT_BEHIND = (
     "WORLD_SIZE",
 )  # fmt: skip
 
+
+# A shell that starts a script's command in the background has it ignore Ctrl-C, nohup has it ignore SIGHUP, and so would
+# each process that a test starts.
+for _signal, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGTERM, signal.SIG_DFL),
+):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, _handler)
 
 GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # which cannot be used in a fork of a process that has asked for them
 
