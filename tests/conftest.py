@@ -30,7 +30,7 @@ LEFT_BEHIND = (
 )  # fmt: skip
 
 
-# A shell that starts a script's command in the background has it ignore Ctrl-C, nohup has it ignore SIGHUP, and so would
+# A shell that starts a command in the background has it ignore Ctrl-C, nohup has it ignore SIGHUP, and so would
 # each process that a test starts.
 for _signal, _handler in (
     (signal.SIGINT, signal.default_int_handler),
