@@ -41,6 +41,7 @@ from lightning_tricks._trainer.processes import signal_connector as signal_conne
 from lightning_tricks._trainer.processes import sigterm_broadcast as sigterm_broadcast
 from lightning_tricks._trainer.processes import slurm_checkpoint as slurm_checkpoint
 from lightning_tricks._trainer.processes import slurm_environment as slurm_environment
+from lightning_tricks._trainer.processes import trains_in_copies as trains_in_copies
 from lightning_tricks._trainer.run_length import limits_of_run as limits_of_run
 from lightning_tricks._trainer.run_length import run_length as run_length
 from lightning_tricks._trainer.run_length import step_limit as step_limit

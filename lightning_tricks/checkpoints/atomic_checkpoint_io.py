@@ -13,6 +13,7 @@ from lightning_tricks.checkpoints.background_writer import BackgroundWriter
 from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
 from lightning_tricks.checkpoints.read_file import check_content, load_file, refused_object
 from lightning_tricks.checkpoints.read_folder import read_folder
+from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.checkpoints.snapshot import PinnedBuffers, snapshot
 from lightning_tricks.checkpoints.swap_in import write_file
 from lightning_tricks.checkpoints.unsafe_content import unsafe_content
@@ -28,7 +29,8 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
     Load: every byte of a file is compared with what was written before anything is unpickled, and only tensors and
     plain types are let in, unless `weights_only=False` is given. A folder of shards is read as one file: weights and
     optimizer state are whole, the state is numbered, and torch and `follow_recipe` check and restore both as usual;
-    each process reads all of it into the host's memory.
+    each process reads all of it into the host's memory. Weights alone that `save_checkpoint` was given come back too:
+    so Lightning's launchers of `ddp_spawn`, `ddp_fork` and `ddp_notebook` hand them to the process that called `fit`.
 
     A checkpoint with an object that a load would not let in is saved all the same; the first one causes a warning that
     names the object's key.
@@ -143,7 +145,8 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
             return read_folder(file, weights_only)
         check_bytes(file)
         checkpoint = load_file(file, weights_only, map_location or "cpu", mmap=False)
-        check_content(checkpoint, path)
+        if read_record(file) is None or "state_dict" in checkpoint:
+            check_content(checkpoint, path)
         return checkpoint
 
     def _load_from_address(self, path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:

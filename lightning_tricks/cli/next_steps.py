@@ -42,7 +42,10 @@ def _without(options: Sequence[str], *names: str) -> list[str]:
 
 def _newest_of_run(trainer: Any) -> Candidate | None:
     """The newest checkpoint in the folders of the run's savers."""
-    folders = [saver.dirpath for saver in trainer.checkpoint_callbacks if getattr(saver, "dirpath", None)]
+    savers = trainer.checkpoint_callbacks
+    folders = [saver.dirpath for saver in savers if getattr(saver, "dirpath", None)]
+    # of a spawned process its best checkpoint is known, and not the folder that it has chosen
+    folders += [os.path.dirname(saver.best_model_path) for saver in savers if getattr(saver, "best_model_path", "")]
     return next((newest for folder in folders if (newest := newest_checkpoint(folder))), None)
 
 
@@ -77,14 +80,15 @@ def go_on(trainer: Any, options: Sequence[str], checkpoint: str) -> str:
     return f"Go on:       {program()} {shlex.join(['fit', *same, '--ckpt_path', short(checkpoint)])}"
 
 
-def _twice_as_long(trainer: Any) -> tuple[str, str]:
+def _twice_as_long(trainer: Any, newest: Candidate) -> tuple[str, str]:
     """The option by which a run like this one is twice as long, in the unit in which its length was given."""
     for callback in trainer.callbacks:
         if isinstance(callback, TotalTokens):
             return "--total_tokens", f"{2 * callback.total_tokens}"
     if trainer.max_steps == -1 and trainer.max_epochs > 0:
         return "--trainer.max_epochs", f"{2 * trainer.max_epochs}"
-    return "--trainer.max_steps", str(2 * trainer.global_step)
+    steps = trainer.global_step or (newest.record.step if newest.record else 0)  # 0 where children have trained
+    return "--trainer.max_steps", str(2 * steps)
 
 
 def next_steps(trainer: Any, options: Sequence[str], has_lr: bool, resume: str | None = None) -> list[str]:
@@ -112,7 +116,7 @@ def next_steps(trainer: Any, options: Sequence[str], has_lr: bool, resume: str |
         found.append(not_saved)
     if newest:
         checkpoint = short(newest.shown_path)
-        more = line("fit", "--ckpt_path", checkpoint, *_twice_as_long(trainer))
+        more = line("fit", "--ckpt_path", checkpoint, *_twice_as_long(trainer, newest))
         found += [f"Evaluate:    {line('validate', '--ckpt_path', checkpoint)}", f"Go on:       {more}"]
         if isinstance(trainer.lightning_module, LanguageModel) and getattr(trainer.datamodule, "tokenizer", None):
             text = shlex.join(["generate", "--ckpt_path", checkpoint, "--prompt"])

@@ -1,8 +1,14 @@
-"""The folder of a run, `save_dir/name/version_N`, with its checkpoints in it; a start that is refused leaves none."""
+"""The folder of a run, `save_dir/name/version_N`, with its checkpoints in it; a start that is refused leaves none.
+
+What may be removed, and by whom: the process that made a folder, and no other, removes it when the command fails before
+that process has seen a batch, and only while nothing lies in it but the files that a start writes (`config.yaml`,
+`hparams.yaml`, `metrics.csv`, the process's own TensorBoard file); where training runs in other processes (`ddp_spawn`,
+`ddp_fork`, `ddp_notebook`), only while it is empty.
+"""
 
 import contextlib
 import os
-import shutil
+import re
 import tempfile
 import warnings
 from collections.abc import Iterable
@@ -14,9 +20,18 @@ from jsonargparse import Namespace
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_only
-from lightning_tricks._trainer import choose_version, chosen_version, has_versions, logging_step, next_version
+from lightning_tricks._trainer import (
+    choose_version,
+    chosen_version,
+    has_versions,
+    logging_step,
+    next_version,
+    trains_in_copies,
+)
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, short
 from lightning_tricks.guards.preemption.preemption import Preempted
+
+_FILES_OF_A_START = ("config.yaml", "hparams.yaml", "metrics.csv")  # of SaveConfigCallback and of Lightning's loggers
 
 
 def expand_save_dirs(trainer: Any) -> None:
@@ -65,16 +80,22 @@ def _check_folder(option: str, folder: Path) -> None:
 class RunFolder(pl.Callback):
     """The folders of one run. Use it as a context around the command, and call `choose` before the Trainer starts.
 
-    An exception before the first batch leaves the folders as they were. This is also a callback, by which it knows of
-    the first batch, and then says at which step a resumed run goes on.
+    An exception before the first batch leaves the folders as they were, except for files of other processes: see above
+    what may be removed. This is also a callback, by which it knows of the first batch, and then says at which step a
+    resumed run goes on.
     """
 
     def __init__(self) -> None:
         self._started = False
+        self._writes = True  # whether this process, and not its children, writes what a start writes
         self._filters = contextlib.ExitStack()
         self._made: list[Path] = []
         self._parents: list[Path] = []
         self._before: dict[Path, dict[Path, bytes | None]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the filter of warnings, which belongs to this process."""
+        return {**self.__dict__, "_filters": contextlib.ExitStack()}
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -83,12 +104,12 @@ class RunFolder(pl.Callback):
         self._filters.close()
         if kind is None or self._started or issubclass(kind, Preempted):
             return
-        for folder in self._made:
-            shutil.rmtree(folder, ignore_errors=True)
-        for folder in self._parents:  # the innermost first
-            with contextlib.suppress(OSError):  # another run has put something there
+        for folder in self._made if self._writes else []:
+            _delete_start(folder)
+        for folder in (*self._made, *self._parents):  # the innermost first
+            with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()
-        for folder, files in self._before.items():
+        for folder, files in self._before.items() if self._writes else ():
             _restore(folder, files)
 
     def choose(self, command: str, checkpoint: str | None, trainer: Any) -> None:
@@ -99,6 +120,7 @@ class RunFolder(pl.Callback):
         elsewhere (`dirpath`); a checkpoint of another recipe starts a new folder. An evaluation writes into a folder of
         its command's name. Loggers that cannot resume get a new number each time, as with Lightning.
         """
+        self._writes = not trains_in_copies(trainer)
         loggers = [one for one in trainer.loggers if has_versions(one) and not is_remote(one.root_dir)]
         free = [logger for logger in loggers if chosen_version(logger) is None]
         next_number = max((next_version(logger) for logger in free), default=0)
@@ -166,11 +188,31 @@ def _files(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.suffix == ".yaml" else None for path in files}
 
 
+def _is_of_this_start(path: Path) -> bool:
+    """Whether a file that has appeared in a run's folder is known to be written by the start of this process."""
+    of_tensorboard = re.fullmatch(rf"events\.out\.tfevents\.\d+\..*\.{os.getpid()}\.\d+", path.name)
+    return path.is_file() and (path.name in _FILES_OF_A_START or of_tensorboard is not None)
+
+
+def _delete_start(folder: Path) -> None:
+    """Empty a folder that this process has made, if nothing lies in it but what its start has written."""
+    with contextlib.suppress(OSError):
+        entries = list(folder.iterdir())
+        empty = [entry for entry in entries if entry.is_dir() and not any(entry.iterdir())]
+        files = [entry for entry in entries if _is_of_this_start(entry)]
+        if len(empty) + len(files) == len(entries):
+            for entry in empty:
+                entry.rmdir()
+            for entry in files:
+                entry.unlink()
+
+
 def _restore(folder: Path, files: dict[Path, bytes | None]) -> None:
     """Undo what a start that was refused has done to the folder of a run."""
     with contextlib.suppress(OSError):
         for path in _files(folder).keys() - files.keys():
-            path.unlink()
+            if _is_of_this_start(path):
+                path.unlink()
         for path, text in files.items():
             if text is not None and path.read_bytes() != text:
                 path.write_bytes(text)

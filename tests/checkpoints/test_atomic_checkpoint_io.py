@@ -59,6 +59,15 @@ def test_torch_and_lightning_open_our_file_and_we_theirs(writer, tmp_path):
     assert read_record(tmp_path / "theirs.ckpt") is None
 
 
+def test_weights_alone_come_back_as_they_were_given_and_those_of_another_program_are_no_checkpoint(writer, tmp_path):
+    expected = trained()[0].state_dict()
+    save(writer, expected, tmp_path / "ours.ckpt")  # as Lightning's spawn launcher does
+    assert_same(writer.load_checkpoint(tmp_path / "ours.ckpt"), expected)
+    torch.save(expected, tmp_path / "theirs.ckpt")
+    with pytest.raises(UsageError, match="holds no state_dict, so it is no checkpoint of Lightning"):
+        writer.load_checkpoint(tmp_path / "theirs.ckpt")
+
+
 def test_a_trainer_saves_and_resumes_through_it(writer, tmp_path):
     def trainer(steps):
         kwargs = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
