@@ -679,6 +679,23 @@ def test_after_an_epochs_end_the_next_one_begins(tmp_path):
         assert starts.seen == ["epoch 1", 0, 1]
 
 
+def test_the_step_and_the_batch_of_a_save_at_a_batch_end_are_counted_when_the_next_epoch_begins(tmp_path):
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    class Counts(Starts):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            self.seen.append((_trainer.logging_step(trainer), _trainer.batch_progress(trainer).total.completed))
+
+    limit = {"max_steps": 5, "max_epochs": -1}
+    whole = Counts()
+    trainer_with(Save(), whole, **limit).fit(Model(), data(3))
+    starts = Counts(_trainer.go_on_with_next_epoch)
+    trainer_with(starts, **limit).fit(Model(), data(3), ckpt_path=tmp_path / "3.ckpt", weights_only=False)
+    assert [one for one in starts.seen if isinstance(one, tuple)] == whole.seen[-2:] == [(3, 3), (4, 4)]
+
+
 def test_a_run_that_ended_in_mid_epoch_goes_on_in_that_epoch(tmp_path):
     class Reopen(Starts):
         def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:

@@ -81,11 +81,18 @@ def go_on_with_next_epoch(trainer: Any) -> None:
     """After a restart from the end of an epoch, begin the next one, with the hooks of its start.
 
     Lightning does so where `max_epochs` counts; where `max_steps` does, it goes on within the epoch that has ended.
-    Call it in `on_train_start`. Read from `_FitLoop.restarting`, `reset` and `on_advance_start` (loops/fit_loop.py).
+    The step and the batch that were still being counted when the checkpoint was saved are counted here. Call it in
+    `on_train_start`. Read from `_FitLoop.restarting`, `reset` and `on_advance_start` (loops/fit_loop.py), and
+    `_TrainingEpochLoop.reset` (loops/training_epoch_loop.py).
     """
     loop = trainer.fit_loop
     if not loop._restarting:
         return
+    batches = loop.epoch_loop
+    if batches.restarted_on_train_batch_end or not batches.restarted_on_last:
+        batches._batches_that_stepped += 1
+    if batches.restarted_on_train_batch_end:
+        batches.batch_progress.increment_completed()
     for tracker in (loop.epoch_progress.current, loop.epoch_progress.total):
         tracker.completed = tracker.processed
     loop._restarting = loop.epoch_loop.restarting = False
