@@ -44,7 +44,7 @@ class Curve(pl.Callback):
         for row in rows:
             self.loss.append(row.values["train/loss"])
             self.norm.append(row.values["train/grad_norm"])
-            self.skipped = row.values["_step_guard/0/total"]
+            self.skipped += row.values["_step_guard/0/skipped"]
         return {}
 
 

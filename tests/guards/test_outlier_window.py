@@ -9,18 +9,22 @@ from lightning_tricks.guards.step_guard.judgement import Judgement
 from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow
 
 
+ACCEPTED = torch.tensor(False)  # not rejected
+NONE = torch.finfo(torch.float64).max
+
+
 def window(*values: float, size: int = 4, active_after: int = 2, sigmas: float = 2.0) -> OutlierWindow:
     filled = OutlierWindow([0.0], size, active_after, sigmas, "cpu")
     for value in values:
-        filled.accept(torch.tensor([value]), torch.tensor(True))
+        filled.accept(torch.tensor([value]), ACCEPTED)
     return filled
 
 
 @pytest.mark.parametrize(
     ("values", "limit"),
     [
-        ((), math.inf),
-        ((1.0,), math.inf),  # not active yet
+        ((), NONE),
+        ((1.0,), NONE),  # not active yet
         ((1.0, 3.0), 2 + 2 * math.sqrt(2)),
         ((1.0, 2.0, 3.0), 2 + 2 * 1.0),
         ((100.0, 1.0, 2.0, 3.0, 4.0), 2.5 + 2 * math.sqrt(5 / 3)),  # the first has left the window
@@ -35,7 +39,7 @@ def test_a_window_that_is_known_to_be_full_has_the_same_limit():
     torch.manual_seed(0)
     full = OutlierWindow([0.0, 10.0], 128, 64, 6.0, "cpu")
     for value in torch.randn(130, 2) + torch.tensor([3.0, -1.0]):
-        full.accept(value, torch.tensor(True))
+        full.accept(value, ACCEPTED)
     assert int(full.missing()) == -2
     limits = full.limits()
     full.known_full = True
@@ -45,7 +49,7 @@ def test_a_window_that_is_known_to_be_full_has_the_same_limit():
 def test_a_rejected_value_leaves_no_trace():
     kept = window(1.0, 3.0)
     before = kept.state_dict()
-    kept.accept(torch.tensor([math.nan]), torch.tensor(False))
+    kept.accept(torch.tensor([math.nan]), ~ACCEPTED)
     assert torch.equal(kept.state_dict()["values"], before["values"])
     assert kept.state_dict()["accepted"] == 2
 
@@ -57,7 +61,7 @@ def test_after_one_nan_none_of_the_next_200_values_is_out_of_bounds():
     for step in range(400):
         value = torch.randn(1) if step != 100 else torch.tensor([math.nan])
         good = (value <= kept.limits()).all()
-        kept.accept(value, good)
+        kept.accept(value, ~good)
         rejected += [] if good else [step]
     assert rejected == [100]
 
@@ -65,7 +69,7 @@ def test_after_one_nan_none_of_the_next_200_values_is_out_of_bounds():
 def test_each_signal_has_its_own_limit():
     two = OutlierWindow([0.0, 0.0], 4, 2, 1.0, "cpu")
     for values in ([1.0, 10.0], [3.0, 10.0]):
-        two.accept(torch.tensor(values), torch.tensor(True))
+        two.accept(torch.tensor(values), ACCEPTED)
     assert two.limits().tolist() == pytest.approx([2 + math.sqrt(2), 10.0001])
 
 
@@ -80,7 +84,7 @@ def test_a_window_of_another_size_starts_anew():
 def test_a_ratio_raises_the_limit_to_so_many_times_the_largest_value():
     kept = OutlierWindow([0.0, 3.0], 4, 2, 2.0, "cpu")
     for value in (1.0, 3.0, 2.0):
-        kept.accept(torch.tensor([value, value]), torch.tensor(True))
+        kept.accept(torch.tensor([value, value]), ACCEPTED)
     assert kept.limits().tolist() == pytest.approx([2 + 2 * 1.0, 9.0])
 
 
@@ -99,4 +103,4 @@ def test_a_ratio_raises_the_limit_to_so_many_times_the_largest_value():
 def test_a_scaled_loss_is_judged_without_its_scale(losses, norm, overflows, within):
     limits, scale = torch.tensor([2.0, 2.0]), torch.tensor(8.0)
     judged = Judgement([torch.tensor(loss) for loss in losses], torch.tensor(norm), limits, scale, overflows)
-    assert bool(judged.within) is within
+    assert bool(judged.rejected) is not within

@@ -290,13 +290,30 @@ def test_under_fsdp1_the_norm_is_that_of_the_whole_model_and_nothing_is_clipped(
     assert limits == [math.inf]
 
 
+class Normed(Line):
+    """With running statistics, of the batch alone: a bad batch must not stay in them, nor change another rank's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.norm = nn.BatchNorm1d(8, affine=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.norm(batch * (math.nan if self.global_step == BAD and self.spoilt and self.global_rank == 0 else 1.0))
+        return super().training_step(batch, batch_idx)
+
+
 def train_as_rank(rank: int, spoilt: str, strategy: Any) -> None:
-    expected, model = without_the_step("fused AdamW"), Line(spoilt, bad_rank=1)
+    expected, model = without_the_step("fused AdamW"), Normed(spoilt, bad_rank=1)
+    statistics = nn.BatchNorm1d(8, affine=False)
+    for step, batch in enumerate(batches(STEPS)):
+        if step != BAD:
+            statistics(batch)
     strategy = FSDP2Strategy() if strategy == "fsdp2" else strategy
     result, lines = guarded(model, accelerator="cpu", devices=2, strategy=strategy, use_distributed_sampler=False)
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     # both ranks have the same batches, so their mean gradient is that of one process up to rounding
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.norm.buffers(), statistics.buffers(), strict=True))
     assert result.of("guard/skipped_steps") == [0, 0, 0, 1, 1, 1]
     assert [line.split("; ")[0].endswith(" on rank 1") for line in lines] == ([True] if rank == 0 else [])
 
@@ -325,7 +342,8 @@ def test_its_windows_and_counts_go_on_from_a_checkpoint():
     fit(model, second, max_steps=STEPS - 9)
     expected, found = window_state(whole), window_state(second)
     assert torch.equal(expected.pop("values"), found.pop("values"))
-    assert expected == found == {"accepted": STEPS - 1, "known_full": True, "counts": [0.0, 1.0]}
+    counts = {"accepted": STEPS - 1, "known_full": True, "newest_last": True, "counts": [0.0, 1.0]}
+    assert expected == found == counts
 
 
 def test_a_state_that_is_loaded_after_the_fit_has_started_counts_too():

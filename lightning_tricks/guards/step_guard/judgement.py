@@ -1,5 +1,6 @@
 """Whether one optimizer step is within bounds: its loss and its gradient norm against their limits, on the device."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,50 +10,48 @@ from torch.distributed import ReduceOp, all_reduce
 
 
 class Judgement:
-    """The loss and the gradient norm of one step of this rank, and whether they are within bounds.
+    """The loss and the gradient norm of one step of this rank, and which of them are out of bounds.
 
     Args:
         losses: of the step's micro-batches, 0-dim tensors whose sum is the step's loss; none of them: it counts as 0.
         norm: of all gradients before the clip, a 0-dim tensor on any device.
-        limits: (2,) largest loss and largest norm.
+        limits: (2,) largest loss and largest norm, both finite.
         scale: by which the losses were multiplied, a 0-dim tensor; None for 1.
         overflows: whether a norm that is not finite is an overflow of fp16, which a scaler or DeepSpeed skips itself.
 
     Attributes:
-        values: (2,) loss and norm, in fp32.
-        finite: (2,) bool, of each.
-        within: 0-dim bool.
+        values: (2,) loss and norm, in the dtype of the limits; infinite where they are not finite.
+        over: (2,) bool, whether each is out of bounds.
+        rejected: 0-dim bool, whether any is.
+        overflow: 0-dim bool, whether the norm is not finite, where that is an overflow; else None.
     """
 
     def __init__(
         self, losses: Sequence[Tensor], norm: Tensor, limits: Tensor, scale: Tensor | None, overflows: bool
     ) -> None:
         device = limits.device
-        self._computed = torch.stack([number.to(device, torch.float32) for number in (*losses, norm)])
-        self.values, self.limits = self._computed, limits
+        values = self._computed = torch.stack([number.to(device, torch.float32) for number in (*losses, norm)])
         if len(losses) != 1 or scale is not None:
-            loss = self._computed[:-1].sum() / (1.0 if scale is None else scale.to(device))
-            self.values = torch.stack([loss, self._computed[-1]])
-        self.finite = self.values.abs() < torch.inf
-        self._fine = self.finite & (self.values <= limits)
-        if overflows:
-            self._fine[1] |= ~self.finite[1] & self.finite[0]
-        self.within = self._fine.all()
+            loss = values[:-1].sum() / (1.0 if scale is None else scale.to(device))
+            values = torch.stack([loss, values[-1]])
+        self.values, self.limits = values.to(limits.dtype).nan_to_num(math.inf, math.inf, math.inf), limits
+        self.over = self.values > limits
+        self.overflow = self.values[1] == math.inf if overflows else None
+        if self.overflow is not None:
+            self.over[1] &= ~self.overflow | self.over[0]
+        self.rejected = self.over.any()
 
     def same_bits(self, other: "Judgement") -> Tensor:
         """Whether another computation of the step gave the same bits of each loss and of the norm: 0-dim bool."""
         return (self._computed.view(torch.int32) == other._computed.view(torch.int32)).all()
 
-    def numbers(self, rank: int) -> tuple[Tensor, Tensor]:
+    def numbers(self) -> Tensor:
         """For the report, where the largest value over all ranks shows what was out of bounds on any of them.
 
         Returns:
-            rank + 1, 0-dim, or 0 if the step is within bounds here; (4,) loss, norm and their limits, of which those
-            within bounds are -inf, and values that are not finite are inf.
+            (2, 2) loss and norm, and below them their limits; -inf in the place of what is within bounds.
         """
-        values = torch.where(self.finite, self.values, torch.inf)
-        out = torch.where(self._fine, -torch.inf, torch.stack([values, self.limits]))
-        return torch.where(self.within, 0.0, rank + 1.0), out.flatten()
+        return torch.where(self.over, torch.stack([self.values, self.limits]), -math.inf)
 
 
 def any_rank(trainer: Any, flag: Tensor) -> Tensor:

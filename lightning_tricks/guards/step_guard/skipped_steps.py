@@ -1,6 +1,7 @@
 """The skipped steps of a run, on the host: a line for each, their number, and the reason to stop the run."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_tricks._lightning import rank_zero_warn
@@ -8,7 +9,7 @@ from lightning_tricks._samples import in_words
 from lightning_tricks.metrics.row import Row
 
 SAME, RETRIED, OUT_AGAIN = 1.0, 2.0, 3.0  # results of a step that was computed again
-_NUMBERS = ("skipped", "recheck", "in_a_row", "total", "missing", "rank", "loss", "norm", "loss_limit", "norm_limit")
+_VALUES = ("loss", "norm", "loss_limit", "norm_limit")
 _RECHECKS = {
     SAME: ", and the same when computed again: it is the data",
     RETRIED: "; computed again it was another, which is used: a hardware fault, or kernels that are not deterministic",
@@ -32,30 +33,48 @@ class Batch(NamedTuple):
         return f"samples {in_words(self.samples)}"
 
 
+class Names:
+    """Names under which the numbers of one optimizer stand in the buffer, of those that a step has.
+
+    Attributes:
+        skipped: whether the step was skipped, 0 or 1.
+        values: loss, norm and their limits, see `Judgement.numbers`.
+        recheck: result of a step that was computed again.
+        missing: steps until the window is full, while that is not known.
+        rank: 1 + the last of several ranks that rejects the step.
+    """
+
+    def __init__(self, index: int) -> None:
+        place = f"_step_guard/{index}/"
+        self.skipped, self.recheck, self.missing, self.rank = (
+            place + name for name in ("skipped", "recheck", "missing", "rank")
+        )
+        self.values = tuple(place + name for name in _VALUES)
+
+
 class SkippedSteps:
     """Reads what StepGuard recorded, when the interval's values have come to the host.
 
     Args:
         max_in_a_row: skipped steps in a row after which the run shall stop.
+        counts: of each optimizer, skipped steps in a row and in all before the first one that is read.
 
     Attributes:
         reason_to_stop: why the run shall stop; empty while it shall not.
         full_windows: indices of the optimizers whose window is full on every rank.
     """
 
-    def __init__(self, max_in_a_row: int) -> None:
+    def __init__(self, max_in_a_row: int, counts: Sequence[tuple[float, float]] = ()) -> None:
         self.max_in_a_row = max_in_a_row
         self.reason_to_stop = ""
         self.full_windows: set[int] = set()
+        self.names = [Names(index) for index in range(len(counts))]
+        self._in_a_row = [int(in_a_row) for in_a_row, _ in counts]
+        self._totals = [int(total) for _, total in counts]
+        self._streaks: list[list[Batch]] = [[] for _ in counts]  # of the steps in a row, those of this fit
         self._batches: dict[int, Batch] = {}  # by step, of the steps that the host has not heard of
         self._undone: set[int] = set()  # steps of these that a rollback has undone
-        self._in_a_row: dict[int, list[Batch]] = {}  # by index of the optimizer
-        self._too_many: dict[int, str] = {}  # likewise: what to say of a streak that is long enough to stop
-
-    @staticmethod
-    def names(index: int) -> tuple[str, ...]:
-        """Names under which an optimizer's numbers stand in the buffer."""
-        return tuple(f"_step_guard/{index}/{name}" for name in _NUMBERS)
+        self._too_many: dict[int, str] = {}  # by optimizer: what to say of a streak that is long enough to stop
 
     def note_batch(self, step: int, batch: Batch) -> None:
         """Keep where the batch of a step came from, until the host hears how the step was judged."""
@@ -64,59 +83,70 @@ class SkippedSteps:
     def after_rollback(self) -> None:
         """Count anew: no step that was made up to now is a reason to stop, also none that the host has not heard of."""
         self.reason_to_stop = ""
-        self._in_a_row.clear()
+        self._in_a_row = [0 for _ in self._in_a_row]
+        self._streaks = [[] for _ in self._streaks]
         self._too_many.clear()
         self._undone = set(self._batches)
 
     def report(self, rows: list[Row]) -> dict[str, float]:
         """Say a line for each skipped step among `rows`; returns `guard/skipped_steps`."""
-        lines = []
-        totals: dict[str, float] = {}
+        lines, any_judged = [], False
         for row in rows:
             batch = self._batches.pop(row.step, None)
-            for index in {int(name.split("/")[1]) for name in row.values if name.startswith("_step_guard/")}:
-                found = dict(zip(_NUMBERS, (row.values[name] for name in self.names(index)), strict=True))
-                totals[str(index)] = found["total"]
-                if found["missing"] <= 0:
-                    self.full_windows.add(index)
-                lines += self._lines_of(row.step, index, found, batch or Batch(None, 0, 0))
+            for index, names in enumerate(self.names):
+                if names.skipped in row.values:
+                    any_judged = True
+                    lines += self._lines_of(row, index, names, batch or Batch(None, 0, 0))
         self._undone.clear()
         for line in lines[:_LINES]:
             rank_zero_warn(line)
         if lines[_LINES:]:
             rank_zero_warn(f"StepGuard: {len(lines) - _LINES} more steps were out of bounds up to step {rows[-1].step}")
-        return {"guard/skipped_steps": sum(totals.values())} if totals else {}
+        return {"guard/skipped_steps": float(sum(self._totals))} if any_judged else {}
 
-    def _lines_of(self, step: int, index: int, found: dict[str, float], batch: Batch) -> list[str]:
+    def _lines_of(self, row: Row, index: int, names: Names, batch: Batch) -> list[str]:
         """The line of one step if it was out of bounds, else none; sets `reason_to_stop` after too many in a row."""
-        streak = self._in_a_row.setdefault(index, [])
-        if not found["skipped"]:
-            streak.clear()
-            if skipped := self._too_many.pop(index, ""):
-                self.reason_to_stop = f"{skipped}. Later steps were accepted, so the weights are newer: {_GO_ON}"
-            return [f"StepGuard: step {step}: {_reason(found)}; {batch}"] if found["recheck"] else []
+        if row.values.get(names.missing, 1) <= 0:
+            self.full_windows.add(index)
+        skipped, step = bool(row.values[names.skipped]), row.step
+        if not skipped:
+            self._in_a_row[index] = 0
+            self._streaks[index].clear()
+            if too_many := self._too_many.pop(index, ""):
+                self.reason_to_stop = f"{too_many}. Later steps were accepted, so the weights are newer: {_GO_ON}"
+            if names.recheck not in row.values:
+                return []
+            return [f"StepGuard: step {step}: {_reason(row, names)}; {batch}"]
+        self._totals[index] += 1
         if step not in self._undone:
-            streak.append(batch)
-        if streak and found["in_a_row"] >= self.max_in_a_row:
-            first = step + 1 - int(found["in_a_row"])
+            self._in_a_row[index] += 1
+            self._streaks[index].append(batch)
+            self._stop_after_too_many(row, index, names)
+        return [f"StepGuard: step {step} is skipped: {_reason(row, names)}; {batch}"]
+
+    def _stop_after_too_many(self, row: Row, index: int, names: Names) -> None:
+        in_a_row = self._in_a_row[index]
+        if in_a_row >= self.max_in_a_row:
+            first = row.step + 1 - in_a_row
             self._too_many[index] = skipped = (
-                f"StepGuard.max_skipped_steps={self.max_in_a_row}: all steps from {first} to {step} were skipped, the "
-                f"last one for its {_reason(found)}; {_joined(streak)}"
+                f"StepGuard.max_skipped_steps={self.max_in_a_row}: all steps from {first} to {row.step} were skipped, "
+                f"the last one for its {_reason(row, names)}; {_joined(self._streaks[index])}"
             )
             self.reason_to_stop = f"{skipped}. The weights are those of step {first}: {_GO_ON}"
-        return [f"StepGuard: step {step} is skipped: {_reason(found)}; {batch}"]
 
 
-def _reason(found: dict[str, float]) -> str:
+def _reason(row: Row, names: Names) -> str:
     """Which values are out of bounds, on which rank, and the same or not when computed again."""
+    loss, norm, *limits = (row.values[name] for name in names.values)
     parts = []
-    for name, label in (("loss", "loss"), ("norm", "gradient norm")):
-        if found[name] == math.inf:
+    for value, limit, label in zip((loss, norm), limits, ("loss", "gradient norm"), strict=True):
+        if value == math.inf:
             parts.append(f"{label} not finite")
-        elif found[name] > -math.inf:
-            parts.append(f"{label} {found[name]:.4g} above {found[f'{name}_limit']:.4g}")
-    rank = f" on rank {int(found['rank']) - 1}" if found["rank"] > 1 else ""
-    return " and ".join(parts) + rank + _RECHECKS.get(found["recheck"], "")
+        elif value > -math.inf:
+            parts.append(f"{label} {value:.4g} above {limit:.4g}")
+    rank = row.values.get(names.rank, 0)
+    where = f" on rank {int(rank) - 1}" if rank > 1 else ""
+    return " and ".join(parts) + where + _RECHECKS.get(row.values.get(names.recheck, 0), "")
 
 
 def _joined(batches: list[Batch]) -> str:

@@ -19,24 +19,30 @@ from lightning_tricks._samples import step_samples
 from lightning_tricks._trainer import batch_progress, is_a, logging_step, optimizer_index, unwrapped
 from lightning_tricks.guards.saving.random_state import gather
 from lightning_tricks.guards.step_guard.judgement import Judgement, any_rank
+from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers
 from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow
 from lightning_tricks.guards.step_guard.recheck import Recheck
 from lightning_tricks.guards.step_guard.skip_step import skipping
 from lightning_tricks.guards.step_guard.skipped_steps import OUT_AGAIN, RETRIED, SAME, Batch, SkippedSteps
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1
 from lightning_tricks.optim.follow_recipe import layers_of
 from lightning_tricks.optim.grad_scaler import is_scaled, loss_scale
 
 
 class StepGuard(pl.Callback):
-    """Changes training: a step whose loss or gradient norm is out of bounds leaves weights and optimizer as they are.
+    """Changes training: a step whose loss or gradient norm is out of bounds leaves weights, optimizer and buffers as
+    they were before it.
 
     Out of bounds is a value that is NaN or infinite, or that exceeds the mean of the last `window_steps` accepted steps
     by more than `sigmas` standard deviations. Skipped steps never enter that mean. Each rank judges its own loss, and
     the norm of all gradients before the clip; a step that one rank rejects is skipped by all. The schedule, the data
     and the step counters go on. Each skipped step is named in one line at the next log step, with its values, its limit
     and the sample positions of its batch; `guard/skipped_steps` is the number since the run began.
+
+    Buffers, such as BatchNorm's running statistics, are put back on the device to their values from before the forward
+    passes of the step: see `KeptBuffers`.
 
     Fused Adam and AdamW and this collection's Muon skip on the device. Other optimizers cost one read of the device a
     step; so does `recheck`. Under fp16 with a loss scale a skipped step counts as an overflow, which halves the scale,
@@ -51,8 +57,7 @@ class StepGuard(pl.Callback):
         max_skipped_steps: the run stops when so many steps in a row were skipped.
         recheck: compute a step that is out of bounds once more, with the same batches, weights and random numbers. The
             same bits again: it is the data, and the step is skipped. Other bits: a hardware fault or non-deterministic
-            kernels; the second result is used if it is within bounds. For automatic optimization without fp16. Buffers
-            that a forward pass changes, such as those of BatchNorm, change twice.
+            kernels; the second result is used if it is within bounds. For automatic optimization without fp16.
 
     Raises:
         UsageError: an option out of its range; when training starts, Lightning's own DeepSpeedStrategy, LBFGS, a fused
@@ -93,6 +98,7 @@ class StepGuard(pl.Callback):
 
     def _forget(self) -> None:
         """Reset the state that belongs to one fit."""
+        self._buffers: KeptBuffers | None = None  # from the start of training on
         self._windows: list[OutlierWindow] = []  # of each optimizer
         self._counts: list[tuple[Tensor, Tensor]] = []  # of each: skipped steps in a row and in all, 0-dim fp32
         self._losses: list[Tensor] = []  # of the micro-batches since the last optimizer step
@@ -104,7 +110,7 @@ class StepGuard(pl.Callback):
         _refuse(trainer, pl_module, self.recheck)
         self._forget()
         self._buffer = MetricBuffer.of(trainer)
-        self._buffer.at_flush(self._skipped.report)
+        self._buffer.at_flush(self._report)
         device = trainer.strategy.root_device
         settings = (0.0, self.norm_ratio), self.window_steps, self.active_after_steps, self.sigmas, device
         self._windows = [OutlierWindow(*settings) for _ in trainer.optimizers]
@@ -119,11 +125,22 @@ class StepGuard(pl.Callback):
                 window.load_state_dict(state)
                 for count, number in zip(counts, state["counts"], strict=True):
                     count.fill_(number)
+        counts = [(float(in_a_row), float(total)) for in_a_row, total in self._counts]
+        self._skipped = SkippedSteps(self.max_skipped_steps, counts)
+        self._buffers = KeptBuffers(pl_module)
+
+    def _report(self, rows: list[Row]) -> dict[str, float]:
+        """Tell what was skipped in an interval; after the first one, find the buffers that never change."""
+        if self._buffers is not None:
+            self._buffers.find_constants()
+        return self._skipped.report(rows)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Stop the run if too many steps in a row were skipped."""
         if self._skipped.reason_to_stop:
             raise UsageError(self._skipped.reason_to_stop)
+        if not self._losses and self._buffers is not None:  # else it is a further micro-batch of a step
+            self._buffers.save()
         if self._rechecking is not None:
             self._rechecking.begin(batch, batch_idx, first=not self._losses)
 
@@ -145,6 +162,8 @@ class StepGuard(pl.Callback):
         scaler = _scaler(trainer, optimizer)
         if not pl_module.automatic_optimization:
             skip = self._judge(trainer, pl_module, optimizer, _norm(trainer, optimizer))
+            if self._buffers is not None:
+                self._buffers.save()  # the next step may begin in the same batch
             self._replacements.enter_context(skipping(optimizer, scaler, skip))
             return
         module: Any = pl_module
@@ -173,22 +192,40 @@ class StepGuard(pl.Callback):
         window.known_full |= index in self._skipped.full_windows
         limits = window.limits()
         judged = used = self._judgement(trainer, norm, limits)
-        skip, result = any_rank(trainer, ~judged.within), torch.zeros_like(total)
+        skip, result = any_rank(trainer, judged.rejected), None
         if self._rechecking is not None and clip_again is not None and bool(skip):
+            self._put_back_buffers(skip)
             self._rechecking.run(trainer, pl_module, optimizer, self._buffer)
             used = self._judgement(trainer, clip_again(), limits)
-            differs, skip = any_rank(trainer, ~judged.same_bits(used)), any_rank(trainer, ~used.within)
+            differs, skip = any_rank(trainer, ~judged.same_bits(used)), any_rank(trainer, used.rejected)
             result = torch.where(differs == 0, SAME, torch.where(skip == 0, RETRIED, OUT_AGAIN))
-        window.accept(used.values, (skip == 0) & used.finite.all())
+        self._put_back_buffers(skip)
+        rejected = skip != 0
+        window.accept(used.values, rejected | used.overflow if used.overflow is not None else rejected)
         in_a_row.add_(1).mul_(skip)
         total.add_(skip)
         if trainer.log_every_n_steps:
-            batch = Batch(step_samples(trainer), trainer.current_epoch, batch_progress(trainer).current.ready - 1)
-            self._skipped.note_batch(logging_step(trainer), batch)
-            rank, out = judged.numbers(trainer.global_rank)
-            numbers = torch.cat([torch.stack([skip, result, in_a_row, total, window.missing(), rank]), out])
-            self._buffer.record_all(self._skipped.names(index), numbers, "max" if trainer.world_size > 1 else None)
+            self._record(trainer, index, judged, skip, result)
         return skip
+
+    def _put_back_buffers(self, skip: Tensor) -> None:
+        assert self._buffers is not None
+        self._buffers.put_back(skip)
+
+    def _record(self, trainer: Any, index: int, judged: Judgement, skip: Tensor, result: Tensor | None) -> None:
+        """Let the buffer keep what the report needs, and the host where the batch came from."""
+        batch = Batch(step_samples(trainer), trainer.current_epoch, batch_progress(trainer).current.ready - 1)
+        self._skipped.note_batch(logging_step(trainer), batch)
+        names, window = self._skipped.names[index], self._windows[index]
+        join = "max" if trainer.world_size > 1 else None
+        self._buffer.record_all(names.values, judged.numbers(), join)
+        self._buffer.record(names.skipped, skip)
+        if not window.known_full:
+            self._buffer.record(names.missing, window.missing(), join)
+        if result is not None:
+            self._buffer.record(names.recheck, result)
+        if join:
+            self._buffer.record(names.rank, judged.rejected * (trainer.global_rank + 1.0), join)
 
     def _judgement(self, trainer: Any, norm: Tensor, limits: Tensor) -> Judgement:
         losses, self._losses = self._losses, []
@@ -210,7 +247,9 @@ class StepGuard(pl.Callback):
         self._replacements.close()
 
     def after_rollback(self) -> None:
-        """Count the skipped steps in a row anew: SpikeRollback has put earlier weights back."""
+        """Count the skipped steps in a row anew: SpikeRollback has put earlier weights and buffers back."""
+        if self._buffers is not None:
+            self._buffers.save()
         for in_a_row, _ in self._counts:
             in_a_row.zero_()
         self._skipped.after_rollback()
