@@ -20,7 +20,7 @@ SKIP, MAKE = torch.tensor(1.0), torch.tensor(0.0)
 
 
 class Statistics(nn.Module):
-    """Buffers as user code writes them: a count, a new tensor each time, through `.data`; and one that nobody writes."""
+    """Buffers as user code writes them: a count, a new tensor each time, by `.data`; and one that nobody writes."""
 
     def __init__(self) -> None:
         super().__init__()

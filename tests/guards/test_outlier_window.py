@@ -8,7 +8,6 @@ import torch
 from lightning_tricks.guards.step_guard.judgement import Judgement
 from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow
 
-
 ACCEPTED = torch.tensor(False)  # not rejected
 NONE = torch.finfo(torch.float64).max
 

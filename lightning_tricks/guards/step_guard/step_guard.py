@@ -24,7 +24,7 @@ from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow
 from lightning_tricks.guards.step_guard.recheck import Recheck
 from lightning_tricks.guards.step_guard.skip_step import skipping
 from lightning_tricks.guards.step_guard.skipped_steps import OUT_AGAIN, RETRIED, SAME, Batch, SkippedSteps
-from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1
 from lightning_tricks.optim.follow_recipe import layers_of
@@ -125,8 +125,8 @@ class StepGuard(pl.Callback):
                 window.load_state_dict(state)
                 for count, number in zip(counts, state["counts"], strict=True):
                     count.fill_(number)
-        counts = [(float(in_a_row), float(total)) for in_a_row, total in self._counts]
-        self._skipped = SkippedSteps(self.max_skipped_steps, counts)
+        so_far = [(float(in_a_row), float(total)) for in_a_row, total in self._counts]
+        self._skipped = SkippedSteps(self.max_skipped_steps, so_far)
         self._buffers = KeptBuffers(pl_module)
 
     def _report(self, rows: list[Row]) -> dict[str, float]:
@@ -209,15 +209,15 @@ class StepGuard(pl.Callback):
         return skip
 
     def _put_back_buffers(self, skip: Tensor) -> None:
-        assert self._buffers is not None
-        self._buffers.put_back(skip)
+        if self._buffers is not None:
+            self._buffers.put_back(skip)
 
     def _record(self, trainer: Any, index: int, judged: Judgement, skip: Tensor, result: Tensor | None) -> None:
         """Let the buffer keep what the report needs, and the host where the batch came from."""
         batch = Batch(step_samples(trainer), trainer.current_epoch, batch_progress(trainer).current.ready - 1)
         self._skipped.note_batch(logging_step(trainer), batch)
         names, window = self._skipped.names[index], self._windows[index]
-        join = "max" if trainer.world_size > 1 else None
+        join: OverRanks | None = "max" if trainer.world_size > 1 else None
         self._buffer.record_all(names.values, judged.numbers(), join)
         self._buffer.record(names.skipped, skip)
         if not window.known_full:
@@ -245,6 +245,11 @@ class StepGuard(pl.Callback):
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Put back the module's and the optimizer's attributes."""
         self._replacements.close()
+        self._buffers = None
+
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Free the copies of buffers."""
+        self._buffers = None
 
     def after_rollback(self) -> None:
         """Count the skipped steps in a row anew: SpikeRollback has put earlier weights and buffers back."""
