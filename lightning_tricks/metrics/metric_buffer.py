@@ -38,6 +38,10 @@ class MetricBuffer(pl.Callback):
 
     A name that begins with an underscore is not logged; it is for `at_flush`. With `log_every_n_steps=0`, which turns
     Lightning's logging off, nothing is kept.
+
+    Attributes:
+        failed: whether the values are read because training has failed. Other ranks may be gone: a function given to
+            `at_flush` must then change nothing and ask no other rank.
     """
 
     def __init__(self) -> None:
@@ -57,7 +61,7 @@ class MetricBuffer(pl.Callback):
         self._without_log_metrics: list[Any] = []  # loggers that were warned of
         self._said_not_finite = False
         self._answered: tuple[int, bool] | None = None
-        self._failed = False
+        self.failed = False
         self._last_step = LastStep()
 
     @classmethod
@@ -212,7 +216,7 @@ class MetricBuffer(pl.Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Write the values that can still be read, with those of the failed step; the error is raised as usual."""
-        self._failed = True
+        self.failed = True
         with only_warn("the metrics since the last logged step are lost"):
             self._close_step()
             self.flush()
@@ -288,7 +292,7 @@ class MetricBuffer(pl.Callback):
         joins = ["sum" if name.startswith((TOTAL, COUNT)) else self._over_ranks.get(name) for name, *_ in names]
         if self._trainer.world_size == 1 or not any(joins):
             return tensors
-        if self._failed:  # the other ranks may be gone: a collective would not end
+        if self.failed:  # the other ranks may be gone: a collective would not end
             rank_zero_warn("the last steps' metrics before the failure are those of rank 0 alone")
             return tensors
         return join_over_ranks(tensors, joins, self._trainer.strategy)

@@ -193,6 +193,35 @@ def test_every_callback_that_wants_to_know_is_told():
     assert average.told == 1
 
 
+class Lost(Exception):
+    """What a loader raises that cannot read its next batch."""
+
+
+@pytest.mark.parametrize("in_front", [True, False], ids=["the buffer in front", "the buffer behind"])
+@pytest.mark.parametrize("copies", [2, 0], ids=["copies", "checkpoints"])
+def test_an_error_in_a_spike_changes_no_weight_and_asks_no_other_process(copies, in_front, tmp_path):
+    def spoil(step: int, x: Any, y: Any) -> Any:
+        if step == 47:
+            trainer.strategy.broadcast = trainer.strategy.reduce = trainer.strategy.barrier = asked.append
+            states.at[47] = state_of(trainer)
+            raise Lost
+        return huge_at(*range(40, 47))(step, x, y)
+
+    states, asked = States(), []
+    callbacks = [rollbacks(keep_snapshots=copies), *([] if copies else [saver(tmp_path)])]
+    callbacks = [MetricBuffer(), *callbacks] if in_front else callbacks
+    data, model = Data(spoil), Model()
+    trainer = pl.Trainer(
+        max_steps=60, accelerator="cpu", log_every_n_steps=10, callbacks=callbacks, logger=False, max_epochs=-1,
+        enable_checkpointing=not copies, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(Lost):
+        trainer.fit(model, data)
+    assert same(state_of(trainer), states.at[47])
+    assert asked == []
+    assert not list(tmp_path.glob(FILE))
+
+
 # ---- from the disk
 
 

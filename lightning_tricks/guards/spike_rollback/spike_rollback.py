@@ -163,10 +163,10 @@ class SpikeRollback(pl.Callback):
         self._at_step_end = False
 
     def _judge(self, rows: list[Row]) -> dict[str, float]:
-        """Judge the losses of an interval, and act if its last step is just done."""
+        """Judge the losses of an interval, and act if its last step is just done and training has not failed."""
         for step, loss in self._losses.read(rows):
             self._detector.take(step, loss)
-        if self._at_step_end:
+        if self._at_step_end and not self._buffer.failed:
             self._act(self._trainer, self._trainer.lightning_module)
         return {"guard/rollbacks": float(len(self._rollbacks))}
 

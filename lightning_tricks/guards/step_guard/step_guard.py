@@ -131,7 +131,7 @@ class StepGuard(pl.Callback):
 
     def _report(self, rows: list[Row]) -> dict[str, float]:
         """Tell what was skipped in an interval; after the first one, find the buffers that never change."""
-        if self._buffers is not None:
+        if self._buffers is not None and not self._buffer.failed:
             self._buffers.find_constants()
         return self._skipped.report(rows)
 

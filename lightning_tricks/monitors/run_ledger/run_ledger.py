@@ -82,7 +82,7 @@ class RunLedger(pl.Callback):
 
     def _begin(self) -> None:
         """Reset the state that belongs to one fit."""
-        self._started = self._failed = False
+        self._started = False
         self._file: LedgerFile | None = None  # on rank 0
         self._weights: WeightSum | None = None
         self._counted: list[int] = []  # ranks whose batches make the global batch
@@ -141,10 +141,6 @@ class RunLedger(pl.Callback):
         if self._weights is not None:
             total = self._weights.of_part(logging_step(trainer) % self._weights.parts, device)
             self._buffer.record_all(_halves_of("weights"), halves(total))
-
-    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        """From now on, ask no other rank for its values: they may be gone."""
-        self._failed = True
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Forget the fit."""
@@ -210,7 +206,7 @@ class RunLedger(pl.Callback):
 
     def _gather(self, own: Tensor) -> list[Any]:
         """A tensor of each rank as nested lists, by rank; after a failure, only the tensor of this rank."""
-        if self._trainer.world_size == 1 or self._failed:
+        if self._trainer.world_size == 1 or self._buffer.failed:
             return [own.tolist()]
         tables: list[Any] = self._trainer.strategy.all_gather(own.to(self._trainer.strategy.root_device)).tolist()
         return tables
