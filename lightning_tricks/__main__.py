@@ -6,6 +6,7 @@ import sys
 
 import lightning_tricks
 from lightning_tricks._errors import one_line_and_exit
+from lightning_tricks._launcher_variables import check_launcher_variables
 from lightning_tricks.commands import COMMANDS
 
 HELP = """\
@@ -43,7 +44,9 @@ def run(args: list[str]) -> None:
         args = [name, *args[1:]]  # verify_resume is verify-resume
     if not args or args[0] in ("-h", "--help"):
         print(HELP, end="")
-    elif args[0] == "--version":
+        return
+    check_launcher_variables(os.environ)
+    if args[0] == "--version":
         print(f"lightning-tricks {lightning_tricks.__version__}")
     elif args[0] in COMMANDS:
         file = importlib.import_module(f"lightning_tricks.commands.{COMMANDS[args[0]]}")

@@ -1,6 +1,7 @@
 """The ready LightningModule: a decoder, its loss per token, and the mixins that own optimizer and clipping."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -10,8 +11,10 @@ from torch import Tensor
 from lightning_tricks._activation_checkpointing import Mode, check_mode
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info
-from lightning_tricks._trainer import trainer_of
+from lightning_tricks._machine import host_bytes
+from lightning_tricks._trainer import is_a, trainer_of
 from lightning_tricks.accounting import Attention, recompute_flops_per_token, training_flops_per_token
+from lightning_tricks.accounting.flops import matmul_parameters
 from lightning_tricks.callbacks import (
     GradNormMonitor,
     LRMonitor,
@@ -29,11 +32,12 @@ from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
 from lightning_tricks.models import Decoder, DecoderConfig
 from lightning_tricks.monitors.precision.precision_monitor import has_figures
 from lightning_tricks.optim import LayerwiseLRDecay, MuP, ParamRule, decay_groups, schedule_free_parts
-from lightning_tricks.optim.build_optimizer import check_settings
+from lightning_tricks.optim.build_optimizer import build_optimizer, check_settings
 from lightning_tricks.schedules import Schedule
 
 Batch = dict[str, Tensor]
 IGNORED = -100
+_MOST_DEVICE_BYTES = 2**40  # more than any device has; to ask it would start CUDA before processes are forked
 
 
 class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.LightningModule):
@@ -153,10 +157,40 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         """Refuse a run that could not train, or data of other sizes, before the data are prepared."""
         super().check_run(trainer, datamodule, stage)
         self._check_sizes(datamodule)
-        if stage == "fit":
-            with torch.device("meta"):
-                shape = torch.nn.ModuleDict({"decoder": Decoder(self.config)})
-            decay_groups(shape, self.weight_decay, self.decay_embeddings, self.param_rules)
+        self._check_memory(trainer, datamodule, stage)
+        if stage != "fit":
+            return
+        shape, rules = self.without_data(), self.param_rules
+        decay_groups(shape, self.weight_decay, self.decay_embeddings, rules)
+        with suppress(
+            RuntimeError
+        ):  # a fused optimizer takes no parameters without data; a UsageError is none of these
+            build_optimizer(shape, self.optimizer, self.weight_decay, self.decay_embeddings, rules)
+
+    def without_data(self) -> torch.nn.Module:
+        """A module with the names and shapes of this one's weights, on the meta device."""
+        with torch.device("meta"):
+            return torch.nn.ModuleDict({"decoder": Decoder(self.config)})
+
+    def _check_memory(self, trainer: Any, data: Any, stage: str) -> None:
+        """Refuse a model or batch that would not fit even in 16 bits, with nothing but weights, gradients and rows."""
+        count = matmul_parameters(self.config)
+        needed = (4 if stage == "fit" else 2) * count
+        there = trainer.num_nodes * host_bytes()
+        if not is_a(trainer.accelerator, "CPUAccelerator"):
+            there += trainer.world_size * _MOST_DEVICE_BYTES
+        if needed > there:
+            sizes = ", ".join(f"{name}={getattr(self.config, name)}" for name in ("n_layers", "d_model", "vocab_size"))
+            raise UsageError(
+                f"model.decoder: {sizes}: its {count:,} weights take at least {needed / 2**30:,.0f} GiB, and there are "
+                f"{there / 2**30:,.0f} GiB: make it smaller, or take more devices"
+            )
+        rows, length = getattr(data, "micro_batch_size", 0), getattr(data, "seq_len", 0)
+        if (inputs := 2 * rows * length * self.config.d_model) > there:
+            raise UsageError(
+                f"data.micro_batch_size={rows}, data.seq_len={length}: the input of one layer takes "
+                f"{inputs / 2**30:,.0f} GiB, and there are {there / 2**30:,.0f} GiB: make it smaller"
+            )
 
     def _check_sizes(self, data: Any) -> None:
         """Refuse data whose sequences or vocabulary are larger than the decoder's."""

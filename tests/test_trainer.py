@@ -321,7 +321,9 @@ def test_launched_processes_are_the_ranks_that_the_trainer_has_started(monkeypat
 
 
 def test_spawn_and_fork_train_in_copies_of_the_trainer():
-    answers = {name: _trainer.trains_in_copies(trainer_with(strategy=name)) for name in ("ddp_fork", "ddp_spawn", "ddp")}
+    answers = {
+        name: _trainer.trains_in_copies(trainer_with(strategy=name)) for name in ("ddp_fork", "ddp_spawn", "ddp")
+    }
     assert answers == {"ddp_fork": True, "ddp_spawn": True, "ddp": False}
     assert not _trainer.trains_in_copies(trainer_with())
 

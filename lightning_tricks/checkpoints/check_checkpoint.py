@@ -10,6 +10,7 @@ from lightning_tricks.checkpoints.folder_metadata import SHARDS_METADATA, read_m
 from lightning_tricks.checkpoints.record import RECORD_FILE, damage, read_record
 
 TRAINER_STATE = "meta.pt"  # Lightning's file: everything but weights and optimizer state
+_WEIGHTS_KEY = "state_dict"
 _TRAINING_KEY = "lr_schedulers"  # a key of Lightning's that only a checkpoint of weights alone lacks
 
 
@@ -43,9 +44,29 @@ def check_checkpoint(path: str | Path, resumes: bool = False) -> Path:
         before = replaced_path(path)
         hint = f"; {before} is the one before it: rename it" if before.exists() else ""
         raise UsageError(f"ckpt_path={path}: there is no such file or folder{hint}")
-    if resumes and not _names_training_state(path / TRAINER_STATE if path.is_dir() else path):
-        raise UsageError(_weights_only(path))
+    if resumes:
+        check_names_weights(path)
+        if not _names(path / TRAINER_STATE if path.is_dir() else path, _TRAINING_KEY):
+            raise UsageError(_weights_only(path))
     return path
+
+
+def check_names_weights(path: Path) -> None:
+    """Refuse a file that torch can open but Lightning did not save; builds no object.
+
+    Raises:
+        UsageError: see above.
+    """
+    if path.is_file() and not _names(path, _WEIGHTS_KEY):
+        raise no_weights(path)
+
+
+def no_weights(path: Any) -> UsageError:
+    """The refusal of what torch can open but Lightning did not save."""
+    return UsageError(
+        f"{path} holds no state_dict, so it is no checkpoint of Lightning: "
+        "bare weights are loaded by module.load_state_dict(torch.load(...)) before training"
+    )
 
 
 def check_training_state(checkpoint: dict[str, Any], path: Any) -> None:
@@ -65,14 +86,14 @@ def _weights_only(path: Any) -> str:
     )
 
 
-def _names_training_state(file: Path) -> bool:
+def _names(file: Path, key: str) -> bool:
     """Whether a file's pickle has the key, read as bytes: no object is built; True for torch's old format."""
     if not zipfile.is_zipfile(file):
         return True
     try:
         with zipfile.ZipFile(file) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            return _TRAINING_KEY.encode() in archive.read(name)
+            return key.encode() in archive.read(name)
     except DAMAGED_ARCHIVE as error:
         raise UsageError(f"damaged: {file} cannot be read ({error}): take an older checkpoint") from None
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.check_checkpoint import no_weights
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 
 # Errors of torch's unpickler, besides UnpicklingError, on bytes that torch.save did not write.
@@ -49,17 +50,23 @@ def load_file(path: Path, weights_only: bool | None, map_location: Any = "cpu", 
         raise UsageError(f"damaged: {path} cannot be opened ({type(error).__name__}: {reason})") from error
 
 
+def check_weights(checkpoint: Any, path: Any) -> None:
+    """Refuse what torch can open but holds no weights by name.
+
+    Raises:
+        UsageError: see above.
+    """
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise no_weights(path)
+
+
 def check_content(checkpoint: Any, path: Any) -> None:
     """Refuse what torch can open but Lightning did not save.
 
     Raises:
         UsageError: it has no weights, or not the mark of Lightning's version.
     """
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise UsageError(
-            f"{path} holds no state_dict, so it is no checkpoint of Lightning: "
-            "bare weights are loaded by module.load_state_dict(torch.load(...)) before training"
-        )
+    check_weights(checkpoint, path)
     if "pytorch-lightning_version" not in checkpoint:
         raise UsageError(
             f"{path} lacks 'pytorch-lightning_version', so it is no whole checkpoint of Lightning: give the file "

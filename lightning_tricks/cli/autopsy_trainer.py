@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
+from lightning_tricks._writable import check_file
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.commands.autopsy.autopsy import autopsy
 
@@ -63,8 +64,8 @@ class AutopsyTrainer(pl.Trainer):
             raise UsageError("ckpt_path=none: autopsy needs the checkpoint of a run, which tells the samples of a step")
         if top < 0:
             raise UsageError(f"top={top}: give the number of documents to print, 0 or more")
-        if json is not None and not Path(json).absolute().parent.is_dir():
-            raise UsageError(f"json={json}: there is no such folder: make it, or name another file")
+        if json is not None:
+            check_file("json", json)
         report = autopsy(
             model,
             datamodule,

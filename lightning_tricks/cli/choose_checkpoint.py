@@ -13,6 +13,7 @@ from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks._trainer import chosen_version, is_a
 from lightning_tricks.callbacks import DecayOnDemand
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
+from lightning_tricks.checkpoints.check_checkpoint import check_names_weights
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, Found, candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.verify_checkpoint import check_bytes, verify_checkpoint
 from lightning_tricks.guards.decay_on_demand.request import Decay, DecayFile
@@ -195,8 +196,8 @@ def _check(path: str, trainer: Any, resumes: bool) -> None:
     if is_remote(path):
         _check_address(path)
     ours = isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO)
-    if ours and not is_a(trainer.strategy, "DeepSpeedStrategy"):
-        check_checkpoint(path, resumes)
+    if ours and not is_a(trainer.strategy, "DeepSpeedStrategy") and not is_remote(path):
+        check_names_weights(check_checkpoint(path, resumes))
 
 
 def _check_address(address: str) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._writable import check_file
 from lightning_tricks.cli.recipe_cli import load_recipe
 from lightning_tricks.commands.command_parser import CommandParser
 from lightning_tricks.commands.coordinate_check import DEFAULT_TOLERANCE, CoordinateTrial, coordinate_check
@@ -79,8 +80,8 @@ def _parse(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options, recipe = parser.parse_known_args(args)
     if not recipe:
         raise UsageError("coordinate-check: give a recipe with --config RECIPE.yaml")
-    if options.json is not None and not Path(options.json).absolute().parent.is_dir():
-        raise UsageError(f"coordinate-check: json={options.json}: there is no such folder: make it, or name another")
+    if options.json is not None:
+        check_file("coordinate-check: json", options.json)
     return options, recipe
 
 

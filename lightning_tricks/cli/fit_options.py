@@ -83,11 +83,12 @@ def choose_length(options: Any, args: Sequence[str]) -> str | None:
     return line
 
 
-def option_callbacks(options: Any) -> list[Any]:
+def option_callbacks(options: Any, module: Any = None) -> list[Any]:
     """The callbacks that carry these options out, to stand before the recipe's own.
 
     Args:
         options: of `fit`, with its checkpoint chosen.
+        module: of the run.
 
     Raises:
         UsageError: the weights of `init_from` cannot be read.
@@ -96,7 +97,7 @@ def option_callbacks(options: Any) -> list[Any]:
     if options.get("init_from") is not None:
         found.append(InitFrom(options["init_from"]))
         if options["ckpt_path"] is None:
-            found[0].check()
+            found[0].check(module)
     if options.get("total_tokens") is not None:
         total = TotalTokens(options["total_tokens"])
         total.resumes = options["ckpt_path"] is not None

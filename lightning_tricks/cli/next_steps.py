@@ -91,13 +91,13 @@ def _twice_as_long(trainer: Any, newest: Candidate) -> tuple[str, str]:
     return "--trainer.max_steps", str(2 * steps)
 
 
-def next_steps(trainer: Any, options: Sequence[str], has_lr: bool, resume: str | None = None) -> list[str]:
+def next_steps(trainer: Any, options: Sequence[str], lr: float | None, resume: str | None = None) -> list[str]:
     """The lines to print after a `fit` with these options.
 
     Args:
         trainer: of that fit.
         options: as typed, without the command.
-        has_lr: whether the recipe has an optimizer whose learning rate can be set.
+        lr: the learning rate of the run; None where the recipe has no optimizer whose learning rate can be set.
         resume: the recipe's; with `auto` the same command would go on.
     """
     found: list[str] = []
@@ -121,10 +121,11 @@ def next_steps(trainer: Any, options: Sequence[str], has_lr: bool, resume: str |
         if isinstance(trainer.lightning_module, LanguageModel) and getattr(trainer.datamodule, "tokenizer", None):
             text = shlex.join(["generate", "--ckpt_path", checkpoint, "--prompt"])
             found.append(f'Write:       {program()} {text} "..."')
-    if has_lr:
+    if lr is not None:
         again = _options_of_run(trainer, options, "--ckpt_path", *_LENGTHS)
+        other = "2e-3" if lr == 1e-3 else "1e-3"
         again += ["--ckpt_path", "none"] if trainer.ckpt_path or resume == "auto" else []
-        found.append(f"Try next:    {program()} {shlex.join(['fit', *again, '--model.optimizer.lr', '1e-3'])}")
+        found.append(f"Try next:    {program()} {shlex.join(['fit', *again, '--model.optimizer.lr', other])}")
     if program() in ("python -m lightning_tricks", "lightning-tricks"):  # not a script of the user's own
         found.append(f"             {program()} ls   lists the other recipes")
     return found

@@ -46,6 +46,11 @@ _LINES = [
     (r".*?No module named '(?P<module>[^']*)'",
      "{at}no module named {module!r}: start the command in the folder that holds it, or install it"),
     (r"argument (?:-\w/)?--(?P<name>\S+): expected one argument", "--{name} has no value: write --{name} VALUE"),
+    (r"Parser key \"[^\"]*\":$", "{key}: give a class, with class_path and init_args"),
+    (r"Unexpected config: ?(?P<got>.*)",
+     "--config: `{got}` is no recipe: it holds no settings, such as `trainer: {{max_steps: 100}}`"),
+    (r"(?:Parser key \"[^\"]*\": )?Unable to load config ['\"](?P<got>.*)['\"]",
+     "{key}={got}: neither settings nor a file of settings at this path"),
     (r"expected \"subcommand\" to be one of",
      "no command: write fit, validate, test, predict, prepare or autopsy before the options"),
 ]  # fmt: skip
@@ -63,7 +68,8 @@ class ParseError:
     @property
     def key(self) -> str:
         """Dotted place in the recipe, such as `model.decoder`; may be empty."""
-        return ".".join(match[1] for heading in self.headings if (match := _KEY.match(heading)))
+        found = (match[1] for heading in (*self.headings, *self.complaints[:1]) if (match := _KEY.match(heading)))
+        return ".".join(found)
 
     @property
     def class_name(self) -> str:
@@ -110,20 +116,29 @@ def one_line(error: ParseError, options: Iterable[str], classes: Mapping[str, It
     unknown = next(iter(_found(r"Expected a dot import path string: (\S+)", error)), None)
     if wrong := _wrong_value(error, class_expected=unknown is not None):
         return wrong
+    if unknown is not None and unknown in classes:
+        return f"{error.key}: {unknown} is a class of another kind: name one that can stand here"
     if unknown is not None:
         near = did_you_mean(unknown, classes) or "; a class of your own is named with its module, as my_module.MyClass"
         return f"{error.key}: no class named {unknown!r}{near}"
     at, said = f"{error.key}: " if error.key else "", error.complaints[0]
-    if missing := re.match(r"the following arguments are required: (?:\w+\.)?(\w+)", said):
+    if missing := re.match(r"the following arguments are required: (?:(\w+)\.)?(\w+)", said):
+        command, name = missing.groups()
         if error.class_name:
-            return f"{at}{error.class_name} needs {missing[1]!r}: set it under init_args"
-        return f"no {missing[1]}: give a recipe that has one, with --config RECIPE.yaml"
+            return f"{at}{error.class_name} needs {name!r}: set it under init_args"
+        if name not in ("model", "data"):
+            return f"{command or 'the command'} needs --{name}: write --{name} VALUE"
+        return f"no {name}: give a recipe that has one, with --config RECIPE.yaml"
     for pattern, line in _LINES:
         if match := re.match(pattern, said):
             words = {"key": error.key, "at": at, "owner": error.class_name or "the recipe"} | match.groupdict()
-            near = _near(words["option"], classes.get(words["owner"], options)) if "option" in words else ""
+            option = words.get("option", "")
+            if named := next((part for part in option.split(".")[:-1] if part in classes), None):
+                setting = option.rpartition(".")[2]
+                return f"{at}{named} is a class: write {{class_path: {named}, init_args: {{{setting}: ...}}}}"
+            near = _near(option, classes.get(words["owner"], options)) if option else ""
             return line.format(**words, near=near)
-    return at + said
+    return said if said.startswith("--") else at + said  # a nested parser has named the option
 
 
 def _found(pattern: str, error: ParseError) -> list[str]:

@@ -22,13 +22,20 @@ from lightning_tricks.callbacks import PredictionWriter, Preemption, RankMonitor
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli import same_checkpoint
 from lightning_tricks.cli.autopsy_trainer import AutopsyTrainer
+from lightning_tricks.cli.before_launch import check_before_launch
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
 from lightning_tricks.cli.class_change import change_lines, watch_class_changes
 from lightning_tricks.cli.fit_options import FIT_OPTIONS, check_fit_options, choose_length, option_callbacks
 from lightning_tricks.cli.lines_of_lightning import without_advertisements
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
 from lightning_tricks.cli.parse_errors import parse_message
-from lightning_tricks.cli.recipe_parser import RecipeParser, check_options, join_negative_numbers, lightning_cli
+from lightning_tricks.cli.recipe_parser import (
+    RecipeParser,
+    check_options,
+    class_list,
+    join_negative_numbers,
+    lightning_cli,
+)
 from lightning_tricks.cli.recipe_text import check_values
 from lightning_tricks.cli.run_errors import trainer_line, usage_errors
 from lightning_tricks.cli.run_folder import RunFolder, check_folders, expand_save_dirs
@@ -124,6 +131,9 @@ class RecipeCLI(lightning_cli.LightningCLI):
                 self.config = parser.parse_object(args)
             else:
                 given = join_negative_numbers(sys.argv[1:] if args is None else args)
+                if (classes := class_list(given)) is not None:
+                    print(classes)
+                    sys.exit(0)
                 check_values(given)
                 self.config = parser.parse_args(given)
                 check_fit_options(given, self.config.get("subcommand"))
@@ -211,10 +221,9 @@ class RecipeCLI(lightning_cli.LightningCLI):
             given = self.config_init[subcommand]
             given["ckpt_path"] = same_checkpoint.choose_once(subcommand, given, trainer)
             if subcommand == "fit":
-                trainer.callbacks[:0] = option_callbacks(given)
+                trainer.callbacks[:0] = option_callbacks(given, self.model)
             check_folders(trainer)
-            if hasattr(self.model, "check_run"):  # a module may know more
-                self.model.check_run(trainer, self.datamodule, subcommand)
+            check_before_launch(trainer, self.model, self.datamodule, subcommand, given["trainer"]["accelerator"])
             if not trainer.fast_dev_run:
                 self._run_folder.choose(subcommand, None if self.own_folder else given["ckpt_path"], trainer)
             if subcommand == "predict" and given.get("return_predictions") is None:
@@ -231,8 +240,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         optimizer = (self.config["fit"]["model"].get("init_args") or {}).get("optimizer") or {}
-        has_lr = "lr" in (optimizer.get("init_args") or {})
-        print("", *next_steps(trainer, self._options(), has_lr, self.config["fit"].get("resume")), sep="\n")
+        lr = (optimizer.get("init_args") or {}).get("lr")
+        print("", *next_steps(trainer, self._options(), lr, self.config["fit"].get("resume")), sep="\n")
 
 
 class _Untrained(RecipeCLI):

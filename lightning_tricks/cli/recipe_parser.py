@@ -3,12 +3,15 @@
 import argparse
 import importlib
 import inspect
+import json
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from jsonargparse import Namespace
 
 # Imported for their class names, which a recipe then writes without the module's path.
 from lightning_tricks import callbacks, data, language_model, loggers, precision, strategies  # noqa: F401
@@ -28,6 +31,20 @@ else:
 
 _LARGEST_SEED = 2**32 - 1  # numpy's
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|-\.?(inf|nan)", re.IGNORECASE)
+
+
+# Options that take a class, and its base.
+_BASES: dict[str, type] = {
+    "model": pl.LightningModule,
+    "data": pl.LightningDataModule,
+    "model.optimizer": torch.optim.Optimizer,
+    "model.schedule": Schedule,
+    "model.decoder": DecoderConfig,
+    "trainer.callbacks": pl.Callback,
+    "trainer.logger": pl.loggers.Logger,
+    "trainer.strategy": pl.strategies.Strategy,
+    "trainer.plugins": pl.plugins.Precision,
+}
 
 
 class RecipeParser(lightning_cli.LightningArgumentParser):
@@ -96,7 +113,12 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"resume={options['resume']}: give auto (go on from the newest checkpoint, start where there is none) or "
             "none; to go on from a certain one, give --ckpt_path FILE, or --ckpt_path last"
         )
-    trainer = options.get("trainer") or {}
+    trainer = options.get("trainer", {})
+    if not isinstance(trainer, Mapping | Namespace):
+        raise UsageError(
+            f"trainer={json.dumps(trainer)}: give settings below it, such as `trainer: {{max_steps: 100}}`, or leave "
+            "it out"
+        )
     for option, remedy in (
         ("accumulate_grad_batches", "the micro-batches of one optimizer step, 1 or more"),
         ("val_check_interval", "a number above 0, or limit_val_batches: 0 for no validation"),
@@ -105,22 +127,39 @@ def check_options(options: Mapping[str, Any]) -> None:
         value = trainer.get(option)
         if isinstance(value, int | float) and (math.isnan(value) or value <= 0):
             raise UsageError(f"trainer.{option}={value}: give {remedy}")
+    if isinstance(clip := trainer.get("gradient_clip_val"), int | float) and not clip >= 0:
+        raise UsageError(f"trainer.gradient_clip_val={clip}: give a number above 0, or null for no clipping")
+
+
+def class_list(args: Sequence[str]) -> str | None:
+    """The classes that an option takes, where `--OPTION.help` names none; None without such an option."""
+    for arg, following in zip(args, [*args[1:], "--"], strict=True):
+        option = arg.removeprefix("--").removesuffix(".help")
+        if arg == f"--{option}.help" and option in _BASES and following.startswith("-"):
+            found = {cls.__name__: cls for cls in subclasses(_BASES[option]) if _can_be_named(cls)}
+            width = max(map(len, found))
+            lines = [f"  {name:{width}}  {_title(found[name])}".rstrip() for name in sorted(found, key=str.lower)]
+            return "\n".join([f"{option} takes one of these classes, or one of your own as my_module.MyClass:", *lines,
+                              f"{arg} CLASS lists the options of one."])  # fmt: skip
+    return None
+
+
+def _can_be_named(cls: type) -> bool:
+    known = cls.__module__.partition(".")[0] in FIRST and ".demos." not in cls.__module__
+    public = getattr(importlib.import_module("lightning_tricks"), cls.__name__, None) is cls
+    ours = cls.__module__.startswith("lightning_tricks.")
+    return known and not cls.__name__.startswith("_") and not inspect.isabstract(cls) and (public or not ours)
+
+
+def _title(cls: type) -> str:
+    """The first sentence of a class's docstring, on one line."""
+    text = " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
+    return textwrap.shorten(re.split(r"(?<=\.) ", text)[0], 90, placeholder=" ...")
 
 
 def nameable_classes() -> dict[str, list[str]]:
     """Every class that a recipe may name shortly, with its parameters' names."""
-    bases: list[type] = [
-        pl.Callback,
-        pl.LightningModule,
-        pl.LightningDataModule,
-        pl.loggers.Logger,
-        pl.strategies.Strategy,
-        pl.plugins.Precision,
-        torch.optim.Optimizer,
-        Schedule,
-        DecoderConfig,
-    ]
-    found = [cls for base in bases for cls in subclasses(base)]
+    found = [cls for base in _BASES.values() for cls in subclasses(base)]
     known = {package: number for number, package in enumerate(reversed(FIRST), 1)}
     found.sort(key=lambda cls: known.get(cls.__module__.partition(".")[0], 0))  # of two with one name the last counts
     return {cls.__name__: _parameters(cls) for cls in found}

@@ -1,7 +1,8 @@
-"""Read a recipe's YAML, and refuse two mistakes that YAML itself allows.
+"""Read a recipe's YAML, and refuse mistakes that YAML itself allows.
 
 A key that stands twice: YAML keeps the last and silently drops the first. Settings written beside `class_path` in place
-of under its `init_args`: jsonargparse then takes the mapping for something else.
+of under its `init_args`: jsonargparse then takes the mapping for something else. An anchor that holds itself, and
+anchors that repeat each other to more values than any recipe has: the parser would never come to an end.
 """
 
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from lightning_tricks._errors import UsageError
 
 PARSER_MODE = "recipe"  # jsonargparse's word for the language that a parser reads
 _BESIDE_CLASS_PATH = {"class_path", "init_args", "dict_kwargs", "<<"}
+_MOST_VALUES = 100_000  # of a recipe, with what its anchors repeat; the longest here has 100
 
 
 class RecipeTextError(yaml.YAMLError):
@@ -28,11 +30,13 @@ def load_text(text: str, path: str = "") -> Any:
     """
     where = f"{path}, " if path else ""
     try:
-        if ":" in text:
-            _check(yaml.compose(text, Loader=yaml.SafeLoader), where, "")
+        if not {":", "&"}.isdisjoint(text):
+            _check_text(text, where)
         value = jsonargparse.get_loader("yaml")(text)
     except RecipeTextError:
         raise
+    except RecursionError as error:
+        raise RecipeTextError(f"{where}brackets or lists lie too deep in each other") from error
     except yaml.YAMLError as error:
         said = " ".join(str(error).replace('in "<unicode string>",', " ").split())
         raise RecipeTextError(f"{where}no valid YAML: {said}") from error
@@ -51,13 +55,41 @@ def check_values(args: Iterable[str]) -> None:
     for arg in args:
         if arg.startswith("--"):
             option, _, arg = arg.partition("=")
-        if arg.startswith(("[", "{")):
+        if arg.startswith(("[", "{", "&")):
             try:
-                _check(yaml.compose(arg, Loader=yaml.SafeLoader), f"{option}, ", "")
+                _check_text(arg, f"{option}, ")
             except RecipeTextError as error:
                 raise UsageError(str(error)) from None
             except yaml.YAMLError:
                 pass  # jsonargparse reports these
+
+
+def _check_text(text: str, where: str) -> None:
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    if node is not None:
+        _count_values(node, where, {})
+        _check(node, where, "")
+
+
+def _count_values(node: yaml.Node, where: str, counts: dict[yaml.Node, int | None]) -> int:
+    """Number of values below a node, each anchor counted as often as it is repeated; None marks a node on the way."""
+    if node in counts:
+        if (known := counts[node]) is None:
+            line = node.start_mark.line + 1
+            raise RecipeTextError(f"{where}line {line}: the anchor holds itself, without an end: write its values out")
+        return known
+    counts[node] = None
+    parts = node.value if isinstance(node, yaml.CollectionNode) else []
+    inner = (part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,)))
+    found = 1 + sum(_count_values(part, where, counts) for part in inner)
+    if found > _MOST_VALUES:
+        line = node.start_mark.line + 1
+        raise RecipeTextError(
+            f"{where}line {line}: its anchors repeat each other to more than {_MOST_VALUES:,} values: write out the "
+            "values that are meant"
+        )
+    counts[node] = found
+    return found
 
 
 def _check(node: yaml.Node | None, where: str, place: str) -> None:

@@ -32,7 +32,7 @@ def usage_errors(ckpt_path: Callable[[], str | None]) -> Iterator[None]:
             line = f"ckpt_path={path}{line.removeprefix('ckpt_path')}"
         elif path and path in line and "ckpt_path" not in line:
             line = f"ckpt_path: {line}"
-        if line == str(error):
+        if isinstance(error, UsageError) and line == str(error):
             raise
         raise UsageError(line) from error
 
@@ -88,8 +88,20 @@ def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
             f"for a job of SLURM, and refuses it ({said.partition(' HINT')[0].rstrip('.')}): start it with srun and "
             "--ntasks-per-node, or `unset SLURM_NTASKS` where there is no such job"
         )
-    if not isinstance(error, pl.utilities.exceptions.MisconfigurationException | ValueError | TypeError):
+    kinds = pl.utilities.exceptions.MisconfigurationException | ValueError | TypeError | ModuleNotFoundError
+    if match := re.match(r"Found more than one stateful callback of type `(\w+)`", said):
+        return (
+            f"trainer.callbacks: {match[1]} stands twice, and its state can be saved once only: take one out; "
+            "callbacks+ adds to those of the recipe, and --trainer.callbacks [...] replaces them"
+        )
+    if not isinstance(error, kinds):
         return None
+    if isinstance(error, ModuleNotFoundError) and "torch_xla" in said:
+        return (
+            f"trainer.accelerator={config['accelerator']}: this machine has no TPU that torch can use: give cpu or auto"
+        )
+    if match := re.match(r"`\w+Accelerator` can not run on your system", said):
+        return f"trainer.accelerator={config['accelerator']}: this machine has none: give cpu or auto"
     if "FSDPPrecision" in said:  # Lightning names the class that FSDP1 wants, and not what to write
         said += ": set trainer.precision in place of the plugin, or shard with FSDP2 (FSDP2Strategy)"
     elif "invalid strategy name" in said:
@@ -107,6 +119,6 @@ def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
     elif match := re.search(r"Received both `precision=(.*?)` and `plugins=(.*?)\(\)`", said):
         return (
             f"trainer.precision={match[1]}: {match[2]} in trainer.plugins decides the precision: leave "
-            f"trainer.precision out, or take {match[2]} out of trainer.plugins"
+            f"trainer.precision out, or take {match[2]} out: --trainer.plugins null"
         )
     return f"trainer: {said}"

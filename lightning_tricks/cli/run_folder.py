@@ -9,7 +9,6 @@ that process has seen a batch, and only while nothing lies in it but the files t
 import contextlib
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +27,7 @@ from lightning_tricks._trainer import (
     next_version,
     trains_in_copies,
 )
+from lightning_tricks._writable import check_folder
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, short
 from lightning_tricks.guards.preemption.preemption import Preempted
 
@@ -61,20 +61,7 @@ def check_folders(trainer: Any) -> None:
         places.append(("trainer.default_root_dir", trainer.default_root_dir))
     for option, folder in places if trainer.is_global_zero else []:
         if folder and not is_remote(str(folder)):
-            _check_folder(option, Path(folder))
-
-
-def _check_folder(option: str, folder: Path) -> None:
-    try:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise UsageError(f"{option}={folder}: {there} is a file: name another folder, or rename the file")
-        with tempfile.TemporaryFile(dir=there) as file:  # a permission bit alone does not tell of a full disk
-            file.write(bytes(4096))
-            file.flush()
-    except OSError as error:
-        line = f"{option}={folder}: cannot be written ({error.strerror or error}): make room, or name another folder"
-        raise UsageError(line) from error
+            check_folder(option, Path(folder))
 
 
 class RunFolder(pl.Callback):

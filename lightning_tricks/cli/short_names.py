@@ -1,4 +1,4 @@
-"""Choose among the classes that share a short name: ours, else torch's, else Lightning's.
+"""Choose among the classes that share a short name: ours, else torch's, else Lightning's; know the field's short forms.
 
 pytorch_optimizer and heavyball have an AdamW, an SGD and a Muon each; jsonargparse refuses a name that several have.
 """
@@ -11,15 +11,17 @@ import jsonargparse._typehints as typehints
 
 from lightning_tricks._replaced import replaced
 
+ALIASES = {"WSD": "WarmupStableDecay"}
 FIRST = ("lightning_tricks", "torch", "lightning", "pytorch_lightning")
 
 
 @contextmanager
 def known_names_first() -> Iterator[None]:
-    """Inside the `with`, a short name that several classes have is that of the first of these packages."""
+    """Inside the `with`, a short name that several classes have is that of the first of these packages; see ALIASES."""
     original = typehints.resolve_class_path_by_name
 
     def resolve(cls: Any, name: str) -> str:
+        name = ALIASES.get(name, name)
         try:
             return original(cls, name)
         except ValueError:

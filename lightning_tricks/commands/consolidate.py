@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._writable import check_file
 from lightning_tricks.checkpoints import check_checkpoint, read_folder, size_of_folder
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.read_file import load_file
@@ -29,8 +30,7 @@ def consolidate(args: list[str]) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     options = parser.parse_args(args)
     folder, file = Path(options.folder), Path(options.file)
-    if file.is_dir():
-        raise UsageError(f"{file} is a folder: give the name of a file")
+    check_file("consolidate: file", file)
     if file.exists() and not options.overwrite:
         raise UsageError(f"{file} exists: name another file, or give --overwrite")
     if is_of_deepspeed(folder):

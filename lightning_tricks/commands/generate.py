@@ -1,7 +1,9 @@
 """`generate`: continue a text with a trained model. Needs its checkpoint and nothing else: no recipe and no data."""
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +11,8 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.averages import with_average
-from lightning_tricks.checkpoints.read_file import load_file
+from lightning_tricks.checkpoints.find_checkpoint import newest_whole
+from lightning_tricks.checkpoints.read_file import check_weights, load_file
 from lightning_tricks.checkpoints.read_folder import read_by_name
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 from lightning_tricks.commands.command_parser import CommandParser
@@ -22,6 +25,7 @@ from lightning_tricks.models.rope import RotaryPositions
 from lightning_tricks.optim import MuP
 
 DEFAULT_NEW_TOKENS = 200
+_DEPTH = 4  # folders above `checkpoints` that `last` looks through: runs/NAME/version_N
 _FAMILIES: dict[str, type[DecoderConfig]] = {"Llama": Llama, "GPT2": GPT2}
 
 
@@ -34,14 +38,15 @@ def generate(args: list[str]) -> None:
     """
     options = _parse(args)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    path = verify_checkpoint(options.ckpt_path)
+    path = _newest() if options.ckpt_path == "last" else verify_checkpoint(options.ckpt_path)
     if path.is_dir():
         checkpoint = read_by_name(path, True, optimizers=False, averages=options.average is not None)
     else:
         checkpoint = load_file(path, weights_only=True)
+        check_weights(checkpoint, path)
     if options.average is not None:
         checkpoint = with_average(checkpoint, options.average, path)
-    tokenizer, decoder = tokenizer_from_checkpoint(checkpoint), decoder_from_checkpoint(checkpoint)
+    decoder, tokenizer = decoder_from_checkpoint(checkpoint, path), tokenizer_from_checkpoint(checkpoint)
     prompt = tokenizer.encode(options.prompt)
     if not prompt and tokenizer.eot_id is None:
         raise UsageError("generate: prompt='': the tokenizer has no end-of-text token to start from; give a text")
@@ -77,7 +82,9 @@ def _parse(args: list[str]) -> argparse.Namespace:
         "Runs on the GPU if there is one, in the number format of the saved weights.",
         allow_abbrev=False,
     )
-    parser.add_argument("--ckpt_path", required=True, help="a checkpoint: a file, or a folder of shards")
+    parser.add_argument(
+        "--ckpt_path", required=True, help="a file, or a folder of shards; last: the newest below this folder"
+    )
     parser.add_argument("--average", help="use this average in place of the weights: ema, tail_average")
     parser.add_argument("--prompt", default="", help="the text to continue; empty (the default): a document's start")
     parser.add_argument("--max_new_tokens", type=int, help=f"default: {DEFAULT_NEW_TOKENS}, or as many as fit")
@@ -97,8 +104,38 @@ def _parse(args: list[str]) -> argparse.Namespace:
     return options
 
 
-def decoder_from_checkpoint(checkpoint: dict[str, Any]) -> Decoder:
+def _newest() -> Path:
+    """The newest whole checkpoint below the working folder, in folders `checkpoints` as runs make them.
+
+    Raises:
+        UsageError: there is none.
+    """
+    folders = [folder for depth in range(_DEPTH) for folder in Path().glob("*/" * depth + "checkpoints")]
+
+    def damage(path: Path) -> str | None:
+        try:
+            verify_checkpoint(path)
+        except UsageError as error:
+            return str(error)
+        return None
+
+    found = newest_whole(folders, damage)
+    for line in found.passed_over:
+        print(f"ckpt_path=last: passed over: {line}", file=sys.stderr)
+    if found.chosen is None:
+        raise UsageError(
+            f"ckpt_path=last: there is no whole checkpoint in {Path.cwd()} or the runs below it: give --ckpt_path FILE"
+        )
+    print(f"ckpt_path=last: {found.chosen.shown_path}", file=sys.stderr)  # the text alone goes to stdout
+    return found.chosen.place
+
+
+def decoder_from_checkpoint(checkpoint: dict[str, Any], path: Any = "the checkpoint") -> Decoder:
     """The decoder of a LanguageModel's checkpoint, on the CPU, with the weights in the number format of the file.
+
+    Args:
+        checkpoint: as `torch.load` or `read_folder` returns it.
+        path: its name in an error.
 
     Raises:
         UsageError: the checkpoint is of another module.
@@ -107,8 +144,8 @@ def decoder_from_checkpoint(checkpoint: dict[str, Any]) -> Decoder:
     family = _FAMILIES.get(fields.pop("class", ""))
     if family is None:
         raise UsageError(
-            "the checkpoint holds no decoder_config of a Llama or GPT2, so it is not one of LanguageModel: "
-            "write text with your own module's method"
+            f"{path} holds no decoder_config of a Llama or GPT2, so it is not of a LanguageModel: write text with your "
+            "own module's method"
         )
     config, mup = family(**fields), from_plain(checkpoint.get(MUP_KEY), MuP, "mup")
     with torch.device("meta"):

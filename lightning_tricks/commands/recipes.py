@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._suggest import did_you_mean
+from lightning_tricks._writable import check_folder
 from lightning_tricks.commands.command_parser import CommandParser
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -48,6 +49,8 @@ def cp(args: list[str]) -> None:
     for _, copy in copies:
         if copy.exists():
             raise UsageError(f"{copy} exists: name another place, or remove it first")
+    for folder in {copy.parent for _, copy in copies}:
+        check_folder("cp: to", folder)
     for origin, copy in copies:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(origin, copy)

@@ -19,6 +19,7 @@ from lightning_tricks.commands.compare_records import PARTS, Difference, differe
 from lightning_tricks.commands.resume_recorder import CHECKPOINT
 
 DEFAULT_STEPS = 8
+LEAST_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,10 @@ def compare_phases(command: Callable[[Phase], list[str]], steps: int) -> ResumeR
     Raises:
         UsageError: see `verify_resume`.
     """
-    if steps < 4:
-        raise UsageError(f"verify-resume: steps={steps}: give at least 4, two before the resume and two after it")
+    if steps < LEAST_STEPS:
+        raise UsageError(
+            f"verify-resume: steps={steps}: give at least {LEAST_STEPS}, two before the resume and two after it"
+        )
     if "LOCAL_RANK" in os.environ:
         raise UsageError("verify-resume starts the processes of a run itself: give the command without torchrun")
     before = steps // 2
@@ -171,4 +174,5 @@ def _run(command: Callable[[Phase], list[str]], phase: Phase, what: str) -> None
     done = read(Path(phase.folder, "rank_0.jsonl"))[-1]["step"]
     expected = phase.first_step + phase.steps
     if done < expected:
-        raise UsageError(f"verify-resume: the run ended after {done} steps: give --steps {done} or fewer")
+        remedy = f"give --steps {done} or fewer" if done >= LEAST_STEPS else "lengthen it by --trainer.max_steps"
+        raise UsageError(f"verify-resume: the run ended after {done} steps, and {expected} were asked for: {remedy}")

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
+from lightning_tricks._machine import host_bytes, most_processes
 from lightning_tricks._trainer import data_rank
 from lightning_tricks.data.batch_history import BatchHistory
 from lightning_tricks.data.batches import TrainBatches, ValidationBatches
@@ -54,6 +55,20 @@ class ShardData(pl.LightningDataModule):
         self.skip_samples = skip_samples
         identity = {"seed": seed, "seq_len": seq_len}
         self._position = DataPosition(micro_batch_size, identity, SkippedSamples(skip_samples))
+
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse what this host cannot hold, and in a subclass files and libraries that are not there.
+
+        The command line calls it before any process is started; the arguments are those of a module's `check_run`.
+        """
+        if self.num_workers > (most := most_processes()):
+            raise UsageError(f"data.num_workers={self.num_workers}: give at most {most} on this host")
+        needed = 2 * 8 * self.micro_batch_size * self.seq_len  # ids and labels
+        if needed > host_bytes():
+            raise UsageError(
+                f"data.micro_batch_size={self.micro_batch_size}, data.seq_len={self.seq_len}: one batch of token ids "
+                f"takes {needed / 2**30:,.0f} GiB, and this host has {host_bytes() / 2**30:.0f} GiB: make it smaller"
+            )
 
     def use(
         self, streams: dict[str, TokenStream], tokenizer: Tokenizer | None, fingerprint: str, tokenizer_name: str

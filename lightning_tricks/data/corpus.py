@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.data.readers import expand, is_rows, read_file, read_pieces, read_rows
+from lightning_tricks.data.readers import check_readers, expand, is_rows, read_file, read_pieces, read_rows
 
 Documents = Callable[[], Iterator[str]]
 Located = Callable[[], Iterator[tuple[Path, str]]]
@@ -86,6 +86,7 @@ def text_files(patterns: list[str], text_field: str) -> Corpus:
         UsageError: a pattern matches nothing, a file is empty, unreadable or not UTF-8, a row lacks the field.
     """
     paths = expand(patterns)
+    check_readers(paths)
     plain = [path for path in paths if not is_rows(path)]
     cuts = len(plain) < _MANY_FILES
 
@@ -116,10 +117,10 @@ def hugging_face(name: str, text_field: str) -> Corpus:
         UsageError: `datasets` is not installed, the dataset cannot be read or has no such column.
     """
     path, _, config = name.partition(":")
+    if importlib.util.find_spec("datasets") is None:
+        raise UsageError(f'hf_dataset={name!r} needs: pip install "lightning-tricks[datasets]"')
 
     def documents() -> Iterator[str]:
-        if importlib.util.find_spec("datasets") is None:
-            raise UsageError(f'hf_dataset={name!r} needs: pip install "lightning-tricks[datasets]"')
         import datasets
 
         try:

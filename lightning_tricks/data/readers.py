@@ -24,6 +24,17 @@ def is_rows(path: Path) -> bool:
     return _suffix(path) in (".jsonl", ".parquet")
 
 
+def check_readers(paths: list[Path]) -> None:
+    """Refuse files whose library is missing.
+
+    Raises:
+        UsageError: see above.
+    """
+    parquet = next((path for path in paths if _suffix(path) == ".parquet"), None)
+    if parquet is not None and importlib.util.find_spec("pyarrow") is None:
+        raise UsageError(f'files: {parquet} needs: pip install "lightning-tricks[parquet]"')
+
+
 def expand(patterns: list[str]) -> list[Path]:
     """The files of paths, folders and globs: sorted, each once.
 
@@ -119,7 +130,13 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
             row = json.loads(line)
         except ValueError as error:
             raise UsageError(f"files: {path}, line {number} is not JSON ({error})") from error
-        if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
+        if isinstance(row, dict) and text_field in row and not isinstance(row[text_field], str):
+            value = json.dumps(row[text_field])[:40]
+            raise UsageError(
+                f"text_field={text_field!r}: {path}, line {number} has {value} there and no text: take the line out, "
+                "or name the key of its text"
+            )
+        if not isinstance(row, dict) or text_field not in row:
             keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise UsageError(f"text_field={text_field!r}: {path}, line {number} has {keys}; name the key of its text")
         # JSON can contain half a surrogate pair, which is no character
@@ -127,8 +144,6 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise UsageError(f'files: {path} needs: pip install "lightning-tricks[parquet]"')
     import pyarrow
     import pyarrow.parquet
 

@@ -92,7 +92,7 @@ def check_same(saved: dict[str, Any], own: dict[str, Any]) -> None:
     theirs, ours = (f"{record['name']!r} (sha256 {record['sha256'][:8]})" for record in (saved, own))
     raise UsageError(
         f"tokenizer: the checkpoint was trained with {theirs}, the data has {ours}: "
-        "set the data's tokenizer to the checkpoint's path, which holds the right one, or start without the checkpoint"
+        "give --data.tokenizer the checkpoint's path, which holds the right one, or start without the checkpoint"
     )
 
 

@@ -16,6 +16,7 @@ from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha2
 from lightning_tricks.data.stream import TokenStream
 from lightning_tricks.data.tokenize import FORMAT_VERSION, tokenize_corpus, training_files
 
+LARGEST_VOCABULARY = 2**24  # to learn: sixty times the largest of a published model
 SEARCHED_BYTES = 4_000_000_000  # of text, in which the file of a document is looked for
 
 
@@ -75,6 +76,8 @@ class TextData(ShardData):
             raise UsageError(f"val_fraction={val_fraction}: it must lie between 0 and 1")
         if tokenizer is None and vocab_size < 257:
             raise UsageError(f"vocab_size={vocab_size}: 256 bytes and end-of-text need at least 257")
+        if tokenizer is None and vocab_size > LARGEST_VOCABULARY:
+            raise UsageError(f"vocab_size={vocab_size}: at most {LARGEST_VOCABULARY} tokens are learned: give less")
         self.files = [files] if isinstance(files, str) else files
         if self.files == []:
             raise UsageError("files=[]: name at least one, or leave it out for the standard library")
@@ -90,6 +93,11 @@ class TextData(ShardData):
         if self.hf_dataset is not None:
             return hugging_face(self.hf_dataset, self.text_field)
         return standard_library() if self.files is None else text_files(self.files, self.text_field)
+
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse text that is not there, a library that is missing, and sizes that this host cannot hold."""
+        super().check_run(trainer, datamodule, stage)
+        _ = self._corpus
 
     @cached_property
     def folder(self) -> Path:

@@ -4,7 +4,7 @@ import glob
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data.base import ShardData
@@ -61,6 +61,13 @@ class TokenData(ShardData):
         if document_ids and self.eot_id is None:
             raise UsageError("document_ids=True: documents end at the end-of-text token; give eot_id or tokenizer")
 
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse shards that are not there, and sizes that this host cannot hold."""
+        super().check_run(trainer, datamodule, stage)
+        _find("train", self.train)
+        if self.val is not None:
+            _find("val", self.val)
+
     def setup(self, stage: str | None = None) -> None:
         """Map the shards into memory and check them."""
         streams = {"train": self._open("train", self.train)}
@@ -73,12 +80,7 @@ class TokenData(ShardData):
             self.check_ids(self.vocab_size, "vocab_size")
 
     def _open(self, option: str, patterns: str | list[str]) -> TokenStream:
-        paths: list[Path] = []
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            found = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
-            if not found:
-                raise UsageError(f"{option}={pattern!r}: matches no file; check the path")
-            paths += map(Path, found)
+        paths = _find(option, patterns)
         for folder in {path.parent for path in paths}:
             self._check_tokenizer(folder)
         return TokenStream(paths, self.shard_format)
@@ -95,3 +97,18 @@ class TokenData(ShardData):
             raise UsageError(f"{whose} {reason}; repair it or move it away") from error
         if recorded not in ("", tokenizer_sha256(self._given_tokenizer)):
             raise UsageError(f"{whose} it did not write the shards in {folder}; use {folder / 'tokenizer.json'}")
+
+
+def _find(option: str, patterns: str | list[str]) -> list[Path]:
+    """The files of paths or globs, each pattern's sorted.
+
+    Raises:
+        UsageError: a pattern matches nothing.
+    """
+    paths: list[Path] = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        found = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+        if not found:
+            raise UsageError(f"{option}={pattern!r}: matches no file; check the path")
+        paths += map(Path, found)
+    return paths

@@ -31,14 +31,19 @@ class InitFrom(pl.Callback):
     def __init__(self, path: str | Path, average: str | None = None) -> None:
         self.path, self.average = Path(path), average
 
-    def check(self) -> None:
-        """Refuse a path without weights, before any data are prepared.
+    def check(self, module: Any = None) -> None:
+        """Refuse a path without weights, and a file of other weights than the module's, before any data are prepared.
+
+        Args:
+            module: one that can tell its weights before they are built, by a method `without_data`, is compared.
 
         Raises:
             UsageError: see `load_weights`.
         """
         try:
-            check_source(self.path)
+            source = check_source(self.path)
+            if source.is_file() and hasattr(module, "without_data"):  # a file is mapped, not read
+                matched(module.without_data(), read_weights(source, average=self.average)["state_dict"], self.path)
         except UsageError as error:
             raise _renamed(self.path, error) from None
 

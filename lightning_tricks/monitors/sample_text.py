@@ -121,9 +121,10 @@ class SampleText(pl.Callback):
         if not trainer.is_global_zero:
             return
         bar: Any = trainer.progress_bar_callback
+        step = f"step {trainer.global_step}  " if trainer.state.fn == "fit" else ""  # an evaluation counts no steps
         for number, (prompt, text) in enumerate(zip(self.prompts, texts, strict=False)):
             shown = "\n".join(f"    {line}" for line in f"{prompt}{text}".splitlines())
-            (bar.print if bar is not None else print)(f"step {trainer.global_step}  sample {number}\n{shown}")
+            (bar.print if bar is not None else print)(f"{step}sample {number}\n{shown}")
             loggers: list[Any] = [logger for logger in trainer.loggers if is_a(logger, "TensorBoardLogger")]
             for logger in loggers:
                 logger.experiment.add_text(f"samples/{number}", shown, trainer.global_step)  # indented: verbatim

@@ -345,7 +345,7 @@ def test_the_lines_after_a_fit_can_be_typed_as_they_are(capfd):
 
 def test_where_only_a_recipe_was_given_the_lines_name_the_recipe():
     trainer = run("fit")
-    lines = next_steps(trainer, ["--config", "toy.yaml", "--config=more.yaml", "--trainer.max_steps", "4"], has_lr=True)
+    lines = next_steps(trainer, ["--config", "toy.yaml", "--config=more.yaml", "--trainer.max_steps", "4"], lr=2e-3)
     recipe = "--config toy.yaml --config=more.yaml"
     assert f"Evaluate:    python -m lightning_tricks validate {recipe} --ckpt_path {LAST}" in lines
     assert f"Go on:       python -m lightning_tricks fit {recipe} --ckpt_path {LAST} --trainer.max_steps 8" in lines
@@ -353,7 +353,7 @@ def test_where_only_a_recipe_was_given_the_lines_name_the_recipe():
 
 
 def test_a_fit_that_saved_nothing_says_so():
-    lines = next_steps(run("fit", saves=False), [], has_lr=False)
+    lines = next_steps(run("fit", saves=False), [], lr=None)
     assert lines[1] == "No checkpoint was saved: there is nothing to evaluate or to go on from"
     assert len(lines) == 3
 
@@ -370,7 +370,7 @@ def test_a_run_that_saved_less_than_it_trained_says_which_checkpoint_is_meant():
             "ckpt_path": None,
             "default_root_dir": ".",
         }
-        return next_steps(SimpleNamespace(checkpoint_callbacks=[saver], global_step=5, **parts), [], has_lr=False)
+        return next_steps(SimpleNamespace(checkpoint_callbacks=[saver], global_step=5, **parts), [], lr=None)
 
     Path("kept").mkdir()
     content = {"global_step": 4, "state_dict": {}}
@@ -389,9 +389,9 @@ def test_a_run_that_saved_less_than_it_trained_says_which_checkpoint_is_meant():
 def test_the_lines_of_a_run_that_starts_from_other_weights_can_be_typed(tmp_path):
     trainer = run("fit")
     options = ["--config", "toy.yaml", "--init_from", "base.ckpt", "--resume=auto"]
-    lines = next_steps(trainer, options, has_lr=True, resume="auto")
+    lines = next_steps(trainer, options, lr=1e-3, resume="auto")
     assert f"Evaluate:    python -m lightning_tricks validate --config toy.yaml --ckpt_path {LAST}" in lines
-    again = "fit --config toy.yaml --init_from base.ckpt --resume=auto --ckpt_path none --model.optimizer.lr 1e-3"
+    again = "fit --config toy.yaml --init_from base.ckpt --resume=auto --ckpt_path none --model.optimizer.lr 2e-3"
     assert f"Try next:    python -m lightning_tricks {again}" in lines
 
 

@@ -42,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         right = torch.load(folder / "right.ckpt", weights_only=True)
         change(right)
         torch.save(right, folder / f"{name}.ckpt")
+    torch.save([1, 2], folder / "list.ckpt")
     return folder
 
 
@@ -109,7 +110,7 @@ def test_a_wrong_input_is_one_line_with_option_value_and_remedy(row: Row, folder
         (folder / "edited.yaml").write_text(SMALL.replace(*row.edit, 1))
         args = ["fit", "--config", "edited.yaml", *args]
     elif not row.whole:
-        cold = ["--data.cache_dir", str(tmp_path / "cold")] if row.cold else []
+        cold = [] if row.warm or row.recipe == "plain.yaml" else ["--data.cache_dir", str(tmp_path / "cold")]
         args = ["fit", "--config", row.recipe, *cold, *args]
     if row.prepare is not None:
         row.prepare(folder, monkeypatch)
@@ -124,9 +125,9 @@ def test_a_wrong_input_is_one_line_with_option_value_and_remedy(row: Row, folder
 
 
 def test_the_table_is_long_enough_and_names_each_row_once():
-    assert len(ROWS) >= 80
+    assert len(ROWS) >= 260
     assert len({row.name for row in ROWS}) == len(ROWS)
-    assert sum(row.cold for row in ROWS) >= 10
+    assert sum(row.warm for row in ROWS) <= 20  # the others are refused before the text is tokenized
 
 
 @pytest.mark.parametrize("taken", [True, False])

@@ -5,7 +5,10 @@ that the line must hold: the option, its value, the remedy. `{folder}` in the ar
 Options that have nothing to do with the model come after a recipe whose model has none: it is read much faster.
 """
 
+import importlib.util
+import itertools
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +43,7 @@ seed_everything: 0
 model: lightning.pytorch.demos.boring_classes.BoringModel
 """ + SMALL[SMALL.index("trainer:") :]
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 Prepare = Callable[[Path, pytest.MonkeyPatch], object]
 
 
@@ -56,7 +60,7 @@ class Row:
         files: written before the run, by their names.
         prepare: called with the folder before the run, for what files cannot say.
         lines: at most so many on stderr; more than one where the data had to be tokenized first.
-        cold: where the text has not been tokenized yet, and must not be: the recipe alone shows the mistake.
+        warm: where the text may be tokenized before the mistake shows: it is in a file that the run writes or reads.
         recipe: after which the arguments come.
     """
 
@@ -68,7 +72,7 @@ class Row:
     files: dict[str, str | bytes] = field(default_factory=dict)
     prepare: Prepare | None = None
     lines: int = 1
-    cold: bool = False
+    warm: bool = False
     recipe: str = "small.yaml"
 
 
@@ -90,11 +94,6 @@ def option(args: str, *words: str) -> Row:
 def plain(args: str, *words: str) -> Row:
     """A row that is an option on the command line and has nothing to do with the model."""
     return Row(args, args, words, recipe="plain.yaml")
-
-
-def cold(args: str, *words: str) -> Row:
-    """A row that is an option on the command line, and is refused before the text is tokenized."""
-    return Row(args, args, words, cold=True)
 
 
 def checkpoint(name: str, *words: str, command: str = "fit") -> Row:
@@ -139,6 +138,54 @@ def no_gpu(folder: Path, patch: pytest.MonkeyPatch) -> None:
     for accelerator in (accelerators.CUDAAccelerator, accelerators.MPSAccelerator):
         patch.setattr(accelerator, "is_available", staticmethod(lambda: False))
 
+
+def environment(**variables: str) -> Prepare:
+    """Variables that a launcher or a shell has set."""
+
+    def prepare(folder: Path, patch: pytest.MonkeyPatch) -> None:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+
+    return prepare
+
+
+def without(package: str) -> Prepare:
+    """A Python in which a package is not installed."""
+
+    def prepare(folder: Path, patch: pytest.MonkeyPatch) -> None:
+        real = importlib.util.find_spec
+        patch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else real(name, *rest))
+
+    return prepare
+
+
+def machine(bytes_of_host: int, cores: int) -> Prepare:
+    """A machine without a GPU, of this size."""
+
+    def prepare(folder: Path, patch: pytest.MonkeyPatch) -> None:
+        no_gpu(folder, patch)
+        patch.setattr(os, "cpu_count", lambda: cores)
+        real = os.sysconf
+        pages = bytes_of_host // real("SC_PAGE_SIZE")
+        patch.setattr(os, "sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else real(name))
+
+    return prepare
+
+
+LAPTOP = machine(16 << 30, cores=4)
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in itertools.pairwise("abcdefghij")
+)
+LAZY = """
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+
+class Lazy(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.LazyLinear(2)
+"""
 
 KILLED = f"""
 import os
@@ -218,7 +265,7 @@ ROWS = [
     command("verify-resume --steps x", "verify-resume --config small.yaml --steps x", "'x'", "verify-resume --help"),
     command("verify", "verify --config small.yaml", "unknown command 'verify'", "did you mean verify-resume?"),
     option("--model.optimizer.nosuch 1", "AdamW", "nosuch", "its options are lr, betas"),
-    option("--model.schedule WSD", "model.schedule", "'WSD'", "did you mean WarmupStableDecay?"),
+    option("--model.schedule trapezoid", "model.schedule", "'trapezoid'", "did you mean WarmupStableDecay?"),
     option("--model.schedule cosine", "model.schedule", "'cosine'", "did you mean WarmupCosine?"),
     option("--model.schedule Linear", "model.schedule", "'Linear'", "did you mean WarmupLinear?"),
     option("--model.optimizer adam", "model.optimizer", "'adam'", "did you mean Adam?"),
@@ -279,19 +326,321 @@ ROWS = [
     ),
     plain("--trainer.callbacks [EarlyStopping", "trainer.callbacks=[EarlyStopping", "a list in brackets"),
     plain("--trainer.callbacks [EarlyStopping]", "trainer.callbacks: EarlyStopping needs 'monitor'", "under init_args"),
+    # What a recipe cannot be: each was a traceback, a hang or an abort.
+    Row(
+        "a recipe of null",
+        "fit --config n.yaml",
+        ("`null` is no recipe", "max_steps"),
+        True,
+        files={"n.yaml": "null\n"},
+    ),
+    command("null for a recipe", "fit --config null", "--config: `null` is no recipe"),
+    recipe(
+        "an empty trainer", SMALL[SMALL.index("trainer:") :], "trainer:\n", "trainer=null", "trainer: {max_steps: 100}"
+    ),
+    recipe(
+        "a list for the trainer", SMALL[SMALL.index("trainer:") :], "trainer: [1, 2]\n", "trainer=[1, 2]", "settings"
+    ),
+    recipe(
+        "a word for the trainer", SMALL[SMALL.index("trainer:") :], "trainer: hi\n", "trainer=hi", "file of settings"
+    ),
+    recipe("an empty model", SMALL[SMALL.index("model:") :], "model:\n", "no model", "--config RECIPE.yaml"),
+    recipe("a list for the model", SMALL[SMALL.index("model:") :], "model: [a]\n", "model: give a class", "class_path"),
+    recipe(
+        "a number for the data",
+        SMALL[SMALL.index("data:") : SMALL.index("trainer:")],
+        "data: 5\n",
+        "data: give a class",
+    ),
+    recipe(
+        "data null", SMALL[SMALL.index("data:") : SMALL.index("trainer:")], "data: null\n", "no data", "data: TextData"
+    ),
+    recipe("no data at all", SMALL[SMALL.index("data:") : SMALL.index("trainer:")], "", "no data", "train_dataloader"),
+    Row(
+        "an anchor in itself",
+        "fit --config r.yaml",
+        ("r.yaml, line 1", "anchor holds itself"),
+        True,
+        files={"r.yaml": "trainer: &a\n  callbacks: *a\n"},
+    ),
+    Row(
+        "an anchor in itself on the command line",
+        ["--trainer.callbacks", "&a [*a]"],
+        ("--trainer.callbacks", "anchor holds itself"),
+        recipe="plain.yaml",
+    ),
+    Row(
+        "anchors that multiply",
+        "fit --config m.yaml",
+        ("m.yaml", "more than 100,000 values"),
+        True,
+        files={"m.yaml": LAUGHS},
+    ),
+    Row(
+        "brackets without end",
+        "fit --config d.yaml",
+        ("d.yaml", "too deep"),
+        True,
+        files={"d.yaml": "a: " + "[" * 900 + "]" * 900},
+    ),
+    # Classes in the wrong place.
+    Row(
+        "a callback as a key",
+        ["--trainer.callbacks", "[{EMA: {decay: 0.9}}]"],
+        ("trainer.callbacks: EMA is a class", "{class_path: EMA, init_args: {decay: ...}}"),
+        recipe="plain.yaml",
+    ),
+    recipe(
+        "an optimizer as a key",
+        "{class_path: AdamW, init_args: {lr: 1.0e-3, betas: [0.9, 0.95]}}",
+        "{AdamW: {lr: 1}}",
+        "model.optimizer: AdamW is a class",
+        "init_args: {lr: ...}",
+    ),
+    plain("--trainer.EMA.decay 0.9", "EMA is a class", "class_path: EMA"),
+    plain("--trainer.callbacks+=AdamW", "trainer.callbacks: AdamW is a class of another kind"),
+    option("--model.schedule AdamW", "model.schedule: AdamW is a class of another kind"),
+    option("--model.optimizer Llama", "model.optimizer: Llama is a class of another kind"),
+    Row(
+        "StepGuard twice",
+        "--trainer.callbacks+=StepGuard --trainer.callbacks+=StepGuard",
+        ("trainer.callbacks: StepGuard stands twice", "take one out"),
+        recipe="plain.yaml",
+    ),
+    Row(
+        "SafeCheckpoint twice",
+        "--trainer.enable_checkpointing true --trainer.callbacks+=SafeCheckpoint --trainer.callbacks+=SafeCheckpoint",
+        ("trainer.callbacks: SafeCheckpoint stands twice",),
+        recipe="plain.yaml",
+    ),
+    Row(
+        "EMA of a lazy module",
+        "--model lazy.Lazy --trainer.callbacks+=EMA",
+        ("EMA: layer.weight has no size yet", "configure_model"),
+        recipe="plain.yaml",
+        files={"lazy.py": LAZY},
+        lines=3,
+    ),
+    # Sizes that no machine has.
+    option("--model.decoder.d_model 1000000000000", "d_model=1000000000000", "GiB", "make it smaller"),
+    option("--model.decoder.n_layers 1000000000", "n_layers=1000000000", "GiB", "make it smaller"),
+    option("--model.decoder.vocab_size 1000000000000", "vocab_size=1000000000000", "GiB", "make it smaller"),
+    option("--data.vocab_size 1000000000000", "vocab_size=1000000000000", "at most 16777216"),
+    option("--data.micro_batch_size 1000000000", "data.micro_batch_size=1000000000", "GiB", "make it smaller"),
+    option("--data.seq_len 1000000000000 --model.decoder.max_seq_len 1000000000000", "seq_len=1000000000000", "GiB"),
+    option("--data.num_workers 10000000", "data.num_workers=10000000", "give at most"),
+    option("--data.num_workers -1", "num_workers=-1", "at least 0"),
+    plain("--trainer.devices 10000000", "trainer.devices=10000000", "CPU cores", "give at most"),
+    # Launchers and other machines.
+    *(
+        Row(
+            f"{name}={value}",
+            "",
+            (f"{name}='{value}'", "a whole number", f"unset {name}"),
+            recipe="plain.yaml",
+            prepare=environment(**{name: value}),
+        )
+        for name, value in (
+            ("WORLD_SIZE", "abc"),
+            ("RANK", "abc"),
+            ("LOCAL_RANK", "-1"),
+            ("NODE_RANK", "1.5"),
+            ("MASTER_PORT", ""),
+            ("SLURM_NTASKS", "four"),
+            ("LOCAL_WORLD_SIZE", "٤"),
+        )
+    ),
+    Row(
+        "a rank beyond the world",
+        "",
+        ("RANK=5, WORLD_SIZE=2", "from 0", "torchrun"),
+        recipe="plain.yaml",
+        prepare=environment(RANK="5", WORLD_SIZE="2"),
+    ),
+    Row(
+        "a local rank beyond the host",
+        "",
+        ("LOCAL_RANK=2, LOCAL_WORLD_SIZE=2", "unset"),
+        recipe="plain.yaml",
+        prepare=environment(LOCAL_RANK="2", LOCAL_WORLD_SIZE="2"),
+    ),
+    Row(
+        "a port that is none",
+        "",
+        ("MASTER_PORT=99999", "65535"),
+        recipe="plain.yaml",
+        prepare=environment(MASTER_PORT="99999"),
+    ),
+    Row(
+        "torchrun of two processes for one device",
+        "",
+        ("trainer.devices=1", "torchrun has started 2", "--nproc-per-node"),
+        recipe="plain.yaml",
+        lines=3,
+        prepare=environment(
+            TORCHELASTIC_RUN_ID="x",
+            RANK="0",
+            WORLD_SIZE="2",
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="2",
+            GROUP_RANK="0",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="29500",
+        ),
+    ),
+    plain("--trainer.num_nodes 2", "trainer.num_nodes=2", "MASTER_ADDR, MASTER_PORT", "torchrun --nnodes"),
+    Row(
+        "a host beyond the number of hosts",
+        "--trainer.num_nodes 2",
+        ("NODE_RANK=7", "trainer.num_nodes=2"),
+        recipe="plain.yaml",
+        prepare=environment(NODE_RANK="7", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"),
+    ),
+    plain("--trainer.accelerator tpu", "trainer.accelerator=tpu", "give cpu or auto"),
+    plain("--trainer.accelerator hpu", "trainer.accelerator=hpu", "no such accelerator"),
+    Row(
+        "cuda without a GPU",
+        "--trainer.accelerator cuda",
+        ("trainer.accelerator=cuda", "give cpu or auto"),
+        prepare=no_gpu,
+        recipe="plain.yaml",
+    ),
+    Row(
+        "mps without a GPU",
+        "--trainer.accelerator mps",
+        ("trainer.accelerator=mps", "give cpu or auto"),
+        prepare=no_gpu,
+        recipe="plain.yaml",
+    ),
+    *(
+        Row(f"{name} on a laptop", f"fit --config {RECIPES}/{name}.yaml", words, True, prepare=LAPTOP)
+        for name, words in (
+            ("llama7b", ("trainer.devices=8", "no GPU", "--trainer.devices 1")),
+            ("llama7b_deepspeed", ("trainer.devices=8", "no GPU")),
+            ("llama1b", ("trainer.devices=8", "no GPU")),
+            ("gpt2_124m", ("train='data/train*.bin'", "check the path")),
+        )
+    ),
+    Row(
+        "a model larger than the machine",
+        f"fit --config {RECIPES}/llama7b.yaml --trainer.devices 1 --trainer.strategy auto "
+        "--data.train shard.bin --data.val null",
+        ("model.decoder: n_layers=32", "25 GiB", "16 GiB", "more devices"),
+        True,
+        prepare=LAPTOP,
+        files={"shard.bin": b"x"},
+    ),
+    Row(
+        "DeepSpeed without its package",
+        "--trainer.strategy DeepSpeedZeROStrategy",
+        ("DeepSpeedZeROStrategy needs deepspeed",),
+        prepare=without("deepspeed"),
+    ),
+    Row(
+        "parquet without its package",
+        "--data.files p.parquet",
+        ("p.parquet needs", "lightning-tricks[parquet]"),
+        prepare=without("pyarrow"),
+        files={"p.parquet": "x"},
+    ),
+    Row(
+        "a dataset without its package",
+        "--data.files null --data.hf_dataset a/b",
+        ("a/b", "lightning-tricks[datasets]"),
+        prepare=without("datasets"),
+    ),
+    Row(
+        "a tokenizer's file that is none",
+        "--data.tokenizer t.json",
+        ("t.json", "not a tokenizers JSON"),
+        files={"t.json": "{}"},
+    ),
+    Row(
+        "null among the texts",
+        "--data.files n.jsonl",
+        ("n.jsonl, line 2", "null", "text_field"),
+        warm=True,
+        lines=3,
+        files={"n.jsonl": '{"text": "a b c"}\n{"text": null}\n'},
+    ),
+    Row(
+        "another key than text",
+        "--data.files k.jsonl",
+        ("text_field='text'", "k.jsonl, line 1", "body"),
+        warm=True,
+        lines=3,
+        files={"k.jsonl": '{"body": "a b c"}\n'},
+    ),
+    # Other commands.
+    Row("cp below a file", "cp tiny text.txt/tiny.yaml", ("cp: to=text.txt", "is a file", "another folder"), True),
+    command("cp to a place without files", "cp tiny /proc/tiny.yaml", "cp: to=/proc", "cannot be written"),
+    command("cp over a file", "cp tiny small.yaml", "small.yaml exists", "remove it first"),
+    command("consolidate to a folder that is not there", "consolidate x no/such.ckpt", "file=no/such.ckpt", "make it"),
+    command("consolidate one file", "consolidate right.ckpt one.ckpt", "right.ckpt is one file already"),
+    command("autopsy without a step", "autopsy --config small.yaml --ckpt_path right.ckpt", "autopsy needs --step"),
+    command("autopsy without a checkpoint", "autopsy --config small.yaml --step 1", "--ckpt_path FILE"),
+    command(
+        "autopsy to a place without files",
+        "autopsy --config small.yaml --ckpt_path right.ckpt --step 1 --json /proc/a",
+        "json=/proc/a",
+        "cannot be written",
+    ),
+    command(
+        "autopsy to a folder",
+        "autopsy --config small.yaml --ckpt_path right.ckpt --step 1 --json {folder}",
+        "this is a folder",
+        "name a file",
+    ),
+    command("coordinate-check to a folder", "coordinate-check --config small.yaml --json {folder}", "this is a folder"),
+    command(
+        "predict to a text file",
+        "predict --config small.yaml --ckpt_path right.ckpt --output a.txt",
+        "output='a.txt'",
+        ".jsonl",
+    ),
+    command("generate of nothing", "generate --ckpt_path no.ckpt", "ckpt_path=no.ckpt", "no such file"),
+    Row(
+        "generate of text", "generate --ckpt_path t.ckpt", ("t.ckpt is no checkpoint",), True, files={"t.ckpt": "hello"}
+    ),
+    Row(
+        "generate of bytes",
+        "generate --ckpt_path b.ckpt",
+        ("b.ckpt is no checkpoint",),
+        True,
+        files={"b.ckpt": bytes(range(128, 256))},
+    ),
+    Row(
+        "generate of a pickle", "generate --ckpt_path p.ckpt", ("p.ckpt",), True, files={"p.ckpt": pickle.dumps([1, 2])}
+    ),
+    command("generate of a list", "generate --ckpt_path list.ckpt", "list.ckpt holds no state_dict"),
+    command("generate of another model", "generate --ckpt_path other.ckpt", "other.ckpt holds no decoder_config"),
+    command(
+        "generate of nothing new",
+        "generate --ckpt_path right.ckpt --max_new_tokens 0",
+        "max_new_tokens=0",
+        "at least 1",
+    ),
+    command("generate without a checkpoint", "generate --prompt x", "generate: ", "required: --ckpt_path", "--help"),
+    command("fit from a list", "fit --config small.yaml --ckpt_path list.ckpt", "list.ckpt holds no state_dict"),
+    command("validate a list", "validate --config small.yaml --ckpt_path list.ckpt", "list.ckpt holds no state_dict"),
+    command("ledger of nothing", "ledger check no_such", "no_such"),
+    command("branch without a length", "branch --config small.yaml --ckpt_path right.ckpt", "--decay_steps N"),
+    command(
+        "branch from last", "branch --config small.yaml --ckpt_path last --decay_steps 2", "ckpt_path=last", "FILE"
+    ),
     # Values of the wrong type, or out of range.
     option("--model.optimizer.lr fast", "model.optimizer.lr=fast", "give a number"),
     option("--model.optimizer.lr inf", "model.optimizer.lr=inf", "give a number"),
     option("--model.optimizer.lr nan", "model.optimizer.lr=nan", "give a number"),
     option("--model.optimizer.lr .inf", "lr=inf", "give a finite number"),
     option("--model.optimizer.lr .nan", "optimizer.lr", "nan", "give another value"),
-    cold("--model.optimizer.lr -1e-3", "optimizer.lr", "learning rate: -0.001", "give another value"),
+    option("--model.optimizer.lr -1e-3", "optimizer.lr", "learning rate: -0.001", "give another value"),
     option("--model.optimizer.lr=-0.5", "optimizer.lr", "-0.5", "give another value"),
     option("--model.optimizer.betas 0.9", "model.optimizer.betas=0.9", "[0.9, 0.95]"),
     option("--model.optimizer.betas [0.9]", "model.optimizer.betas=[0.9]", "a list of 2 values"),
-    cold("--model.optimizer.betas [0.9,2.0]", "optimizer.betas", "2.0", "give another value"),
+    option("--model.optimizer.betas [0.9,2.0]", "optimizer.betas", "2.0", "give another value"),
     option("--model.optimizer.weight_decay 0.3", "weight_decay=0.3", "beside the optimizer"),
-    cold("--model.weight_decay -1", "weight_decay=-1", "0 or more"),
+    option("--model.weight_decay -1", "weight_decay=-1", "0 or more"),
     option("--model.activation_checkpointing ful", "activation_checkpointing=ful", "did you mean full?"),
     option("--model.decoder.n_heads three", "model.decoder.n_heads=three", "give a whole number"),
     option("--model.decoder [1]", "model.decoder=[1]", "class_path"),
@@ -307,6 +656,7 @@ ROWS = [
     plain("--trainer.devices 0", "trainer.devices=0", "1 or more"),
     plain("--trainer.num_nodes 0", "num_nodes", "positive integer", "0"),
     option("--trainer.gradient_clip_val -1", "gradient_clip_val=-1", "above 0"),
+    plain("--trainer.gradient_clip_val .nan", "trainer.gradient_clip_val=nan", "above 0"),
     plain("--trainer.limit_train_batches -1", "-1", "limit_train_batches", "[0.0, 1.0]"),
     plain("--trainer.accelerator gpuu", "trainer.accelerator=gpuu", "did you mean gpu?"),
     Row(
@@ -317,24 +667,23 @@ ROWS = [
     plain("--trainer.precision 8", "trainer.precision=8", "give one of 64, 32, 16"),
     option(
         "--trainer.precision 32 --trainer.plugins [AutoPrecision]", "trainer.precision=32-true", "AutoPrecision",
-        "leave trainer.precision out",
+        "leave trainer.precision out", "--trainer.plugins null",
     ),
     plain("--seed_everything -1", "seed_everything=-1", "0 to 4294967295"),
     plain("--seed_everything 99999999999", "seed_everything=99999999999", "0 to 4294967295"),
     plain("--seed_everything x", "seed_everything=x", "give true or false or a whole number"),
     # Settings that do not fit each other: refused before a tokenizer is learned, or there would be more lines.
-    cold("--model.schedule.warmup_steps 4", "warmup_steps=4", "trainer.max_steps=3", "shorten the warmup"),
-    cold("--trainer.max_steps -1", "WarmupCosine", "set trainer.max_steps"),
+    option("--model.schedule.warmup_steps 4", "warmup_steps=4", "trainer.max_steps=3", "shorten the warmup"),
+    option("--trainer.max_steps -1", "WarmupCosine", "set trainer.max_steps"),
     option("--model.decoder.n_heads 3", "d_model=32", "n_heads=3", "change one"),
-    cold("--data.seq_len 64", "data.seq_len=64", "max_seq_len=32", "shorten the one"),
-    cold("--data.vocab_size 400", "vocabulary of 400", "vocab_size=300", "make them equal"),
+    option("--data.seq_len 64", "data.seq_len=64", "max_seq_len=32", "shorten the one"),
+    option("--data.vocab_size 400", "vocabulary of 400", "vocab_size=300", "make them equal"),
     Row(
         "a rule for no parameter", ["--model.param_rules", "[{pattern: nosuch, lr_scale: 2}]"],
         ("param_rules", "'nosuch'", "near names are"),
-        cold=True,
     ),
     *(
-        Row(plugin, ["--trainer.plugins", f"[{plugin}]"], (word,), lines=3)
+        Row(plugin, ["--trainer.plugins", f"[{plugin}]"], (word,), lines=3, warm=True)
         for plugin, word in (
             ("Float8", "emulate"),
             ("{class_path: Float8, init_args: {recipe: rowise}}", "rowise"),
@@ -351,16 +700,19 @@ ROWS = [
             ("role: hed", ("model.param_rules.role=hed", "did you mean head?")),
             ("optimizer: muon", ("optimizer='muon'", "AdamW", "MuonAdamW")),
             ("optimiser: muon", ("model.param_rules", "no option 'optimiser'")),
-            ("schedule: WSD", ("schedule", "'WSD'", "did you mean WarmupStableDecay?")),
+            ("schedule: wsd", ("schedule", "'wsd'", "did you mean WarmupStableDecay?")),
             ("decay_schedule: cosine", ("decay_schedule", "'cosine'", "did you mean WarmupCosine?")),
         )
     ),
-    cold("--model.schedule PowerDecay --model.schedule.power 0", "PowerDecay.power=0", "above 0"),
-    cold("--model.schedule PowerDecay --model.schedule.decay_steps 3", "PowerDecay: the decay starts at step 0"),
+    option("--model.schedule PowerDecay --model.schedule.power 0", "PowerDecay.power=0", "above 0"),
+    option("--model.schedule PowerDecay --model.schedule.decay_steps 3", "PowerDecay: the decay starts at step 0"),
     option("--model.optimizer lightning_tricks.Muon", "Muon", "no hidden matrix", "MuonAdamW"),
     option("--model.optimizer MuonAdamW --model.optimizer.momentum 2", "momentum=2", "below 1"),
-    option("--model.optimizer AdamWBF16State", "AdamWBF16State", "bf16 on cpu", "take AdamW"),
-    cold("--model.optimizer schedulefree.AdamWScheduleFree", "schedule=WarmupCosine", "constant", "no schedule"),
+    Row(
+        "AdamWBF16State", "--model.optimizer AdamWBF16State", ("AdamWBF16State", "bf16 on cpu", "take AdamW"), lines=3,
+        warm=True,
+    ),
+    option("--model.optimizer schedulefree.AdamWScheduleFree", "schedule=WarmupCosine", "constant", "no schedule"),
     # Callbacks that change the batch, the schedule or the length of a run.
     *(
         Row(
@@ -382,14 +734,13 @@ ROWS = [
     Row("an unreadable folder", "--data.files secret", ("files='secret'", "Permission denied"), prepare=unreadable),
     Row(
         "a file for the logs", f"{LOGGER}runs", ("save_dir=runs", "is a file", "another folder"), files={"runs": "x"},
-        cold=True,
     ),
     Row("a read-only folder", f"{LOGGER}readonly", ("save_dir=readonly", "Permission denied"), prepare=readonly),
     Row("a full disk", f"{LOGGER}full", ("save_dir=full", "No space left", "make room"), prepare=full_disk),
     Row("checkpoints to a file", f"{SAVER}runs", ("ModelCheckpoint.dirpath", "is a file"), files={"runs": "x"}),
     Row("checkpoints to a full disk", f"{SAVER}full", ("ModelCheckpoint.dirpath", "No space left"), prepare=full_disk),
     # Checkpoints.
-    cold("--ckpt_path no_such.ckpt", "ckpt_path=no_such.ckpt", "no such file or folder"),
+    option("--ckpt_path no_such.ckpt", "ckpt_path=no_such.ckpt", "no such file or folder"),
     Row("an empty ckpt_path", ["--ckpt_path", ""], ("ckpt_path=''", "leave the option out")),
     plain("--ckpt_path best", "ckpt_path=best", "give that file"),
     plain("--ckpt_path http://127.0.0.1:9/x.ckpt", "ckpt_path=http://127.0.0.1:9/x.ckpt", "download"),

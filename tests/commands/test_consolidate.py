@@ -86,7 +86,7 @@ def test_what_is_no_folder_of_shards_is_refused(saved, tmp_path):
     ):
         with pytest.raises(UsageError, match=message):
             consolidate(given, tmp_path / "one.ckpt")
-    with pytest.raises(UsageError, match="is a folder: give the name of a file"):
+    with pytest.raises(UsageError, match="this is a folder: name a file in it"):
         consolidate(folder, tmp_path)
     (folder / ".metadata").unlink()
     with pytest.raises(UsageError, match="incomplete: "):

@@ -126,7 +126,7 @@ def test_checkpoints_that_cannot_write_are_refused_in_one_line(trained, tmp_path
     torch.save(checkpoint, tmp_path / "bare.ckpt")
     for name, message in {
         "none.ckpt": "none.ckpt",
-        "other.ckpt": "it is not one of LanguageModel",
+        "other.ckpt": "it is not of a LanguageModel",
         "bare.ckpt": "holds no tokenizer",
     }.items():
         with pytest.raises(UsageError, match=message):

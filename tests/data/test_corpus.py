@@ -189,7 +189,7 @@ def test_a_pattern_that_matches_nothing_is_named(tmp_path, pattern):
     [
         ('{"text": ', r"a.jsonl, line 2 is not JSON \(.+\)$"),
         ('{"body": "x", "n": 1}', r"text_field='text': .*a.jsonl, line 2 has body, n; name the key of its text$"),
-        ('{"text": 3}', "line 2 has text"),
+        ('{"text": 3}', "line 2 has 3 there and no text"),
         ("[1]", "line 2 has list"),
     ],
 )

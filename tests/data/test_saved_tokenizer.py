@@ -87,7 +87,7 @@ def test_every_stage_refuses_another_tokenizer_and_names_both(stage, text, check
     message = str(caught.value)
     assert f"trained with '{folder}/ship.json' (sha256 " in message
     assert f"the data has '{folder}/moon.json' (sha256 " in message
-    assert "set the data's tokenizer to the checkpoint's path" in message
+    assert "give --data.tokenizer the checkpoint's path" in message
     assert "\n" not in message
 
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
@@ -101,6 +102,11 @@ class WeightAverage(pl.Callback):
         """Begin the average, or go on with the one of the checkpoint."""
         self._trainer = trainer
         saved, self._loaded = self._loaded, None
+        if lazy := next((key for key, param in pl_module.named_parameters() if is_lazy(param)), None):
+            raise UsageError(
+                f"{type(self).__name__}: {lazy} has no size yet (a lazy module): send one batch through the module in "
+                "its constructor or in configure_model"
+            )
         if saved is not None:
             self._restore(trainer, pl_module, saved)
         else:

@@ -19,7 +19,7 @@ from lightning_tricks.strategies.broadcast import broadcast
 from lightning_tricks.strategies.deepspeed import settings
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import Layout, read_layout, read_weights
 from lightning_tricks.strategies.deepspeed.judged_step import judged_step
-from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed
+from lightning_tricks.strategies.deepspeed.load_deepspeed import check_installed, compiling, load_deepspeed
 from lightning_tricks.strategies.deepspeed.save_deepspeed import states_to_save, write_states
 from lightning_tricks.strategies.verify_together import read_together, verify_together
 from lightning_tricks.strategies.write_folder import FolderWriter
@@ -81,6 +81,10 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
     def handles_gradient_accumulation(self) -> bool:
         """The Trainer counts micro-batches: DeepSpeed's own count would run on over the end of an epoch."""
         return False
+
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse a run without deepspeed, before any process is started."""
+        check_installed()
 
     def setup_environment(self) -> None:
         """Refuse what cannot work, then join the process group."""

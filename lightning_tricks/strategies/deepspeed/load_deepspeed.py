@@ -12,14 +12,23 @@ from lightning_tricks._errors import UsageError
 INSTALL = "pip install setuptools wheel && DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed>=0.19.8'"
 
 
+def check_installed() -> None:
+    """Refuse to go on without the package; it is not imported.
+
+    Raises:
+        UsageError: it is missing.
+    """
+    if "deepspeed" not in sys.modules and find_spec("deepspeed") is None:
+        raise UsageError(f"strategy: DeepSpeedZeROStrategy needs deepspeed: {INSTALL}")
+
+
 def load_deepspeed() -> Any:
     """The package `deepspeed`.
 
     Raises:
         UsageError: it is missing, or does not import here.
     """
-    if "deepspeed" not in sys.modules and find_spec("deepspeed") is None:
-        raise UsageError(f"strategy: DeepSpeedZeROStrategy needs deepspeed: {INSTALL}")
+    check_installed()
     try:
         import deepspeed
     except Exception as error:  # it probes compilers and devices while it is imported
