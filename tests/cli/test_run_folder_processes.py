@@ -144,7 +144,7 @@ def test_under_torchrun_rank_0_removes_what_its_start_wrote(tmp_path, fails):
 @pytest.mark.parametrize("foreign", ["checkpoints/step=9.ckpt", "notes.txt", "events.out.tfevents.1.host.1.0"])
 def test_a_folder_with_a_file_of_another_process_stays_whole(tmp_path, monkeypatch, foreign):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PlannedError), RunFolder() as folder:
+    with pytest.raises(PlannedError), RunFolder() as folder:  # noqa: PT012
         assert folder._make(RUN)
         for name in ("config.yaml", foreign):
             (RUN / name).parent.mkdir(exist_ok=True)

@@ -193,7 +193,7 @@ def test_every_callback_that_wants_to_know_is_told():
     assert average.told == 1
 
 
-class Lost(Exception):
+class LostError(Exception):
     """What a loader raises that cannot read its next batch."""
 
 
@@ -204,7 +204,7 @@ def test_an_error_in_a_spike_changes_no_weight_and_asks_no_other_process(copies,
         if step == 47:
             trainer.strategy.broadcast = trainer.strategy.reduce = trainer.strategy.barrier = asked.append
             states.at[47] = state_of(trainer)
-            raise Lost
+            raise LostError
         return huge_at(*range(40, 47))(step, x, y)
 
     states, asked = States(), []
@@ -215,7 +215,7 @@ def test_an_error_in_a_spike_changes_no_weight_and_asks_no_other_process(copies,
         max_steps=60, accelerator="cpu", log_every_n_steps=10, callbacks=callbacks, logger=False, max_epochs=-1,
         enable_checkpointing=not copies, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    with pytest.raises(Lost):
+    with pytest.raises(LostError):
         trainer.fit(model, data)
     assert same(state_of(trainer), states.at[47])
     assert asked == []
