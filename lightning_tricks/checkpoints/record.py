@@ -18,7 +18,7 @@ from lightning_tricks.checkpoints.archive import DAMAGED_ARCHIVE, archive_damage
 
 KEY = "lightning_tricks"  # in a checkpoint: a dict, of which the entry "record" is a Record's content
 RECORD_FILE = "record.json"  # in a folder of shards, written last
-VERSION = 1  # of the record and of what KEY holds; raised when an older version could not read it
+VERSION = 2  # of the record and of what KEY holds; raised when an older version could not read it: 2 names the run
 _START = b"lightning_tricks "  # of the comment
 _BLOCK = 1 << 22  # bytes read at once
 
@@ -29,11 +29,12 @@ class Record:
 
     Args:
         step: optimizer steps done.
-        number: counts the saves of a run, over restarts: the newest checkpoint has the largest.
+        number: counts the saves in a folder, over restarts: the newest checkpoint has the largest.
         finite: whether every weight is a finite number; None if nobody has looked.
         score: the monitored metric, if there is one.
         permanent: whether it shall never be deleted.
         version: see `VERSION`.
+        run: identifier of the run, made at its start and kept when it is resumed; None where it is not known.
         checksums: CRC-32 of each file, by its name in the folder; of one file, by the name "", what `write_archive`
             gives.
     """
@@ -44,6 +45,7 @@ class Record:
     score: float | None = None
     permanent: bool = False
     version: int = VERSION
+    run: str | None = None
     checksums: Mapping[str, int] = field(default_factory=dict)
 
 

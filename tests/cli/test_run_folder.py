@@ -24,7 +24,8 @@ from lightning_tricks.cli.run_folder import RunFolder
 from lightning_tricks.loggers import ResumingCSVLogger, ResumingTensorBoardLogger
 from lightning_tricks.mixins import OptimizerMixin
 
-LAST = "runs/toy/version_0/checkpoints/last.ckpt"
+RUN_OF_TOY = "runs/toy/version_0"
+LAST = f"{RUN_OF_TOY}/checkpoints/last.ckpt"
 
 
 class Toy(OptimizerMixin, pl.LightningModule):

@@ -61,13 +61,19 @@ def test_where_nothing_is_finite_last_is_the_newest():
 def test_the_best_stays(mode, best):
     scores = {10: 2.0, 20: 1.0, 30: 3.0, 40: None, 50: 2.5}
     records = history(*(Record(step, step // 10, True, score) for step, score in scores.items()))
-    assert best_first(records, mode)[0] == best
+    assert best_first(records, mode, 1) == [best]
     assert set(to_delete(records, keep(1, 1, mode))) == set(records) - {best, "step=50.ckpt"}
+
+
+def test_of_equal_scores_the_older_one_is_the_better():
+    records = history(*(Record(step, step, True, 1.0) for step in (1, 2, 3)))
+    for mode in ("min", "max"):
+        assert best_first(records, mode, 2) == ["step=1.ckpt", "step=2.ckpt"]
 
 
 def test_a_score_of_weights_that_are_not_finite_is_none():
     records = history(Record(1, 1, True, 5.0), Record(2, 2, False, 1.0), Record(3, 3, True, float("nan")))
-    assert best_first(records, "min") == ["step=1.ckpt"]
+    assert best_first(records, "min", 9) == ["step=1.ckpt"]
 
 
 def test_permanent_ones_held_ones_and_those_without_a_number_stay():
@@ -94,7 +100,7 @@ def test_what_must_stay_stays(records, retention):
     good = [name for name, record in records.items() if record.finite]
     assert max(good, key=lambda name: records[name].number, default=None) not in gone
     assert last_of(records) not in gone
-    assert not set(best_first(records, retention.mode)[: retention.keep_best]) & set(gone)
+    assert not set(best_first(records, retention.mode, retention.keep_best)) & set(gone)
     newest = sorted(records, key=lambda name: records[name].number)[-retention.keep_last :]
     assert not set(newest) & set(gone)
 

@@ -22,7 +22,7 @@ from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.checkpoints import check_checkpoint
 from lightning_tricks.checkpoints.record import KEY, Record, read_record, to_json
 from lightning_tricks.guards.saving.checkpoint_folder import CheckpointFolder
-from lightning_tricks.guards.saving.finite import not_finite
+from lightning_tricks.guards.saving.finite import finite_buffers, not_finite, numbers_of
 from lightning_tricks.guards.saving.last_link import move_last
 from lightning_tricks.guards.saving.retention import Retention
 from lightning_tricks.guards.saving.save_clock import SaveClock, passes_multiple, passes_power_of_two
@@ -351,7 +351,7 @@ def test_leftovers_are_swept_and_a_replaced_folder_gets_its_name_back(tmp_path):
     theirs = {".hidden.txt", ".step=4.ckpt.swp"}
     for name in theirs:
         (tmp_path / name).write_text("theirs")
-    CheckpointFolder(tmp_path, Retention(2, 1, "min")).sweep()
+    CheckpointFolder(tmp_path, Retention(2, 1, "min"), "run").sweep()
     assert names(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "last.ckpt", *theirs}
     assert read_record(tmp_path / "last.ckpt").step == 4
 
@@ -371,7 +371,8 @@ def test_where_links_are_impossible_last_is_a_hard_link_or_a_copy(tmp_path, monk
     assert last.samefile(tmp_path / "step=4.ckpt") == (broken == ["symlink"])
     before = last.stat()
     move_last(tmp_path / "step=4.ckpt")
-    assert last.stat() == before  # it leads there already
+    after = last.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)  # it leads there already
     fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1), steps=6, ckpt_path=last)
     assert steps(tmp_path) == [4, 6]  # 4 is the one that `last` was
     assert read_record(last).step == 6
@@ -382,10 +383,10 @@ def test_a_folder_of_shards_is_linked_copied_and_deleted_whole(tmp_path, monkeyp
         path = tmp_path / f"step={step}.ckpt"
         path.mkdir()
         (path / "meta.pt").write_bytes(b"x")
-        (path / "record.json").write_bytes(to_json(Record(step, number, True)))
+        (path / "record.json").write_bytes(to_json(Record(step, number, True, run="run")))
         return path
 
-    folder = CheckpointFolder(tmp_path, Retention(1, 0, "min"))
+    folder = CheckpointFolder(tmp_path, Retention(1, 0, "min"), "run")
     make(1, 1)
     folder.update()
     make(2, 2)
@@ -466,7 +467,7 @@ def test_a_run_of_nan_keeps_the_last_good_checkpoint_and_last_leads_to_it(tmp_pa
         fit(saver, steps=12, model=Model(nan_from=5))
     said = [str(warning.message) for warning in caught if "NaN" in str(warning.message)]
     assert len(said) == 1
-    assert said[0].startswith("SafeCheckpoint: at step 6 some weights are NaN or infinite")
+    assert said[0].startswith("SafeCheckpoint: at step 6 some weights or running statistics are NaN or infinite")
     assert steps(tmp_path) == [4, 10, 12]
     assert os.readlink(tmp_path / "last.ckpt") == "step=4.ckpt"
     assert {read_record(path).step: read_record(path).finite for path in tmp_path.glob("step*")} == {
@@ -482,8 +483,51 @@ def test_a_checkpoint_of_nan_never_takes_the_place_of_a_good_one(tmp_path):
     assert os.readlink(tmp_path / "last.ckpt") == "step=4.ckpt"
 
 
+class Normalized(Model):
+    """With batch normalization, whose running statistics are NaN from a step on, as after a batch with NaN."""
+
+    def __init__(self, wrong: str, value: float) -> None:
+        super().__init__()
+        self.layers.insert(1, torch.nn.BatchNorm1d(8))
+        self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+        self.register_buffer("history", torch.full((3,), math.nan))
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+        self.wrong, self.value = wrong, value
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 5:
+            self.get_buffer(self.wrong).fill_(self.value)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "value"),
+    [("layers.1.running_mean", math.nan), ("layers.1.running_var", math.inf), ("scale", math.nan), ("scale", math.inf)],
+)
+def test_a_checkpoint_whose_running_statistics_are_not_finite_takes_the_place_of_no_good_one(tmp_path, wrong, value):
+    model = Normalized(wrong, value)
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=2), steps=12, model=model)
+    assert all(weight.isfinite().all() for weight in model.parameters())
+    assert steps(tmp_path) == [4, 10, 12]
+    assert os.readlink(tmp_path / "last.ckpt") == "step=4.ckpt"
+    # also where the run goes on from such a checkpoint
+    again = Normalized("cache", math.nan)
+    if wrong != "scale":
+        fit(SafeCheckpoint(tmp_path), 14, again, ckpt_path=tmp_path / "step=12.ckpt")
+        assert read_record(tmp_path / "step=14.ckpt").finite is False
+
+
+def test_buffers_that_are_not_finite_by_design_or_that_no_checkpoint_holds_do_not_count(tmp_path):
+    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=6, model=Normalized("cache", math.nan))
+    assert [read_record(tmp_path / f"step={step}.ckpt").finite for step in (4, 6)] == [True, True]
+    model = Normalized("cache", math.nan)
+    assert finite_buffers(model) == {"scale"}
+    assert len(list(numbers_of(model))) == len(list(model.parameters())) + 2
+
+
 def test_one_number_among_all_weights_is_enough_and_large_ones_are_finite():
-    ones = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, 2, dtype=torch.complex64), torch.ones(0)]
+    ones = [torch.ones(3), torch.tensor(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, 2, dtype=torch.complex64), torch.ones(0)]
     assert not_finite(ones) == 0
     assert not_finite([torch.full((4,), 6e4, dtype=torch.float16), torch.full((4,), 3e38)]) == 0
     assert not_finite([torch.arange(3), torch.ones(4).to(torch.float8_e4m3fn)]) == 0
@@ -708,7 +752,9 @@ def test_the_content_is_there_and_opens_safely(tmp_path):
     added = checkpoint[KEY]
     assert sorted(added) == ["module", "recipe", "record", "rng", "versions"]
     assert added["module"] == "Model"
-    assert added["record"] == {"step": 2, "number": 1, "finite": True, "score": None, "permanent": False, "version": 1}
+    record = added["record"]
+    assert len(record.pop("run")) == 32
+    assert record == {"step": 2, "number": 1, "finite": True, "score": None, "permanent": False, "version": 2}
     assert sorted(added["versions"]) == ["lightning", "lightning_tricks", "python", "torch"]
     assert len(added["rng"]) == 1
     assert check_checkpoint(tmp_path / "last.ckpt", resumes=True)

@@ -5,16 +5,30 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import two_processes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
 from foreign import CausalLM, rows
 
+from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import SafeCheckpoint
-from lightning_tricks.checkpoints.record import read_record
+from lightning_tricks.checkpoints.record import KEY, read_record
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
+from lightning_tricks.guards.saving.content import check_class
 from lightning_tricks.strategies import FSDP2Strategy
+
+
+def go_on_in_one_process(folder: Path) -> list[float]:
+    """The losses of three steps more, without a strategy; the saver keeps its checkpoints elsewhere."""
+    model, saver = CausalLM(), SafeCheckpoint(folder.with_name(f"{folder.name}, one process"))
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=12, logger=False, callbacks=[saver], enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, rows(0, 1), ckpt_path=folder / "last.ckpt")
+    return model.losses
 
 
 def fit(rank: int, folder: Path, asynchronous: bool, **options: Any) -> list[float]:
@@ -44,3 +58,15 @@ def test_the_two_newest_folders_stay_whole_and_a_run_goes_on_from_either(tmp_pat
             record = read_record(verify_checkpoint(place / f"step={step}.ckpt"))
             assert (record.step, record.finite) == (step, True)
         assert (place / "last.ckpt").resolve() == (place / "step=9.ckpt").resolve()
+    sharded = tmp_path / "asynchronous False"
+    added = torch.load(sharded / "last.ckpt/meta.pt", weights_only=True)[KEY]
+    assert added["module"] == "CausalLM"  # and not the class of torch that `fully_shard` has given it
+    assert len(go_on_in_one_process(sharded)) == 3
+
+
+def test_a_checkpoint_with_the_name_of_the_sharded_class_is_that_of_the_users_class():
+    """As a record of version 1 has it."""
+    old = {KEY: {"module": "FSDPCausalLM", "record": {"version": 1}}}
+    check_class(old, CausalLM(), "last.ckpt")
+    with pytest.raises(UsageError, match=r"a FSDPOtherLM saved this checkpoint, and this run trains a CausalLM"):
+        check_class({KEY: {**old[KEY], "module": "FSDPOtherLM"}}, CausalLM(), "last.ckpt")

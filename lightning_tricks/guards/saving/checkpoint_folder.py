@@ -1,5 +1,8 @@
 """The folder of a run's checkpoints: what is in it, what is deleted, a full disk, the leftovers of killed processes.
 
+What is deleted is always a checkpoint of this run: its record names the run. Checkpoints of other runs, and those whose
+record names none because a version before 2 of the record wrote it, are neither counted nor deleted nor replaced.
+
 Needs no Trainer. One process of a run, rank 0, changes the folder.
 """
 
@@ -28,16 +31,28 @@ class CheckpointFolder:
     Args:
         path: the folder, which need not exist yet.
         retention: how many checkpoints stay.
-        on_update: called with the folder's records when there is a new checkpoint, in the thread that wrote it.
+        run: identifier of the run.
+        on_update: called with the run's records when there is a new checkpoint, in the thread that wrote it.
     """
 
-    def __init__(self, path: Path, retention: Retention, on_update: Callable[[Records], None] = lambda _: None) -> None:
-        self.path, self.retention, self.on_update = path, retention, on_update
+    def __init__(
+        self, path: Path, retention: Retention, run: str, on_update: Callable[[Records], None] = lambda _: None
+    ) -> None:
+        self.path, self.retention, self.run, self.on_update = path, retention, run, on_update
         self.held: set[str] = set()  # names of checkpoints that stay whatever their age
         self.written: dict[str, Record] = {}  # of this process: for a CheckpointIO that writes no records
         self.answered: Path | None = None  # the newest checkpoint that was written or given up
         self._retried: Path | None = None
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the lock, which cannot be copied."""
+        state = dict(self.__dict__)
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
 
     def records(self) -> dict[str, Record]:
         """The records of all checkpoints that have one; those of other programs, and damaged ones, are left out."""
@@ -46,6 +61,22 @@ class CheckpointFolder:
             if path.name != LAST and (record := record_or_none(path) or self.written.get(path.name)):
                 found[path.name] = record
         return found
+
+    def of_this_run(self, records: Records) -> dict[str, Record]:
+        """Those of the records that name this run."""
+        return {name: record for name, record in records.items() if record.run == self.run}
+
+    def line_on_others(self) -> str | None:
+        """The line that tells of checkpoints that this run did not write; None where there are none."""
+        records = {name: record for name, record in self.records().items() if record.number > 0}
+        others = records.keys() - self.of_this_run(records).keys()
+        if not others:
+            return None
+        newest = max(others, key=lambda name: records[name].number)
+        return (
+            f"SafeCheckpoint: {self.path} holds checkpoints that this run did not write ({len(others)}, the newest is "
+            f"{newest}): it neither counts nor deletes them, so delete by hand what you do not need"
+        )
 
     def largest_number(self) -> int:
         """The number of the newest checkpoint, 0 where there is none."""
@@ -60,15 +91,15 @@ class CheckpointFolder:
         """Whether a checkpoint in the folder of an earlier run, still there, has a better score than the best here."""
         if score is None or Path(path).parent == self.path or not Path(path).exists():
             return False
-        return best_first({"": best, "elsewhere": Record(score=float(score))}, self.retention.mode)[0] != ""
+        return best_first({"": best, "elsewhere": Record(score=float(score))}, self.retention.mode, 1) != [""]
 
     def path_of(self, record: Record) -> Path:
         """The path for a new checkpoint, `step=N.ckpt`.
 
-        Where a file of another program has that name, it is `step=N-v1.ckpt`; where the new weights are not finite and
-        those of the older checkpoint are, `step=N-not-finite.ckpt`.
+        Where a file of another run or program has that name, it is `step=N-v1.ckpt`; where the new weights are not
+        finite and those of the older checkpoint are, `step=N-not-finite.ckpt`.
         """
-        name, ours = f"step={record.step}", self.records()
+        name, ours = f"step={record.step}", self.of_this_run(self.records())
         older = ours.get(f"{name}.ckpt")
         if record.finite is False and older and older.finite:
             name += "-not-finite"
@@ -85,10 +116,10 @@ class CheckpointFolder:
     def hold(self, path: Path) -> None:
         """Keep a checkpoint, or the one of which it is a link or a copy, whatever its age."""
         record = record_or_none(path)
-        self.held = {name for name, other in self.records().items() if record and other.number == record.number}
+        self.held = {name for name, other in self.records().items() if other == record}
 
     def update(self) -> Records:
-        """Move `last.ckpt` to the newest finite checkpoint, then delete what need not stay; returns the records.
+        """Move `last.ckpt` to the newest finite checkpoint, then delete what need not stay; returns this run's records.
 
         Idempotent. Called when a new checkpoint has its name, so that nothing is deleted before.
         """
@@ -96,10 +127,11 @@ class CheckpointFolder:
             records = self.records()
             if name := last_of(records):
                 move_last(self.path / name)
-            for old in to_delete(records, self.retention, self.held):
+            ours = self.of_this_run(records)
+            for old in to_delete(ours, self.retention, self.held):
                 self._delete(old)
-                del records[old]
-            return records
+                del ours[old]
+            return ours
 
     def on_commit(self, path: Path) -> None:
         """A new checkpoint has its name."""
@@ -140,7 +172,7 @@ class CheckpointFolder:
         """Delete one checkpoint; returns its name, None where all must stay."""
         with self._lock:
             records = self.records()
-            if name := to_make_room(records, self.retention, self.held | {new.name}):
+            if name := to_make_room(self.of_this_run(records), self.retention, self.held | {new.name}):
                 move_last(self.path / (last_of(records) or name))  # it never leads to a deleted checkpoint
                 self._delete(name)
             return name

@@ -15,7 +15,7 @@ from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import is_a
 from lightning_tricks.checkpoints.other_weights import other_weights
-from lightning_tricks.checkpoints.record import KEY, Record
+from lightning_tricks.checkpoints.record import KEY, Record, record_of
 from lightning_tricks.guards.saving.random_state import gather_random_states
 
 _recipes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # YAML by SaveConfigCallback
@@ -34,8 +34,13 @@ def content(trainer: Trainer, module: Module, record: Record) -> dict[str, Any]:
         "rng": gather_random_states(),
         "recipe": recipe_of(trainer),
         "versions": versions(),
-        "module": type(module).__name__,
+        "module": class_name(module),
     }
+
+
+def class_name(module: Module) -> str:
+    """The name of the user's class: `fully_shard` gives a module a class of torch, a subclass named `FSDP...`."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not cls.__module__.startswith("torch."))
 
 
 def recipe_of(trainer: Trainer) -> str | None:
@@ -71,8 +76,8 @@ def refusing_other_modules(trainer: Trainer, module: Module) -> Iterator[None]:
     """
     on_load, load = module.on_load_checkpoint, module.load_state_dict
 
-    def check_class(checkpoint: dict[str, Any]) -> None:
-        _check_class(checkpoint, module, trainer.ckpt_path)
+    def checked_on_load(checkpoint: dict[str, Any]) -> None:
+        check_class(checkpoint, module, trainer.ckpt_path)
         on_load(checkpoint)
 
     def load_weights(*args: Any, **kwargs: Any) -> Any:
@@ -84,16 +89,26 @@ def refusing_other_modules(trainer: Trainer, module: Module) -> Iterator[None]:
             raise
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(module, "on_load_checkpoint", check_class))
+        stack.enter_context(replaced(module, "on_load_checkpoint", checked_on_load))
         stack.enter_context(replaced(module, "load_state_dict", load_weights))
         yield
 
 
-def _check_class(checkpoint: Mapping[str, Any], module: Module, path: Any) -> None:
+def check_class(checkpoint: Mapping[str, Any], module: Module, path: Any) -> None:
+    """Refuse a checkpoint of another class.
+
+    Raises:
+        UsageError: the module is neither of the class that was saved nor of a subclass of it.
+    """
     saved = checkpoint.get(KEY, {}).get("module")
-    if saved is not None and not is_a(module, saved):
+    if saved is None:
+        return
+    names = {saved}
+    if record_of(checkpoint).version == 1:  # which has the name of the class that `fully_shard` gives
+        names.add(saved.removeprefix("FSDP"))
+    if not is_a(module, *names):
         raise UsageError(
-            f"ckpt_path={path}: a {saved} saved this checkpoint, and this run trains a {type(module).__name__}, so fit "
+            f"ckpt_path={path}: a {saved} saved this checkpoint, and this run trains a {class_name(module)}, so fit "
             f"cannot go on from it: give --init_from {path} to start anew with its weights (from Python: "
             "load_state_dict), or train the class that saved it"
         )

@@ -7,6 +7,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks._suggest import did_you_mean
 
+_COUNTS = {"epoch": "current_epoch", "step": "global_step"}  # always there, by the Trainer's attribute
+
 
 class FreshScore:
     """Reads a logged metric at a save, if it was logged for the weights that are saved.
@@ -14,7 +16,7 @@ class FreshScore:
     Lightning keeps the values of the last validation, which may be many steps old.
 
     Args:
-        monitor: name of the metric; None for no score.
+        monitor: name of the metric, or `epoch` or `step`; None for no score.
     """
 
     def __init__(self, monitor: str | None) -> None:
@@ -35,6 +37,8 @@ class FreshScore:
         if self.monitor is None:
             return None
         value = self._logged(trainer)
+        if self.monitor in _COUNTS:
+            return value
         if value is None and self._validated and self.monitor not in trainer.callback_metrics:
             near = did_you_mean(self.monitor, list(trainer.callback_metrics))
             raise UsageError(f"SafeCheckpoint: monitor={self.monitor}: the run logs no such metric{near}")
@@ -62,4 +66,6 @@ class FreshScore:
 
     def _logged(self, trainer: Any) -> float | None:
         value = trainer.callback_metrics.get(self.monitor)
+        if self.monitor in _COUNTS:  # as ModelCheckpoint does, also where they are not logged
+            return float(int(getattr(trainer, _COUNTS[self.monitor]) if value is None else value))
         return float(value) if value is not None and math.isfinite(value) else None

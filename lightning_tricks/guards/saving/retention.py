@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder stay, and which one `last` means: functions of their records alone."""
+"""Which checkpoints of a run stay, and which one `last` means: functions of their records alone."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -32,15 +32,15 @@ def last_of(records: Records) -> str | None:
     return _newest(whole) or _newest(numbered)
 
 
-def best_first(records: Records, mode: str) -> list[str]:
-    """The checkpoints with a score, the best first and the newer one first where two are equal."""
+def best_first(records: Records, mode: str, keep: int) -> list[str]:
+    """The `keep` checkpoints with the best scores, the best first; as with ModelCheckpoint, the older one of equals."""
     sign = -1 if mode == "max" else 1
     scored = [
-        (sign * record.score, -record.number, name)
+        (sign * record.score, record.number, name)
         for name, record in records.items()
         if record.score is not None and math.isfinite(record.score) and record.finite is not False
     ]
-    return [name for *_, name in sorted(scored)]
+    return [name for *_, name in sorted(scored)[:keep]]
 
 
 def to_delete(records: Records, retention: Retention, held: Collection[str] = ()) -> list[str]:
@@ -50,7 +50,7 @@ def to_delete(records: Records, retention: Retention, held: Collection[str] = ()
     SafeCheckpoint did not save, which have no number.
 
     Args:
-        records: of every checkpoint in the folder, the new one with them.
+        records: of every checkpoint of this run in the folder, the new one with them.
         retention: how many stay.
         held: names that stay besides, such as the checkpoint that the run was resumed from.
     """
@@ -71,7 +71,7 @@ def to_make_room(records: Records, retention: Retention, held: Collection[str] =
 def _unprotected(records: Records, retention: Retention, held: Collection[str]) -> list[str]:
     """The checkpoints that no rule but `keep_last` protects, the oldest first."""
     finite = {name: record for name, record in records.items() if record.number > 0 and record.finite}
-    best = best_first(records, retention.mode)[: retention.keep_best]
+    best = best_first(records, retention.mode, retention.keep_best)
     stay = {*held, *best, _newest(finite), last_of(records)}
     ours = [name for name, record in records.items() if record.number > 0 and not record.permanent]
     return sorted(set(ours) - stay, key=lambda name: records[name].number)

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 from weakref import proxy
 
 import torch
@@ -10,17 +11,23 @@ import torch
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer import batch_progress, is_accumulating, is_last_step, logging_step, validation_follows
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.checkpoints.record import KEY, Record
+from lightning_tricks.checkpoints.record import KEY, Record, record_of
 from lightning_tricks.guards.saving.checkpoint_folder import CheckpointFolder
 from lightning_tricks.guards.saving.content import content, refusing_other_modules
-from lightning_tricks.guards.saving.finite import not_finite
+from lightning_tricks.guards.saving.finite import finite_buffers, not_finite, numbers_of
 from lightning_tricks.guards.saving.fresh_score import FreshScore
 from lightning_tricks.guards.saving.last_link import LAST, record_or_none
 from lightning_tricks.guards.saving.random_state import set_random_state_of
-from lightning_tricks.guards.saving.retention import Records, Retention, best_first
+from lightning_tricks.guards.saving.retention import Records, Retention, best_first, last_of
 from lightning_tricks.guards.saving.save_clock import SaveClock
 from lightning_tricks.guards.saving.save_options import check_folder, check_options
 from lightning_tricks.guards.saving.trainer_io import answer, atomic_io, savers_of
+
+# What ModelCheckpoint shows of its checkpoints, on every rank.
+_SHOWN = (
+    "best_model_path", "best_model_score", "best_k_models", "kth_best_model_path", "kth_value", "current_score",
+    "last_model_path",
+)  # fmt: skip
 
 
 class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
@@ -35,7 +42,11 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     - A kill at any moment leaves a whole checkpoint, and `last.ckpt` leads to one: nothing is deleted, and the link is
       not moved, before the new checkpoint has its name on the disk.
     - Neither retention nor a full disk ever costs the newest checkpoint whose weights are finite. One with NaN or
-      infinite weights is saved and marked, which is said once, and `last.ckpt` does not lead to it.
+      infinities in weights or running statistics is saved and marked, which is said once, and `last.ckpt` does not lead
+      to it.
+    - Only checkpoints of this run are counted, deleted or replaced. Each record names its run, whose identifier is made
+      at its start and kept when it is resumed. Others stay, which is said in one line when a run begins; so do those of
+      earlier versions, which did not name the run.
     - On a full disk the checkpoint that would go next is deleted and the save tried again. If that fails too, training
       goes on without this checkpoint, and one line says so.
     - It saves at the end of an accumulation window, and after the validation that is due at that step, so a resumed run
@@ -54,7 +65,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         every_n_minutes: minutes between saves on rank 0's clock, which is asked every `log_every_n_steps` steps. With
             neither interval, it saves after each validation and at the end of each epoch, as ModelCheckpoint does.
         keep_last: how many of the newest checkpoints stay; 2, so that one is left if a disk damages the other.
-        monitor: a logged metric; without one, none is the best. Only a value logged for the saved weights counts, so
+        monitor: a logged metric, `epoch` or `step`; without one, none is the best. Only a value logged for the saved weights counts, so
             for a metric of validation the steps between saves should divide those between validations.
         mode: whether the lowest value is the best one, "min", or the highest, "max".
         keep_best: how many of the best checkpoints stay, with `monitor`.
@@ -94,10 +105,13 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._folder: CheckpointFolder
         self._io: AtomicCheckpointIO | None = None
         self._number = 0  # of the newest checkpoint
+        self._run = ""  # identifier of the run
+        self._is_new_run = False
         self._saving: Record | None = None
         self._rng: list[Any] | None = None  # of each rank, to put back
         self._untold = False  # there is a checkpoint that the loggers do not know
         self._said: set[str] = set()
+        self._finite_buffers: set[str] = set()  # names of the buffers that were finite when training began
 
     @property
     def state_key(self) -> str:
@@ -115,7 +129,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             return
         retention = Retention(self.keep_last, self.keep_best, "max" if self.mode == "max" else "min")
         self._last_global_step_saved = -1  # so that `save_now` saves step 0 as well
-        self._folder = CheckpointFolder(Path(str(self.dirpath)), retention, self._on_update)
+        self._find_run(trainer)
+        self._folder = CheckpointFolder(Path(str(self.dirpath)), retention, self._run, self._on_update)
         if trainer.is_global_zero:
             self._folder.sweep()
             self._number = self._folder.largest_number()
@@ -125,12 +140,25 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             savers = savers_of(trainer, SafeCheckpoint)
             answer(self._io, [saver._folder for saver in savers if hasattr(saver, "_folder")])
 
+    def _find_run(self, trainer: Trainer) -> None:
+        """Begin a run, unless the Trainer goes on with its last one; all savers of a Trainer name the same run."""
+        first = savers_of(trainer, SafeCheckpoint)[0]
+        if first is not self:
+            self._run, self._is_new_run = first._run, first._is_new_run
+        elif not self._run or trainer.global_step == 0:
+            self._run, self._is_new_run = trainer.strategy.broadcast(uuid4().hex), True  # moves no random state
+        else:
+            self._is_new_run = False
+
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Take note of the checkpoint that the run goes on from; put its random state back before a loader draws."""
         self._refusals.close()
         if trainer.state.fn != "fit":
             return
         self._last_global_step_saved = int(checkpoint["global_step"])
+        if run := record_of(checkpoint).run:
+            self._run = self._folder.run = run
+            self._is_new_run = False
         self._rng = checkpoint.get(KEY, {}).get("rng")
         if self._rng:
             set_random_state_of(trainer.global_rank, self._rng)
@@ -151,7 +179,11 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if self._rng and not batch_progress(trainer).is_last_batch:  # else the next pass begins, with a draw of its own
             set_random_state_of(trainer.global_rank, self._rng)
         self._rng = None
+        self._finite_buffers = finite_buffers(pl_module)
         self._clock.start(trainer.global_step)
+        if trainer.is_global_zero and self._is_new_run and not self._is_off(trainer):
+            if line := self._folder.line_on_others():
+                rank_zero_warn(line)
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Save the last step, unless it is saved; wait for what is being written."""
@@ -160,8 +192,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self.save_now(trainer)
         if self._io:
             self._io.wait()
-        paths = (self.best_model_path, self.last_model_path, self.best_model_score)
-        self.best_model_path, self.last_model_path, self.best_model_score = trainer.strategy.broadcast(paths)
+        shown = {name: getattr(self, name) for name in _SHOWN}
+        vars(self).update(trainer.strategy.broadcast(shown))
         self._tell_loggers(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
@@ -246,18 +278,20 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._tell_loggers(trainer)
 
     def _new_record(self, trainer: Trainer, permanent: bool) -> Record:
-        weights = not_finite(trainer.lightning_module.parameters()).to(trainer.strategy.root_device)
+        numbers = numbers_of(trainer.lightning_module, self._finite_buffers)
+        weights = not_finite(numbers).to(trainer.strategy.root_device)
         finite = float(trainer.strategy.reduce(weights, reduce_op="sum")) == 0
         if finite:
             self._said.discard("not finite")
         else:
             self._say_once(
                 "not finite",
-                f"SafeCheckpoint: at step {trainer.global_step} some weights are NaN or infinite: its checkpoint is "
-                f"marked, and {LAST} leads to the newest one that is finite",
+                f"SafeCheckpoint: at step {trainer.global_step} some weights or running statistics are NaN or infinite: "
+                f"its checkpoint is marked, and {LAST} leads to the newest one that is finite",
             )
         self._number += 1
-        return Record(trainer.global_step, self._number, finite, self._score.read(trainer), permanent)
+        score = self._score.read(trainer)
+        return Record(trainer.global_step, self._number, finite, score, permanent, run=self._run or None)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Add the record, the random states, the recipe and versions; a save by other hands stays for ever."""
@@ -267,11 +301,16 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     def _on_update(self, records: Records) -> None:
         """Show Lightning and the loggers what is in the folder; on rank 0, in the thread that wrote a checkpoint."""
-        best = best_first(records, self.mode)[: self.keep_best]
+        best = best_first(records, self.mode, self.keep_best)
         scores = {str(self._folder.path / name): torch.tensor(records[name].score) for name in best}
         self.best_k_models, self.last_model_path = scores, str(self._folder.path / LAST)
+        newest = str(self._folder.path / max(records, key=lambda name: records[name].number))
+        self.current_score = scores.get(newest, self.current_score)
+        if len(best) == self.keep_best > 0:
+            worst = (max if self.mode == "min" else min)(scores.values())
+            self.kth_best_model_path, self.kth_value = next(item for item in scores.items() if item[1] == worst)
         if self.monitor is None:
-            self.best_model_path = str(self._folder.newest())
+            self.best_model_path = str(self._folder.path / str(last_of(records)))
         elif best and not self._folder.is_beaten_by(self.best_model_path, self.best_model_score, records[best[0]]):
             self.best_model_path, self.best_model_score = next(iter(scores.items()))
         self._untold = True

@@ -14,7 +14,7 @@ from lightning_tricks.checkpoints.find_checkpoint import Candidate, candidates, 
 from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 from lightning_tricks.guards.averages.swap import drop_gathered
-from lightning_tricks.guards.saving.finite import not_finite
+from lightning_tricks.guards.saving.finite import not_finite, numbers_of
 from lightning_tricks.guards.spike_rollback.training_state import settings
 
 
@@ -56,7 +56,7 @@ class SavedStates:
             if path is None:
                 return None
             checkpoint = _load(trainer, path)
-            weights = not_finite(trainer.lightning_module.parameters()).to(trainer.strategy.root_device)
+            weights = not_finite(numbers_of(trainer.lightning_module)).to(trainer.strategy.root_device)
             if float(trainer.strategy.reduce(weights, reduce_op="sum")) == 0:
                 return path, checkpoint
             self._not_finite.add(path)
