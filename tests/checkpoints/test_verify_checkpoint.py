@@ -144,7 +144,7 @@ def test_what_is_not_there_and_what_is_no_checkpoint(tmp_path):
 
 def test_a_checkpoint_of_a_newer_version_says_what_to_install(small, monkeypatch):
     monkeypatch.setattr(record, "VERSION", 0)
-    expected = f"{small} is a checkpoint of version 1, and this lightning_tricks reads up to 0: pip install -U"
+    expected = f"{small} is a checkpoint of version 2, and this lightning_tricks reads up to 0: pip install -U"
     assert refusal(small, load).startswith(expected)
 
 

@@ -101,7 +101,7 @@ def test_a_checkpoint_of_a_later_version_is_passed_over_without_reading_it(tmp_p
     save(tmp_path / "later.ckpt", 2, 2, 20, version=99)
     found = newest_whole([tmp_path], lambda place: "read" if place.name == "later.ckpt" else None)
     assert found.chosen.place.name == "good.ckpt"
-    said = "is a checkpoint of version 99, and this lightning_tricks reads up to 1: pip install -U lightning-tricks"
+    said = "is a checkpoint of version 99, and this lightning_tricks reads up to 2: pip install -U lightning-tricks"
     assert found.passed_over == [f"{tmp_path}/later.ckpt {said}"]
 
 
