@@ -54,7 +54,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad.to(grad_x.dtype), (grad_weight * grad).to(ctx.weight_dtype), *[None] * 4
+        # of one dimension, so that the product is computed in fp32: 1 / tokens in bf16 would be wrong by up to 0.4 %
+        scaled = torch.mul(grad_x, grad.float().view(1), out=torch.empty_like(grad_x))
+        return scaled, (grad_weight * grad).to(ctx.weight_dtype), *[None] * 4
 
 
 def linear_cross_entropy(

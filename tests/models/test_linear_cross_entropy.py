@@ -69,6 +69,15 @@ def test_the_gradient_of_a_bf16_head_is_summed_in_fp32_over_many_slices():
     assert (weight.grad.float() - exact.grad).norm() < 2**-8 * exact.grad.norm()  # the rounding of bf16, once
 
 
+def test_the_weight_of_the_loss_is_not_rounded_to_the_dtype_of_the_features():
+    """1 / 319 in bf16 is 0.9968 / 319, and so was the gradient of everything below the head."""
+    x, weight, labels = problem(torch.bfloat16)
+    linear_cross_entropy(x, weight, labels).backward()
+    unweighted, x.grad = x.grad, None
+    (linear_cross_entropy(x, weight, labels) / 319).backward()
+    assert torch.equal(x.grad, (unweighted.float() / 319).bfloat16())
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_it_multiplies_once_and_keeps_nothing(context):
     x, weight, labels = problem()
