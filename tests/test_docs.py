@@ -24,6 +24,7 @@ GUIDES = {
     "first_run",
     "launching",
     "monitors",
+    "parameter_roles",
     "precision",
     "strategies",
     "verify_resume",

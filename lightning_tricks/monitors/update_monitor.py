@@ -126,7 +126,7 @@ class UpdateMonitor(pl.Callback):
         names = list(find_blocks(pl_module))
         blocks: dict[str, int] = {}
         self._watched = []
-        for name, param, _ in found:
+        for name, param, *_ in found:
             block = next((block for block in names if name.startswith(f"{block}.")), name.rpartition(".")[0])
             index = blocks.setdefault(block or name, len(blocks))
             self._watched.append(self._watch(index, param, trainer.world_size))

@@ -8,6 +8,7 @@ from lightning_tricks.optim.decay_groups import check_each_parameter_once, decay
 from lightning_tricks.optim.follow_recipe import follow_recipe
 from lightning_tricks.optim.layerwise_lr_decay import LayerwiseLRDecay
 from lightning_tricks.optim.matrix_adamw import MatrixAdamW
+from lightning_tricks.optim.matrix_layout import MatrixLayout
 from lightning_tricks.optim.muon import Muon
 from lightning_tricks.optim.muon_adamw import MuonAdamW
 from lightning_tricks.optim.mup import MuP
@@ -21,6 +22,7 @@ __all__ = [
     "ComposedOptimizer",
     "LayerwiseLRDecay",
     "MatrixAdamW",
+    "MatrixLayout",
     "MuP",
     "Muon",
     "MuonAdamW",

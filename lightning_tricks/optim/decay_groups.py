@@ -11,7 +11,6 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks._tensors import whole_numel
 from lightning_tricks.optim.layerwise_lr_decay import LayerwiseLRDecay
-from lightning_tricks.optim.matrices import held_matrices
 from lightning_tricks.optim.param_roles import MATRICES, param_roles
 from lightning_tricks.optim.param_rule import ParamRule, match_rules
 
@@ -42,9 +41,9 @@ def decay_groups(
     Returns:
         Groups with the keys `name`, `params`, `param_names`, `weight_decay` and `lr_scale` (of its rule, else 1.0).
         torch does not know `lr_scale`: multiply each group's learning rate by it, as `build_optimizer` does. For
-        optimizers such as MuonAdamW, the lists `roles` and `matrices` (see `held_matrices`) have an entry for each
-        parameter. `optimizer` is the name in the group's rule, and `rule` the rule's index in `expanded(module,
-        rules)`; both are None without a rule.
+        optimizers such as MuonAdamW, the lists `roles` and `layouts` (`MatrixLayout.plain`, None where a parameter
+        holds no matrix) have an entry for each parameter. `optimizer` is the name in the group's rule, and `rule` the
+        rule's index in `expanded(module, rules)`; both are None without a rule.
 
     Raises:
         UsageError: a negative or NaN decay, a rule that gets no parameter, or an error of `param_roles`.
@@ -56,7 +55,6 @@ def decay_groups(
         raise UsageError(f"weight_decay={weight_decay!r}: give a finite number, 0 or more")
     params, written = param_roles(module), expanded(module, rules)
     rule_of = match_rules(params, written)
-    held = held_matrices(module)
     decays = {"decay": weight_decay, "no_decay": 0.0}
     # by name and number of the rule
     groups: dict[tuple[str, int | None], dict[str, Any]] = {
@@ -64,7 +62,8 @@ def decay_groups(
     }
     decaying = {*MATRICES, *(["embedding"] if decay_embeddings else [])}
     for param in params:
-        name, number = "decay" if param.role in decaying else "no_decay", rule_of.get(param.name)
+        name = "decay" if param.role in decaying and not param.exempt else "no_decay"
+        number = rule_of.get(param.name)
         if number is not None and (name, number) not in groups:
             rule = written[number]
             groups[name, number] = _group(f"{name}:{rule.label}", decays[name], rule, number)
@@ -72,7 +71,7 @@ def decay_groups(
         group["params"].append(param.param)
         group["param_names"].append(param.name)
         group["roles"].append(param.role)
-        group["matrices"].append(held.get(param.name, []))
+        group["layouts"].append(None if param.layout is None else param.layout.plain)
     return [group for group in groups.values() if group["params"]]
 
 
@@ -88,7 +87,7 @@ def _group(name: str, weight_decay: float, rule: ParamRule | None = None, number
     if rule is not None and rule.weight_decay is not None:
         weight_decay = rule.weight_decay
     return {
-        "name": name, "params": [], "param_names": [], "roles": [], "matrices": [], "weight_decay": weight_decay,
+        "name": name, "params": [], "param_names": [], "roles": [], "layouts": [], "weight_decay": weight_decay,
         "lr_scale": 1.0 if rule is None else rule.lr_scale, "optimizer": None if rule is None else rule.optimizer,
         "rule": number,
     }  # fmt: skip

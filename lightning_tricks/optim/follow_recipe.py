@@ -15,7 +15,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 
 # keys of a group that decay_groups, build_optimizer and schedules set
-_OURS = {"lr", "weight_decay", "lr_scale", "name", "param_names", "roles", "matrices", "optimizer", "rule"}
+_OURS = {"lr", "weight_decay", "lr_scale", "name", "param_names", "roles", "layouts", "optimizer", "rule"}
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -64,6 +64,7 @@ def follow_recipe(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         groups = [{**old, **own} for old, own in zip(saved, recipe, strict=True)]
         for group in groups:
             group.pop("initial_lr", None)  # a scheduler built after the load would start from it
+            group.pop("matrices", None)  # `layouts` in older checkpoints
         return {**state_dict, "param_groups": groups}
 
     optimizer.register_load_state_dict_pre_hook(before_load)

@@ -60,4 +60,4 @@ class MatrixAdamW(ComposedOptimizer):
 
 
 def _is_matrix(role: str, param: Tensor) -> bool:
-    return role == "matrix" or (role == "expert" and param.ndim == 2)
+    return (role == "matrix" or (role == "expert" and param.ndim == 2)) and not param.is_complex()

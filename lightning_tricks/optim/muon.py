@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local, sharded_like
+from lightning_tricks.optim.matrix_layout import MatrixLayout
 from lightning_tricks.optim.orthogonalize import SCALES, common_factor, orthogonalize_all
 from lightning_tricks.optim.whole_matrices import on_whole_matrices
 
@@ -26,7 +27,7 @@ class Muon(Optimizer):
     cautious weight decay. MuonAdamW gives embeddings, heads, norms and biases to AdamW.
 
     Args:
-        params: parameters, or groups; the keys `matrices` and `roles` of `decay_groups` tell the matrices in each.
+        params: parameters, or groups; the keys `roles` and `layouts` of `decay_groups` tell the matrices in each.
         lr: learning rate.
         momentum: weight of the old average in the new one, from 0 on and below 1.
         nesterov: orthogonalize `momentum` * the new average + (1 - `momentum`) * the gradient, not the average alone.
@@ -86,7 +87,7 @@ class Muon(Optimizer):
         group = self.param_groups[-1]
         for index, param in enumerate(group["params"]):
             role = group["roles"][index] if "roles" in group else "matrix"
-            if param.ndim < 2 or (param.ndim == 3 and "roles" not in group) or role not in ("matrix", "expert"):
+            if param.ndim < 2 or (param.ndim == 3 and "layouts" not in group) or role not in ("matrix", "expert"):
                 name = f"'{group['param_names'][index]}'" if "param_names" in group else f"parameter {index} of a group"
                 raise UsageError(
                     f"Muon: {name}, of shape {tuple(param.shape)} and role {role}, is no hidden matrix: give it to "
@@ -117,12 +118,12 @@ class Muon(Optimizer):
         """Step one weight, or as many sharded weights as there are ranks; only their updates are in memory at once."""
         skip = getattr(self, "found_inf", None)
         updates = [self._averaged(weight, group, skip) for weight in weights]
-        factors = [common_factor(weight.shape, weight.held, group["adjust_lr_fn"]) for weight in weights]
+        factors = [common_factor(weight.layout, group["adjust_lr_fn"]) for weight in weights]
 
         def compute(number: int, whole: Tensor) -> Tensor:
-            matrix = whole if weights[number].is_stack else whole.flatten(1)
-            found = orthogonalize_all(matrix, weights[number].held, group["adjust_lr_fn"], group["ns_steps"])
-            return found.reshape(whole.shape)
+            # of a stack that is sharded by experts, this rank has some
+            layout = weights[number].layout._replace(shape=tuple(whole.shape))
+            return orthogonalize_all(whole, layout, group["adjust_lr_fn"], group["ns_steps"])
 
         dtype = torch.float32 if None in factors else torch.bfloat16
         found = on_whole_matrices(updates, compute, dtype)
@@ -165,19 +166,12 @@ class _Weight(NamedTuple):
     """A parameter and the matrices in it."""
 
     param: Tensor
-    held: list[int]  # see `held_matrices`
-    is_stack: bool  # of experts: the first dimension counts matrices
-
-    @property
-    def shape(self) -> list[int]:
-        """(rows, columns) after flattening, or (experts, rows, columns) of a stack."""
-        sizes = list(self.param.shape)
-        return sizes if self.is_stack else [sizes[0], math.prod(sizes[1:])]
+    layout: MatrixLayout
 
     def is_local(self) -> bool:
         """Whether it is a stack of which each rank has whole experts: sharded by experts, or not at all."""
         placements = getattr(self.param, "placements", ())
-        return self.is_stack and all(placement.is_replicate() or placement.is_shard(0) for placement in placements)
+        return self.layout.stacked and all(place.is_replicate() or place.is_shard(0) for place in placements)
 
 
 def _weights(group: dict[str, Any]) -> list[_Weight]:
@@ -188,12 +182,9 @@ def _weights(group: dict[str, Any]) -> list[_Weight]:
             "Muon: its parameters have become flat, as DeepSpeed's ZeRO and FSDP1 make them, so that no matrix is "
             "whole: take FSDP2Strategy, or AdamW"
         )
-    held = group.get("matrices") or [[]] * len(params)
-    roles = group.get("roles") or ["matrix"] * len(params)
-    return [
-        _Weight(param, rows, is_stack=role == "expert" and param.ndim == 3)
-        for param, rows, role in zip(params, held, roles, strict=True)
-    ]
+    layouts = group.get("layouts") or [None] * len(params)
+    pairs = zip(params, layouts, strict=True)
+    return [_Weight(param, MatrixLayout.from_plain(layout, param.shape)) for param, layout in pairs]
 
 
 def _lerp_weight(number: float | Tensor, dtype: torch.dtype) -> Any:

@@ -7,7 +7,7 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
-from lightning_tricks.optim.matrices import is_unknown_fusion, split_by_heads
+from lightning_tricks.optim.matrix_layout import MatrixLayout
 from lightning_tricks.optim.muon import Muon
 from lightning_tricks.optim.split_by_role import split_by_role
 
@@ -76,19 +76,22 @@ class MuonAdamW(ComposedOptimizer):
 
     def _parts(self, group: Any) -> Iterator[dict[str, Any]]:
         """The parts of a group that go to Muon and to AdamW."""
-        for part in split_by_role(group, "muon", lambda role, _: role in _HIDDEN, "MuonAdamW"):
+        for part in split_by_role(group, "muon", _is_hidden, "MuonAdamW"):
             if part["optimizer"] == "muon":
-                entries = zip(*(part[key] for key in ("params", "param_names", "roles", "matrices")), strict=True)
-                part["matrices"] = [self._matrices(*entry) for entry in entries]
+                entries = zip(part["params"], part["param_names"], part["layouts"], strict=True)
+                part["layouts"] = [self._layout(*entry) for entry in entries]
             yield part
 
-    def _matrices(self, param: torch.Tensor, name: str, role: str, held: list[int]) -> list[int]:
-        """The rows of each matrix in a parameter that goes to Muon."""
-        if param.ndim != 2:
-            return held
-        if is_unknown_fusion(name, held):
+    def _layout(self, param: torch.Tensor, name: str, saved: dict[str, Any] | None) -> dict[str, Any]:
+        """The layout of a parameter that goes to Muon, with one part for each head where `head_dim` asks for it."""
+        layout = MatrixLayout.from_plain(saved, param.shape)
+        if layout.parts is None:
             raise UsageError(
                 f"MuonAdamW: '{name}' seems to hold several projections, of rows that nobody knows: name them in a "
                 "dict _matrices of its module, or write a rule with optimizer: adamw for it"
             )
-        return held if self._head_dim is None else split_by_heads(name, param.shape, held, self._head_dim)
+        return (layout if self._head_dim is None else layout.by_heads(self._head_dim, name)).plain
+
+
+def _is_hidden(role: str, param: torch.Tensor) -> bool:
+    return role in _HIDDEN and not param.is_complex()

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.mup_factors import Growth, lr_factor
 from lightning_tricks.optim.output_heads import head_weights
+from lightning_tricks.optim.param_places import Model
 from lightning_tricks.optim.param_roles import RoledParam, param_roles
 
 _SCALED = "_mup_scaled"  # attribute of a module whose initial weights `scale_initial_weights` has scaled
@@ -99,6 +100,7 @@ class MuP:
         params = param_roles(module)
         if callable(known := getattr(module, "base_shapes", None)):
             return _by_shapes(params, known())
+        _refuse_computed(module)
         ratio = self._width(module) / self.base_width
         fixed = [param.name for param in params if self.fixed_inputs and re.search(self.fixed_inputs, param.name)]
         if self.fixed_inputs and not fixed:
@@ -107,14 +109,15 @@ class MuP:
 
     def _width(self, module: nn.Module) -> int:
         """The width of a module without `base_shapes`: the number of inputs of its output head."""
-        name, heads = type(module).__name__, head_weights(module)
-        tied = {id(param) for _, param, role in param_roles(module) if role == "embedding"}
-        if any(id(head) in tied for head in heads):
+        name, params = type(module).__name__, param_roles(module)
+        heads = [param for param in params if param.role == "head"]
+        tied = {id(param.param) for param in params if param.role == "embedding"}
+        if not heads and any(id(head) in tied for head in head_weights(Model(module))):
             raise UsageError(
                 f"MuP: the head of {name} is tied to its embedding, which keeps its learning rate: untie them, or "
                 "multiply the logits by base_width / width in the module and define its method base_shapes()"
             )
-        widths = {head.shape[-1] for head in heads}
+        widths = {head.layout.inputs for head in heads if head.layout is not None}
         if len(widths) != 1:
             found = f"has heads of the widths {sorted(widths)}" if widths else "shows no output head"
             raise UsageError(
@@ -168,7 +171,7 @@ class MuP:
         if any(param.is_meta for param in module.parameters()):
             raise UsageError(f"MuP.scale_initial_weights: {name} is on the meta device: draw its weights first")
         growth = self.growth(module)
-        for param_name, param, _ in param_roles(module):
+        for param_name, param, *_ in param_roles(module):
             grown = growth[param_name]
             if grown.kind in ("hidden", "head"):
                 factor = grown.fan_in ** (-0.5 if grown.kind == "hidden" else -1.0)
@@ -189,17 +192,26 @@ def at_width(config: Config, width: int, head_dim: int) -> Config:
     return dataclasses.replace(shape, d_model=width, n_heads=n_heads, n_kv_heads=kv_heads, d_ff=d_ff)
 
 
+def _refuse_computed(module: nn.Module) -> None:
+    """Refuse weights that a layer computes: the rules hold for the weight, not for the parameters behind it."""
+    for place in Model(module).places:
+        if place.param.ndim >= 2 and place.name != ".".join(place.parts):
+            raise UsageError(
+                f"MuP has no rule for '{place.name}', from which a parametrization computes the weight: fold it into "
+                "the weight, or define base_shapes(), which returns the shape in the base model of each parameter"
+            )
+
+
 def _by_shapes(params: list[RoledParam], base: Mapping[str, Any]) -> dict[str, Growth]:
     """The growth of each parameter by its shape in the base model; the module multiplies its logits itself."""
     found = {}
-    for name, param, role in params:
+    for name, param, role, _, layout in params:
         if name not in base or len(base[name]) != param.ndim:
             raise UsageError(f"MuP: base_shapes() has no shape of {param.ndim} dimensions for '{name}': add it")
-        found[name] = Growth.of(role, tuple(param.shape), tuple(base[name]), multiplied=True)
+        found[name] = Growth.of(role, layout, tuple(param.shape), tuple(base[name]), multiplied=True)
     return found
 
 
 def _by_role(param: RoledParam, ratio: float, fixed_input: bool) -> Growth:
     """The growth of a parameter where all matrices grow by one ratio, but for inputs of a fixed width."""
-    shape = tuple(param.param.shape)
-    return Growth.by_ratio(param.role, shape, 1.0 if fixed_input else ratio, ratio)
+    return Growth.by_ratio(param.role, param.layout, 1.0 if fixed_input else ratio, ratio)

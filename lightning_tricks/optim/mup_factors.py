@@ -7,13 +7,13 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
+from lightning_tricks.optim.matrix_layout import MatrixLayout
 from lightning_tricks.optim.orthogonalize import SCALES
-from lightning_tricks.optim.param_roles import Role
+from lightning_tricks.optim.param_roles import MATRICES, Role
 
 Kind = Literal["input", "hidden", "head"]
 Shape = tuple[int, ...]
 
-_HIDDEN: tuple[Role, ...] = ("matrix", "expert", "router")
 # Optimizers whose update does not depend on the size of the gradient: they follow the rule of Adam.
 _ADAM = {
     "Adam", "AdamW", "NAdam", "RAdam", "Lion", "AdamW8bit", "AdamW4bit", "AdamWFp8", "AdamWBF16State",
@@ -30,7 +30,7 @@ class Growth(NamedTuple):
             or it has none, such as embeddings, norms and biases.
         fan_in: number of inputs in this model over that in the base model.
         fan_out: the same ratio for the outputs.
-        shape: (rows, columns) of a hidden matrix, else (1, 1).
+        shape: (outputs, inputs) of a hidden matrix, else (1, 1).
         base_shape: the same in the base model.
         multiplied: whether the module multiplies its logits by base_width / width.
     """
@@ -48,32 +48,28 @@ class Growth(NamedTuple):
         return self.fan_in == self.fan_out == 1.0
 
     @classmethod
-    def of(cls, role: Role, shape: Shape, base: Shape, multiplied: bool) -> "Growth":
-        """The growth of a parameter with a known shape in the base model: (out, in, ...), experts (count, in, out)."""
-        ratios = [size / small for size, small in zip(shape, base, strict=True)]
+    def of(cls, role: Role, layout: MatrixLayout | None, shape: Shape, base: Shape, multiplied: bool) -> "Growth":
+        """The growth of a parameter with a known shape in the base model."""
+        if layout is None or role not in MATRICES:  # the width is the last side of an embedding
+            return cls("input", 1.0, shape[-1] / base[-1] if shape else 1.0)
+        small = layout._replace(shape=base)
+        fan_in, fan_out = layout.inputs / small.inputs, layout.outputs / small.outputs
         if role == "head":
-            return cls("head", ratios[1], 1.0, multiplied=multiplied)
-        if role not in _HIDDEN:
-            return cls("input", 1.0, ratios[-1] if ratios else 1.0)  # the width is the last side of an embedding
-        fan_out, fan_in = (ratios[2], ratios[1]) if role == "expert" and len(shape) == 3 else ratios[:2]
-        return cls("hidden", fan_in, fan_out, _rows_and_columns(shape, role), _rows_and_columns(base, role))
+            return cls("head", fan_in, 1.0, multiplied=multiplied)
+        return cls("hidden", fan_in, fan_out, (layout.outputs, layout.inputs), (small.outputs, small.inputs))
 
     @classmethod
-    def by_ratio(cls, role: Role, shape: Shape, fan_in: float, fan_out: float) -> "Growth":
+    def by_ratio(cls, role: Role, layout: MatrixLayout | None, fan_in: float, fan_out: float) -> "Growth":
         """The growth of a parameter of a model whose matrices have all grown alike."""
+        if layout is not None and layout.channels == 1:
+            fan_in = 1.0  # each filter of a depthwise convolution has one channel at every width
         if role == "head":
             return cls("head", fan_in, 1.0)
-        if role not in _HIDDEN or fan_in == 1.0:
+        if layout is None or role not in MATRICES or fan_in == 1.0:
             return cls("input", 1.0, fan_out)
         fan_out = 1.0 if role == "router" else fan_out  # the number of experts does not grow
-        rows, columns = _rows_and_columns(shape, role)
+        rows, columns = layout.outputs, layout.inputs
         return cls("hidden", fan_in, fan_out, (rows, columns), (rows / fan_out, columns / fan_in))
-
-
-def _rows_and_columns(shape: Shape, role: Role) -> tuple[float, float]:
-    if role == "expert" and len(shape) == 3:
-        return shape[2], shape[1]
-    return shape[0], math.prod(shape[1:])
 
 
 def lr_factor(grown: Growth, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> float:

@@ -1,10 +1,11 @@
 """Newton-Schulz: the nearest matrix with orthonormal rows or columns, approximately, by a few products in bf16."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from lightning_tricks.optim.matrix_layout import MatrixLayout
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 EPS = 1e-7
@@ -55,30 +56,23 @@ def scale_by_shape(rows: int, columns: int) -> float:
 SCALES = {"match_rms_adamw": scale_to_rms, "original": scale_by_shape}
 
 
-def common_factor(shape: Sequence[int], held: Sequence[int], scale: str) -> float | None:
-    """The factor of all matrices of a weight; None where they have different ones.
-
-    Args:
-        shape: of the weight; all dimensions after the first of a convolution as one.
-        held: rows of each matrix in a weight of several, see `held_matrices`; empty for one.
-        scale: `match_rms_adamw` or `original`.
-    """
-    columns = shape[0] if held and held[0] < 0 else shape[-1]
-    factors = {SCALES[scale](abs(rows), columns) for rows in held or [shape[-2]]}
+def common_factor(layout: MatrixLayout, scale: str) -> float | None:
+    """The factor of all matrices of a weight, `match_rms_adamw` or `original`; None where they have different ones."""
+    factors = {SCALES[scale](*sizes) for sizes in layout.sizes}
     return factors.pop() if len(factors) == 1 else None
 
 
-def orthogonalize_all(weight: Tensor, held: Sequence[int], scale: str, steps: int) -> Tensor:
+def orthogonalize_all(weight: Tensor, layout: MatrixLayout, scale: str, steps: int) -> Tensor:
     """Orthogonalize each matrix of a weight. The result is bf16; fp32 and already scaled if `common_factor` is None."""
-    if not held:
-        return orthogonalize(weight, steps)
-    dim = 1 if held[0] < 0 else 0
-    parts = weight.split([abs(rows) for rows in held], dim)
-    if len({part.shape for part in parts}) == 1:
-        return torch.cat(orthogonalize(torch.stack(parts), steps).unbind(), dim)  # one batch
-    found = [orthogonalize(part, steps) for part in parts]
-    if common_factor(weight.shape, held, scale) is None:
-        pairs = zip(found, held, strict=True)
-        columns = weight.shape[1 - dim]
-        found = [part.float() * SCALES[scale](abs(rows), columns) for part, rows in pairs]
-    return torch.cat(found, dim)
+    matrices = layout.split(weight)
+    if len(matrices) == 1:
+        found = [orthogonalize(matrices[0], steps)]
+    elif len({matrix.shape for matrix in matrices}) == 1:
+        batch = torch.cat(matrices) if layout.stacked else torch.stack(matrices)
+        found = [part.view(matrices[0].shape) for part in orthogonalize(batch, steps).chunk(len(matrices))]
+    else:
+        found = [orthogonalize(matrix, steps) for matrix in matrices]
+    if common_factor(layout, scale) is None:
+        pairs = zip(found, layout.sizes, strict=True)
+        found = [matrix.float() * SCALES[scale](*sizes) for matrix, sizes in pairs]
+    return layout.join(found)

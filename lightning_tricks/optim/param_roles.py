@@ -1,4 +1,4 @@
-"""The role of each parameter of a model (matrix, bias, norm, embedding, ...), found from module types and names."""
+"""The role of each parameter of a model (matrix, bias, norm, embedding, ...) and the layout of its matrices."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -10,132 +10,198 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import clean_name, named_submodules
+from lightning_tricks.optim.find_layout import declared_parts, is_product, layout_of
+from lightning_tricks.optim.matrix_layout import MatrixLayout
 from lightning_tricks.optim.output_heads import head_weights
+from lightning_tricks.optim.param_places import Model, Place
 
-Role = Literal["exempt", "state", "norm", "bias", "vector", "router", "embedding", "head", "expert", "matrix"]
+Role = Literal["state", "norm", "bias", "vector", "router", "embedding", "head", "expert", "matrix"]
 
 MATRICES: tuple[Role, ...] = ("matrix", "expert", "router", "head")
 """Roles of weights that multiply hidden states: linear layers, convolutions, experts, output heads."""
 
 _ORDER: tuple[Role, ...] = get_args(Role)
-_BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
-_NORM = re.compile(r"(^|_)norms?(_|$)")
+_NORMS = (
+    nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm,
+)  # fmt: skip
+# a norm that torch does not have: a layer with an epsilon, whose parameters have such names only
+_EPSILONS = ("eps", "epsilon", "variance_epsilon")
+_SCALES = {"weight", "scale", "gain", "gamma", "g", "bias", "beta", "b", "shift", "offset"}
+_BIAS = re.compile(r"(^|_)bias(es)?(_|$)|^b\d*$")
+_NORM = re.compile(r"(^|_)(layer|rms|batch|group)?norms?\d*(_|$)")
 # Mamba's (`A_log`, `dt_bias`; Vision Mamba's `A_b_log` runs backwards) and RWKV's (`time_decay`, `time_mix_key`)
 _STATE = re.compile(r"A(_\w+)?_logs?|dt_bias|time_(decay|first|mix_\w+)")
 _SKIP = re.compile(r"D(_\w+)?|Ds")
 _ROUTER = re.compile(r"\w*router|\w*gating|wg")
 _GATE = re.compile(r"(\w+_)?gate")  # a router only where experts are beside it: a gated MLP has one too
 _EXPERTS = re.compile(r"(\w+_)?experts?|expert_\w+")
-# raw parameters that stand for a token or a position: `cls_token`, `reg_token`, `pos_embed`, `position_embeddings`
-_EMBEDDING = re.compile(r"(^|_)(tokens?|embed|embeds|embeddings?|emb)$|(^|_)pos(ition(al)?)?_(emb|enc)")
+# raw parameters that stand for a token or a position: `cls_token`, `reg_token`, `pos_embed`, `rel_pos_h`
+_EMBEDDING = re.compile(r"(^|_)(tokens?|embed|embeds|embeddings?|emb)$|(^|_)pos(ition(al)?)?_(emb|enc)|(^|_)rel_pos")
 
 
 class RoledParam(NamedTuple):
-    """A trainable parameter, its name without wrappers' prefixes, and its role."""
+    """A trainable parameter, its name without wrappers' prefixes, and what an optimizer must know about it.
+
+    Args:
+        name: without wrappers' prefixes.
+        param: the parameter.
+        role: see `param_roles`.
+        exempt: whether the model asks for no weight decay; it changes neither role nor layout.
+        layout: of the matrices in it; None where the role is none of `MATRICES`.
+    """
 
     name: str
     param: Parameter
     role: Role
+    exempt: bool = False
+    layout: MatrixLayout | None = None
 
 
 def param_roles(module: nn.Module) -> list[RoledParam]:
     """The trainable parameters of `module` with their roles, each once, in the order of `named_parameters`.
 
+    What a parameter is follows from the layer that computes with it: from an instance of torch's classes, from the
+    attributes and shapes of other layers, and last from the names of attributes. **The name of a class decides
+    nothing**: FSDP2 renames classes, and wrappers hide them. A parametrization (weight norm, spectral norm) has the
+    role of the layer whose weight it makes.
+
     The first role of this list that fits is taken; for a tied parameter, the first that fits in any of its places:
 
-    - `exempt`: the parameter has a true attribute `_no_weight_decay`, as in the mamba_ssm package; a module above it
-      lists its name (seen from there) in a collection `_no_weight_decay`; or the method `no_weight_decay()` of a module
-      above it returns its name, the name of a module which holds it, or a pattern with wildcards, as in timm. Such a
-      method may return names that the model does not have;
     - `state`: belongs to a recurrence, by its name: `A_log`, `dt_bias`, `D` beside an `A_log` (Mamba), `time_decay`,
       `time_first`, `time_mix_...` (RWKV), of any shape;
-    - `norm`: held by a LayerNorm, RMSNorm, GroupNorm, BatchNorm, InstanceNorm or a class whose name ends in `Norm`, of
-      any shape; or a raw parameter with such a name (`norm`, `attn_norm_weight`), as in stacked blocks;
-    - `bias`: has such a name (`bias`, `in_proj_bias`, `bias_hh_l0`, `biases.0`) and any shape, such as (experts, out);
-      or is the table of an embedding with such a name (T5's `relative_attention_bias`);
-    - `vector`: fewer than two dimensions;
-    - `embedding`: held by an `nn.Embedding`, `nn.EmbeddingBag` or a class named `...Embedding(s)`; or a raw parameter
-      named as a token or a position (`cls_token`, `register_tokens`, `mask_token`, `pos_embed`, `position_embeddings`);
-    - `router`: chooses the experts of a token: held by a module named `router`, `gating`, `wg`, by a class named
-      `...Router` or `...Gate`, or by a `gate` beside `experts`;
+    - `norm`: held by torch's LayerNorm, RMSNorm, GroupNorm, BatchNorm, InstanceNorm or their subclasses; by another
+      layer with an epsilon (`eps`, `variance_epsilon`) which has only parameters named as `weight`, `scale`, `bias`;
+      or a raw parameter with such a name, or in a layer with such a name (`norm`, `attn_norm`), of any shape;
+    - `bias`: has such a name (`bias`, `in_proj_bias`, `bias_hh_l0`, `biases.0`, `b1`) and any shape, such as (experts,
+      out); or is the table of an embedding with such a name (T5's `relative_attention_bias`);
+    - `vector`: fewer than two dimensions; a raw parameter with at most one dimension larger than 1; the scale of a
+      weight norm;
+    - `embedding`: held by an `nn.Embedding`, an `nn.EmbeddingBag` or a layer with `num_embeddings`; or a raw parameter
+      named as a token or a position (`cls_token`, `register_tokens`, `mask_token`, `pos_embed`, `rel_pos_h`), or
+      `weight` of a layer with such a name;
+    - `router`: chooses the experts of a token: lies in a module named `router`, `gating`, `wg`; a `gate` beside
+      experts; or a matrix beside experts with one output for each of them;
     - `head`: makes the outputs, see `head_weights`; tied to an embedding, it is an `embedding`;
-    - `expert`: lies in a module named `experts`, or is a raw parameter of three dimensions, (experts, in, out);
+    - `expert`: lies in a module named `experts`, or is a raw parameter of three dimensions, a stack of matrices;
     - `matrix`: everything else: linear layers, convolutions.
+
+    A parameter is `exempt` from weight decay if it has a true attribute `_no_weight_decay`, as in the mamba_ssm
+    package; if a module above it lists its name (seen from there) in a collection `_no_weight_decay`; or if the method
+    `no_weight_decay()` of a module above it returns its name, the name of a module which holds it, or a pattern with
+    wildcards, as in timm. Such a method may return names that the model does not have.
 
     Raises:
         UsageError: nothing is trainable; a parameter has no shape yet (lazy), or was flattened by FSDP1; a
-            `_no_weight_decay` names no parameter; a method `no_weight_decay()` returns no collection of names.
+            `_no_weight_decay` or `_matrices` names no parameter; a method `no_weight_decay()` returns no collection of
+            names.
 
     Source: `no_weight_decay` in timm's models and its use in timm/optim/_param_groups.py,
         https://github.com/huggingface/pytorch-image-models; `_no_weight_decay` in
         https://github.com/state-spaces/mamba/blob/main/mamba_ssm/modules/mamba2.py. transformers 5 has no such mark:
         its Trainer leaves out norms and biases only, so that `A_log` decays there.
     """
-    exempt = {id(param) for param in _exempted(module)}
-    heads = {id(param) for param in head_weights(module)}
-    paths = [name.rpartition(".") for name in named_submodules(module)]
-    mixtures = {above for above, _, local in paths if _EXPERTS.fullmatch(local)}
+    model = Model(module)
+    for place in model.places:
+        _refuse_unreadable(place)
+    exempt, heads = {id(param) for param in _exempted(model)}, {id(param) for param in head_weights(model)}
+    declared = declared_parts(model)
+    experts = _numbers_of_experts(model)
     found: dict[int, RoledParam] = {}
-    for path, owner in module.named_modules():
-        for name, param in owner.named_parameters(prefix=path, recurse=False):
-            name = clean_name(name)
-            _refuse_unreadable(name, param)
-            if not param.requires_grad:
-                continue
-            role = "exempt" if id(param) in exempt else _role(owner, name, param)
-            if role == "matrix":
-                role = "head" if id(param) in heads else _role_of_matrix(owner, name, param, mixtures)
-            known = found.setdefault(id(param), RoledParam(name, param, role))
-            if _ORDER.index(role) < _ORDER.index(known.role):
-                found[id(param)] = known._replace(role=role)
+    for place in model.places:
+        param = place.param
+        if not param.requires_grad:
+            continue
+        role = _role(place)
+        if role == "matrix":
+            role = "head" if id(param) in heads else _role_of_matrix(place, experts)
+        known = found.get(id(param))
+        if known is None or _ORDER.index(role) < _ORDER.index(known.role):
+            layout = layout_of(place, model, role, heads, declared.get(id(param))) if role in MATRICES else None
+            name = place.name if known is None else known.name
+            found[id(param)] = RoledParam(name, param, role, id(param) in exempt, layout)
     if not found:
         raise UsageError(f"{type(module).__name__} has no trainable parameter: leave requires_grad on for some")
     return list(found.values())
 
 
-def _role(owner: nn.Module, name: str, param: Parameter) -> Role:
-    classes = [cls.__name__ for cls in type(owner).__mro__]
+def _role(place: Place) -> Role:
+    """The role of a parameter as far as its own layer tells it; `matrix` for all matrices."""
+    layer, param = place.layer, place.param
     # a ParameterList names its members 0, 1, ...: the list's own name tells their role
-    parts = [part for part in name.split(".") if not part.isdigit()] or [name]
-    local = parts[-1]
-    if _STATE.fullmatch(local) or (_SKIP.fullmatch(local) and any(map(_STATE.fullmatch, owner._parameters))):
+    parts = [part for part in place.parts if not part.isdigit()] or place.parts
+    local, above = parts[-1], parts[-2] if len(parts) > 1 else ""
+    if _STATE.fullmatch(local) or (_SKIP.fullmatch(local) and any(map(_STATE.fullmatch, layer._parameters))):
         return "state"
-    # BatchNorm2d and similar classes derive from one whose name ends in Norm
-    if any(cls.endswith("Norm") for cls in classes) or _NORM.search(local):
+    if is_product(layer):
+        return "bias" if _BIAS.search(local) else "vector" if param.ndim < 2 or place.is_scale else "matrix"
+    if (
+        isinstance(layer, _NORMS)
+        or _normalizes(layer)
+        or _NORM.search(local)
+        or (_is_leaf(place) and _NORM.search(above))
+    ):
         return "norm"
-    embeds = isinstance(owner, nn.EmbeddingBag) or any(cls.endswith(("Embedding", "Embeddings")) for cls in classes)
+    embeds = isinstance(layer, nn.Embedding | nn.EmbeddingBag) or hasattr(layer, "num_embeddings")
     # the parameter of an nn.Embedding is named `weight`: the embedding's own name tells its role
-    if _BIAS.search(local) or (embeds and _BIAS.search(".".join(parts[-2:-1]))):
+    if _BIAS.search(local) or (embeds and _BIAS.search(above)):
         return "bias"
     if param.ndim < 2:
         return "vector"
-    return "embedding" if embeds or _EMBEDDING.search(local) else "matrix"
+    if embeds or _EMBEDDING.search(local) or (local == "weight" and _EMBEDDING.search(above)):
+        return "embedding"
+    return "vector" if place.is_scale or sum(size > 1 for size in param.shape) < 2 else "matrix"
 
 
-def _role_of_matrix(owner: nn.Module, name: str, param: Parameter, mixtures: Collection[str]) -> Role:
-    """`router`, `expert` or `matrix`; `mixtures` are the names of the modules that have experts."""
-    path = name.split(".")[:-1]
-    local, above = (path or [""])[-1], ".".join(path[:-1])
-    chooses = _ROUTER.fullmatch(local) or type(owner).__name__.endswith(("Router", "Gate", "Gating"))
-    if chooses or (_GATE.fullmatch(local) and above in mixtures):
-        return "router"
-    is_convolution = any(cls.__name__ == "_ConvNd" for cls in type(owner).__mro__)
-    return "expert" if any(map(_EXPERTS.fullmatch, path)) or (param.ndim == 3 and not is_convolution) else "matrix"
+def _normalizes(layer: nn.Module) -> bool:
+    """Whether a layer that is not torch's looks like a norm: an epsilon, and nothing to train but scale and shift."""
+    has_epsilon = any(isinstance(getattr(layer, name, None), float) for name in _EPSILONS)
+    return has_epsilon and _SCALES.issuperset(layer._parameters) and not any(True for _ in layer.children())
 
 
-def _exempted(module: nn.Module) -> Iterator[Parameter]:
-    for path, owner in module.named_modules():
+def _is_leaf(place: Place) -> bool:
+    return place.local in _SCALES and not any(True for _ in place.layer.children())
+
+
+def _role_of_matrix(place: Place, experts: dict[str, int]) -> Role:
+    """`router`, `expert` or `matrix`; `experts` are the numbers of experts of the modules that have some, by name."""
+    path, param = place.parts[:-1], place.param
+    own, above = (path or [""])[-1], ".".join(path[:-1])
+    if not any(map(_EXPERTS.fullmatch, path)):
+        counts = {experts.get(above), experts.get(place.path)} - {None, 0}
+        if any(map(_ROUTER.fullmatch, path)) or (_GATE.fullmatch(own) and above in experts):
+            return "router"
+        if param.ndim == 2 and param.shape[0] in counts:
+            return "router"
+    is_stack = param.ndim == 3 and not is_product(place.layer)
+    return "expert" if is_stack or any(map(_EXPERTS.fullmatch, path)) else "matrix"
+
+
+def _numbers_of_experts(model: Model) -> dict[str, int]:
+    """The number of experts by the name of the module in which they lie; 0 where it is not known."""
+    found: dict[str, int] = {}
+    for path, layer in model.layers.items():
+        above, _, local = path.rpartition(".")
+        if path and _EXPERTS.fullmatch(local):
+            count = len(layer) if isinstance(layer, nn.ModuleList) else 0
+            found[above] = max(found.get(above, 0), count)
+    for place in model.places:
+        if place.param.ndim == 3 and not is_product(place.layer) and _role(place) == "matrix":
+            path = place.path.rpartition(".")[0] if _EXPERTS.fullmatch((place.parts[-2:-1] or [""])[0]) else place.path
+            found[path] = max(found.get(path, 0), place.param.shape[0])
+    return found
+
+
+def _exempted(model: Model) -> Iterator[Parameter]:
+    for path, owner in model.layers.items():
         for name in _names(getattr(owner, "_no_weight_decay", ()), f"_no_weight_decay of module '{path}'"):
-            try:
-                yield owner.get_parameter(name)
-            except AttributeError:
+            if (param := model.parameter(path, name)) is None:
                 raise UsageError(
                     f"_no_weight_decay of module '{path}' names '{name}', which is no parameter of it: correct the name"
-                ) from None
+                )
+            yield param
         if callable(method := getattr(owner, "no_weight_decay", None)):
-            yield from _matching(owner, _names(method(), f"no_weight_decay() of module '{path}'"))
-    yield from (param for param in module.parameters() if getattr(param, "_no_weight_decay", False))
+            yield from _matching(model, path, _names(method(), f"no_weight_decay() of module '{path}'"))
+    yield from (place.param for place in model.places if getattr(place.param, "_no_weight_decay", False))
 
 
 def _names(listed: Any, where: str) -> Collection[str]:
@@ -145,20 +211,19 @@ def _names(listed: Any, where: str) -> Collection[str]:
     return listed
 
 
-def _matching(owner: nn.Module, patterns: Collection[str]) -> Iterator[Parameter]:
+def _matching(model: Model, path: str, patterns: Collection[str]) -> Iterator[Parameter]:
     # timm's models of one family share a list; each has only some of its names, and some names are modules
-    for name, param in owner.named_parameters():
-        name = clean_name(name)
+    for name, param in model.below(path):
         if any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns):
             yield param
 
 
-def _refuse_unreadable(name: str, param: Parameter) -> None:
+def _refuse_unreadable(place: Place) -> None:
     # torch's mark on FSDP1's parameters: flat shards, which show neither role nor dimensions
-    if getattr(param, "_fsdp_flattened", False):
+    if getattr(place.param, "_fsdp_flattened", False):
         raise UsageError(
-            f"parameter '{name}' was flattened by FSDP1, which hides what decays: "
+            f"parameter '{place.name}' was flattened by FSDP1, which hides what decays: "
             "shard with FSDP2 (FSDP2Strategy) instead"
         )
-    if is_lazy(param):
-        raise UsageError(f"parameter '{name}' has no shape yet: run one batch through the lazy module first")
+    if is_lazy(place.param):
+        raise UsageError(f"parameter '{place.name}' has no shape yet: run one batch through the lazy module first")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 
-_LISTS = ("params", "param_names", "roles", "matrices")  # of a group, one entry a parameter
+_LISTS = ("params", "param_names", "roles", "layouts")  # of a group, one entry a parameter
 
 
 def split_by_role(group: Any, first: str, takes: Callable[[str, Tensor], bool], owner: str) -> Iterator[dict[str, Any]]:

@@ -142,7 +142,7 @@ def test_a_rule_that_earlier_rules_leave_nothing_is_refused():
     ("settings", "message"),
     [
         ({}, "^ParamRule: it has neither pattern nor role: say which parameters it is for$"),
-        ({"role": "body"}, r"^ParamRule\.role='body': give one of exempt, state, norm, bias, "),
+        ({"role": "body"}, r"^ParamRule\.role='body': give one of state, norm, bias, "),
         ({"pattern": "("}, r"pattern='\(' is no regular expression"),
         ({"pattern": "a", "lr_scale": -1.0}, r"lr_scale=-1\.0 \(pattern 'a'\)"),
         ({"pattern": "a", "lr_scale": math.nan}, "lr_scale=nan"),

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_tricks._errors import UsageError
 from lightning_tricks.optim import Muon, MuonAdamW, build_optimizer, decay_groups
 from lightning_tricks.optim.bf16_step import BF16Step
+from lightning_tricks.optim.matrix_layout import MatrixLayout
 from lightning_tricks.optim.orthogonalize import orthogonalize
 
 
@@ -64,8 +65,9 @@ def test_singular_values_come_near_one():
     assert values.max() < 1.25
 
 
-def group_of(param, role, held=()):
-    return [{"params": [param], "param_names": ["w"], "roles": [role], "matrices": [list(held)]}]
+def group_of(param, role, **layout):
+    layouts = [MatrixLayout(tuple(param.shape), **layout).plain]
+    return [{"params": [param], "param_names": ["w"], "roles": [role], "layouts": layouts}]
 
 
 def test_a_convolution_is_one_matrix_of_its_filters():
@@ -74,7 +76,7 @@ def test_a_convolution_is_one_matrix_of_its_filters():
     assert torch.equal(ours[0].flatten(1), flat[0])
 
 
-def alone(parts, transposed=False, **settings):
+def alone(parts, **settings):
     """Each part of a weight as a weight of its own, of torch's Muon."""
     optimizer = torch.optim.Muon([nn.Parameter(part.clone()) for part in parts], **settings)
 
@@ -88,27 +90,38 @@ def alone(parts, transposed=False, **settings):
 
 
 @pytest.mark.parametrize(
-    ("shape", "role", "held", "split"),
+    ("shape", "layout", "split"),
     [
-        ((4, 6, 10), "expert", [], lambda w: list(w.unbind())),
-        ((24, 8), "matrix", [8, 8, 8], lambda w: list(w.split(8))),
-        ((24, 8), "matrix", [16, 4, 4], lambda w: list(w.split([16, 4, 4]))),  # fewer heads of keys and values
-        ((8, 24), "matrix", [-8, -8, -8], lambda w: list(w.split(8, 1))),  # rows in the second dimension
-        ((24, 8), "matrix", [4] * 6, lambda w: list(w.split(4))),  # heads
+        ((4, 6, 10), {"stacked": True, "output_dim": 1}, lambda w: list(w.unbind())),
+        ((4, 10, 24), {"stacked": True, "output_dim": 2}, lambda w: list(w.mT.unbind())),  # (experts, in, out)
+        ((24, 8), {"parts": (8, 8, 8)}, lambda w: list(w.split(8))),
+        ((24, 8), {"parts": (16, 4, 4)}, lambda w: list(w.split([16, 4, 4]))),  # fewer heads of keys and values
+        ((8, 24), {"output_dim": 1}, lambda w: [w.T]),  # transformers' Conv1D
+        ((8, 24), {"parts": (8, 8, 8), "output_dim": 1}, lambda w: list(w.T.split(8))),
+        ((24, 8), {"parts": (4,) * 6}, lambda w: list(w.split(4))),  # heads
+        ((24, 8), {"parts": (12, 12), "interleaved": True}, lambda w: [w[::2], w[1::2]]),
+        (  # experts of a gated MLP, as in Mixtral
+            (2, 24, 8), {"stacked": True, "output_dim": 1, "parts": (12, 12)},
+            lambda w: [part for expert in w.unbind() for part in expert.split(12)],
+        ),
+        (  # and as in GPT-OSS
+            (2, 8, 24), {"stacked": True, "output_dim": 2, "parts": (12, 12), "interleaved": True},
+            lambda w: [part for expert in w.unbind() for part in (expert.T[::2], expert.T[1::2])],
+        ),
     ],
-)
-def test_each_matrix_in_a_weight_is_treated_as_if_alone(shape, role, held, split):
+)  # fmt: skip
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_each_matrix_in_a_weight_is_treated_as_if_alone(shape, layout, split, scale):
     torch.manual_seed(1)
     weight, grads = nn.Parameter(torch.randn(shape)), torch.randn(3, *shape)
-    transposed = bool(held) and held[0] < 0
-    optimizer = Muon(group_of(weight, role, held), adjust_lr_fn="original", weight_decay=0.1)
-    turn = (lambda part: part.T) if transposed else (lambda part: part)
-    step = alone([turn(part) for part in split(weight.detach())], lr=0.02, weight_decay=0.1)
+    role = "expert" if layout.get("stacked") else "matrix"
+    optimizer = Muon(group_of(weight, role, **layout), adjust_lr_fn=scale, weight_decay=0.1)
+    step = alone(split(weight.detach()), lr=0.02, weight_decay=0.1, adjust_lr_fn=scale)
     for grad in grads:
         weight.grad = grad.clone()
         optimizer.step()
-        expected = step([turn(part) for part in split(grad)])
-    found = [turn(part) for part in split(weight.detach())]
+        expected = step(split(grad))
+    found = split(weight.detach())
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other.detach(), atol=2e-3, rtol=0)  # products of a batch round otherwise
 
@@ -217,20 +230,20 @@ def who(model, **options):
     optimizer = MuonAdamW(decay_groups(model), **options)
     found = {}
     for group in optimizer.param_groups:
-        for name, rows in zip(group["param_names"], group["matrices"], strict=True):
-            found[name] = (group["optimizer"], rows)
+        for name, layout in zip(group["param_names"], group["layouts"], strict=True):
+            found[name] = (group["optimizer"], layout and layout["parts"])
     return found
 
 
 def test_fused_projections_are_split_and_unknown_ones_refused():
     found = who(Attention(qkv=nn.Linear(8, 24), proj=nn.Linear(8, 8)))
-    assert found["blocks.0.qkv.weight"] == ("muon", [8, 8, 8])
-    assert found["blocks.1.proj.weight"] == ("muon", [])
+    assert found["blocks.0.qkv.weight"] == ("muon", (8, 8, 8))
+    assert found["blocks.1.proj.weight"] == ("muon", ())
     assert found["blocks.0.qkv.bias"][0] == found["head.weight"][0] == "adamw"
     found = who(Attention(qkv=nn.Linear(8, 24), o_proj=nn.Linear(8, 8), q_proj=nn.Linear(8, 8)), head_dim=4)
-    assert found["blocks.0.qkv.weight"] == ("muon", [4] * 6)
-    assert found["blocks.0.q_proj.weight"] == ("muon", [4, 4])
-    assert found["blocks.0.o_proj.weight"] == ("muon", [])
+    assert found["blocks.0.qkv.weight"] == ("muon", (4,) * 6)
+    assert found["blocks.0.q_proj.weight"] == ("muon", (4, 4))
+    assert found["blocks.0.o_proj.weight"] == ("muon", ())
     with pytest.raises(UsageError, match=r"head_dim=3: 'blocks.0.qkv.weight'"):
         who(Attention(qkv=nn.Linear(8, 24)), head_dim=3)
     with pytest.raises(UsageError, match=r"'blocks.0.query_key_value.weight' seems to hold several projections"):
@@ -240,7 +253,7 @@ def test_fused_projections_are_split_and_unknown_ones_refused():
     told = Attention(qkv_proj=nn.Linear(8, 16))
     for block in told.blocks:
         block._matrices = {"qkv_proj.weight": [8, 4, 4]}
-    assert who(told)["blocks.1.qkv_proj.weight"] == ("muon", [8, 4, 4])
+    assert who(told)["blocks.1.qkv_proj.weight"] == ("muon", (8, 4, 4))
     told.blocks[0]._matrices = {"qkv_proj.weight": [8, 4]}
     with pytest.raises(UsageError, match=r"qkv_proj.weight has 16 rows, and not 12"):
         who(told)
@@ -277,7 +290,7 @@ def test_a_foreign_llama_and_a_convolutional_net_keep_their_ends_on_adamw():
         assert adamw == ends | {name for name in found if "norm" in name}
         assert len(found) - len(adamw) == 2 * 7
     gpt2 = who(GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=8, n_embd=12, n_layer=1, n_head=2)))
-    assert gpt2["transformer.h.0.attn.c_attn.weight"] == ("muon", [-12] * 3)
+    assert gpt2["transformer.h.0.attn.c_attn.weight"] == ("muon", (12,) * 3)
     muon = {name.split("h.0.")[-1] for name, (optimizer, _) in gpt2.items() if optimizer == "muon"}
     assert muon == {"attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"}
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 10))

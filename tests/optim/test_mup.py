@@ -262,6 +262,67 @@ def test_a_module_may_give_the_shapes_of_its_base_model():
     assert lrs["net.1.bias"] == 1.0
 
 
+class WithBase(nn.Module):
+    """A module that knows the shapes of its base model: made by the same function with the base's sizes."""
+
+    def __init__(self, make, sizes, base):
+        super().__init__()
+        self.net, self.make, self.base = make(**sizes), make, base
+
+    def base_shapes(self):
+        return {name: param.shape for name, param in WithBase(self.make, self.base, self.base).named_parameters()}
+
+
+def mixtral(width, inner):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(
+        vocab_size=32, hidden_size=width, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, bos_token_id=1, eos_token_id=2,
+    ))  # fmt: skip
+
+
+def gpt_oss(width, inner):
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(GptOssConfig(
+        vocab_size=32, hidden_size=width, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, head_dim=4, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [mixtral, gpt_oss])
+def test_stacks_of_experts_have_the_factor_of_their_own_inputs(make):
+    """Mixtral's stacks are (experts, out, in), GPT-OSS's (experts, in, out); width x 2, inner width x 4."""
+    module = WithBase(make, {"width": 16, "inner": 32}, {"width": 8, "inner": 8})
+    optimizer = build_optimizer(module, adamw, mup=MuP(8))
+    lrs = {name.rpartition("experts.")[2]: group["lr"] / 0.5 for group in optimizer.param_groups
+           for name in group["param_names"] if "experts." in name}  # fmt: skip
+    assert (lrs["gate_up_proj"], lrs["down_proj"]) == (1 / 2, 1 / 4)
+
+
+def test_a_matrix_without_decay_keeps_its_factor_and_its_optimizer(hugging_face):
+    llama, mup = hugging_face(), MuP(8)
+    mup.scale_initial_weights(llama)
+    marked = "model.layers.0.mlp.up_proj.weight"
+    llama.get_parameter(marked)._no_weight_decay = True
+    for optimizer, factor in ((adamw, 1 / 8), (lambda groups: MuonAdamW(groups, lr=0.5), 8**-0.5)):
+        built = build_optimizer(llama, optimizer, mup=mup)
+        (group,) = [group for group in built.param_groups if marked in group["param_names"]]
+        assert (group["lr"], group["weight_decay"]) == (pytest.approx(0.5 * factor), 0.0)
+        assert group.get("optimizer") in (None, "muon")
+
+
+def test_filters_of_one_channel_do_not_grow():
+    net = nn.ModuleDict({"deep": nn.Conv1d(32, 32, 3, groups=32), "point": nn.Conv1d(32, 32, 1)})
+    net["head"] = nn.Linear(32, 5)
+    mup = MuP(8)
+    mup.scale_initial_weights(net, drawn="by_fan_in")
+    optimizer = build_optimizer(net, adamw, mup=mup)
+    lrs = {name: group["lr"] / 0.5 for group in optimizer.param_groups for name in group["param_names"]}
+    assert (lrs["deep.weight"], lrs["point.weight"], lrs["head.weight"]) == (1.0, 0.25, 0.25)
+
+
 # ---- wrong input
 
 
@@ -311,6 +372,12 @@ def test_a_module_of_unknown_width_or_with_unscaled_weights_is_refused(hugging_f
         MuP(16).scale_initial_weights(llama)
     with torch.device("meta"), pytest.raises(UsageError, match="Net is on the meta device"):
         MuP(16).scale_initial_weights(Net())
+
+
+def test_weights_that_a_parametrization_computes_are_refused_by_name():
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 2))
+    with pytest.raises(UsageError, match=r"^MuP has no rule for '0\.parametrizations\.weight\.original0', from which"):
+        build_optimizer(net, mup=MuP(4))
 
 
 def test_shapes_of_another_module_are_refused():

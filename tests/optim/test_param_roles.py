@@ -11,12 +11,16 @@ from lightning_tricks.optim import param_roles
 
 
 def roles(module):
-    return {name: role for name, _, role in param_roles(module)}
+    """The role of each parameter by its name; of an exempt one, `exempt matrix` and the like."""
+    return {param.name: f"exempt {param.role}" if param.exempt else param.role for param in param_roles(module)}
 
 
-class MyRMSNorm(nn.Module):
+class MyScale(nn.Module):
+    """A norm of its own, as in transformers: only its epsilon tells."""
+
     def __init__(self, *shape):
         super().__init__()
+        self.variance_epsilon = 1e-6
         self.scale = nn.Parameter(torch.ones(*shape))
 
 
@@ -39,8 +43,8 @@ class Holder(nn.Module):
         nn.BatchNorm2d(4),
         nn.SyncBatchNorm(4),
         nn.InstanceNorm2d(4, affine=True),
-        MyRMSNorm(4),
-        MyRMSNorm(3, 4),  # stacked: one row a layer
+        MyScale(4),
+        MyScale(3, 4),  # stacked: one row a layer
         nn.LayerNorm((3, 4)),
     ],
     ids=lambda norm: repr(norm).splitlines()[0],
@@ -50,7 +54,7 @@ def test_norms_are_known_by_type_whatever_their_shape(norm):
 
 
 def test_a_subclass_of_a_norm_is_a_norm():
-    class Fancy(MyRMSNorm):
+    class Fancy(MyScale):
         pass
 
     assert roles(Fancy(2, 3)) == {"scale": "norm"}
@@ -135,16 +139,16 @@ def test_a_marked_parameter_is_exempt():
     module = Holder(a_log=torch.zeros(2, 2), other=torch.zeros(2, 2))
     module.a_log._no_weight_decay = True
     module.other._no_weight_decay = False
-    assert roles(module) == {"a_log": "exempt", "other": "matrix"}
+    assert roles(module) == {"a_log": "exempt matrix", "other": "matrix"}
 
 
 def test_a_module_exempts_parameters_by_their_names_below_it():
     inner = Holder(mix=torch.zeros(2, 2), proj=nn.Linear(2, 2, bias=False), keep=torch.zeros(2, 2))
     inner._no_weight_decay = {"mix", "proj.weight"}
     assert roles(Holder(inner=inner)) == {
-        "inner.mix": "exempt",
+        "inner.mix": "exempt matrix",
         "inner.keep": "matrix",
-        "inner.proj.weight": "exempt",
+        "inner.proj.weight": "exempt head",  # the last matrix
     }
 
 
@@ -194,14 +198,14 @@ class VisionTransformer(Holder):
 def test_the_method_no_weight_decay_exempts_names_modules_and_patterns_seen_from_its_module(compiled):
     net = VisionTransformer()
     assert roles(Holder(net=torch.compile(net) if compiled else net)) == {
-        "net.cls_token": "exempt",
-        "net.pos_embed": "exempt",
+        "net.cls_token": "exempt embedding",
+        "net.pos_embed": "exempt embedding",
         "net.head.weight": "head",
         "net.head.bias": "bias",
-        "net.blocks.0.scale": "exempt",
+        "net.blocks.0.scale": "exempt vector",
         "net.blocks.0.gain": "matrix",
-        "net.blocks.0.cpb_mlp.weight": "exempt",
-        "net.blocks.0.cpb_mlp.bias": "exempt",
+        "net.blocks.0.cpb_mlp.weight": "exempt matrix",
+        "net.blocks.0.cpb_mlp.bias": "exempt bias",
     }
 
 
@@ -251,7 +255,7 @@ def test_a_wrong_exemption_is_refused(listed, message):
 
 
 def test_names_and_roles_are_those_of_the_plain_model_under_compile_and_checkpointing():
-    plain = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), MyRMSNorm(2, 2))
+    plain = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), MyScale(2, 2))
     plain[0]._no_weight_decay = ["weight"]
     expected = roles(plain)
     wrapped = nn.Sequential(torch.compile(plain[0]), checkpoint_wrapper(plain[1]), checkpoint_wrapper(plain[2]))
@@ -289,7 +293,7 @@ def test_fsdp2_keeps_the_roles(process_group):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = nn.Sequential(nn.Embedding(4, 4), MyRMSNorm(2, 4), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Embedding(4, 4), MyScale(2, 4), nn.Linear(4, 4))
     expected = roles(model)
     mesh = init_device_mesh("cpu", (1,))
     for layer in model:
@@ -306,12 +310,6 @@ def test_a_lazy_parameter_is_refused_by_name():
 def test_a_model_without_trainable_parameters_is_refused():
     with pytest.raises(UsageError, match="Linear has no trainable parameter"):
         roles(nn.Linear(2, 2).requires_grad_(False))
-
-
-class TopKRouter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 8))
 
 
 class Classifier(nn.Module):
@@ -364,18 +362,22 @@ def test_a_tied_head_is_an_embedding():
 def test_experts_and_routers():
     expert = Holder(up=nn.Linear(8, 8), gate=nn.Linear(8, 8))
     block = Holder(
-        gate=nn.Linear(8, 4), experts=nn.ModuleList([expert]), w1=torch.zeros(4, 8, 8), conv=nn.Conv1d(8, 8, 3)
+        gate=nn.Linear(8, 4),
+        experts=nn.ModuleList([expert]),
+        w1=torch.zeros(4, 8, 8),
+        conv=nn.Conv1d(8, 8, 3),
+        chooser=nn.Linear(8, 4),
+        other=nn.Linear(8, 6),
     )
-    model = Holder(
-        blocks=nn.ModuleList([block, Holder(router=nn.Linear(8, 4), choice=TopKRouter(), gate=nn.Linear(8, 8))])
-    )
+    model = Holder(blocks=nn.ModuleList([block, Holder(router=Holder(weight=torch.zeros(4, 8)), gate=nn.Linear(8, 8))]))
     assert {name: role for name, role in roles(model).items() if role not in ("bias", "vector")} == {
         "blocks.0.gate.weight": "router",
         "blocks.0.experts.0.up.weight": "expert",
         "blocks.0.experts.0.gate.weight": "expert",  # of a gated MLP
         "blocks.0.w1": "expert",
         "blocks.0.conv.weight": "matrix",
+        "blocks.0.chooser.weight": "router",  # an output for each of the four experts
+        "blocks.0.other.weight": "matrix",
         "blocks.1.router.weight": "router",
-        "blocks.1.choice.weight": "router",
         "blocks.1.gate.weight": "matrix",
     }

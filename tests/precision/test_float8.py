@@ -22,8 +22,9 @@ from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama, MFUMonitor
 from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting import count_flops
 from lightning_tricks.models import Decoder
+from lightning_tricks.optim import param_roles
 from lightning_tricks.precision.float8 import linear as linear_module
-from lightning_tricks.precision.float8.layers import choose_layers, find_heads, too_small
+from lightning_tricks.precision.float8.layers import choose_layers, too_small
 from lightning_tricks.precision.float8.linear import e4m3_scale, underflow
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
@@ -131,19 +132,38 @@ class Llamalike(nn.Module):
         return self.lm_head
 
 
+def heads(module):
+    return {name for name, reason in reasons(module, convert_small=True).items() if reason == "output head"}
+
+
 def test_the_head_is_found():
     model = Llamalike()
-    assert find_heads(nn.ModuleDict({"model": model})) == {model.lm_head}
-    tied = Decoder(Llama(**SHAPE, tie_embeddings=True))
-    assert find_heads(tied) == {tied.head}
+    assert heads(nn.ModuleDict({"model": model})) == {"model.lm_head"}
+    assert heads(Decoder(Llama(**SHAPE, tie_embeddings=True))) == {"head"}
     # GPT-2 medium's positions: as many as the model is wide; the layers inside the blocks are no heads for that
-    positions = Decoder(type(GPT)(**{**SHAPE, "max_seq_len": 32}))
-    assert find_heads(positions) == {positions.head}
-    no_embedding = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    assert find_heads(no_embedding) == {no_embedding[2]}
+    assert heads(Decoder(type(GPT)(**{**SHAPE, "max_seq_len": 32}))) == {"head"}
+    assert heads(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))) == {"2"}
     model.get_output_embeddings = lambda: None
-    assert find_heads(model) == {model.after}
-    assert find_heads(nn.Sequential(nn.Linear(16, 16))) == set()
+    assert heads(model) == {"lm_head"}
+    assert heads(nn.Sequential(nn.Linear(16, 16))) == set()
+
+
+def test_the_heads_are_those_that_the_optimizer_finds():
+    """A value head after the language model's, which was the only one that stayed in bf16."""
+    layers = nn.ModuleList(nn.ModuleDict({"q": nn.Linear(32, 32)}) for _ in range(2))
+    model = nn.ModuleDict({"layers": layers, "lm_head": nn.Linear(32, 48), "value": nn.Linear(32, 16)})
+    assert heads(model) == {"lm_head", "value"}
+    assert {param.name for param in param_roles(model) if param.role == "head"} == {"lm_head.weight", "value.weight"}
+
+
+def test_choosing_layers_does_not_compute_a_weight():
+    """To read the weight of a layer with spectral norm makes a step of its power iteration."""
+    for norm in (nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm):
+        model = nn.Sequential(norm(nn.Linear(32, 32)), nn.Linear(32, 32), nn.Linear(32, 16))
+        before = copy.deepcopy(model.state_dict())
+        plugin().convert_module(model)
+        assert model.state_dict().keys() == before.keys()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 # --- what a layer computes ---

@@ -123,8 +123,8 @@ class Float8(pl.plugins.Precision):
         module = self._base.convert_module(module)
         gathered = [layer for layer in self.fp8_layers.values() if gathers_in_fp8(layer)]
         self._scales = Scales(gathered) if gathered else None
-        total = sum(layer.weight.numel() for layer in linears.values())
-        self.converted_share = sum(layer.weight.numel() for layer in self.fp8_layers.values()) / total
+        sizes = {name: layer.out_features * layer.in_features for name, layer in linears.items()}
+        self.converted_share = sum(sizes[name] for name in self.fp8_layers) / sum(sizes.values())
         rank_zero_info(self._summary(linears, len(gathered)))
         return module
 

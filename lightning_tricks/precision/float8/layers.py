@@ -3,14 +3,16 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import clean_name, find_blocks
+from lightning_tricks._find_modules import clean_name
+from lightning_tricks.optim.output_heads import head_weights
+from lightning_tricks.optim.param_places import Model, weight_of
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
@@ -46,7 +48,10 @@ def choose_layers(
     module: nn.Module, recipe: str, exclude: Sequence[str] = (), convert_small: bool = False
 ) -> dict[str, str]:
     """The first reason that keeps a linear layer from being converted, by its name; empty if it is converted."""
-    linears, heads, multiple = named_linears(module), find_heads(module), MULTIPLE[recipe]
+    linears, multiple = named_linears(module), MULTIPLE[recipe]
+    weights = {name: weight_of(layer) for name, layer in linears.items()}
+    # their error goes straight into the loss
+    heads = {id(weight) for weight in head_weights(Model(module))}
     # reversed, so that of several modules that share a parameter the first one is named
     others = [part for part in module.modules() if type(part) is not nn.Linear][::-1]
     shared_with = {id(param): part for part in others for param in part.parameters(recurse=False)}
@@ -56,14 +61,17 @@ def choose_layers(
             return f"is a {type(layer).__name__}"  # a subclass, which would lose its own forward
         if "forward" in vars(layer):
             return "its forward was replaced"
-        if layer in heads:
+        weight = weights[name]
+        if id(weight) in heads:
             return "output head"
         if excludes(exclude, name):
             return "exclude"
-        if not layer.weight.requires_grad:
+        if weight is None or weight is not layer._parameters.get("weight"):
+            return "weight is computed by a hook"
+        if not weight.requires_grad:
             return "weight is frozen"
-        if id(layer.weight) in shared_with:
-            return f"weight shared with a {type(shared_with[id(layer.weight)]).__name__}"
+        if id(weight) in shared_with:
+            return f"weight shared with a {type(shared_with[id(weight)]).__name__}"
         if layer.in_features % multiple or layer.out_features % multiple:
             return f"dimensions no multiples of {multiple}"
         if not convert_small and too_small(recipe, layer.out_features, layer.in_features):
@@ -71,32 +79,14 @@ def choose_layers(
         return ""
 
     reasons = {name: reason_of(name, layer) for name, layer in linears.items()}
-    kept = {id(linears[name].weight) for name, reason in reasons.items() if reason}
+    kept = {id(weights[name]) for name, reason in reasons.items() if reason}
     partner = "weight shared with a layer that stays"
-    return {name: reason or (partner if id(linears[name].weight) in kept else "") for name, reason in reasons.items()}
+    return {name: reason or (partner if id(weights[name]) in kept else "") for name, reason in reasons.items()}
 
 
 def excludes(exclude: Sequence[str], name: str) -> bool:
     """Whether one of the patterns is found in a layer's name."""
     return any(re.search(pattern, name) for pattern in exclude)
-
-
-def find_heads(module: nn.Module) -> set[nn.Module]:
-    """The layers that compute logits. Their error goes straight into the loss, so they stay in bf16.
-
-    A head is a layer that a Hugging Face model returns from `get_output_embeddings`, or a layer outside the repeated
-    blocks with as many outputs as an embedding has rows, such as a head tied to it. If there is none, it is the last
-    linear layer outside the repeated blocks, unless the module has only one linear layer.
-    """
-    linears = named_linears(module)
-    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
-    # a block that is itself a linear layer, as in an MLP, is no block here
-    inside = tuple(f"{block}." for block in find_blocks(module))
-    outside = [layer for name, layer in linears.items() if not name.startswith(inside)]
-    named: list[Any] = [part for part in module.modules() if hasattr(part, "get_output_embeddings")]
-    heads: set[nn.Module] = {part.get_output_embeddings() for part in named}
-    heads |= {layer for layer in outside if any(layer.out_features == part.num_embeddings for part in embeddings)}
-    return heads - {None} or (set(outside[-1:]) if len(linears) > 1 else set())
 
 
 def refuse_unmatched(exclude: Sequence[str], names: Sequence[str]) -> None:
@@ -128,7 +118,7 @@ def refuse_tensor_parallel(module: nn.Module, layers: Sequence[nn.Linear]) -> No
     """
     gathered = {id(part) for root in module.modules() if isinstance(root, FSDPModule) for part in root.modules()}
     for name, layer in named_linears(module).items():
-        weight = layer.weight
+        weight = weight_of(layer)
         if layer not in layers or not isinstance(weight, DTensor):
             continue
         splits = sum(not placement.is_replicate() for placement in weight.placements)

@@ -77,8 +77,8 @@ def unwrap_unsharded(layers: Iterable[nn.Linear]) -> None:
     """Undo `gather_in_fp8` where no sharding followed: optimizers and checkpoints need plain weights."""
     plain: dict[int, nn.Parameter] = {}
     for layer in layers:
-        weight: Any = layer.weight
-        if gathers_in_fp8(layer) and not isinstance(weight, DTensor):
+        weight: Any = layer._parameters.get("weight")  # to read a weight that a parametrization makes computes it
+        if weight is not None and gathers_in_fp8(layer) and not isinstance(weight, DTensor):
             inner = weight._tensor
             new = inner if isinstance(inner, nn.Parameter) else nn.Parameter(inner, weight.requires_grad)
             layer.weight = plain.setdefault(id(weight), new)

@@ -1,0 +1,205 @@
+"""Layouts: which matrices a parameter holds, found from structure, and weights taken apart and put together again."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_param_roles import Holder
+from torch import nn
+
+from lightning_tricks.optim import MatrixLayout, MuonAdamW, build_optimizer, decay_groups, param_roles
+
+
+def layouts(module):
+    return {param.name: param.layout for param in param_roles(module)}
+
+
+@given(
+    parts=st.lists(st.integers(1, 3), min_size=1, max_size=3), inputs=st.integers(1, 4),
+    stack=st.none() | st.integers(1, 3), output_last=st.booleans(), interleaved=st.booleans(),
+)  # fmt: skip
+def test_a_weight_that_is_split_and_joined_is_the_same(parts, inputs, stack, output_last, interleaved):
+    parts = parts[:1] * len(parts) if interleaved else parts
+    first = [] if stack is None else [stack]
+    shape = (*first, inputs, sum(parts)) if output_last else (*first, sum(parts), inputs)
+    layout = MatrixLayout(
+        shape, stack is not None, len(first) + output_last, tuple(parts) if len(parts) > 1 else (), interleaved
+    )
+    weight = torch.arange(math.prod(shape)).view(shape)
+    matrices = layout.split(weight)
+    assert [tuple(matrix.shape) for matrix in matrices] == [(*first, outputs, inputs) for outputs in parts]
+    assert layout.sizes == [(outputs, inputs) for outputs in parts]
+    assert torch.equal(layout.join(matrices), weight)
+    assert MatrixLayout.from_plain(layout.plain, ()) == layout
+
+
+def test_a_transposed_convolution_is_a_matrix_of_its_outputs():
+    layer = nn.ConvTranspose2d(2, 3, (1, 2))
+    layout = layouts(Holder(body=layer, head=nn.Linear(3, 2)))["body.weight"]
+    (matrix,) = layout.split(layer.weight.detach())
+    x = torch.randn(5, 2, 1, 1)
+    torch.testing.assert_close(layer(x)[:, :, 0, 0], x[:, :, 0, 0] @ matrix[:, ::2].T + layer.bias)
+    assert torch.equal(layout.join([matrix]), layer.weight)
+
+
+def test_parts_are_told_by_the_shapes_of_the_layers_beside():
+    gated = Holder(up=nn.Linear(8, 24), down=nn.Linear(12, 8))
+    plain = Holder(up=nn.Linear(8, 24), down=nn.Linear(24, 8), other=nn.Linear(12, 8))
+    chain = Holder(first=nn.Linear(8, 8), second=nn.Linear(8, 16))  # the second may follow the first
+    low_rank = Holder(down=nn.Linear(16, 8), up=nn.Linear(8, 32), out=nn.Linear(16, 16))
+    keys = Holder(q=nn.Linear(8, 8), kv=nn.Linear(8, 16), out=nn.Linear(8, 8))
+    grouped = Holder(out=nn.Linear(8, 8), qkv=nn.Linear(8, 16))
+    backwards = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 24))
+    forwards = nn.Sequential(nn.Linear(8, 24), nn.GLU(), nn.Linear(12, 8))
+    blocks = [gated, plain, chain, low_rank, keys, grouped, backwards, forwards]
+    found = layouts(Holder(blocks=nn.ModuleList(blocks), head=nn.Linear(8, 2)))
+    fused = {name.removeprefix("blocks."): layout.parts for name, layout in found.items() if layout and layout.parts}
+    assert fused == {
+        "0.up.weight": (12, 12), "4.kv.weight": (8, 8), "5.qkv.weight": (8, 4, 4), "7.0.weight": (12, 12),
+    }  # fmt: skip
+
+
+def test_a_stack_tells_its_sides_by_a_flag_by_a_gated_pair_or_by_the_router_beside_it():
+    def stack(first, second, **options):
+        return Holder(first=torch.zeros(4, *first), second=torch.zeros(4, *second), **options)
+
+    out_first = stack((24, 8), (8, 12))
+    in_first = stack((8, 24), (12, 8))
+    told = stack((8, 8), (8, 8))
+    told.is_transposed = False
+    by_router = Holder(gate=nn.Linear(8, 4), experts=stack((16, 8), (8, 16)))
+    not_told = stack((16, 8), (8, 16))  # (experts, in, out), as torch.bmm multiplies
+    biased = stack((8, 16), (16, 8), b1=torch.zeros(4, 16), router=nn.Linear(8, 4))  # b1 is no router
+    blocks = [out_first, in_first, told, by_router, not_told, biased]
+    found = layouts(Holder(blocks=nn.ModuleList(blocks), head=nn.Linear(8, 2)))
+    first = {name: layout for name, layout in found.items() if name.endswith("first")}
+    assert [(layout.output_dim, layout.parts) for layout in first.values()] == [
+        (1, (12, 12)), (2, (12, 12)), (1, ()), (1, ()), (2, ()), (2, ()),
+    ]  # fmt: skip
+
+
+def test_an_update_with_the_original_scale_has_the_spectral_norm_of_its_sides():
+    """sqrt(outputs / inputs), whichever dimension the outputs are: 2 of a weight with four times as many outputs."""
+    from transformers.pytorch_utils import Conv1D
+
+    model = Holder(conv1d=Conv1D(64, 16), linear=nn.Linear(16, 64), stack=torch.zeros(2, 16, 64), head=nn.Linear(64, 2))
+    optimizer = MuonAdamW(decay_groups(model, weight_decay=0.0), lr=1.0, muon_lr=1.0)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    torch.manual_seed(0)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    for name in ("conv1d.weight", "linear.weight", "stack"):
+        moved = (dict(model.named_parameters())[name].detach() - before[name]).reshape(-1, *before[name].shape[-2:])
+        assert torch.linalg.matrix_norm(moved, 2).max().item() == pytest.approx(2, rel=0.25), name
+
+
+def test_the_name_of_a_class_decides_nothing():
+    """Classes named as norms, embeddings and routers, with other layers in them; and layers whose class has no name."""
+
+    def renamed(name, layer):
+        layer.__class__ = type(name, (type(layer),), {})
+        return layer
+
+    named = ["LinearNorm", "TokenEmbedding", "TopKRouter", "Conv1D", "FSDPLinear", "SoftGate", "GroupedExperts"]
+    layers = [renamed(name, nn.Linear(8, 16)) for name in named]
+    raw = [renamed(name, Holder(weight=torch.zeros(16, 8))) for name in [*named, "RMSNorm", "Embeddings", "Bias"]]
+    found = param_roles(Holder(blocks=nn.ModuleList([*layers, *raw]), head=nn.Linear(16, 2)))
+    assert {param.role for param in found if param.param.ndim == 2} == {"matrix", "head"}
+    assert {(param.layout.outputs, param.layout.inputs) for param in found if param.role == "matrix"} == {(16, 8)}
+
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.pytorch_utils import Conv1D
+
+    model = Holder(a=renamed("X", LlamaRMSNorm(8)), b=renamed("Y", Conv1D(24, 8)), c=renamed("Z", nn.Embedding(9, 8)))
+    model.head = nn.Linear(8, 9)
+    assert {param.name: param.role for param in param_roles(model) if param.role != "bias"} == {
+        "a.weight": "norm", "b.weight": "matrix", "c.weight": "embedding", "head.weight": "head",
+    }  # fmt: skip
+    assert layouts(model)["b.weight"].output_dim == 1
+
+
+def _old_spectral_norm(layer):
+    return nn.utils.spectral_norm(layer)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, _old_spectral_norm])
+def test_a_computed_weight_is_not_read(norm):
+    """To read `weight` of such a layer makes a step of its power iteration: the run after it is another one."""
+    model = nn.Sequential(norm(nn.Linear(8, 8)), nn.Linear(8, 8), norm(nn.Linear(8, 4)))
+    model[0]._no_weight_decay = {"weight"}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = build_optimizer(model, lambda groups: MuonAdamW(groups, lr=0.1))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    roles = {param.name.rpartition(".")[2]: param for param in param_roles(model) if param.name.startswith("0.")}
+    assert {name: (param.role, param.exempt) for name, param in roles.items() if name != "bias"} in (
+        {"original": ("matrix", True)},
+        {"weight_orig": ("matrix", True)},
+    )
+    assert {group["name"]: len(group["params"]) for group in optimizer.param_groups} == {
+        "muon:decay": 1, "adamw:decay": 1, "muon:no_decay": 1, "adamw:no_decay": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(8, 4), lambda: nn.Linear(1, 4), lambda: nn.Conv1d(8, 4, 3)])
+def test_of_a_weight_norm_the_sizes_do_not_decay_and_the_directions_are_those_of_the_layer(norm, layer):
+    plain = layouts(Holder(layer=layer(), head=nn.Linear(4, 2)))["layer.weight"]
+    scale, direction = [
+        param for param in param_roles(Holder(layer=norm(layer()), head=nn.Linear(4, 2)))
+        if param.name.startswith("layer.") and param.role != "bias"
+    ]  # fmt: skip
+    assert (scale.role, scale.layout) == ("vector", None)
+    assert (direction.role, direction.layout) == ("matrix", plain)
+
+
+def test_complex_matrices_and_scalars_go_to_adamw():
+    model = Holder(
+        body=nn.Linear(4, 4), spectral=torch.zeros(4, 4, dtype=torch.complex64), scale=torch.tensor(1.0),
+        head=nn.Linear(4, 2),
+    )  # fmt: skip
+    optimizer = build_optimizer(model, lambda groups: MuonAdamW(groups, lr=0.1, fused=False))
+    found = {name: group["optimizer"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert (found["body.weight"], found["spectral"], found["scale"]) == ("muon", "adamw", "adamw")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all(torch.isfinite(torch.view_as_real(p) if p.is_complex() else p).all() for p in model.parameters())
+
+
+def test_the_two_towers_of_a_model_have_two_heads():
+    tower = [Holder(up=nn.Linear(8, 16)) for _ in range(2)]
+    other = [Holder(up=nn.Linear(12, 24)) for _ in range(2)]
+    model = Holder(text=Holder(layers=nn.ModuleList(tower)), image=Holder(layers=nn.ModuleList(other)))
+    model.of_text, model.of_image = nn.Linear(8, 4), nn.Linear(12, 4)
+    assert {param.name for param in param_roles(model) if param.role == "head"} == {"of_text.weight", "of_image.weight"}
+
+
+def test_groups_of_older_checkpoints_load():
+    """They name the parts of fused projections by a list `matrices`."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = build_optimizer(model, lambda groups: MuonAdamW(groups, lr=0.1))
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["matrices"] = [[] for _ in group.pop("layouts")]
+    optimizer.load_state_dict(saved)
+    for group in optimizer.param_groups:
+        assert "matrices" not in group
+        assert len(group["layouts"]) == len(group["params"])
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def test_a_declaration_of_other_numbers_is_refused_by_name():
+    from lightning_tricks._errors import UsageError
+
+    block = Holder(body=nn.Linear(4, 6))
+    block._matrices = {"body.weight": [2, 2]}
+    with pytest.raises(
+        UsageError, match=r"^_matrices: blocks\.0\.body\.weight has 6 rows, and not 4: correct the numbers$"
+    ):
+        param_roles(Holder(blocks=nn.ModuleList([block]), head=nn.Linear(6, 2)))
