@@ -12,7 +12,7 @@ from lightning_tricks._find_modules import clean_name
 from lightning_tricks._tensors import whole_numel
 from lightning_tricks.optim.layerwise_lr_decay import LayerwiseLRDecay
 from lightning_tricks.optim.param_roles import MATRICES, param_roles
-from lightning_tricks.optim.param_rule import ParamRule, match_rules
+from lightning_tricks.optim.param_rule import ParamRule, match_rules, tied_names
 
 Rules = Sequence[ParamRule | LayerwiseLRDecay]
 
@@ -54,7 +54,7 @@ def decay_groups(
     if not (weight_decay >= 0 and math.isfinite(weight_decay)):
         raise UsageError(f"weight_decay={weight_decay!r}: give a finite number, 0 or more")
     params, written = param_roles(module), expanded(module, rules)
-    rule_of = match_rules(params, written)
+    rule_of = match_rules(params, written, tied_names(module))
     decays = {"decay": weight_decay, "no_decay": 0.0}
     # by name and number of the rule
     groups: dict[tuple[str, int | None], dict[str, Any]] = {

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name, repeated_blocks
 from lightning_tricks.optim.param_roles import param_roles
-from lightning_tricks.optim.param_rule import ParamRule
+from lightning_tricks.optim.param_rule import ParamRule, tied_names
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class LayerwiseLRDecay:
             raise UsageError(
                 f"LayerwiseLRDecay: {type(module).__name__} has no repeated blocks: write a rule for each layer"
             )
-        free = [param.name for param in param_roles(module) if not any(rule.fits(param) for rule in earlier)]
+        tied = tied_names(module)
+        free = [param.name for param in param_roles(module) if not any(rule.fits(param, tied) for rule in earlier)]
         names = [clean_name(name) for name, _ in module.named_parameters()]
         prefixes = tuple(f"{block}." for block in blocks)
         before = set(takewhile(lambda name: not name.startswith(prefixes), names))

@@ -3,13 +3,20 @@
 import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import get_args
 
+from torch import nn
+
 from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import clean_name
 from lightning_tricks.optim.param_roles import Role, RoledParam
 from lightning_tricks.schedules import Schedule
+
+Tied = Mapping[str, Sequence[str]]
+NOT_TIED: Tied = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -18,7 +25,8 @@ class ParamRule:
 
     Args:
         pattern: regular expression, searched in the name without wrappers' prefixes (`re.search`): `embed` matches
-            every name that contains embed, `^model\.embed\.weight$` one name. Empty: every name.
+            every name that contains embed, `^model\.embed\.weight$` one name. Empty: every name. A tied weight has
+            several names, of which one must match.
         lr_scale: multiplies the optimizer's learning rate; the schedule applies to the product.
         weight_decay: replaces the decay that follows from the role, also where the model exempts it; None keeps it.
         role: of the parameters, see `param_roles`; with a pattern, both must fit. None: any.
@@ -62,27 +70,42 @@ class ParamRule:
         role = f"role {self.role!r}" if self.role else ""
         return ", ".join(filter(None, (role, f"pattern {self.pattern!r}" if self.pattern else "")))
 
-    def fits(self, param: RoledParam) -> bool:
-        """Whether a parameter matches both pattern and role."""
-        return self.role in (None, param.role) and re.search(self.pattern, param.name) is not None
+    def fits(self, param: RoledParam, tied: Tied = NOT_TIED) -> bool:
+        """Whether a parameter matches both pattern and role; `tied` has its other names, of which one may match."""
+        names = (param.name, *tied.get(param.name, ()))
+        return self.role in (None, param.role) and any(re.search(self.pattern, name) for name in names)
 
 
-def match_rules(params: Sequence[RoledParam], rules: Sequence[ParamRule]) -> dict[str, int]:
+def tied_names(module: nn.Module) -> dict[str, list[str]]:
+    """The other names of each parameter that a module holds in several places, by its first name."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(clean_name(name))
+    return {first: others for first, *others in names.values() if others}
+
+
+def match_rules(params: Sequence[RoledParam], rules: Sequence[ParamRule], tied: Tied = NOT_TIED) -> dict[str, int]:
     """The index of the first rule that fits, by parameter name; parameters without a rule are left out.
+
+    Args:
+        params: of a module.
+        rules: in order.
+        tied: see `tied_names`. Rules for an embedding and for a head may stand together: where the two are one weight,
+            it goes by the first.
 
     Raises:
         UsageError: a rule gets no parameter: it matches none, or earlier rules took them all.
     """
     chosen: dict[str, int] = {}
     for number, rule in enumerate(rules):
-        matches = [param.name for param in params if rule.fits(param)]
+        matches = [param.name for param in params if rule.fits(param, tied)]
         if not matches:
             raise UsageError(
                 f"param_rules: {rule.in_words()} matches no parameter: {_near(rule, params)}; change the "
                 "rule, or set param_rules to null for no rules (--model.param_rules null)"
             )
         fresh = [name for name in matches if name not in chosen]
-        if not fresh:
+        if not fresh and any(rule.fits(param) for param in params):
             raise UsageError(
                 f"param_rules: earlier rules take all {len(matches)} parameters that rule {number} "
                 f"({rule.in_words()}) matches: move it up or remove it"

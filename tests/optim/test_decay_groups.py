@@ -138,6 +138,22 @@ def test_a_rule_that_earlier_rules_leave_nothing_is_refused():
         decay_groups(Model(), rules=[ParamRule("weight"), ParamRule("embed")])
 
 
+@pytest.mark.parametrize(("build", "scale_of_head"), [(lambda: llama(tied=True), 4), (llama, 1.5)])
+def test_rules_for_embedding_and_head_hold_for_a_model_that_ties_the_two(build, scale_of_head):
+    model = build()
+    rules = [ParamRule("embed", lr_scale=4), ParamRule("lm_head", lr_scale=1.5)]
+    scales = {param: group["lr_scale"] for group in decay_groups(model, rules=rules) for param in group["params"]}
+    assert (scales[model.get_input_embeddings().weight], scales[model.lm_head.weight]) == (4, scale_of_head)
+    assert {scales[param] for param in model.model.layers.parameters()} == {1}
+
+
+def test_a_rule_for_the_head_alone_finds_it_under_its_second_name():
+    groups = decay_groups(gpt2(), rules=[ParamRule("^lm_head", lr_scale=3)])
+    assert {group["name"]: group["param_names"] for group in groups if group["lr_scale"] == 3} == {
+        "decay:^lm_head": ["transformer.wte.weight"]
+    }
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
