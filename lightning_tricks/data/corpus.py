@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import os
 import platform
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -54,7 +55,10 @@ def standard_library() -> Corpus:
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    sources = (path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts))
+    sources: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped]
+        sources += [Path(folder, name) for name in names if name.endswith(".py")]
     paths = sorted(path for path in sources if path.is_file())  # not a link to nothing
     if not paths:
         raise UsageError(f"files: no standard library sources under {root}; give text files of your own")
