@@ -48,13 +48,14 @@ SIZES = {"micro": ((*_MICRO, "50"), 64, 300), "step_100ms": (_SMALLER, 1024, 40)
 
 def callbacks() -> dict[str, Callable[[], pl.Callback]]:
     """Each callback, by name."""
-    from lightning_tricks import EMA, GoodputMonitor, RunLedger, StepGuard, TailAverage
+    from lightning_tricks import EMA, GoodputMonitor, RunLedger, SpikeRollback, StepGuard, TailAverage
 
     return {
         "StepGuard": StepGuard,
         "StepGuard recheck": lambda: StepGuard(recheck=True),
         "RunLedger": RunLedger,
         "RunLedger all weights": lambda: RunLedger(cover_weights_in_steps=1),
+        "SpikeRollback": SpikeRollback,
         "GoodputMonitor": GoodputMonitor,
         "EMA": EMA,
         "TailAverage": TailAverage,
@@ -91,7 +92,7 @@ class Clock:
         at_flush = MetricBuffer.at_flush
 
         def wrapped(own: MetricBuffer, derive: Any) -> Any:
-            ours = getattr(derive, "__self__", None) in (callback, getattr(callback, "_skipped", None))
+            ours = getattr(derive, "__self__", None) is callback
             return at_flush(own, self.around(derive) if ours else derive)
 
         with replaced(MetricBuffer, "at_flush", wrapped):
@@ -113,13 +114,14 @@ def run_once(overrides: Sequence[str], callback: pl.Callback, count: int, shards
     return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(stamps)]
 
 
-def measure(name: str, rounds: int, folder: Path) -> dict[str, Any]:
+def measure(name: str, chosen: Sequence[str], rounds: int, folder: Path) -> dict[str, Any]:
     """Each callback in `rounds` runs, all of them in turn; the first quarter of each run does not count."""
     overrides, vocab_size, count = SIZES[name]
     shards = write_tokens(folder, vocab_size, 500_000)
-    found: dict[str, list[Stamp]] = {contender: [] for contender in callbacks()}
+    makers = {contender: make for contender, make in callbacks().items() if contender in chosen}
+    found: dict[str, list[Stamp]] = {contender: [] for contender in makers}
     for number in range(rounds):
-        for contender, make in callbacks().items():
+        for contender, make in makers.items():
             steps = run_once(overrides, make(), count, shards, folder / f"{contender} {number}")
             found[contender] += steps[count // 4 :]
         print(f"{name}: round {number + 1} of {rounds} done", flush=True)
@@ -138,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; see --help."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=",".join(SIZES), help="default %(default)s")
+    parser.add_argument("--callbacks", default=",".join(callbacks()), help="default %(default)s")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each; default %(default)s")
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/fault-costs-DATE-cpu.json")
     options = parser.parse_args(arguments)
@@ -148,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = options.out or Path(__file__).parent / "results" / f"fault-costs-{machine.today()}-cpu.json"
     for name in options.sizes.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            result["sizes"][name] = measure(name, options.rounds, Path(folder))
+            result["sizes"][name] = measure(name, options.callbacks.split(","), options.rounds, Path(folder))
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for name, figures in result["sizes"].items():

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 
@@ -19,10 +20,14 @@ class Accumulation:
 
     def at(self, step: int) -> int:
         """Micro-batches of `step`; the first step is 0."""
+        if len(self.starts) == 1:  # most runs, which ask in every step
+            return self.micro_batches[0]
         return self.micro_batches[bisect_right(self.starts, step) - 1]
 
     def before(self, step: int) -> int:
         """Micro-batches of all steps before `step` together."""
+        if len(self.starts) == 1:
+            return max(step, 0) * self.micro_batches[0]
         stages = zip(self.starts, (*self.starts[1:], step), self.micro_batches, strict=True)
         return sum(max(min(end, step) - start, 0) * number for start, end, number in stages)
 
@@ -89,7 +94,12 @@ def accumulation(trainer: Any) -> Accumulation:
     for callback in getattr(trainer, "callbacks", ()):
         if isinstance(found := getattr(callback, "accumulation", None), Accumulation):
             return found
-    return Accumulation((0,), (int(trainer.accumulate_grad_batches),))
+    return _constant(int(trainer.accumulate_grad_batches))
+
+
+@cache
+def _constant(micro_batches: int) -> Accumulation:
+    return Accumulation((0,), (micro_batches,))
 
 
 def micro_batches_in_step(trainer: Any, ready: int) -> int:

@@ -1,16 +1,12 @@
 """Replace an attribute of an object that somebody else owns, for a limited time."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 _MISSING = object()
-_standing: list[SimpleNamespace] = []  # every replacement that has not ended, the latest last
+_standing: list["_Replacement"] = []  # every replacement that has not ended, the latest last
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> "_Replacement":
     """Set `owner.name` to `value` inside the `with`, and put back afterwards exactly what was there.
 
     An attribute that the object itself had, such as a user's own override, is set again; a name that came from the
@@ -22,18 +18,33 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         name: of a method or another attribute.
         value: of the attribute inside the `with`; no `nn.Module`, which a module would keep among its submodules.
     """
-    own = SimpleNamespace(owner=owner, name=name, value=value, before=vars(owner).get(name, _MISSING))
-    setattr(owner, name, value)
-    _standing.append(own)
-    try:
-        yield
-    finally:
-        _standing[:] = [other for other in _standing if other is not own]
-        above = [other for other in _standing if other.owner is owner and other.name == name and other.before is value]
-        if above:
-            above[0].before = own.before
-        elif vars(owner).get(name, _MISSING) is value:
-            if own.before is _MISSING:
-                delattr(owner, name)
+    return _Replacement(owner, name, value)
+
+
+class _Replacement:
+    """The context manager of `replaced`; a class, as some are entered in each step."""
+
+    __slots__ = ("_attributes", "before", "name", "owner", "value")
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self.owner, self.name, self.value = owner, name, value
+        # not `setattr`: an nn.Module first looks among its parameters, buffers and submodules
+        self._attributes: Any = type if isinstance(owner, type) else object
+        self.before: Any = _MISSING
+
+    def __enter__(self) -> None:
+        self.before = vars(self.owner).get(self.name, _MISSING)
+        self._attributes.__setattr__(self.owner, self.name, self.value)
+        _standing.append(self)
+
+    def __exit__(self, *_: Any) -> None:
+        _standing.remove(self)
+        for other in _standing:
+            if other.owner is self.owner and other.name == self.name and other.before is self.value:
+                other.before = self.before
+                return
+        if vars(self.owner).get(self.name, _MISSING) is self.value:
+            if self.before is _MISSING:
+                self._attributes.__delattr__(self.owner, self.name)
             else:
-                setattr(owner, name, own.before)
+                self._attributes.__setattr__(self.owner, self.name, self.before)

@@ -219,8 +219,9 @@ class DataPosition:
         """
         if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
             return None
-        rows = accumulation(trainer).at(steps_done(trainer)) * self.rows_at_once(trainer)
-        return self.skipped.runs(self.rows(trainer), rows)
+        plan, at_once, done = accumulation(trainer), self.rows_at_once(trainer), steps_done(trainer)
+        first = self._rows + (plan.before(done) - plan.before(self._steps)) * at_once
+        return self.skipped.runs(first, plan.at(done) * at_once)  # each asked once: callbacks want it in every step
 
     def positions(self, trainer: pl.Trainer, windows: int) -> Positions:
         """First rows of this process's micro-batches from the last completed step on; a pass has `windows` rows."""

@@ -8,7 +8,7 @@ import torch
 from lightning_tricks.guards.step_guard.judgement import Judgement
 from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow
 
-ACCEPTED = torch.tensor(False)  # not rejected
+ACCEPTED = torch.tensor(True)
 NONE = torch.finfo(torch.float64).max
 
 
@@ -31,7 +31,7 @@ def window(*values: float, size: int = 4, active_after: int = 2, sigmas: float =
     ],
 )
 def test_limits_by_hand(values, limit):
-    assert window(*values).limits().item() == pytest.approx(limit, rel=1e-6)
+    assert window(*values).limits.item() == pytest.approx(limit, rel=1e-6)
 
 
 def test_a_window_that_is_known_to_be_full_has_the_same_limit():
@@ -39,10 +39,10 @@ def test_a_window_that_is_known_to_be_full_has_the_same_limit():
     full = OutlierWindow([0.0, 10.0], 128, 64, 6.0, "cpu")
     for value in torch.randn(130, 2) + torch.tensor([3.0, -1.0]):
         full.accept(value, ACCEPTED)
-    assert int(full.missing()) == -2
-    limits = full.limits()
+    assert int(full.missing()) == 0
+    limits = full.limits
     full.known_full = True
-    assert torch.allclose(full.limits(), limits, rtol=1e-6)
+    assert torch.allclose(full._limits(), limits, rtol=1e-6)
 
 
 def test_a_rejected_value_leaves_no_trace():
@@ -50,7 +50,7 @@ def test_a_rejected_value_leaves_no_trace():
     before = kept.state_dict()
     kept.accept(torch.tensor([math.nan]), ~ACCEPTED)
     assert torch.equal(kept.state_dict()["values"], before["values"])
-    assert kept.state_dict()["accepted"] == 2
+    assert kept.state_dict()["filled"].tolist() == [1, 1, 0, 0]
 
 
 def test_after_one_nan_none_of_the_next_200_values_is_out_of_bounds():
@@ -59,8 +59,8 @@ def test_after_one_nan_none_of_the_next_200_values_is_out_of_bounds():
     rejected = []
     for step in range(400):
         value = torch.randn(1) if step != 100 else torch.tensor([math.nan])
-        good = (value <= kept.limits()).all()
-        kept.accept(value, ~good)
+        good = (value <= kept.limits).all()
+        kept.accept(value, good)
         rejected += [] if good else [step]
     assert rejected == [100]
 
@@ -69,22 +69,47 @@ def test_each_signal_has_its_own_limit():
     two = OutlierWindow([0.0, 0.0], 4, 2, 1.0, "cpu")
     for values in ([1.0, 10.0], [3.0, 10.0]):
         two.accept(torch.tensor(values), ACCEPTED)
-    assert two.limits().tolist() == pytest.approx([2 + math.sqrt(2), 10.0001])
+    assert two.limits.tolist() == pytest.approx([2 + math.sqrt(2), 10.0001])
 
 
 def test_a_window_of_another_size_starts_anew():
     small = window(1.0, 2.0)
     small.load_state_dict(window(5.0, 6.0, 7.0, size=8).state_dict())
-    assert small.state_dict()["accepted"] == 2
+    assert small.state_dict()["steps"] == 2
     small.load_state_dict(window(5.0, 6.0, 7.0).state_dict())
-    assert small.state_dict()["accepted"] == 3
+    assert small.state_dict()["steps"] == 3
+
+
+def test_a_window_of_128_steps_has_new_limits_every_16_and_goes_on_between_them_to_the_bit():
+    torch.manual_seed(0)
+    kept = OutlierWindow([0.0, 10.0], 128, 64, 6.0, "cpu")
+    new = []
+    for step, value in enumerate(torch.rand(203, 2)):
+        if kept.accept(value, torch.tensor(step % 50 != 7)):
+            new.append(step + 1)
+        if step == 100:
+            other = OutlierWindow([0.0, 10.0], 128, 64, 6.0, "cpu")
+            other.load_state_dict(kept.state_dict())
+        if step > 100:
+            other.accept(value, torch.tensor(step % 50 != 7))
+            assert torch.equal(other.limits, kept.limits)
+    assert new == list(range(16, 203, 16))
+
+
+def test_a_window_of_the_first_release_goes_on():
+    old = {"values": torch.tensor([[5.0, 2.0, 3.0, 4.0]]), "accepted": 5, "known_full": True}
+    kept = window()
+    kept.load_state_dict(old)
+    kept.accept(torch.tensor([6.0]), ACCEPTED)
+    assert kept.state_dict()["values"].tolist() == [[5.0, 6.0, 3.0, 4.0]]
+    assert kept.limits.item() == pytest.approx(4.5 + 2 * math.sqrt(5 / 3))
 
 
 def test_a_ratio_raises_the_limit_to_so_many_times_the_largest_value():
     kept = OutlierWindow([0.0, 3.0], 4, 2, 2.0, "cpu")
     for value in (1.0, 3.0, 2.0):
         kept.accept(torch.tensor([value, value]), ACCEPTED)
-    assert kept.limits().tolist() == pytest.approx([2 + 2 * 1.0, 9.0])
+    assert kept.limits.tolist() == pytest.approx([2 + 2 * 1.0, 9.0])
 
 
 @pytest.mark.parametrize(
@@ -102,4 +127,4 @@ def test_a_ratio_raises_the_limit_to_so_many_times_the_largest_value():
 def test_a_scaled_loss_is_judged_without_its_scale(losses, norm, overflows, within):
     limits, scale = torch.tensor([2.0, 2.0]), torch.tensor(8.0)
     judged = Judgement([torch.tensor(loss) for loss in losses], torch.tensor(norm), limits, scale, overflows)
-    assert bool(judged.rejected) is not within
+    assert bool(judged.good) is within

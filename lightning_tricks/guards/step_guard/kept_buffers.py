@@ -75,7 +75,7 @@ class KeptBuffers:
 
     def _wake(self) -> None:
         """Copy the layers whose constants have been written, from the last values of these on."""
-        layers = {constant.buffer.layer for constant in self._constant.values() if constant.is_written()}
+        layers = {each.buffer.layer for each in self._constant.values() if each.is_written()}
         if not layers:
             return
         woken = {name: each for name, each in self._constant.items() if each.buffer.layer in layers}
@@ -84,7 +84,7 @@ class KeptBuffers:
         self._kept = _Copies(buffers, {**self._kept.by_name(), **{name: each.value for name, each in woken.items()}})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Buffer:
     """Where a layer holds a buffer."""
 
@@ -105,7 +105,7 @@ class _Buffer:
         return tensor.data if type(tensor) is Tensor else local(tensor).data
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Constant:
     """A buffer that no step has changed: the tensor, torch's count of the writes to it, and its values."""
 
@@ -115,7 +115,8 @@ class _Constant:
     value: Tensor
 
     def is_written(self) -> bool:
-        return self.buffer.tensor is not self.tensor or self.tensor._version != self.version
+        buffer, tensor = self.buffer, self.tensor
+        return tensor._version != self.version or buffer.place.get(buffer.name) is not tensor
 
 
 class _Copies:
@@ -156,6 +157,8 @@ class _Copies:
 
     def take(self) -> bool:
         """Copy the present values; False where the buffers have other shapes, dtypes or devices than at the start."""
+        if not self.buffers:
+            return True
         copies, _, tensors = self._pairs()
         _copy(copies, tensors)
         return len(tensors) == len(self._copies)

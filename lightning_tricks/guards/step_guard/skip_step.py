@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +13,7 @@ from lightning_tricks.optim.follow_recipe import parts_of
 from lightning_tricks.optim.grad_scaler import add_overflow
 
 
-@contextmanager
-def skipping(optimizer: Any, scaler: Any, skip: Tensor) -> Iterator[None]:
+def skipping(optimizer: Any, scaler: Any, skip: Tensor) -> AbstractContextManager[Any]:
     """Let the step that `optimizer` makes inside the `with` change nothing if `skip` is 1, and be as usual if it is 0.
 
     Args:
@@ -27,16 +26,12 @@ def skipping(optimizer: Any, scaler: Any, skip: Tensor) -> Iterator[None]:
     """
     if scaler is not None:
         add_overflow(scaler, optimizer, skip)
-        yield
     elif skips_on_device(optimizer):
-        with replaced(optimizer, "found_inf", skip), replaced(optimizer, "grad_scale", None):
-            yield
+        return replaced(optimizer, "found_inf", skip)
     elif bool(skip):
         optimizer.zero_grad(set_to_none=True)
-        with _same_counts(optimizer):
-            yield
-    else:
-        yield
+        return _same_counts(optimizer)
+    return nullcontext()
 
 
 @contextmanager

@@ -5,8 +5,7 @@ optimizer's kernel reads it there. The host hears of it with the values of the l
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from functools import wraps
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,14 +15,22 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._replaced import replaced
 from lightning_tricks._samples import step_samples
-from lightning_tricks._trainer import batch_progress, is_a, logging_step, optimizer_index, unwrapped
+from lightning_tricks._trainer import is_a, logging_step, optimizer_index, unwrapped
 from lightning_tricks.guards.saving.random_state import gather
 from lightning_tricks.guards.step_guard.judgement import Judgement, any_rank
 from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers
 from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow
 from lightning_tricks.guards.step_guard.recheck import Recheck
 from lightning_tricks.guards.step_guard.skip_step import skipping
-from lightning_tricks.guards.step_guard.skipped_steps import OUT_AGAIN, RETRIED, SAME, Batch, SkippedSteps
+from lightning_tricks.guards.step_guard.skipped_steps import (
+    OUT_AGAIN,
+    RETRIED,
+    SAME,
+    Batch,
+    Judged,
+    Names,
+    SkippedSteps,
+)
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1
@@ -93,14 +100,13 @@ class StepGuard(pl.Callback):
         self.window_steps, self.active_after_steps = window_steps, active_after_steps
         self.max_skipped_steps, self.recheck = max_skipped_steps, recheck
         self._loaded: dict[str, Any] = {}  # the state of a checkpoint, for the next fit
-        self._replacements = ExitStack()  # until the batch ends
+        self._replacements: list[AbstractContextManager[Any]] = []  # until the batch ends
         self._forget()
 
     def _forget(self) -> None:
         """Reset the state that belongs to one fit."""
         self._buffers: KeptBuffers | None = None  # from the start of training on
         self._windows: list[OutlierWindow] = []  # of each optimizer
-        self._counts: list[tuple[Tensor, Tensor]] = []  # of each: skipped steps in a row and in all, 0-dim fp32
         self._losses: list[Tensor] = []  # of the micro-batches since the last optimizer step
         self._rechecking = Recheck() if self.recheck else None
         self._skipped = SkippedSteps(self.max_skipped_steps)
@@ -114,19 +120,22 @@ class StepGuard(pl.Callback):
         device = trainer.strategy.root_device
         settings = (0.0, self.norm_ratio), self.window_steps, self.active_after_steps, self.sigmas, device
         self._windows = [OutlierWindow(*settings) for _ in trainer.optimizers]
-        self._counts = [(torch.zeros((), device=device), torch.zeros((), device=device)) for _ in trainer.optimizers]
+        self._is_deepspeed = is_a(trainer.strategy, "DeepSpeedStrategy")
+        self._over_ranks: OverRanks | None = "max" if trainer.world_size > 1 else None
+        self._scaler = _enabled_scaler(trainer)
+        self._optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
+        self._batch_idx = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Go on with a checkpoint's windows and counts, which some strategies load after `on_fit_start`."""
         ranks, self._loaded = self._loaded.get("ranks", []), {}
+        counts = [[0.0, 0.0] for _ in self._windows]
         if ranks:
             own = ranks[trainer.global_rank if trainer.global_rank < len(ranks) else 0]
-            for window, counts, state in zip(self._windows, self._counts, own, strict=False):
+            for index, (window, state) in enumerate(zip(self._windows, own, strict=False)):
                 window.load_state_dict(state)
-                for count, number in zip(counts, state["counts"], strict=True):
-                    count.fill_(number)
-        so_far = [(float(in_a_row), float(total)) for in_a_row, total in self._counts]
-        self._skipped = SkippedSteps(self.max_skipped_steps, so_far)
+                counts[index] = state["counts"]
+        self._skipped = SkippedSteps(self.max_skipped_steps, counts)
         self._buffers = KeptBuffers(pl_module)
 
     def _report(self, rows: list[Row]) -> dict[str, float]:
@@ -137,6 +146,7 @@ class StepGuard(pl.Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Stop the run if too many steps in a row were skipped."""
+        self._batch_idx = batch_idx
         if self._skipped.reason_to_stop:
             raise UsageError(self._skipped.reason_to_stop)
         if not self._losses and self._buffers is not None:  # else it is a further micro-batch of a step
@@ -150,93 +160,111 @@ class StepGuard(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Judge the step after its clip, which comes next; in manual optimization at once."""
-        optimizer = unwrapped(optimizer)
-        strategy: Any = trainer.strategy
-        if is_a(strategy, "DeepSpeedStrategy"):
+        index = self._index_of(trainer, optimizer)
+        optimizer = self._optimizers[index]
+        if self._is_deepspeed:
+            strategy: Any = trainer.strategy
 
             def refuses(norm: Tensor) -> bool:
-                return bool(self._judge(trainer, pl_module, optimizer, norm))
+                return bool(self._judge(trainer, pl_module, index, norm))
 
-            self._replacements.enter_context(strategy.judged_step(refuses))
+            self._enter(strategy.judged_step(refuses))
             return
-        scaler = _scaler(trainer, optimizer)
+        scaler = self._scaler
+        _refuse_scaled(trainer, optimizer, scaler)
         if not pl_module.automatic_optimization:
-            skip = self._judge(trainer, pl_module, optimizer, _norm(trainer, optimizer))
+            skip = self._judge(trainer, pl_module, index, _norm(trainer, optimizer))
             if self._buffers is not None:
                 self._buffers.save()  # the next step may begin in the same batch
-            self._replacements.enter_context(skipping(optimizer, scaler, skip))
+            self._enter(skipping(optimizer, scaler, skip))
             return
         module: Any = pl_module
         clip = module.configure_gradient_clipping
         keeps_norm = _keeps_norm(pl_module)
 
-        @wraps(clip)
         def clip_and_judge(*args: Any, **kwargs: Any) -> None:
             def norm_and_clip() -> Tensor:
                 norm = None if keeps_norm else _norm(trainer, optimizer)
                 clip(*args, **kwargs)
                 return module.grad_norm if norm is None else norm
 
-            skip = self._judge(trainer, pl_module, optimizer, norm_and_clip(), norm_and_clip)
-            self._replacements.enter_context(skipping(optimizer, scaler, skip))
+            skip = self._judge(trainer, pl_module, index, norm_and_clip(), norm_and_clip)
+            self._enter(skipping(optimizer, scaler, skip))
 
-        self._replacements.enter_context(replaced(pl_module, "configure_gradient_clipping", clip_and_judge))
+        self._enter(replaced(pl_module, "configure_gradient_clipping", clip_and_judge))
 
-    @torch.no_grad()
+    def _enter(self, replacement: AbstractContextManager[Any]) -> None:
+        replacement.__enter__()
+        self._replacements.append(replacement)
+
+    def _leave(self) -> None:
+        while self._replacements:
+            self._replacements.pop().__exit__(None, None, None)
+
+    def _index_of(self, trainer: Any, optimizer: Any) -> int:
+        for index, own in enumerate(self._optimizers):
+            if own is optimizer:
+                return index
+        index = optimizer_index(trainer, optimizer)  # it is wrapped, or somebody has put another one in its place
+        self._optimizers[index] = unwrapped(optimizer)
+        return index
+
     def _judge(
-        self, trainer: Any, pl_module: Any, optimizer: Any, norm: Tensor, clip_again: Callable[[], Tensor] | None = None
+        self, trainer: Any, pl_module: Any, index: int, norm: Tensor, clip_again: Callable[[], Tensor] | None = None
     ) -> Tensor:
-        """1.0 if the step of `optimizer` that comes now is to be skipped, else 0.0: 0-dim, on the device."""
-        index = optimizer_index(trainer, optimizer)
-        window, (in_a_row, total) = self._windows[index], self._counts[index]
+        """1.0 if the step of an optimizer that comes now is to be skipped, else 0.0: 0-dim, on the device."""
+        window = self._windows[index]
         window.known_full |= index in self._skipped.full_windows
-        limits = window.limits()
-        judged = used = self._judgement(trainer, norm, limits)
-        skip, result = any_rank(trainer, judged.rejected), None
+        judged = used = self._judgement(trainer, norm, window.limits)
+        skip, result = any_rank(trainer, ~judged.good), None
         if self._rechecking is not None and clip_again is not None and bool(skip):
-            self._put_back_buffers(skip)
-            self._rechecking.run(trainer, pl_module, optimizer, self._buffer)
-            used = self._judgement(trainer, clip_again(), limits)
-            differs, skip = any_rank(trainer, ~judged.same_bits(used)), any_rank(trainer, used.rejected)
+            used = self._judge_again(trainer, pl_module, self._optimizers[index], clip_again, window.limits, skip)
+            differs, skip = any_rank(trainer, ~judged.same_bits(used)), any_rank(trainer, ~used.good)
             result = torch.where(differs == 0, SAME, torch.where(skip == 0, RETRIED, OUT_AGAIN))
-        self._put_back_buffers(skip)
-        rejected = skip != 0
-        window.accept(used.values, rejected | used.overflow if used.overflow is not None else rejected)
-        in_a_row.add_(1).mul_(skip)
-        total.add_(skip)
-        if trainer.log_every_n_steps:
-            self._record(trainer, index, judged, skip, result)
-        return skip
-
-    def _put_back_buffers(self, skip: Tensor) -> None:
         if self._buffers is not None:
             self._buffers.put_back(skip)
+        accepted = used.good if self._over_ranks is None else skip == 0
+        has_new_limits = window.accept(used.values, accepted if used.finite is None else accepted & used.finite)
+        batch = Batch(step_samples(trainer), trainer.current_epoch, self._batch_idx)
+        self._skipped.note(logging_step(trainer), Judged(index, skip, judged, batch))
+        if trainer.log_every_n_steps:
+            self._record(trainer, self._skipped.names[index], judged, skip, result)
+            if has_new_limits and not window.known_full:
+                self._buffer.record(self._skipped.names[index].missing, window.missing(), self._over_ranks)
+        else:
+            self._skipped.count_unheard()
+        return skip
 
-    def _record(self, trainer: Any, index: int, judged: Judgement, skip: Tensor, result: Tensor | None) -> None:
-        """Let the buffer keep what the report needs, and the host where the batch came from."""
-        batch = Batch(step_samples(trainer), trainer.current_epoch, batch_progress(trainer).current.ready - 1)
-        self._skipped.note_batch(logging_step(trainer), batch)
-        names, window = self._skipped.names[index], self._windows[index]
-        join: OverRanks | None = "max" if trainer.world_size > 1 else None
-        self._buffer.record_all(names.values, judged.numbers(), join)
+    @torch.no_grad()
+    def _judge_again(
+        self, trainer: Any, pl_module: Any, optimizer: Any, clip: Callable[[], Tensor], limits: Tensor, skip: Tensor
+    ) -> Judgement:
+        """Compute the step once more, from the buffers before it."""
+        assert self._rechecking is not None
+        if self._buffers is not None:
+            self._buffers.put_back(skip)
+        self._rechecking.run(trainer, pl_module, optimizer, self._buffer)
+        return self._judgement(trainer, clip(), limits)
+
+    def _record(self, trainer: Any, names: Names, judged: Judgement, skip: Tensor, result: Tensor | None) -> None:
+        """Let the buffer keep what the report needs of other ranks, and what tells whether there is one."""
         self._buffer.record(names.skipped, skip)
-        if not window.known_full:
-            self._buffer.record(names.missing, window.missing(), join)
         if result is not None:
             self._buffer.record(names.recheck, result)
-        if join:
-            self._buffer.record(names.rank, judged.rejected * (trainer.global_rank + 1.0), join)
+        if self._over_ranks is not None:
+            rank, out = judged.out_of_bounds(trainer.global_rank)
+            self._buffer.record_all(names.values, out, self._over_ranks)
+            self._buffer.record(names.rank, rank, self._over_ranks)
 
     def _judgement(self, trainer: Any, norm: Tensor, limits: Tensor) -> Judgement:
         losses, self._losses = self._losses, []
-        scaler = _enabled_scaler(trainer)
-        scale = None if scaler is None else loss_scale(scaler)
-        engine_skips = is_a(trainer.strategy, "DeepSpeedStrategy") and str(trainer.precision).startswith("16")
-        return Judgement(losses, norm, limits, scale, overflows=scaler is not None or engine_skips)
+        scale = None if self._scaler is None else loss_scale(self._scaler)
+        engine_skips = self._is_deepspeed and str(trainer.precision).startswith("16")
+        return Judgement(losses, norm, limits, scale, overflows=self._scaler is not None or engine_skips)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Put back the module's and the optimizer's attributes."""
-        self._replacements.close()
+        self._leave()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Forget micro-batches that no optimizer step followed."""
@@ -244,7 +272,7 @@ class StepGuard(pl.Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Put back the module's and the optimizer's attributes."""
-        self._replacements.close()
+        self._leave()
         self._buffers = None
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
@@ -255,18 +283,14 @@ class StepGuard(pl.Callback):
         """Count the skipped steps in a row anew: SpikeRollback has put earlier weights and buffers back."""
         if self._buffers is not None:
             self._buffers.save()
-        for in_a_row, _ in self._counts:
-            in_a_row.zero_()
         self._skipped.after_rollback()
 
     def state_dict(self) -> dict[str, Any]:
         """The windows and the counts of every rank; every rank must call."""
         if not self._windows:
             return self._loaded
-        own = [
-            {**window.state_dict(), "counts": [float(count) for count in counts]}
-            for window, counts in zip(self._windows, self._counts, strict=True)
-        ]
+        counts = self._skipped.counts() or [[0.0, 0.0] for _ in self._windows]
+        own = [{**window.state_dict(), "counts": count} for window, count in zip(self._windows, counts, strict=True)]
         return {"ranks": gather(own)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -295,10 +319,10 @@ def _refuse(trainer: Any, pl_module: Any, recheck: bool) -> None:
 
 def _keeps_norm(pl_module: Any) -> bool:
     """Whether the clip is GradientClippingMixin's own, which keeps the norm from before it."""
+    if not getattr(type(pl_module), "keeps_grad_norm", False):
+        return False
     function = getattr(pl_module.configure_gradient_clipping, "__func__", None)
-    return getattr(type(pl_module), "keeps_grad_norm", False) and getattr(function, "__module__", "").startswith(
-        "lightning_tricks."
-    )
+    return getattr(function, "__module__", "").startswith("lightning_tricks.")
 
 
 def _norm(trainer: Any, optimizer: Any) -> Tensor:
@@ -312,13 +336,11 @@ def _enabled_scaler(trainer: Any) -> Any:
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
-def _scaler(trainer: Any, optimizer: Any) -> Any:
-    """The GradScaler that has unscaled the optimizer's gradients; None without one."""
-    scaler = _enabled_scaler(trainer)
+def _refuse_scaled(trainer: Any, optimizer: Any, scaler: Any) -> None:
+    """Refuse an optimizer whose gradients the scaler has not unscaled."""
     if scaler is not None and is_scaled(scaler, optimizer):
         raise UsageError(
             f"StepGuard: fused {type(optimizer).__name__} under fp16 (trainer.precision={trainer.precision}) "
             "unscales in its own step: set plugins to FP16Mixed instead of the precision, set fused to false, or "
             "train in bf16"
         )
-    return scaler
