@@ -56,7 +56,7 @@ class Names:
 class Judged(NamedTuple):
     """A step of one optimizer, of which the host has not heard yet."""
 
-    index: int  # of the optimizer
+    optimizer_index: int
     skip: Tensor  # 0-dim, 1.0 or 0.0
     judgement: Judgement  # on this rank
     batch: Batch
@@ -97,9 +97,9 @@ class SkippedSteps:
         for step, several in sorted(self._unheard.items()):
             for judged in several:
                 skipped = bool(judged.skip)
-                totals[judged.index] += skipped
+                totals[judged.optimizer_index] += skipped
                 if step not in self._undone:
-                    in_a_row[judged.index] = (in_a_row[judged.index] + 1) * skipped
+                    in_a_row[judged.optimizer_index] = (in_a_row[judged.optimizer_index] + 1) * skipped
         return [[float(own), float(total)] for own, total in zip(in_a_row, totals, strict=True)]
 
     def count_unheard(self) -> None:
@@ -123,7 +123,7 @@ class SkippedSteps:
         lines, any_judged = [], False
         for row in rows:
             for judged in self._unheard.pop(row.step, ()):
-                if (skipped := row.values.get(self.names[judged.index].skipped)) is not None:
+                if (skipped := row.values.get(self.names[judged.optimizer_index].skipped)) is not None:
                     any_judged = True
                     lines += self._lines_of(row, judged, bool(skipped))
         self._undone.clear()
@@ -135,7 +135,7 @@ class SkippedSteps:
 
     def _lines_of(self, row: Row, judged: Judged, skipped: bool) -> list[str]:
         """The line of one step if it was out of bounds, else none; sets `reason_to_stop` after too many in a row."""
-        index, step, names = judged.index, row.step, self.names[judged.index]
+        index, step, names = judged.optimizer_index, row.step, self.names[judged.optimizer_index]
         if row.values.get(names.missing, 1) <= 0:
             self.full_windows.add(index)
         if not skipped:
