@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_tricks._errors import UsageError
 
@@ -54,6 +55,20 @@ def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """`repeated_blocks`; if there are none, the children with parameters of the first module that has several."""
     return repeated_blocks(module) or _children(module)
+
+
+def bound_to_buffers(module: nn.Module) -> list[nn.Parameter]:
+    """The own parameters of a layer that computes with them and floating-point buffers: torch wants one dtype for both.
+
+    Such are batch norm, by its running statistics, and layers with spectral norm, by their singular vectors.
+    """
+    parametrizations = getattr(module, "parametrizations", None)
+    parts = [module] if parametrizations is None else [module, parametrizations]
+    found = [parameter for part in parts for parameter in part.parameters(recurse=part is not module)]
+    by_statistics = getattr(module, "running_mean", None) is not None
+    by_hook = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+    by_parametrization = any(buffer.is_floating_point() for part in parts[1:] for buffer in part.buffers())
+    return found if by_statistics or by_hook or by_parametrization else []
 
 
 def match_modules(module: nn.Module, patterns: Sequence[str], option: str) -> dict[str, nn.Module]:

@@ -232,11 +232,15 @@ def _positions_in_documents(input_ids: Tensor, document_ids: Tensor | None, begi
 def _draw_normal(weight: Tensor, std: float, generator: torch.Generator | None) -> None:
     """Fill `weight`, which may be a DTensor, in place from a normal distribution of mean 0.
 
-    For a shard every rank draws the whole weight and keeps its part, so the values do not depend on the number of
-    devices. torch's own `normal_` gives each rank of a CPU mesh the same numbers for its shard.
+    The numbers are drawn in fp32, and rounded for a weight of 16 bits. For a shard every rank draws the whole weight
+    and keeps its part, so the values do not depend on the number of devices. torch's own `normal_` gives each rank of a
+    CPU mesh the same numbers for its shard.
     """
-    if not isinstance(weight, DTensor):
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    if not isinstance(weight, DTensor) and weight.dtype == dtype:
         weight.normal_(0.0, std, generator=generator)
         return
-    whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device).normal_(0.0, std, generator=generator)
-    weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))
+    whole = torch.empty(weight.shape, dtype=dtype, device=weight.device).normal_(0.0, std, generator=generator)
+    if isinstance(weight, DTensor):
+        whole = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+    weight.copy_(whole)

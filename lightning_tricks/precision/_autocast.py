@@ -18,12 +18,16 @@ _OWN_PRECISION = {"DeepSpeedStrategy": "DeepSpeed", "FSDPStrategy": "FSDP1", "XL
 
 
 class AutocastPrecision(pl.plugins.Precision):
-    """Autocast to `_dtype` on the model's device; off where FSDP2 casts parameters and inputs already."""
+    """Autocast to `_dtype` on the model's device; off where FSDP2 casts parameters and inputs already.
+
+    Attributes:
+        device: type of the model's device, `cpu` or `cuda`; before training, of this machine's.
+    """
 
     _dtype = torch.bfloat16  # of matrix products
 
     def __init__(self) -> None:
-        self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._autocasts = True
 
     def __repr__(self) -> str:
@@ -43,13 +47,13 @@ class AutocastPrecision(pl.plugins.Precision):
         refuse_strategy(self, module)
         trainer = trainer_of(module)
         if trainer is not None:
-            self._device_type = trainer.strategy.root_device.type
+            self.device = trainer.strategy.root_device.type
         self._autocasts = not _casts_by_fsdp2(module, self._dtype)
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Wrap a forward pass. Weight casts are not cached: activation checkpointing must cast them again."""
-        return torch.autocast(self._device_type, dtype=self._dtype, enabled=self._autocasts, cache_enabled=False)
+        return torch.autocast(self.device, dtype=self._dtype, enabled=self._autocasts, cache_enabled=False)
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Take the fp32 masters over from a checkpoint of `BF16True`."""

@@ -38,7 +38,7 @@ class AutoPrecision(AutocastPrecision):
         self._choose()
 
     def _choose(self) -> None:
-        self.precision = "bf16-mixed" if has_fast_bf16(self._device_type) else "32-true"
+        self.precision = "bf16-mixed" if has_fast_bf16(self.device) else "32-true"
 
     @property
     def fsdp2_policy(self) -> MixedPrecisionPolicy:

@@ -1,11 +1,16 @@
 """bf16 weights that keep learning: 8 to 16 bytes a parameter with AdamW, and no update lost to rounding."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import bfloat16, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parameter import is_lazy
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import bound_to_buffers
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks.optim.bf16_step import BF16Step, StateType, Update
 from lightning_tricks.optim.limits import refuse_limits
@@ -15,19 +20,16 @@ from lightning_tricks.precision._autocast import AutocastPrecision
 def to_bf16(module: nn.Module) -> None:
     """Convert the parameters of a module to bf16 in place, and their gradients; a second call changes nothing.
 
-    Buffers keep their dtype: rounding would spoil position tables and running statistics. So do the parameters beside
-    running statistics (batch norm), because torch wants both in one dtype.
+    Buffers keep their dtype: rounding would spoil position tables and running statistics. So do the parameters that a
+    layer combines with its buffers (batch norm, spectral norm), because torch wants both in one dtype.
     """
-    kept = {
-        parameter
-        for part in module.modules()
-        if getattr(part, "running_mean", None) is not None
-        for parameter in part.parameters(recurse=False)
-    }
+    kept = {parameter for part in module.modules() for parameter in bound_to_buffers(part)}
     chosen = {
         id(tensor): tensor
         for parameter in module.parameters()
-        if parameter not in kept and parameter.dtype in (torch.float32, torch.float16, torch.float64)
+        if parameter not in kept
+        and not is_lazy(parameter)
+        and parameter.dtype in (torch.float32, torch.float16, torch.float64)
         for tensor in (parameter, parameter.grad)
         if tensor is not None
     }
@@ -42,7 +44,12 @@ class BF16True(AutocastPrecision):
     its updates are below half a spacing (1/512 to 1/256 of the weight). Here any optimizer computes its step in fp32,
     and the result is rounded stochastically, or kept in fp32 masters. Autocast is on too, so that losses and softmax
     run in fp32, and inputs meet fp32 buffers without an error; under FSDP2 the sharding casts instead (`fsdp2_policy`).
-    Buffers and batch norm keep their dtype. Gradients are accumulated, clipped and measured in bf16.
+    Buffers, batch norm and layers with spectral norm keep their dtype. Gradients are accumulated, clipped and measured
+    in bf16.
+
+    Layers that `configure_model` builds become bf16 one by one, each when it is assigned to a module: it has drawn its
+    weights in fp32 until then, and the whole model never takes 4 bytes a parameter. The rest is converted when training
+    starts.
 
     Bytes a parameter with AdamW (weight, gradient, two averages, master): 12 by default; 8 with bf16 state; 16 with
     masters; 12 with masters and bf16 state. In addition, 256 MiB or the largest parameter's copies during a step.
@@ -80,6 +87,21 @@ class BF16True(AutocastPrecision):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(update={self.update!r}, optimizer_state={self.optimizer_state!r})"
+
+    @contextmanager
+    def tensor_init_context(self) -> Iterator[None]:
+        """Around `configure_model`: each layer becomes bf16 when it is assigned to a module."""
+
+        def convert(owner: nn.Module, name: str, layer: nn.Module | None) -> None:
+            if layer is not None:
+                to_bf16(layer)
+
+        # public in torch, and of all modules: so only as long as the module builds itself
+        hook = register_module_module_registration_hook(convert)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the parameters in place; find out their device, and whether FSDP2 casts."""

@@ -71,13 +71,13 @@ class FP16Mixed(AutocastPrecision):
         if not self.loss_scaling:
             return None
         scale = float(self.init_scale)
-        return torch.amp.GradScaler(self._device_type, init_scale=scale, growth_interval=self.growth_interval)
+        return torch.amp.GradScaler(self.device, init_scale=scale, growth_interval=self.growth_interval)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Find out the weights' device, and whether FSDP2 casts; the weights do not change."""
-        device_type, trainer = self._device_type, trainer_of(module)
+        device_type, trainer = self.device, trainer_of(module)
         module = super().convert_module(module)
-        if self._device_type != device_type:
+        if self.device != device_type:
             self.scaler = self._new_scaler()
         if self.scaler is not None and trainer is not None:
             # creates the scale, which an optimizer step needs even if the first batch has no loss

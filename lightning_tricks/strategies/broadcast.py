@@ -1,13 +1,14 @@
 """Give every rank rank 0's values of tensors, however they lie in memory."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-def broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
+def broadcast(tensors: Iterable[Tensor], device: torch.device, group: Any = None) -> None:
     """Give tensors on any device rank 0's values, in place; every rank must call.
 
     A process group sends memory as it lies, so a tensor that is not dense goes as a contiguous copy.
@@ -16,12 +17,13 @@ def broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
         tensors: parameters, buffers or others, of the same shapes on all ranks; expanded ones have equal values along
             the expanded dimensions on rank 0.
         device: one on which the process group communicates.
+        group: the process group, whose first rank has the values; None for the default one.
     """
-    if dist.get_world_size() > 1:
+    if dist.get_world_size(group) > 1:
         for tensor in tensors:
             own = tensor.detach()
             there = own.to(device).contiguous()
-            dist.broadcast(there, src=0)
+            dist.broadcast(there, group=group, group_src=0)
             if 0 in own.stride():  # expanded: elements that share memory are written once
                 once = tuple(slice(1) if stride == 0 else slice(None) for stride in own.stride())
                 own, there = own[once], there[once]

@@ -49,6 +49,7 @@ def test_products_are_bf16_over_fp32_weights_and_fused_optimizers_are_clipped(fu
     model = Two(fused)
     run = fit(model, plugins=BF16Mixed(), gradient_clip_val=1e-3, max_steps=2)
     assert run.trainer.precision == "bf16-mixed"
+    assert run.trainer.precision_plugin.device == "cpu"  # as Lightning's plugin says it
     assert set(model.seen) == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
     state = run.trainer.optimizers[0].state[model.first.weight]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.stochastic_rounding import rounding_seed
-from lightning_tricks.precision import BF16Mixed, BF16True
+from lightning_tricks.precision import BF16Mixed, BF16True, Float8
 
 KINDS = {
     "stochastic": {},
@@ -523,3 +523,51 @@ def save_and_load_in_two(rank, folder, full):
 def test_sharded_checkpoints_resume_bitwise_and_open_across_precisions(tmp_path, monkeypatch, full):
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     two_processes.run(save_and_load_in_two, tmp_path, full)
+
+
+class BuiltLate(Model):
+    """Notes the types in `configure_model`, where a batch norm and a direct parameter are built, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers
+
+    def configure_model(self):
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Dropout(0.1), nn.Linear(7, 3))
+        self.types = [self.layers[0].weight.dtype, self.layers[1].weight.dtype, self.layers[3].bias.dtype]
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize("plugin", [BF16True, lambda: Float8(base="bf16-true", emulate=True)])
+def test_layers_are_bf16_as_soon_as_configure_model_has_built_them_with_the_values_of_fp32(plugin):
+    built, late = nn.Sequential(nn.Linear(6, 7)), BuiltLate()
+    with plugin().tensor_init_context():
+        late.configure_model()
+        built.append(nn.Linear(2, 2))
+    assert late.types == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert built[1].weight.dtype == torch.bfloat16
+    assert built[0].weight.dtype == torch.float32, "it is older than the context"
+    rounded = BuiltLate()
+    rounded.configure_model()
+    assert rounded.types == [torch.float32] * 3, "nothing stays behind"
+    for name, weight in rounded.layers.named_parameters():
+        assert torch.equal(late.layers.get_parameter(name), weight.to(late.layers.get_parameter(name).dtype)), name
+    fitted = BuiltLate()
+    fit(fitted, BF16True(), max_steps=2)
+    assert fitted.types == late.types
+    assert fitted.scale.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm])
+def test_spectral_norm_keeps_its_type_as_its_vectors_do(wrap):
+    model, alone = Model(), Model()
+    for each in (model, alone):
+        torch.manual_seed(1)  # of the vectors
+        each.layers[3] = wrap(each.layers[3])
+    fit(alone, None)
+    fit(model, BF16True())
+    types = {name: parameter.dtype for name, parameter in model.layers.named_parameters()}
+    assert types.pop("0.weight") == types.pop("1.bias") == torch.bfloat16
+    assert {types[name] for name in types if name.startswith("3.")} == {torch.float32}
+    assert model.losses == pytest.approx(alone.losses, rel=0.02)

@@ -728,7 +728,7 @@ def test_the_scaler_moves_to_the_device_of_the_model(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         plugin = scaled()
-    assert plugin._device_type == "cuda"
+    assert plugin.device == "cuda"
     fit(Model((1.0, 1.0)), plugin)
     assert plugin.scaler.is_enabled()
     assert plugin.scaler._device == "cpu"

@@ -95,6 +95,10 @@ class Float8(pl.plugins.Precision):
         """The base's: weights that are not gathered in fp8 are gathered in bf16, gradients reduced in fp32."""
         return self._base.fsdp2_policy
 
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """The base's."""
+        return self._base.tensor_init_context()
+
     def convert_before_sharding(self, module: nn.Module) -> None:
         """Convert the layers of `module`; a `configure_model` calls it before it compiles and shards. Idempotent.
 

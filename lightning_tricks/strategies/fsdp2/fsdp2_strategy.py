@@ -22,7 +22,8 @@ from lightning_tricks.checkpoints.read_file import read_file
 from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.strategies.agreement import on_rank_0
 from lightning_tricks.strategies.broadcast import broadcast
-from lightning_tricks.strategies.fsdp2 import shard, sharded_checkpoint
+from lightning_tricks.strategies.fsdp2 import initial_values, shard, sharded_checkpoint
+from lightning_tricks.strategies.fsdp2.initial_values import has_meta
 from lightning_tricks.strategies.fsdp2.manual_optimization import GatherOnCall
 from lightning_tricks.strategies.fsdp2.save_shards import shards_to_save, write_shards
 from lightning_tricks.strategies.verify_together import check_together, verify_together
@@ -41,7 +42,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     whole batch. One device is a case like any other.
 
     Ranks start with rank 0's weights and buffers. A module may build its parameters on the meta device if it has a
-    method `init_weights` that fills them.
+    method `init_weights` that fills them; random numbers are then drawn from rank 0's seed. Scalars are not sharded:
+    each rank holds them whole, and their gradients are averaged.
 
     Args:
         replicate_size: number of model replicas (HSDP); each is sharded over its share of the devices. 1: plain FSDP.
@@ -60,8 +62,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     Raises:
         UsageError: an unknown `activation_checkpointing`; sizes that do not multiply to the number of devices,
-            before any process waits; a pattern that matches nothing; parameters made after sharding; an optimizer that
-            takes no DTensors; under manual optimization, see `GatherOnCall`.
+            before any process waits; a pattern that matches nothing; parameters that FSDP2 cannot train (see
+            `refuse_unshardable`, `refuse_mixed_dtypes`), or made after sharding; ranks that have built different
+            modules; an optimizer that takes no DTensors; under manual optimization, see `GatherOnCall`.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; Zhao et al. 2023,
         https://arxiv.org/abs/2304.11277.
@@ -129,43 +132,49 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.accelerator.setup(trainer)
         module = self._module
         shard.refuse_fsdp1(module)
-        # rank 0 has no values either if the module itself builds on the meta device, to be filled by `init_weights`
-        from_rank_0 = self.init_on_rank_0 and self.world_size > 1 and not self.broadcast(shard.has_meta(module))
-        if not from_rank_0:
-            shard.refuse_unfillable(module)
         sharded = any(isinstance(part, fsdp.FSDPModule) for part in module.modules())  # by itself, or by an earlier fit
-        if not sharded:
-            self._shard(module, from_rank_0)
-        elif from_rank_0 and self.broadcast(shard.has_meta(module), src=1):
-            raise UsageError(
-                f"{type(module).__name__} shards itself in configure_model, where rank 0's values cannot reach the "
-                "others: leave fully_shard to the strategy, or set init_on_rank_0 to false"
-            )
-        if self.init_on_rank_0:  # rank 0 has drawn weights and the others have not, so random states differ
-            state = torch.get_rng_state()
-            broadcast([state], self.root_device)
-            torch.set_rng_state(state)
-        if shard.has_meta(module):
-            module.to_empty(device=self.root_device)
-            module.init_weights()
-        if self._offloads and not sharded:
-            module.to("cpu")  # values drawn on the device, so that they are those of a run without offloading
-        self.model = self.precision_plugin.convert_module(module)
-        self.model_to_device()
+        with nullcontext() if sharded else shard.attributes_kept(module):
+            self._shard_and_fill(module, sharded)
+            self.model = self.precision_plugin.convert_module(module)
+            shard.refuse_mixed_dtypes(module)
+            self.model_to_device()
         self.barrier()
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             shard.refuse_optimizers(self.optimizers)
             if not sharded:
-                shard.refuse_late_parameters(module)
+                shard.refuse_late_parameters(module, module._scalars.names)
         self.setup_precision_plugin()
+
+    def _shard_and_fill(self, module: Any, sharded: bool) -> None:
+        # rank 0 has no values either if the module itself builds on the meta device, to be filled by `init_weights`
+        from_rank_0 = self.init_on_rank_0 and self.world_size > 1 and not self.broadcast(has_meta(module))
+        if not from_rank_0:
+            initial_values.refuse_unfillable(module)
+        if not sharded:
+            self._shard(module, from_rank_0)
+        elif from_rank_0 and self.broadcast(has_meta(module), src=1):
+            raise UsageError(
+                f"{type(module).__name__} shards itself in configure_model, where rank 0's values cannot reach the "
+                "others: leave fully_shard to the strategy, or set init_on_rank_0 to false"
+            )
+        if from_rank_0:  # rank 0 has drawn weights and the others have not, so random states differ
+            state = torch.get_rng_state()
+            broadcast([state], self.root_device)
+            torch.set_rng_state(state)
+        if has_meta(module):
+            initial_values.init_weights(module, self.root_device)
+        if self._offloads and not sharded:
+            module.to("cpu")  # values drawn on the device, so that they are those of a run without offloading
 
     def _shard(self, module: Any, from_rank_0: bool) -> None:
         blocks = self._find_blocks(module)
+        shard.refuse_unshardable(module, blocks)
+        initial_values.refuse_other_modules(module)
         elements = sum(parameter.numel() for parameter in module.parameters())
         gathered = shard.largest_group(module, blocks.values())
-        state = shard.Rank0State(module) if from_rank_0 else None
-        if state is None and not shard.has_meta(module):
+        state = initial_values.Rank0State(module) if from_rank_0 else None
+        if state is None and not has_meta(module):
             broadcast([*module.parameters(), *module.buffers()], self.root_device)
         if hasattr(self.precision_plugin, "convert_before_sharding"):
             self.precision_plugin.convert_before_sharding(module)
@@ -177,7 +186,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         policy = getattr(self.precision_plugin, "fsdp2_policy", None) or fsdp.MixedPrecisionPolicy()
         offload = fsdp.CPUOffloadPolicy() if self._offloads else fsdp.OffloadPolicy()
         shard.shard_module(module, blocks.values(), mesh, policy, offload, self.reshard_after_forward)
-        # an attribute of the module, as the shards are: a second fit, by another strategy, finds both
+        # attributes of the module, as the shards are: a second fit, by another strategy, finds all of them
+        module._scalars = shard.Scalars(module)
         module._gather_on_call = None if module.automatic_optimization else GatherOnCall(module, blocks.values())
         for step in _STEPS:
             if step != "training_step" or module._gather_on_call is None:
@@ -209,8 +219,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         """Move the tensors that are not sharded; shards are on their device already."""
         assert self.model is not None
         if self._offloads:
-            for buffer in self.model.buffers():
-                buffer.data = buffer.to(self.root_device)
+            scalars = (parameter for parameter in self.model.parameters() if parameter.ndim == 0)
+            for tensor in [*self.model.buffers(), *scalars]:
+                tensor.data = tensor.to(self.root_device)
         else:
             self.model.to(self.root_device)
 
@@ -224,10 +235,18 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the backward pass, at whose end all gradients are reduced."""
+        """Run the backward pass, at whose end all gradients are reduced, before any hook sees them."""
         if self._gather_on_call:
             closure_loss = self._gather_on_call.before_backward(closure_loss)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        module, plugin = self._module, self.precision_plugin
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if "_scalars" in vars(module):
+            module._scalars.average_gradients(self.root_device)
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, and drop the parameters that were gathered before."""

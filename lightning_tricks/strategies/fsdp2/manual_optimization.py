@@ -60,7 +60,8 @@ class GatherOnCall:
         self.parameters = [
             _Parameter(f"{path}.{name}".lstrip("."), owner, name)
             for path, owner in root.named_modules()
-            for name, _ in owner.named_parameters(recurse=False)
+            for name, parameter in owner.named_parameters(recurse=False)
+            if isinstance(parameter, DTensor)  # scalars are never sharded
         ]
         groups: list[Any] = [part for part in root.modules() if isinstance(part, FSDPModule) and part is not root]
         gather_themselves = {part for group in groups for part in group.modules()}
