@@ -614,15 +614,6 @@ def test_the_fetch_hooks_enclose_each_wait_for_a_training_batch(epochs):
     assert events == ["before", "batch", "after", "step"] * 2 * epochs
 
 
-def test_one_batch_is_prefetched_where_the_length_is_not_known():
-    notes = AtEachBatchEnd(_trainer.prefetched_batches)
-    trainer_with(notes).fit(Model(), DataLoader(Unsized(3)))
-    assert notes.answers == [1, 1, 0]
-    notes = AtEachBatchEnd(_trainer.prefetched_batches)
-    trainer_with(notes).fit(Model(), data(3))
-    assert notes.answers == [0, 0, 0]
-
-
 @pytest.mark.parametrize(("consumed", "batches"), [(False, 5), (True, 3)])
 def test_set_consumed_ends_an_epoch_with_the_longest_loader_that_is_left(consumed, batches):
     class Sum(Model):
@@ -637,14 +628,14 @@ def test_set_consumed_ends_an_epoch_with_the_longest_loader_that_is_left(consume
     assert model.batches == batches
 
 
-def test_shift_micro_batches_changes_what_a_restart_counts(tmp_path):
+def test_rewind_to_step_changes_what_a_restart_counts(tmp_path):
     class Save(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 4:
                 trainer.save_checkpoint(tmp_path / "five.ckpt")
 
         def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-            _trainer.shift_micro_batches(checkpoint, -2)
+            _trainer.rewind_to_step(checkpoint, 2, False)
 
     def counts(trainer: Any) -> tuple[int, int]:
         progress = _trainer.batch_progress(trainer)
@@ -670,6 +661,77 @@ class Starts(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append(batch_idx)
+
+
+def test_a_batch_that_was_running_at_a_save_is_counted_once(tmp_path):
+    def counts(trainer: Any) -> tuple[int, int, int]:
+        total = _trainer.batch_progress(trainer).total
+        return total.ready, total.processed, _trainer.logging_step(trainer)
+
+    class Save(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "running.ckpt")
+
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            _trainer.rewind_to_step(checkpoint, 0, True)
+
+    unbroken, resumed = AtEachBatchEnd(counts), AtEachBatchEnd(counts)
+    trainer_with(Save(), unbroken).fit(Model(), data(3))
+    trainer_with(Starts(_trainer.forget_running_batch), resumed).fit(
+        Model(), data(3), ckpt_path=tmp_path / "running.ckpt", weights_only=False
+    )
+    assert resumed.answers == unbroken.answers[2:]
+
+
+def test_the_updates_of_a_plateau_are_those_after_all_that_belongs_to_the_batches_done():
+    class Falls(Model):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()[0]
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss", **self.when}}
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    class Asks(pl.Callback):
+        def __init__(self) -> None:
+            self.expected, self.done = [], []
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.done.append(trainer.lr_scheduler_configs[0].scheduler.last_epoch)
+            self.expected += _trainer.plateau_updates(trainer)  # nothing is due while a batch runs
+
+        def ask(self, trainer: Any, *_: Any) -> None:
+            if self.expected:
+                self.expected[-1] = (self.expected[-1], *_trainer.plateau_updates(trainer))[-1]
+
+        on_validation_end = on_train_epoch_end = on_train_batch_end = ask
+
+    for when, done, expected in (
+        ({"interval": "step"}, [0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]),
+        ({"interval": "step", "frequency": 2}, [0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 2, 2]),
+        ({"interval": "epoch"}, [0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 2]),
+    ):
+        model, asks = Falls(), Asks()
+        model.when = when
+        trainer_with(asks, max_epochs=2, num_sanity_val_steps=0).fit(model, data(3), data(1))
+        assert (asks.done, asks.expected[:3]) == (done, expected[:3]), when
+
+
+def test_metrics_that_are_put_back_are_callback_metrics_and_means_over_an_epoch_are_known():
+    class Logs(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("mean", 1.0, on_step=False, on_epoch=True)
+            self.log("both", 1.0, on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    notes = AtEachBatchEnd(_trainer.epoch_means)
+    before = Starts(lambda trainer: _trainer.set_callback_metrics(trainer, {"before": torch.tensor(3.0)}))
+    trainer = trainer_with(notes, before)
+    trainer.fit(Logs(), data(2))
+    assert notes.answers == [{"mean", "both", "both_epoch"}] * 2
+    assert trainer.callback_metrics["before"] == 3.0
 
 
 def test_after_an_epochs_end_the_next_one_begins(tmp_path):

@@ -6,18 +6,22 @@ Trainer may be of either package, `lightning` or `pytorch_lightning`.
 """
 
 from lightning_tricks._trainer.loop import batch_progress as batch_progress
+from lightning_tricks._trainer.loop import end_restart as end_restart
 from lightning_tricks._trainer.loop import epoch_is_over as epoch_is_over
+from lightning_tricks._trainer.loop import epoch_means as epoch_means
 from lightning_tricks._trainer.loop import fetch_hooks as fetch_hooks
+from lightning_tricks._trainer.loop import forget_running_batch as forget_running_batch
 from lightning_tricks._trainer.loop import go_on_with_next_epoch as go_on_with_next_epoch
 from lightning_tricks._trainer.loop import is_accumulating as is_accumulating
 from lightning_tricks._trainer.loop import is_last_step as is_last_step
 from lightning_tricks._trainer.loop import is_restarting as is_restarting
 from lightning_tricks._trainer.loop import logging_step as logging_step
-from lightning_tricks._trainer.loop import prefetched_batches as prefetched_batches
+from lightning_tricks._trainer.loop import plateau_updates as plateau_updates
 from lightning_tricks._trainer.loop import reopen_epoch as reopen_epoch
 from lightning_tricks._trainer.loop import repeat_micro_batches as repeat_micro_batches
+from lightning_tricks._trainer.loop import rewind_to_step as rewind_to_step
+from lightning_tricks._trainer.loop import set_callback_metrics as set_callback_metrics
 from lightning_tricks._trainer.loop import set_consumed as set_consumed
-from lightning_tricks._trainer.loop import shift_micro_batches as shift_micro_batches
 from lightning_tricks._trainer.loop import steps_in_epoch as steps_in_epoch
 from lightning_tricks._trainer.loop import validation_follows as validation_follows
 from lightning_tricks._trainer.module import attach_stand_in as attach_stand_in

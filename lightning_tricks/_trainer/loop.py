@@ -94,10 +94,57 @@ def go_on_with_next_epoch(trainer: Any) -> None:
     if batches.restarted_on_train_batch_end:
         batches.batch_progress.increment_completed()
     for tracker in (loop.epoch_progress.current, loop.epoch_progress.total):
-        tracker.completed = tracker.processed
+        tracker.completed = tracker.processed = tracker.started  # saved before the hooks of the epoch's end, or in them
     loop._restarting = loop.epoch_loop.restarting = False
     loop.reset_restart_stage()
     loop.epoch_loop.reset_restart_stage()
+
+
+def end_restart(trainer: Any) -> None:
+    """After a restart, let the running epoch end as any other, once its first batch is done.
+
+    Lightning would not let a ReduceLROnPlateau of epochs see the metrics of the first epoch that ends. Read from
+    `_FitLoop.on_advance_end` (loops/fit_loop.py).
+    """
+    trainer.fit_loop._restarting = False
+
+
+def plateau_updates(trainer: Any) -> list[int | None]:
+    """The updates that each scheduler will have had when all is done that belongs to the batches done; None for others.
+
+    Lightning updates a ReduceLROnPlateau behind the hooks in which checkpoints are saved. A run that goes on from such
+    a checkpoint leaves the update out, because the metric is not in it. Read from `_TrainingEpochLoop.on_advance_end`,
+    `update_lr_schedulers` and `_update_learning_rates` (loops/training_epoch_loop.py), and from
+    `_FitLoop.on_advance_end` (loops/fit_loop.py).
+    """
+    loop = trainer.fit_loop
+    batches, epochs = loop.epoch_loop.batch_progress.current, loop.epoch_progress.current
+    running = batches.ready > batches.processed
+    step_ends = (
+        batches.processed > batches.completed or trainer.validating
+    ) and not loop.epoch_loop._should_accumulate()
+    epoch_ends = epochs.ready > epochs.completed and loop.epoch_loop._num_ready_batches_reached() and not running
+    by_interval = {"step": (step_ends, batches.processed), "epoch": (epoch_ends, trainer.current_epoch + 1)}
+    updates: list[int | None] = []
+    for config in trainer.lr_scheduler_configs:
+        is_due, number = by_interval[config.interval]
+        due = bool(is_due and number % config.frequency == 0 and trainer.lightning_module.automatic_optimization)
+        updates.append(config.scheduler.last_epoch + due if config.reduce_on_plateau else None)
+    return updates
+
+
+def set_callback_metrics(trainer: Any, metrics: dict[str, Any]) -> None:
+    """Add to `trainer.callback_metrics`. Read from `_LoggerConnector.callback_metrics` (logger_connector.py)."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def epoch_means(trainer: Any) -> set[str]:
+    """Names of the metrics of training that are reduced over an epoch, of those logged so far in this epoch.
+
+    Read from `_ResultCollection.metrics` and `_Metadata` (trainer/connectors/logger_connector/result.py).
+    """
+    metas = [one.meta for one in trainer.fit_loop.epoch_loop._results.values() if one.meta.on_epoch]
+    return {name for meta in metas for name in (meta.name, meta.forked_name(on_step=False))}
 
 
 def reopen_epoch(checkpoint: dict[str, Any]) -> None:
@@ -120,14 +167,6 @@ def fetch_hooks(trainer: Any) -> tuple[Any, str, str]:
     return trainer.fit_loop.epoch_loop, "_on_before_fetch", "_on_after_fetch"
 
 
-def prefetched_batches(trainer: Any) -> int:
-    """Batches that were fetched before the running one ended: one where the loaders have no length.
-
-    Read from `_PrefetchDataFetcher.batches` (loops/fetchers.py).
-    """
-    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
-
-
 def set_consumed(trainer: Any, index: int) -> None:
     """Tell a CombinedLoader that one of its loaders has run to its end before: an epoch lasts until all have.
 
@@ -138,15 +177,37 @@ def set_consumed(trainer: Any, index: int) -> None:
         consumed[index] = True
 
 
-def shift_micro_batches(checkpoint: dict[str, Any], by: int) -> None:
-    """Change the number of training micro-batches that a checkpoint says are done, in its epoch and in all.
+def rewind_to_step(checkpoint: dict[str, Any], done: int, running: bool) -> None:
+    """Count the training micro-batches of a checkpoint from the start of the step in which it was saved.
+
+    Args:
+        checkpoint: to be written.
+        done: micro-batches that are done in a step that is not.
+        running: whether a micro-batch is running.
 
     Read from `_Loop.state_dict` (loops/loop.py) and `_BatchProgress` (loops/progress.py).
     """
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for tracker in (progress["current"], progress["total"]):
         for name in tracker:
-            tracker[name] += by
+            tracker[name] -= done
+    if done or running:
+        progress["is_last_batch"] = False
+
+
+def forget_running_batch(trainer: Any) -> None:
+    """On a restart from a checkpoint of a running micro-batch, count as before it. Call it in `on_train_start`.
+
+    Lightning counts such a batch twice, in all micro-batches (by which it validates across epochs) and in the steps by
+    which it logs. Read from `_TrainingEpochLoop.reset` (loops/training_epoch_loop.py) and `_Progress.reset_on_restart`
+    (loops/progress.py).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if not loop.restarting or loop.batch_progress.total.ready == loop.batch_progress.total.processed:
+        return
+    for tracker in (loop.batch_progress.current, loop.batch_progress.total):
+        tracker.ready = tracker.started = tracker.processed
+    loop._batches_that_stepped -= 1  # `reset` will add it
 
 
 def repeat_micro_batches(

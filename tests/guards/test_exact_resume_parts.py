@@ -30,7 +30,7 @@ def bits(batches) -> list[str]:
 
 
 def served(loader, position=None):
-    copied = replayed(loader, 11, 0, 8, lambda: None)
+    copied = replayed(loader, 11, 0, lambda: None)
     copied.replay.resumed = position
     return copied
 
@@ -45,8 +45,11 @@ def test_the_position_before_the_last_batches_reaches_into_the_pass_before():
     assert same(loader.replay.position_before(0), loader.replay.next_pass())  # nothing was fetched
     list(loader)
     next(iter(loader))
-    before = [loader.replay.position_before(batches) for batches in range(5)]
-    assert [(place.number, place.batches) for place in before] == [(1, 1), (1, 0), (0, 2), (0, 1), (0, 0)]
+    before = [loader.replay.position_before(batch) for batch in range(5)]
+    assert [(place.number, place.batches) for place in before] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    loader.replay.places.forget_before(3)
+    before = [loader.replay.position_before(batch) for batch in (3, 4)]
+    assert [(place.number, place.batches) for place in before] == [(1, 0), (1, 1)]
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "rows", "whim", "generator", "stream", "sized", "stateful", "torchdata"])
@@ -54,7 +57,7 @@ def test_from_each_position_of_two_passes_the_rest_is_the_same(kind):
     loader, positions, whole = served(loaders(kind)), [], []
     for _ in range(2):
         for batch in loader:
-            positions.append(loader.replay.earlier[-1])
+            positions.append(loader.replay.position_before(len(positions)))
             whole += bits([batch])
     for index, position in enumerate(positions):
         again = served(loaders(kind), Position(**vars(position)))
@@ -68,7 +71,7 @@ def test_workers_make_the_same_batches_from_a_position_on(kind):
     loader, positions = served(loaders(kind)), []
     whole = []
     for batch in loader:
-        positions.append(loader.replay.earlier[-1])
+        positions.append(loader.replay.position_before(len(positions)))
         whole += bits([batch])
     for index in (1, 4, len(whole) - 1):
         assert bits(served(loaders(kind), positions[index])) == whole[index:]
@@ -84,7 +87,7 @@ class Noise(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_each_rank_has_random_numbers_of_its_own(num_workers):
-    ranks = [replayed(DataLoader(Noise(), num_workers=num_workers), 11, rank, 8, lambda: None) for rank in (0, 1)]
+    ranks = [replayed(DataLoader(Noise(), num_workers=num_workers), 11, rank, lambda: None) for rank in (0, 1)]
     drawn = [float(batch) for loader in ranks for batch in loader]
     assert len(set(drawn)) == 8
 
@@ -342,9 +345,9 @@ def test_a_loader_of_another_kind_can_be_copied_and_answers_as_itself():
 
 
 def test_before_its_first_batch_a_resumed_loader_is_where_the_checkpoint_left_it():
-    loader = StatefulLoader(SimpleNamespace(state_dict=lambda: {"at": 0}), lambda: None, 4)
-    loader.resumed = {"at": 3}
-    assert [loader.state_before(batches) for batches in (0, 1)] == [{"at": 3}] * 2
+    loader = StatefulLoader(SimpleNamespace(state_dict=lambda: {"at": 0}), lambda: None)
+    loader.resumed = {"state": {"at": 3}}
+    assert [loader.place_before(batch) for batch in (0, 1)] == [{"state": {"at": 3}}] * 2
 
 
 def test_a_warning_that_is_ignored_meanwhile_leaves_the_filters_of_others():

@@ -17,13 +17,21 @@ from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import (
     batch_progress,
     data_rank,
+    end_restart,
     epoch_is_over,
+    forget_running_batch,
     go_on_with_next_epoch,
     is_accumulating,
-    prefetched_batches,
     reopen_epoch,
+    rewind_to_step,
     set_consumed,
-    shift_micro_batches,
+)
+from lightning_tricks.guards.exact_resume.left_out import (
+    catch_up,
+    follow_accumulation,
+    left_out,
+    put_back,
+    warn_of_epoch_means,
 )
 from lightning_tricks.guards.exact_resume.other_run import describe, say, transfer
 from lightning_tricks.guards.exact_resume.replay import Replay, can_be_replayed, replayed
@@ -74,6 +82,8 @@ class ExactResume(pl.Callback):
         self._loaded: dict[str, Any] | None = None  # the state of a checkpoint
         self._at_end: dict[str, Any] | None = None  # of this process, when training ended
         self._more_batches = 0  # to add to those done, where batches have another size now
+        self._resumed_at = 0  # batches of the epoch that another process has trained
+        self._has_trained = False  # a batch, in this fit
         self._random_to_set = False
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
@@ -96,21 +106,21 @@ class ExactResume(pl.Callback):
         self._replacements.close()
         self._replacements.enter_context(replaced(trainer.strategy, "process_dataloader", process_and_follow))
         hold_back_savers(trainer, self._replacements)
+        follow_accumulation(trainer, self._replacements)
 
     def _follow(self, loader: Any) -> Any:
         """Serve a training loader so that its position is known, if that can be; else say that it cannot."""
         index = len(self._followed)
         name = f"training loader {index + 1} ({type(loader).__name__})"
-        depth = self._trainer.accumulate_grad_batches + 2  # a step, the batch fetched ahead, one to spare
         follower: Replay | StatefulLoader | None = None
         if can_be_replayed(loader):
             if loader.num_workers and loader.persistent_workers:
                 say(name, "persistent_workers=True has no effect: workers start anew each epoch")
             seed = int(torch.empty((), dtype=torch.int64).random_())
-            loader = replayed(loader, seed, data_rank(self._trainer)[0], depth, self._fetched)
+            loader = replayed(loader, seed, data_rank(self._trainer)[0], self._fetched)
             follower = loader.replay
         elif has_state(loader):
-            loader = follower = StatefulLoader(loader, self._fetched, depth)
+            loader = follower = StatefulLoader(loader, self._fetched)
         else:
             if not getattr(loader, "addressed_by_position", False):
                 say(name, _CANNOT_FOLLOW)
@@ -122,7 +132,18 @@ class ExactResume(pl.Callback):
 
     def _fetched(self) -> None:
         if self._random_to_set:
+            self._catch_up()
             self._set_random_state()
+
+    def _own_left_out(self) -> dict[str, Any] | None:
+        """State of the checkpoint for this process, beside that of its loaders; None for one of an older version."""
+        assert self._loaded is not None
+        rank, ranks = self._trainer.global_rank, self._loaded["ranks"]
+        return ranks[rank if rank < len(ranks) else 0].get("left_out")
+
+    def _catch_up(self) -> None:
+        if (state := self._own_left_out()) is not None:
+            catch_up(self._trainer, state)
 
     def _set_random_state(self) -> None:
         assert self._loaded is not None
@@ -138,8 +159,14 @@ class ExactResume(pl.Callback):
         progress = batch_progress(trainer)
         for tracker in (progress.current, progress.total):
             tracker.load_state_dict({name: number + self._more_batches for name, number in vars(tracker).items()})
+        forget_running_batch(trainer)
+        if (state := self._own_left_out()) is not None:
+            put_back(trainer, state)
         if self._loaded["epoch_over"]:
             go_on_with_next_epoch(trainer)
+            self._catch_up()
+        else:
+            self._resumed_at = progress.current.processed
         if all(follower is not None for follower in self._followed):
             self._replacements.enter_context(_ignored(_UNTRUE_WARNING))
         self._set_random_state()
@@ -150,13 +177,28 @@ class ExactResume(pl.Callback):
         if self._random_to_set:
             self._set_random_state()
             self._random_to_set = False
+        if not self._has_trained:
+            return  # a batch may have been fetched ahead
+        self._resumed_at = 0
         for follower in self._followed:
-            if isinstance(follower, Replay):
+            if follower is not None:
                 follower.begin_epoch()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Leave the random state alone from now on: it was restored when the first batch was fetched."""
+        if self._random_to_set:  # nothing was fetched: it was fetched ahead
+            self._catch_up()
         self._random_to_set = False
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Forget the places from before the step that comes next."""
+        if not self._has_trained:
+            self._has_trained = True
+            end_restart(trainer)
+            warn_of_epoch_means(trainer)
+        for follower in self._followed:
+            if follower is not None:
+                follower.places.forget_before(self._next_step())
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Keep the state for a checkpoint that is saved after `fit`, when Lightning has let its loaders go."""
@@ -177,20 +219,22 @@ class ExactResume(pl.Callback):
         part = progress.processed % self._trainer.accumulate_grad_batches
         return (part if running or is_accumulating(self._trainer) else 0), running
 
+    def _next_step(self) -> int:
+        """The first batch of the step that is not done, counted from the first one of this epoch in this process."""
+        return batch_progress(self._trainer).current.processed - self._within_step()[0] - self._resumed_at
+
     def _epoch_is_over(self) -> bool:
         return epoch_is_over(self._trainer) and self._within_step() == (0, False)
 
     def _own_state(self) -> dict[str, Any]:
-        done, running = self._within_step()
         over = self._epoch_is_over()
-        back = prefetched_batches(self._trainer) + done + running
-        loaders = [None if f is None else self._loader_state(f, over, back) for f in self._followed]
-        return {"random": random_state(), "loaders": loaders}
+        loaders = [None if f is None else self._loader_state(f, over) for f in self._followed]
+        return {"random": random_state(), "loaders": loaders, "left_out": left_out(self._trainer)}
 
-    def _loader_state(self, follower: Replay | StatefulLoader, over: bool, back: int) -> dict[str, Any]:
+    def _loader_state(self, follower: Replay | StatefulLoader, over: bool) -> dict[str, Any]:
         if isinstance(follower, StatefulLoader):
-            return {"state": follower.state_before(back)}
-        position = replace(follower.next_pass(), cycles=0) if over else follower.position_before(back)
+            return follower.next_epoch() if over else follower.place_before(self._next_step())
+        position = replace(follower.next_pass(), cycles=0) if over else follower.position_before(self._next_step())
         return describe(follower.loader, data_rank(self._trainer)[1]) | {"position": dict(vars(position))}
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,7 +247,7 @@ class ExactResume(pl.Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """A save within a step, as after an exception, is written as one from the step's start: its data come again."""
         if self._at_end is None:
-            shift_micro_batches(checkpoint, -self._within_step()[0])
+            rewind_to_step(checkpoint, *self._within_step())
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """A run that ended in mid-epoch goes on in that epoch."""
@@ -236,12 +280,14 @@ class ExactResume(pl.Callback):
             now = describe(follower.loader, data_rank(self._trainer)[1])
             position, more = transfer(name, follower.loader, state, now)
             follower.resumed, self._more_batches = position, more
-            if position is not None and position.cycles:
-                follower.at_first_batch = lambda: set_consumed(self._trainer, index)
+            cycles = 0 if position is None else position.cycles
         elif isinstance(follower, StatefulLoader) and "state" in state and len(ranks) == self._trainer.world_size:
-            follower.resumed = state["state"]
+            follower.resumed, cycles = state, state.get("cycles", 0)
         else:
             say(name, "the checkpoint has no place for it: its data start again")
+            return
+        if cycles:
+            follower.at_first_batch = lambda: set_consumed(self._trainer, index)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ an index are passed over in the sampler, without loading them. An IterableDatase
 dropped, unless it has `state_dict` and `load_state_dict`.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks._trainer import is_a
 from lightning_tricks.guards.exact_resume.order import Order, sampler_state, set_sampler_state
 from lightning_tricks.guards.exact_resume.seeds import generators_of, number_of, own_randomness
+from lightning_tricks.guards.exact_resume.served_loader import Places
 from lightning_tricks.guards.exact_resume.workers import Worker, has_state, is_iterable
 
 _END = object()
@@ -60,28 +60,28 @@ class Replay:
         loader: as Lightning has processed it.
         seed: of the loader's random numbers.
         rank: this process, whose random numbers differ from those of the others.
-        depth: number of earlier positions to keep.
         fetched: called after each batch that was fetched.
     """
 
-    def __init__(self, loader: DataLoader, seed: int, rank: int, depth: int, fetched: Callable[[], None]) -> None:
+    def __init__(self, loader: DataLoader, seed: int, rank: int, fetched: Callable[[], None]) -> None:
         self.loader, self.rank, self.fetched = loader, rank, fetched
         self.stateful = is_iterable(loader) and has_state(loader.dataset)
         self.position = Position(seed=seed)
-        self.earlier: deque[Position] = deque(maxlen=depth)  # the position before each of the last batches
+        self.places = Places()
         self.resumed: Position | None = None  # where the next pass begins
         self.at_first_batch: Callable[[], None] | None = None
-        self._ended = False  # the last pass ran to its end, and this is the position before a batch that never came
+        self._ended = False  # the last pass ran to its end
 
     def begin_epoch(self) -> None:
         """Forget the passes of the epoch before."""
         self._ended, self.position = False, replace(self.position, cycles=0)
+        self.places.begin_epoch()
 
-    def position_before(self, batches: int) -> Position:
-        """The position when so many batches fewer had been fetched; 0 for the one now."""
+    def position_before(self, batch: int) -> Position:
+        """The position before a batch of this epoch."""
         if self.resumed is not None or self.position.number < 0:
             return self.resumed or self.next_pass()
-        return self.earlier[-batches] if 0 < batches <= len(self.earlier) else self.position
+        return self.places.before(batch, lambda: self.position)
 
     def next_pass(self) -> Position:
         """The start of the pass after this one, as of now."""
@@ -97,13 +97,11 @@ class Replay:
         self.position = resumed or self.next_pass()
         pairs = self._read(self.position, load_state=resumed is not None)
         while True:
-            if self._ended:
-                self.earlier.pop()
-            self.earlier.append(self.position)
             pair = next(pairs, None)
             self._ended = pair is None
             if pair is None:
                 return
+            self.places.add(self.position)
             batch, self.position = pair
             if self.at_first_batch is not None:
                 self.at_first_batch()

@@ -1,0 +1,106 @@
+"""ExactResume and the state that Lightning leaves out of a checkpoint: from each one, the run has the unbroken bits."""
+
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler, ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_tricks import ExactResume, SafeCheckpoint
+
+BATCHES, EPOCHS = 3, 3
+PLATEAU = {"patience": 0, "factor": 0.5, "threshold": 0.0}
+
+
+class Model(pl.LightningModule):
+    """Logs metrics that go up and down, and writes each step's learning rates down."""
+
+    def __init__(self, interval=None, frequency=1, monitor="val"):
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        self.head = torch.nn.Linear(4, 1)
+        self.schedule = {"interval": interval, "frequency": frequency, "monitor": monitor, "strict": False}
+        self.lrs = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.head(self.backbone(batch)).square().mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", torch.tensor(float(self.trainer.global_step * 7 % 5)))
+
+    def on_before_optimizer_step(self, optimizer):
+        self.lrs.append((self.trainer.global_step, [group["lr"] for group in optimizer.param_groups]))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.1)
+        if self.schedule["interval"] is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **PLATEAU)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.schedule}}
+
+
+MID_EPOCH = {"val_check_interval": 2}
+CASES = {
+    "a plateau of epochs": (lambda: Model("epoch"), lambda: [], {}),
+    "a plateau of every second epoch": (lambda: Model("epoch", 2), lambda: [], {}),
+    "a plateau of epochs, validation in mid-epoch": (lambda: Model("epoch"), lambda: [], MID_EPOCH),
+    "a plateau of steps": (lambda: Model("step"), lambda: [], {**MID_EPOCH, "num_sanity_val_steps": 1}),
+    "a plateau of every second step": (lambda: Model("step", 2), lambda: [], MID_EPOCH),
+    "a growing accumulation": (Model, lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})], {}),
+    "a backbone that is unfrozen": (Model, lambda: [BackboneFinetuning(1, lambda epoch: 1.5)], {}),
+    "its norms stay frozen": (Model, lambda: [BackboneFinetuning(1, lambda epoch: 1.5, train_bn=False)], {}),
+}
+MEANS = {
+    "a mean over an epoch": (lambda: Model("epoch", monitor="loss"), lambda: [], {}),
+    "a metric of the last batch": (lambda: Model("step", monitor="loss"), lambda: [], {}),
+}
+SAVERS = {
+    "ModelCheckpoint": lambda folder: ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1),
+    "SafeCheckpoint": lambda folder: SafeCheckpoint(folder, every_n_train_steps=1, keep_last=100),
+}
+PAIRS = [*((case, "ModelCheckpoint") for case in CASES), *((case, "SafeCheckpoint") for case in list(CASES)[::3])]
+
+
+def fit(case, saver, ckpt_path=None):
+    """Weights and learning rates of the steps of a run, and the lines in which ExactResume warned."""
+    pl.seed_everything(1, verbose=False)
+    module, callbacks, options = (CASES | MEANS)[case]
+    module = module()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[ExactResume(), *callbacks(), saver],
+        **{"max_epochs": EPOCHS, "num_sanity_val_steps": 0} | options,
+    )  # fmt: skip
+    rows = torch.randn(2 * BATCHES, 4, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(rows, 2, shuffle=True), DataLoader(torch.ones(2, 4)), ckpt_path=ckpt_path)
+    trained = [(name, one.requires_grad) for name, one in module.named_parameters()]
+    lines = [line for line in (str(one.message) for one in caught) if line.startswith("ExactResume")]
+    return {"weights": module.state_dict(), "lrs": module.lrs, "trained": trained}, lines
+
+
+@pytest.mark.parametrize(("case", "saver"), PAIRS)
+def test_from_each_checkpoint_of_a_run_the_rest_is_the_same(tmp_path, case, saver):
+    unbroken, _ = fit(case, SAVERS[saver](tmp_path))
+    checkpoints = sorted(tmp_path.glob("step=*.ckpt"), key=lambda path: int(path.stem[5:]))
+    assert len(checkpoints) == unbroken["lrs"][-1][0] + 1
+    for checkpoint in checkpoints[:-1]:
+        rest, _ = fit(case, SAVERS[saver](tmp_path / checkpoint.stem), ckpt_path=checkpoint)
+        step = int(checkpoint.stem[5:])
+        assert rest["lrs"] == unbroken["lrs"][step:], checkpoint
+        assert rest["trained"] == unbroken["trained"], checkpoint
+        for name, value in rest["weights"].items():
+            assert torch.equal(value, unbroken["weights"][name]), (checkpoint, name)
+
+
+def test_a_scheduler_that_sees_a_mean_over_an_epoch_is_named_at_the_start(tmp_path):
+    _, (line,) = fit("a mean over an epoch", ModelCheckpoint(tmp_path))
+    assert line.startswith("ExactResume: ReduceLROnPlateau monitors 'loss', a mean over the batches of an epoch")
+    assert "monitor a metric of validation" in line
+    assert "\n" not in line
+    assert fit("a metric of the last batch", ModelCheckpoint(tmp_path))[1] == []
