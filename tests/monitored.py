@@ -1,5 +1,6 @@
 """Fit a small model under a Trainer and give back what was logged, the final weights and the random state."""
 
+import contextlib
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -8,6 +9,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_tricks.accounting.flop_counting import counting_real_step
 from lightning_tricks.models import GPT2, Decoder, Llama
 
 SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 16}
@@ -93,6 +95,20 @@ class Decoding(pl.LightningModule):
     def train_dataloader(self) -> DataLoader:
         ids = torch.arange(2 * 16 * 16).view(-1, 2, 16) % 61
         return DataLoader(list(ids), batch_size=None)
+
+
+class CountsFlops(pl.Callback):
+    """The FLOPs of the last micro-batch, in `found`."""
+
+    found: tuple[int, int]
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.scope = contextlib.ExitStack()
+        self.counter = self.scope.enter_context(counting_real_step(trainer, pl_module))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.scope.close()
+        self.found = self.counter.flops
 
 
 def decoding(*callbacks: pl.Callback, **options: Any) -> Run:

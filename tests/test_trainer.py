@@ -488,7 +488,7 @@ def test_compiled_steps_of_a_module_that_lightning_runs_compiled():
     model = Model()
     assert _trainer.compiled_steps(model) is _trainer.compiled_steps(torch.nn.Linear(1, 1)) is None
     compiled = from_compiled(torch.compile(model, backend="eager"))
-    assert _trainer.compiled_steps(compiled) is _trainer.uncopied(compiled)[1] is not None
+    assert _trainer.compiled_steps(compiled) is not None
     assert _trainer.compiled_steps(to_uncompiled(compiled)) is None
 
 
@@ -498,7 +498,7 @@ def test_a_device_mesh_that_is_set_is_the_modules(monkeypatch):
     model, mesh = Model(), init_device_mesh("cpu", (1,))
     assert model.device_mesh is None
     _trainer.set_device_mesh(model, mesh)
-    assert model.device_mesh is _trainer.uncopied(model)[0] is mesh
+    assert model.device_mesh is mesh
 
 
 # Names of Lightning's private state. A class that inherits from one of Lightning's may use them on itself.

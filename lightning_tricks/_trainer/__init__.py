@@ -24,14 +24,12 @@ from lightning_tricks._trainer.loop import set_callback_metrics as set_callback_
 from lightning_tricks._trainer.loop import set_consumed as set_consumed
 from lightning_tricks._trainer.loop import steps_in_epoch as steps_in_epoch
 from lightning_tricks._trainer.loop import validation_follows as validation_follows
-from lightning_tricks._trainer.module import attach_stand_in as attach_stand_in
 from lightning_tricks._trainer.module import compiled_steps as compiled_steps
 from lightning_tricks._trainer.module import configured_optimizers as configured_optimizers
 from lightning_tricks._trainer.module import optimizer_index as optimizer_index
 from lightning_tricks._trainer.module import set_device_mesh as set_device_mesh
 from lightning_tricks._trainer.module import set_running_hook as set_running_hook
 from lightning_tricks._trainer.module import trainer_of as trainer_of
-from lightning_tricks._trainer.module import uncopied as uncopied
 from lightning_tricks._trainer.module import unwrapped as unwrapped
 from lightning_tricks._trainer.package import HOOK_CALLERS as HOOK_CALLERS
 from lightning_tricks._trainer.package import SIGNATURE_CHECK as SIGNATURE_CHECK

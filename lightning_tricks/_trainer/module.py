@@ -13,15 +13,6 @@ def trainer_of(module: Any) -> Any:
     return getattr(module, "_trainer", None)
 
 
-def attach_stand_in(module: Any, stand_in: Any) -> None:
-    """Let `LightningModule.trainer` of a copy answer with a stand-in for its Trainer.
-
-    Written past its setter, which keeps a weak reference only, and without a Fabric, which its getter asks first
-    (core/module.py).
-    """
-    vars(module).update(_trainer=stand_in, _fabric=None)
-
-
 def set_running_hook(module: Any, name: str | None) -> str | None:
     """Name the running hook, by which `self.log` decides when to log; returns the name from before.
 
@@ -63,14 +54,6 @@ def compiled_steps(module: Any) -> dict[str, Any] | None:
     Read from `from_compiled` (utilities/compile.py).
     """
     return getattr(module, "_compiler_ctx", None)
-
-
-def uncopied(module: Any) -> list[Any]:
-    """Objects held by a LightningModule that a copy shares with it: its device mesh, and its `compiled_steps`.
-
-    Read from `LightningModule.__init__` (core/module.py).
-    """
-    return [getattr(module, "_device_mesh", None), compiled_steps(module)]
 
 
 def set_device_mesh(module: Any, mesh: Any) -> None:

@@ -120,7 +120,7 @@ class Model(pl.LightningModule):
 
 
 class ClipsItself(Model):
-    """Clips in a hook, and has work that depends on a value: its FLOPs are counted in the real step."""
+    """Clips in a hook, and has work that depends on a value."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

@@ -5,7 +5,6 @@ import dataclasses
 import random
 import sys
 import warnings
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import lightning.pytorch as pl
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks import LanguageModel, Llama
 from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting import recompute_flops_per_token, training_flops_per_token
+from lightning_tricks.accounting.flop_counting import FlopCounter
 from lightning_tricks.accounting.peak_flops import device_peak
 from lightning_tricks.callbacks import MetricBuffer, MFUMonitor
 from lightning_tricks.metrics import metric_buffer
@@ -611,11 +611,16 @@ def test_the_language_model_has_its_flops_in_closed_form(clock, attention, caplo
 
 
 class Uncountable(Net):
-    """Needs its strategy, so no copy can be run, and a gradient that cannot be watched."""
+    """Compiled code of two graphs."""
 
     def training_step(self, batch, batch_idx):
-        assert self.trainer.strategy is not None
-        return super().training_step(batch, batch_idx) + 0 * self.layer.weight.prod()
+        self.compiled(self.layer.weight)
+        return super().training_step(batch, batch_idx)
+
+    @torch.compile(backend="eager")
+    def compiled(self, weight):
+        torch._dynamo.graph_break()
+        return weight @ weight
 
 
 def test_flops_that_cannot_be_counted_cost_one_warning_and_nothing_else(clock):
@@ -624,7 +629,7 @@ def test_flops_that_cannot_be_counted_cost_one_warning_and_nothing_else(clock):
         log, _ = run(Uncountable(clock), MFUMonitor(peak_flops=1000.0))
     (said,) = [str(w.message) for w in caught if "MFUMonitor" in str(w.message)]
     assert "Uncountable cannot be counted" in said
-    assert "training_step needs trainer.strategy" in said
+    assert "torch.compile does not capture it as one graph" in said
     assert "give flops_per_token or flops_per_sample" in said
     assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0, 5: 8.0})
     assert log.series("samples_per_second") == pytest.approx({1: 1.0, 3: 1.0, 5: 1.0})
@@ -642,13 +647,38 @@ def test_such_a_module_gets_its_mfu_from_the_option(clock):
 
 
 def test_the_time_spent_on_counting_is_no_training_time(clock, monkeypatch):
+    count = FlopCounter._count
+
     def slow(*args):
         clock.now += 1000.0
-        return SimpleNamespace(flops=(0.0, 0.0), uncounted={})
+        return count(*args)
 
-    monkeypatch.setattr("lightning_tricks.monitors.mfu.batch_flops.count_on_copy", slow)
+    monkeypatch.setattr(FlopCounter, "_count", slow)
     log, _ = run(Net(clock), MFUMonitor(peak_flops=1000.0))
-    assert log.series("first_step_seconds") == {0: 2.0}
+    assert log.series("first_step_seconds")[0] > 1000.0
+    assert log.series("step_seconds") == pytest.approx({1: 2.0, 3: 2.0, 5: 2.0})
+
+
+def test_an_interval_of_unknown_flops_has_no_figure():
+    step = {"_samples": 1, "_positions": 1, "_tokens": 1, "_flops": 80.0, "_recompute": 0.0}
+    steps = [step, step | {"_flops": float("nan")}]
+    found = mfu_monitor.rates(steps, seconds=1.0, world_size=1, data_world_size=1, peak=1000.0)
+    assert found["tokens_per_second"] == 2.0
+    assert not {"mfu", "hfu", "model_flops_per_second"} & found.keys()
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_an_optimizer_that_asks_for_several_passes_does_their_work(clock, counts):
+    class Lbfgs(Net):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=1e-6, max_iter=4, tolerance_grad=0, tolerance_change=0)
+
+    monitor = MFUMonitor(None if counts else 10.0, peak_flops=1e5)
+    log, _ = run(Lbfgs(clock), monitor)
+    # 4 passes of 2 seconds a step, each over 16 tokens; 16 FLOPs a token were counted
+    assert log.series("step_seconds")[3] == pytest.approx(8.0)
+    assert log.series("tokens_per_second")[3] == pytest.approx(16 / 8)
+    assert log.series("model_flops_per_second")[3] == pytest.approx(4 * 16 * (16 if counts else 10) / 8)
 
 
 # ----------------------------------------------------------------------------------------------------------- the peak

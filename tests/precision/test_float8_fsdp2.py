@@ -13,6 +13,7 @@ import torch
 import two_processes
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from monitored import CountsFlops
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,7 +27,7 @@ from torchao.float8 import (
 
 from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama
 from lightning_tricks._errors import UsageError
-from lightning_tricks.accounting import count_flops, training_flops_per_token
+from lightning_tricks.accounting import training_flops_per_token
 from lightning_tricks.models import Decoder
 from lightning_tricks.precision.float8 import torchao_linear  # noqa: F401  takes long: once for all processes
 from lightning_tricks.precision.float8.linear import layer_stats
@@ -50,7 +51,7 @@ class Model(LanguageModel):
         self.scales: list[torch.Tensor | None] = []
 
     def configure_callbacks(self):
-        return []  # MFUMonitor's count of a batch's FLOPs takes ten times as long as the training
+        return []
 
     def training_step(self, batch, batch_idx):
         self.scales.append(scale_of(first_layer(self)))
@@ -218,14 +219,6 @@ class InShards(pl.LightningModule):
         return adamw(self.parameters())
 
 
-class Counted(Model):
-    """Counts its FLOPs before its first step: a copy without data runs it, where no scale can be found."""
-
-    def on_train_start(self):
-        context = self.trainer.precision_plugin.train_step_context
-        self.counted = count_flops(self, batch_of(0, 0), self.trainer, context)
-
-
 class Averaged(Model):
     """Validates with weights ten times as large as it trains, in the middle of a step's micro-batches too."""
 
@@ -281,9 +274,9 @@ def whole_amax(weight: DTensor) -> torch.Tensor:
 
 
 def scales_are_those_of_the_weights(rank: int, folder: str) -> None:
-    model = Counted()
-    train(model, plugin(exclude=ONE_LAYER), steps=2)
-    assert model.counted[0] / 32 == pytest.approx(training_flops_per_token(SMALL, 16, "full"), rel=0.01)
+    model, counts = Model(), CountsFlops()
+    train(model, plugin(exclude=ONE_LAYER), steps=2, callbacks=[counts], **sharding())
+    assert counts.found[0] / 32 == pytest.approx(training_flops_per_token(SMALL, 16, "full"), rel=0.01)
     assert all(scale is not None for scale in model.scales), "found one by one, at each gathering"
     assert len({scale.item() for scale in model.scales}) == 2, "a stale scale would repeat"
     assert scale_of(first_layer(model)) is None, "a scale outlived the run"

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
-from monitored import Memory
+from monitored import CountsFlops, Memory
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -19,7 +19,6 @@ from foreign import CausalLM, rows, train
 
 from lightning_tricks._activation_checkpointing import checkpoint_block
 from lightning_tricks._errors import UsageError
-from lightning_tricks.accounting import count_flops
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
@@ -402,20 +401,16 @@ def test_the_start_is_told(caplog):
 def test_the_flops_of_a_foreign_module_are_counted_as_without_the_strategy(mode, compiled, monkeypatch):
     monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager"))
 
-    class Counts(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            self.found = count_flops(pl_module, batch, trainer)
-
-    counts, alone = Counts(), CausalLM()
-    batch = next(iter(rows()))
-    for layer in alone.model.model.layers:
+    counts, alone = CountsFlops(), CountsFlops()
+    model = CausalLM()
+    for layer in model.model.model.layers:
         checkpoint_block(layer, mode)
-    expected = count_flops(alone, batch)
-    assert (expected[1] > 0) == (mode != "none")
+    fit(model, "auto", 1, rows(), callbacks=[alone], max_steps=1)
+    assert (alone.found[1] > 0) == (mode != "none")
     model = CausalLM()
     strategy = FSDP2Strategy(activation_checkpointing=mode, compile_blocks=compiled)
     fit(model, strategy, 1, rows(), callbacks=[counts], max_steps=1)
-    assert counts.found == expected
+    assert counts.found == alone.found
 
 
 class Flat(pl.LightningModule):

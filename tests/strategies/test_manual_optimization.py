@@ -4,13 +4,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
+from monitored import CountsFlops
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.accounting import count_flops
 from lightning_tricks.strategies import FSDP2Strategy
 
 WIDTH = 8
@@ -180,16 +180,12 @@ def test_two_processes_train_as_one(monkeypatch):
 
 
 def test_a_second_fit_and_the_count_of_flops_find_what_the_first_has_made():
-    class Counts(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            pl_module.flops = count_flops(pl_module, batch, trainer)
-
-    model, alone = GAN(), GAN()
+    model, alone, counts = GAN(), GAN(), [CountsFlops(), CountsFlops()]
     for _ in range(2):
-        fit(alone, callbacks=[Counts()])
-        fit(model, FSDP2Strategy(), callbacks=[Counts()])
+        fit(alone, callbacks=counts[:1])
+        fit(model, FSDP2Strategy(), callbacks=counts[1:])
     assert model.losses == pytest.approx(alone.losses, rel=1e-5)
-    assert model.flops == alone.flops
+    assert counts[0].found == counts[1].found
 
 
 def refused(cls, message):

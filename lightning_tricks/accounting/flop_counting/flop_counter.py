@@ -3,15 +3,13 @@
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from math import prod
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -21,8 +19,11 @@ from lightning_tricks._find_modules import clean_name
 
 _NO_PRODUCTS = ("aten", "prim", "prims", "profiler", "fsdp", "c10d", "_c10d_functional", "_c10d_functional_autograd")
 _RNN = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")  # operators of aten with products but without a formula
-# Torch computes the gradient of these in another order while a dispatch mode is on: the last bits may differ.
+# Torch computes the gradient of these in another order while a dispatch mode is on: the last bits would differ. They
+# were found by running torch's own samples of every operator (`op_db`), with a mode and without.
 _OTHER_GRADIENT = ("prod", "cumprod", "masked_fill")
+_THEIR_NODES = ("ProdBackward", "CumprodBackward", "MaskedFillBackward")
+COMPILED_BACKWARD = "CompiledFunctionBackward"  # the name of the autograd node of compiled code (AOTAutograd)
 # These read facts about a tensor and compute nothing: torch's own counter leaves them to the tensor's class as well.
 _QUESTIONS = (
     "dim", "is_contiguous", "is_non_overlapping_and_dense", "is_strides_like_format", "numel", "size", "storage_offset",
@@ -43,7 +44,7 @@ _IN_WORDS = {
 
 
 def in_words(error: Exception) -> str:
-    """The reason why a copy without data cannot run, in plain words; for an unknown error, its first line."""
+    """The reason why a graph cannot run without data, in plain words; for an unknown error, its first line."""
     text = f"{type(error).__name__}: {error}".strip().removesuffix(":")
     return next((words for name, words in _IN_WORDS.items() if name in text), text.partition("\n")[0])
 
@@ -51,33 +52,35 @@ def in_words(error: Exception) -> str:
 class FlopCounter(TorchDispatchMode):
     """Adds up the FLOPs of the products that run while it is entered.
 
-    Code that `torch.compile` has compiled runs as it would without this mode, and hides most of its operators: count
-    with compilation off.
+    Code that `torch.compile` has compiled runs as it would without this mode, and hides most of its operators:
+    `compiled_calls_counted` sets `muted` while it runs, and adds its FLOPs.
 
     Args:
-        root: the module whose parts `part_in` names.
+        root: the module whose parts `running_part` names.
+        without_data: the operators run on tensors without data.
 
     Attributes:
         uncounted: operators without a known formula, and for each the part of the module that ran it first.
         failure: why not everything could be counted; None if everything could.
+        muted: compiled code runs, whose operators are not to be counted one by one.
+        went_backward: a backward pass has run.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, without_data: bool = False) -> None:
         super().__init__()
+        self.root = root
+        self.muted = self.went_backward = False
         self.uncounted: dict[str, str] = {}
         self.failure: CannotCount | None = None
         self._model = self._recompute = 0
         self._formulas = FlopCounterMode(display=False, custom_mapping=_more_formulas()).flop_registry
         self._names = {id(part): clean_name(f"{name}.").rstrip(".") for name, part in root.named_modules()}
         self._names[id(root)] = type(root).__name__
-        self._counting = self._on_copy = False
-
-    def __enter__(self) -> Self:
-        """Count from here on: where tensors without data are in use already, they are the module's own."""
-        self._on_copy = detect_fake_mode() is not None
-        return super().__enter__()
+        self._counting, self._without_data = False, without_data
+        self._left_out: set[Any] = set()  # autograd nodes of these
+        self._other_gradients = False  # whether an operator of `_OTHER_GRADIENT` has run
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -95,14 +98,24 @@ class FlopCounter(TorchDispatchMode):
             raise self.failure
         return self._model, self._recompute
 
-    def part_in(self, frames: Iterable[FrameType]) -> str:
-        """The path of the first part of the module that runs in `frames`, without wrappers; else `autograd`."""
-        parts = (id(frame.f_locals.get("self")) for frame in frames)
-        return next((self._names[part] for part in parts if part in self._names), "autograd")
+    @property
+    def counts(self) -> bool:
+        """Whether operators are counted now."""
+        return self._counting and self.failure is None
+
+    def add(self, flops: int, recompute: int = 0) -> None:
+        """Add FLOPs of compiled code, as those of the model, or of the recomputation that runs now."""
+        self._add(flops)
+        self._recompute += recompute
+
+    def fail(self, reason: str) -> None:
+        """Give no figure, for this reason or an earlier one."""
+        self.failure = self.failure or CannotCount(reason)
 
     def running_part(self) -> str:
-        """The part of the module that calls this."""
-        return self.part_in(frame for frame, _ in traceback.walk_stack(sys._getframe()))
+        """The path of the part of the module that calls this, without wrappers; else `autograd`."""
+        parts = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_stack(sys._getframe()))
+        return next((self._names[part] for part in parts if part in self._names), "autograd")
 
     @contextmanager
     def counting(self, wanted: bool = True) -> Iterator[None]:
@@ -112,7 +125,7 @@ class FlopCounter(TorchDispatchMode):
         """
         before, wanted = self._counting, wanted and self.failure is None
         if before and not wanted and _get_current_dispatch_mode() is not self:  # only the last mode can be left
-            self.failure = self.failure or CannotCount("training_step has entered another dispatch mode")
+            self.fail("training_step has entered another dispatch mode")
             wanted = True
         if wanted != before:
             self._switch(wanted)
@@ -129,6 +142,27 @@ class FlopCounter(TorchDispatchMode):
         else:
             self.__exit__(None, None, None)
 
+    def before_backward(self, outputs: Any) -> None:
+        """To be called before a backward pass: leaves out the gradients that would differ, which have no products."""
+        if not self._counting:
+            return
+        self.went_backward = True
+        if not self._other_gradients:
+            return
+        nodes = [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
+        seen: set[Any] = set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen or node in self._left_out:
+                continue
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            if node.name().startswith(_THEIR_NODES):
+                self._left_out.add(node)
+                paused = ExitStack()
+                node.register_prehook(lambda _, paused=paused: paused.enter_context(self.counting(False)) and None)
+                node.register_hook(lambda *_, paused=paused: paused.close())
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, and count it."""
         kwargs = kwargs or {}
@@ -136,8 +170,12 @@ class FlopCounter(TorchDispatchMode):
         # A DTensor calls the operators on its shard next, which are the work of this device.
         if any(issubclass(kind, DTensor) for kind in types) or _is_question(packet):
             return NotImplemented
-        if not self._on_copy and any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **kwargs)  # a DTensor asks once for the shape of a result, and computes nothing
+        # a DTensor asks once for the shape of a result, and computes nothing
+        if not self._without_data and any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)
+        self._other_gradients |= _has_other_gradient(packet, args)
+        if self.muted or _in_compiled_backward():
+            return func(*args, **kwargs)
         formula = self._formulas.get(packet)
         if formula is None and _is_composite(func):  # under inference_mode operators arrive whole
             with self:
@@ -145,8 +183,6 @@ class FlopCounter(TorchDispatchMode):
         if packet is torch.ops.aten._grouped_mm and isinstance(args[0], FakeTensor):
             out = _grouped_output(*args, **kwargs)  # torch has shapes for bf16 only
         else:
-            if _has_other_gradient(packet, args):
-                self.failure = CannotCount(f"counting would change the last bits of the gradient of {packet.__name__}")
             out = func(*args, **kwargs)
         self._count(func, formula, args, kwargs, out)
         return out
@@ -159,12 +195,21 @@ class FlopCounter(TorchDispatchMode):
         try:
             flops = int(formula(*args, **kwargs, out_val=out))
         except Exception as error:  # an operator that runs must not fail because it cannot be counted
-            self.failure = CannotCount(f"{self.running_part()}: {in_words(error)}")
+            self.fail(f"{self.running_part()}: {in_words(error)}")
             return
+        self._add(flops)
+
+    def _add(self, flops: int) -> None:
         if _is_recompute():
             self._recompute += flops
         else:
             self._model += flops
+
+
+def _in_compiled_backward() -> bool:
+    """Whether the backward pass of compiled code runs; what it makes checkpointing compute again is no part of it."""
+    node = torch._C._current_autograd_node()
+    return type(node).__name__ == COMPILED_BACKWARD and not torch.is_grad_enabled()
 
 
 def _is_question(packet: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, count_on_copy
+from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -80,24 +80,24 @@ class BatchFlops:
     unit: Literal["token", "sample"]  # a token may be padding
     of_one: Callable[[int], Flops]  # FLOPs of one unit in a row of the given length
     origin: str  # one line for the log
+    passes: int = 0  # backward passes of a micro-batch that the figure stands for; 0: however many there are
 
-    def __call__(self, contents: Contents) -> Flops:
-        """FLOPs of a whole micro-batch."""
+    def __call__(self, contents: Contents, passes: int) -> Flops:
+        """FLOPs of a whole micro-batch with so many backward passes."""
         count = contents.positions if self.unit == "token" else contents.samples
+        times = count * (passes / self.passes if self.passes else 1)
         model, recompute = self.of_one(contents.length)
-        return count * model, count * recompute
+        return times * model, times * recompute
 
 
-def find_batch_flops(
-    module: Any, batch: Any, per_token: float | None, per_sample: float | None, attention: str, trainer: Any
-) -> BatchFlops:
-    """The FLOPs by the options, else by the module's `flops_per_token(seq_len, attention)`, else counted on a copy.
+def known_batch_flops(
+    module: Any, contents: Contents, per_token: float | None, per_sample: float | None, attention: str
+) -> BatchFlops | None:
+    """The FLOPs by the options, else by the module's `flops_per_token(seq_len, attention)`; None without either.
 
     Raises:
         UsageError: `flops_per_token` is given, but the batch has no tokens.
-        CannotCount: the step cannot be run on a copy, see `count_flops`.
     """
-    contents = contents_of(module, batch)
     if per_token is not None:
         if not contents.positions:
             raise UsageError(
@@ -111,15 +111,16 @@ def find_batch_flops(
     if callable(own) and contents.length:
         of_one = functools.cache(lambda length: own(length, attention))
         return BatchFlops("token", of_one, _line("token", of_one(contents.length)[0], f"{attention} attention"))
-    return flops_of_batch(count_on_copy(module, batch, trainer, trainer.precision_plugin.train_step_context), contents)
+    return None
 
 
-def flops_of_batch(counter: FlopCounter, contents: Contents, copies: int = 1) -> BatchFlops:
+def flops_of_batch(counter: FlopCounter, contents: Contents, passes: int, copies: int = 1) -> BatchFlops:
     """The FLOPs per token that were counted on one batch, or per sample if it has no tokens, to use for all batches.
 
     Args:
         counter: after the step.
         contents: of the batch.
+        passes: backward passes in that batch; 0 where not known.
         copies: number of ranks that share the work on the batch; each has counted its own part.
 
     Raises:
@@ -132,11 +133,11 @@ def flops_of_batch(counter: FlopCounter, contents: Contents, copies: int = 1) ->
     flops = copies * model / count, copies * recompute / count
     missing = "".join(f", without {name} in {part}" for name, part in counter.uncounted.items())
     how = f"counted on the first batch, attention in full{missing}"
-    return _constant("token" if contents.positions else "sample", flops, how)
+    return _constant("token" if contents.positions else "sample", flops, how, passes)
 
 
-def _constant(unit: Literal["token", "sample"], flops: Flops, how: str) -> BatchFlops:
-    return BatchFlops(unit, lambda length: flops, _line(unit, flops[0], how))
+def _constant(unit: Literal["token", "sample"], flops: Flops, how: str, passes: int = 0) -> BatchFlops:
+    return BatchFlops(unit, lambda length: flops, _line(unit, flops[0], how), passes)
 
 
 def _line(unit: str, flops: float, how: str) -> str:

@@ -17,8 +17,9 @@ from lightning_tricks.accounting.peak_flops import device_peak
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors._stopwatch import Stopwatch, compilations_timed
-from lightning_tricks.monitors.mfu.batch_flops import BatchFlops, contents_of, find_batch_flops, flops_of_batch
+from lightning_tricks.monitors.mfu.batch_flops import BatchFlops, contents_of, flops_of_batch, known_batch_flops
 
+_MOST_TRIES = 100  # micro-batches to wait for a first backward pass
 _COUNTS = ("_samples", "_positions", "_flops", "_recompute")
 
 
@@ -29,7 +30,7 @@ def rates(
 
     Args:
         steps: `_samples`, `_positions`, `_tokens`, `_flops` and `_recompute` of each optimizer step, as sums over all
-            ranks, also over ranks that see the same data.
+            ranks, also over ranks that see the same data; NaN for FLOPs that are not known.
         seconds: of the interval.
         world_size: number of ranks.
         data_world_size: number of ranks that see different data.
@@ -45,7 +46,7 @@ def rates(
     found["samples_per_second"] = sum(step["_samples"] for step in steps) * per_second
     if tokens:
         found |= {"tokens_per_second": tokens, "tokens_per_second_per_device": tokens / world_size}
-    if model:
+    if model > 0:  # NaN where a batch of the interval has unknown FLOPs
         found["model_flops_per_second"] = model
         if peak and not model > peak:  # above the peak, one of the two is wrong
             found |= {"mfu": model / peak}
@@ -67,12 +68,14 @@ class MFUMonitor(pl.Callback):
     clock is read when the buffer has brought the values to the host, which waits for the device; nothing else waits.
 
     FLOPs come from the options, or from the module's method `flops_per_token(seq_len, attention)`, which returns the
-    model's and the recomputed ones. Otherwise they are counted on the first batch: with `count_flops` or, where no copy
-    can be run, while the first micro-batch runs. If the batch does not show the number of its tokens, give the module a
-    method `tokens_in(batch)`, which returns it as a number or as a scalar tensor on the device.
+    model's and the recomputed ones. Otherwise they are counted while the first micro-batch runs, see `count_flops`.
+    Each micro-batch counts as many backward passes as it has: an optimizer such as LBFGS has several. If the batch does
+    not show the number of its tokens, give the module a method `tokens_in(batch)`, which returns it as a number or as a
+    scalar tensor on the device.
 
     Args:
-        flops_per_token: Forward and backward pass, for one token. Default: closed form or counted.
+        flops_per_token: Forward and backward pass, for one token; in manual optimization all of a batch's passes.
+            Default: closed form or counted.
         flops_per_sample: The same for one sample, where there are no tokens.
         peak_flops: Of one device, FLOP/s. Default: the datasheet's dense peak for the Trainer's precision; on a CPU
             that of the fastest matrix product. MFU and HFU above 1 are left out, with one warning.
@@ -106,7 +109,8 @@ class MFUMonitor(pl.Callback):
         self._tokens: Tensor | float = 0  # in the current step
         self._counts = dict.fromkeys(_COUNTS, 0.0)  # likewise
         self._watch: Stopwatch | None = None  # from the first batch on
-        self._counter: FlopCounter | None = None  # of the first micro-batch, where that is counted as it runs
+        self._batch_flops: BatchFlops | None = None
+        self._counter: FlopCounter | None = None  # of a micro-batch whose FLOPs are counted
         self._counting_scope, self._fit_scope = ExitStack(), ExitStack()  # replaced methods of that time
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -115,8 +119,8 @@ class MFUMonitor(pl.Callback):
         self._trainer: Any = trainer
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._rates)
-        self._batch_flops: BatchFlops | None = None
-        self._above_peak = False
+        self._tries = self._passes = 0  # micro-batches that may still be counted; backward passes of this one
+        self._passes_seen = self._above_peak = False
         self._clear()
         save = self._checkpoint_timed()(trainer.save_checkpoint)
         self._fit_scope.enter_context(replaced(trainer, "save_checkpoint", save))
@@ -125,11 +129,18 @@ class MFUMonitor(pl.Callback):
         """Count the batch now: `training_step` may take it apart."""
         if not trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
-        if self._watch is None:
-            self._begin(pl_module, batch)
-        elif self._watch.phase == "first_step":
+        if self._watch is not None and self._watch.phase == "first_step":
             self._buffer.flush()  # the first step is over: it is an interval of its own
-        self._contents = contents_of(pl_module, batch)
+        self._contents, self._passes = contents_of(pl_module, batch), 0
+        if self._watch is None:
+            self._begin(pl_module)
+        if self._tries:
+            self._counter = self._counting_scope.enter_context(counting_real_step(trainer, pl_module))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
+        """Count the backward passes of the micro-batch: an optimizer may ask for several."""
+        self._passes += 1
+        self._passes_seen = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Add the micro-batch, and record the step when it is done."""
@@ -137,9 +148,11 @@ class MFUMonitor(pl.Callback):
             return
         contents = self._contents
         self._finish_counting()
-        model, recompute, positions = 0.0, math.nan, 0.0
+        model, recompute, positions = math.nan, math.nan, 0.0
         if self._batch_flops is not None:
-            model, recompute = self._batch_flops(contents)
+            model, recompute = self._batch_flops(
+                contents, self._passes if self._passes_seen else self._batch_flops.passes
+            )
             # FLOPs per sample are not corrected for padding
             positions = contents.positions if self._batch_flops.unit == "token" else 0.0
         self._tokens = self._tokens + contents.tokens
@@ -177,34 +190,43 @@ class MFUMonitor(pl.Callback):
         """Give the Trainer its own method back."""
         self._release()
 
-    def _begin(self, pl_module: Module, batch: Any) -> None:
+    def _begin(self, pl_module: Any) -> None:
         """Find FLOPs and peak, log them in a line, and start the clock: the first batch has come."""
         trainer = self._trainer
-        options = (self.flops_per_token, self.flops_per_sample, self.attention)
         device, dtype = trainer.strategy.root_device, getattr(trainer.precision_plugin, "peak_dtype", None)
         self._peak, self._against = device_peak(device, trainer.precision, dtype, self.peak_flops)
-        try:
-            self._use_flops(find_batch_flops(pl_module, batch, *options, trainer))
-        except CannotCount as error:
-            self._not_on_a_copy = str(error)
-            self._counter = self._counting_scope.enter_context(counting_real_step(trainer, pl_module))
+        options = (self.flops_per_token, self.flops_per_sample, self.attention)
+        known = known_batch_flops(pl_module, self._contents, *options)
+        if known is None:
+            self._tries = _MOST_TRIES
+        else:
+            known.passes = int(pl_module.automatic_optimization)
+            self._use_flops(known)
         self._fence = None if device.type == "cpu" else torch.zeros((), device=device)
         self._watch = Stopwatch("first_step")
         self._fit_scope.enter_context(compilations_timed(self._watch))
 
     def _finish_counting(self) -> None:
-        """Take the FLOPs of the first micro-batch, where it was counted as it ran."""
+        """Take the FLOPs of this micro-batch, if they were counted; one without a backward pass shows too few."""
         if self._counter is None:
             return
         trainer, counter, self._counter = self._trainer, self._counter, None
         self._counting_scope.close()
+        self._tries -= 1
+        complete = counter.went_backward or counter.failure
+        if not complete and self._tries:
+            return
+        self._tries = 0
         try:
-            self._use_flops(flops_of_batch(counter, self._contents, trainer.world_size // data_rank(trainer)[1]))
+            if not complete:
+                raise CannotCount(f"no backward pass in {_MOST_TRIES} batches")
+            copies = trainer.world_size // data_rank(trainer)[1]
+            self._use_flops(flops_of_batch(counter, self._contents, self._passes, copies))
         except CannotCount as error:
             name = type(trainer.lightning_module).__name__
             rank_zero_warn(
-                f"MFUMonitor: no throughput/mfu, for the FLOPs of {name} cannot be counted: not without its data "
-                f"({self._not_on_a_copy}), nor in its first step ({error}); give flops_per_token or flops_per_sample"
+                f"MFUMonitor: no throughput/mfu, for the FLOPs of {name} cannot be counted ({error}); "
+                "give flops_per_token or flops_per_sample"
             )
 
     def _use_flops(self, found: BatchFlops) -> None:
@@ -268,7 +290,7 @@ class MFUMonitor(pl.Callback):
             watch.leave()
 
     def _release(self) -> None:
-        """Stop the clock, and end all replacements."""
-        self._watch = self._counter = None
+        """Stop the clock, end all replacements, and forget what cannot be pickled."""
+        self._watch = self._counter = self._batch_flops = None
         self._counting_scope.close()
         self._fit_scope.close()

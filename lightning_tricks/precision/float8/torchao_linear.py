@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
@@ -105,11 +104,8 @@ class Scales:
         self._current = False
 
     def compute(self) -> None:
-        """Compute every scale, with one all-reduce for each mesh, unless they are current.
-
-        Not while FLOPs are counted on a copy without data, which has no scales.
-        """
-        if self._current or detect_fake_mode() is not None:
+        """Compute every scale, with one all-reduce for each mesh, unless they are current."""
+        if self._current:
             return
         for group in self._groups:
             precompute_float8_dynamic_scale_for_fsdp(group)
