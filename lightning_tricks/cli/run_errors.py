@@ -102,6 +102,12 @@ def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
         )
     if match := re.match(r"`\w+Accelerator` can not run on your system", said):
         return f"trainer.accelerator={config['accelerator']}: this machine has none: give cpu or auto"
+    if "enable_checkpointing=False" in said:
+        savers = [type(one).__name__ for one in config["callbacks"] or [] if isinstance(one, pl.callbacks.Checkpoint)]
+        return (
+            f"trainer.enable_checkpointing=False: {' and '.join(savers)} in trainer.callbacks saves checkpoints: leave "
+            "enable_checkpointing out, or take the callback out"
+        )
     if "FSDPPrecision" in said:  # Lightning names the class that FSDP1 wants, and not what to write
         said += ": set trainer.precision in place of the plugin, or shard with FSDP2 (FSDP2Strategy)"
     elif "invalid strategy name" in said:

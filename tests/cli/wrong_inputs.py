@@ -408,6 +408,18 @@ ROWS = [
         recipe="plain.yaml",
     ),
     Row(
+        "SafeCheckpoint where nothing shall be saved",
+        "--trainer.callbacks+=SafeCheckpoint",
+        ("trainer.enable_checkpointing=False: SafeCheckpoint in trainer.callbacks", "leave enable_checkpointing out"),
+        recipe="plain.yaml",
+    ),
+    Row(
+        "two savers in one folder",
+        "--trainer.enable_checkpointing true --trainer.callbacks+=SafeCheckpoint --trainer.callbacks+=ModelCheckpoint",
+        ("SafeCheckpoint: dirpath=", "another ModelCheckpoint saves to this folder", "another dirpath"),
+        recipe="plain.yaml",
+    ),
+    Row(
         "SafeCheckpoint twice",
         "--trainer.enable_checkpointing true --trainer.callbacks+=SafeCheckpoint --trainer.callbacks+=SafeCheckpoint",
         ("trainer.callbacks: SafeCheckpoint stands twice",),

@@ -404,9 +404,17 @@ def test_a_folder_of_shards_is_linked_copied_and_deleted_whole(tmp_path, monkeyp
 
 
 def test_two_in_one_folder_are_refused(tmp_path):
-    savers = [SafeCheckpoint(tmp_path, monitor=name) for name in ("a", "b")]
-    with pytest.raises(UsageError, match="two of them share this folder"):
-        fit(savers)
+    (tmp_path / "link").symlink_to(tmp_path)
+    own = {"default_root_dir": tmp_path}  # in which the folder of a saver without `dirpath` lies
+    for other in (
+        SafeCheckpoint(tmp_path / "checkpoints", monitor="a"),
+        SafeCheckpoint(tmp_path / "link/checkpoints"),
+        pl.callbacks.ModelCheckpoint(),
+    ):
+        for savers in ([SafeCheckpoint(), other], [other, SafeCheckpoint()]):
+            with pytest.raises(UsageError, match=rf"another {type(other).__name__} saves to this folder too"):
+                fit(savers, **own)
+    assert not list((tmp_path / "checkpoints").glob("*"))
 
 
 def test_two_in_two_folders_keep_each_its_own(tmp_path):

@@ -331,24 +331,34 @@ def test_steps_after_the_last_save_are_lost_to_a_restart(clock, tmp_path):
     assert trainer.logger.last()["lost"] == pytest.approx(10 / (sum(by_hand.values()) - 3))  # before the last save
 
 
-@pytest.mark.parametrize("damage", ["no file", "half a file", "another run's file", "a moved folder"])
+FOUND = ["a moved folder", "moved checkpoints", "an earlier version's place"]
+
+
+@pytest.mark.parametrize("damage", ["no file", "half a file", "another run's file", *FOUND])
 def test_without_its_file_a_run_knows_how_much_was_lost_but_not_to_what(clock, tmp_path, damage):
-    folder = tmp_path / "checkpoints"
+    folder = tmp_path / "run/checkpoints"
     fit(clock, None, save_every(3, folder), max_steps=5)
     clock.now += 100.0
-    file = folder / "goodput.json"
+    assert {path.name for path in folder.iterdir()} == {"step=3.ckpt"}
+    file = tmp_path / "run/goodput.json"
     if damage == "no file":
         file.unlink()
     elif damage == "half a file":
         file.write_text(file.read_text()[:30])
     elif damage == "another run's file":
         file.write_text(json.dumps({**json.loads(file.read_text()), "run": "x"}))
-    else:
+    elif damage == "an earlier version's place":
+        file.rename(folder / file.name)
+    elif damage == "moved checkpoints":
         folder = folder.rename(tmp_path / "moved")
+    else:
+        folder = (tmp_path / "run").rename(tmp_path / "moved") / "checkpoints"
+        file = tmp_path / "moved/goodput.json"
     monitor, _ = fit(clock, None, max_steps=5, ckpt_path=folder / "step=3.ckpt")
     found = spent(monitor)
     # the save of 3 seconds, two steps with their batches, 100 seconds of silence
-    if damage == "a moved folder":
+    if damage in FOUND:
+        assert len(json.loads(file.read_text())["processes"]) == 2
         assert (found["checkpoint"], found["lost"], found["down"]) == pytest.approx((3, 6, 100))
     else:
         assert found["down"] == pytest.approx(109)

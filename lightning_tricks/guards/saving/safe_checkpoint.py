@@ -20,7 +20,7 @@ from lightning_tricks.guards.saving.last_link import LAST, record_or_none
 from lightning_tricks.guards.saving.random_state import set_random_state_of
 from lightning_tricks.guards.saving.retention import Records, Retention, best_first, last_of
 from lightning_tricks.guards.saving.save_clock import SaveClock
-from lightning_tricks.guards.saving.save_options import check_folder, check_options
+from lightning_tricks.guards.saving.save_options import check_folder, check_no_other_saver, check_options
 from lightning_tricks.guards.saving.trainer_io import answer, atomic_io, savers_of
 
 # What ModelCheckpoint shows of its checkpoints, on every rank.
@@ -73,8 +73,9 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         asynchronous: write in a thread while training goes on, at the price of a copy in the host's memory.
 
     Raises:
-        UsageError: an option out of range; two in one folder; a folder in a bucket; Lightning's AsyncCheckpointIO;
-            `monitor` is not logged; at a resume, a checkpoint of another class or of other weights.
+        UsageError: an option out of range; another one, or a ModelCheckpoint, in the same folder; a folder in a bucket;
+            Lightning's AsyncCheckpointIO; `monitor` is not logged; at a resume, a checkpoint of another class or of
+            other weights.
 
     Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.ModelCheckpoint.html
     """
@@ -123,7 +124,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the folder and put it in order; give the Trainer a CheckpointIO that loses nothing."""
         super().setup(trainer, pl_module, stage)
-        check_folder(self, trainer)
+        check_folder(self)
         self._io = atomic_io(trainer, self.asynchronous)
         if stage != "fit":
             return
@@ -139,6 +140,10 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if self._io:
             savers = savers_of(trainer, SafeCheckpoint)
             answer(self._io, [saver._folder for saver in savers if hasattr(saver, "_folder")])
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Refuse a folder to which another callback saves."""
+        check_no_other_saver(self, trainer)
 
     def _find_run(self, trainer: Trainer) -> None:
         """Begin a run, unless the Trainer goes on with its last one; all savers of a Trainer name the same run."""

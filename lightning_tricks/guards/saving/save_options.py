@@ -1,26 +1,38 @@
 """SafeCheckpoint's options, refused in one line where they make no sense."""
 
+import os
 from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._trainer import is_a
 
 
-def check_folder(saver: Any, trainer: Any) -> None:
-    """Refuse a bucket, and the folder of another SafeCheckpoint of the Trainer.
+def check_folder(saver: Any) -> None:
+    """Refuse a bucket.
 
     Raises:
-        UsageError: `dirpath` is one of these.
+        UsageError: `dirpath` is one.
     """
     if "://" in str(saver.dirpath):
         raise UsageError(
             f"SafeCheckpoint: dirpath={saver.dirpath}: give a folder of this machine's file systems, because a bucket "
             "cannot rename at once; ModelCheckpoint writes to buckets"
         )
+
+
+def check_no_other_saver(saver: Any, trainer: Any) -> None:
+    """Refuse the folder of another SafeCheckpoint or ModelCheckpoint; every one of them knows its folder by now.
+
+    Raises:
+        UsageError: another one saves there.
+    """
     for other in trainer.checkpoint_callbacks:
-        if other is not saver and isinstance(other, type(saver)) and other.dirpath == saver.dirpath:
+        if other is saver or not is_a(other, "ModelCheckpoint"):
+            continue
+        if os.path.realpath(str(other.dirpath)) == os.path.realpath(str(saver.dirpath)):
             raise UsageError(
-                f"SafeCheckpoint: dirpath={saver.dirpath}: two of them share this folder and would delete each "
-                "other's checkpoints: give one of them another dirpath"
+                f"SafeCheckpoint: dirpath={saver.dirpath}: another {type(other).__name__} saves to this folder too, and "
+                "each would delete checkpoints that the other counts on: give one of them another dirpath"
             )
 
 

@@ -14,7 +14,7 @@ from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors._stopwatch import compilations_timed
 from lightning_tricks.monitors.goodput.device_wait import DeviceWait, device_wait_on
-from lightning_tricks.monitors.goodput.history import FILE, History
+from lightning_tricks.monitors.goodput.history import History, places_for
 from lightning_tricks.monitors.goodput.process_start import fit_start
 from lightning_tricks.monitors.goodput.run_time import RunTime
 from lightning_tricks.monitors.goodput.timed import fetches_timed, saves_timed
@@ -46,7 +46,7 @@ class GoodputMonitor(pl.Callback):
 
     It promises that each second is counted once, and that a kill loses none: the checkpoint holds the parts and the
     time of day at which it was saved, so everything up to the start of the process that resumes it is lost work or down
-    time. A small file beside the checkpoints, `goodput.json`, tells them apart: it says when each process ran. It is
+    time. A small file in the run's folder, `goodput.json`, tells them apart: it says when each process ran. It is
     written with each save, on log steps 10 seconds or more apart, and at the end; without it, all of that time counts
     as down time.
 
@@ -152,7 +152,7 @@ class GoodputMonitor(pl.Callback):
         state, self._loaded = self._loaded, {}
         if not state:
             return
-        places = [Path(self._trainer.ckpt_path).parent / FILE]  # first, because the folder may have been moved
+        places = places_for(self._trainer.ckpt_path)  # first, because the folder may have been moved
         if state["file"]:
             places.append(Path(state["file"]))
         self._history = History.read(state["run"], places if self._trainer.is_global_zero else [])
@@ -199,7 +199,7 @@ class GoodputMonitor(pl.Callback):
 
     def _before_save(self, path: Any) -> None:
         self._buffer.flush()  # so that the device has done the steps before
-        self._history.place_beside(path)
+        self._history.place_by(path)
         self._save_began = self._time.now()
 
     def _after_save(self) -> None:

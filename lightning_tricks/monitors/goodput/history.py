@@ -1,4 +1,4 @@
-"""A small file beside the checkpoints that says when each process of a run ran, also after its last checkpoint."""
+"""A small file in the run's folder that says when each process of a run ran, also after its last checkpoint."""
 
 import json
 import os
@@ -11,6 +11,15 @@ from lightning_tricks.accounting.goodput import Interval
 
 FILE = "goodput.json"
 _SAVES = 8  # number of saves that are kept: a run resumes from one of its newest checkpoints
+
+
+def places_for(checkpoint: Any) -> list[Path]:
+    """Where the file of a run lies, by the path of a checkpoint: the place of today, then that of earlier versions.
+
+    It is the run's folder where the checkpoint is in `checkpoints`, its folder there, else the checkpoint's own folder.
+    """
+    folder = Path(checkpoint).absolute().parent
+    return [folder.parent / FILE, folder / FILE] if folder.name == "checkpoints" else [folder / FILE]
 
 
 class History:
@@ -34,7 +43,7 @@ class History:
             try:
                 found: dict[str, Any] = json.loads(path.read_text())
                 if found["run"] == run:
-                    history = cls(run, path)
+                    history = cls(run, places_for(path)[0])  # the file of an earlier version moves
                     history.earlier = [(first, last) for first, last in found["processes"]]
                     history.saves = [(first, last) for first, last in found["saves"]]
                     return history
@@ -42,10 +51,10 @@ class History:
                 continue  # missing, of another program, or cut off: then lost work counts as down time
         return cls(run)
 
-    def place_beside(self, checkpoint: Any) -> None:
-        """Put the file into a checkpoint's folder, unless it has a place already or the checkpoint is not local."""
+    def place_by(self, checkpoint: Any) -> None:
+        """Choose the file's place by a checkpoint, unless it has one already or the checkpoint is not local."""
         if self.path is None and "://" not in str(checkpoint):
-            self.path = Path(checkpoint).absolute().parent / FILE
+            self.path = places_for(checkpoint)[0]
 
     def add_save(self, save: Interval) -> None:
         """Note a save."""
