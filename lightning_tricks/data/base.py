@@ -71,15 +71,29 @@ class ShardData(pl.LightningDataModule):
             )
 
     def use(
-        self, streams: dict[str, TokenStream], tokenizer: Tokenizer | None, fingerprint: str, tokenizer_name: str
+        self,
+        streams: dict[str, TokenStream],
+        tokenizer: Tokenizer | None,
+        fingerprint: str,
+        tokenizer_name: str,
+        content: str | None = None,
     ) -> None:
-        """Serve the streams `train` and, if there is one, `val`; checkpoints record the fingerprint and the name.
+        """Serve the streams `train` and, if there is one, `val`; checkpoints record fingerprints and the name.
+
+        Args:
+            streams: tokens.
+            tokenizer: that wrote them, if it is known.
+            fingerprint: of the data's names and settings.
+            tokenizer_name: for messages.
+            content: fingerprint of the data themselves, where `fingerprint` does not depend on them.
 
         Raises:
             UsageError: too little text for one row, or ids that the tokenizer does not have.
         """
         self.streams, self.tokenizer = streams, tokenizer
         self._position.identity["data"] = fingerprint
+        if content is not None:
+            self._position.identity["content"] = content
         if (tokens := len(streams["train"])) <= self.seq_len:
             raise UsageError(f"seq_len={self.seq_len}: the training data has {tokens} tokens; shorten it or add text")
         if tokenizer is not None:

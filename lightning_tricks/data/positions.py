@@ -121,8 +121,8 @@ class DataPosition:
 
     Args:
         micro_batch_size: rows in one micro-batch of one process.
-        identity: settings on which the meaning of a position depends (seed, data, seq_len). A checkpoint with other
-            ones causes a warning, and the recipe's are used.
+        identity: settings on which the meaning of a position depends (seed, data, content, seq_len). A checkpoint with
+            other ones causes a warning, and the recipe's are used.
         skipped: sample positions to pass over. Rows are counted without them; a checkpoint holds the position of the
             next row, so that the run that goes on may pass over others.
     """
@@ -201,7 +201,8 @@ class DataPosition:
 
     def _changed(self, state: dict[str, Any]) -> list[str]:
         """The settings in which a checkpoint's data differ from these, such as `seed 0 -> 1`."""
-        return [f"{key} {state.get(key)} -> {now}" for key, now in self.identity.items() if state.get(key) != now]
+        known = {"content": self.identity.get("content")} | state  # an older version did not write the content
+        return [f"{key} {known.get(key)} -> {now}" for key, now in self.identity.items() if known.get(key) != now]
 
     def samples_of_step(self, step: int, state: dict[str, Any]) -> list[tuple[int, int]]:
         """See `ShardData.samples_of_step`."""

@@ -10,11 +10,15 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.data.base import ShardData
 from lightning_tricks.data.bpe import end_of_text, vocabulary_size
 from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
+from lightning_tricks.data.shards import fingerprint
 from lightning_tricks.data.stream import TokenStream
 
 
 class TokenData(ShardData):
     """Language-model batches from token files, in the same form as TextData's.
+
+    A checkpoint knows its data by the shards' names, sizes and sampled contents (see `shards.fingerprint`); a resume
+    with others says so in one line.
 
     Args:
         train: training shards: a path or glob, or a list of them, read in sorted order.
@@ -74,8 +78,9 @@ class TokenData(ShardData):
         if self.val is not None:
             streams["val"] = self._open("val", self.val)
         files = [(path.name, path.stat().st_size) for stream in streams.values() for path in stream.paths]
-        fingerprint = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
-        self.use(streams, self._given_tokenizer, fingerprint, self._tokenizer_name)
+        names = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+        content = fingerprint([path for stream in streams.values() for path in stream.paths])
+        self.use(streams, self._given_tokenizer, names, self._tokenizer_name, content)
         if self.vocab_size is not None:
             self.check_ids(self.vocab_size, "vocab_size")
 

@@ -5,6 +5,7 @@ import pytest
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data import ShardWriter, open_shard
+from lightning_tricks.data.shards import BLOCK_BYTES, SAMPLED_BLOCKS, fingerprint
 from lightning_tricks.data.stream import TokenStream
 
 
@@ -101,3 +102,30 @@ def test_a_shard_whose_writer_was_interrupted_is_refused(tmp_path):
         interrupted()
     with pytest.raises(UsageError, match="100 tokens where its header says 0"):
         open_shard(tmp_path / "train_000000.bin")
+
+
+def test_a_fingerprint_depends_on_sizes_and_sampled_blocks_and_on_no_name(tmp_path):
+    content = bytearray(np.random.default_rng(0).bytes(100 * BLOCK_BYTES))
+
+    def of(content, name="a.bin", files=1):
+        (tmp_path / name).write_bytes(content)
+        return fingerprint([tmp_path / name] * files)
+
+    def changed(place):
+        other = bytearray(content)
+        other[place] ^= 1
+        return bytes(other)
+
+    first = of(content)
+    assert of(content, "b.bin") == first
+    assert of(content + b"x") != first
+    assert of(changed(0)) != first
+    assert of(changed(-1)) != first
+    # 64 blocks of 100, equally far apart
+    noticed = sum(of(changed(block * BLOCK_BYTES + 5)) != first for block in range(100))
+    assert 60 <= noticed <= 68
+    # one block of each of many files, its middle
+    many = of(content, files=SAMPLED_BLOCKS + 1)
+    assert of(changed(50 * BLOCK_BYTES), files=SAMPLED_BLOCKS + 1) != many
+    assert of(changed(0), files=SAMPLED_BLOCKS + 1) == many
+    assert len(of(b"")) == 16

@@ -1,5 +1,8 @@
 """TokenData: shards that somebody wrote, and what is wrong with them if anything is."""
 
+import re
+import warnings
+
 import lightning.pytorch as pl
 import numpy as np
 import pytest
@@ -43,6 +46,42 @@ def test_several_shards_are_one_stream_in_sorted_order(tmp_path):
     assert torch.equal(rows - rows[:, :1], torch.arange(9).expand_as(rows))  # also across the seams
     assert len(set(rows[:, 0].tolist())) == 108
     assert data.data_summary() == f"1,000 train tokens in 4 shard(s); {tmp_path}"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_tokens_in_files_of_the_same_names_and_sizes_are_told_of_on_resume(write_shard, tmp_path):
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+
+        def training_step(self, batch, batch_idx):
+            return self.weight
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def fit(steps, ckpt_path=None):
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            data = TokenData(train=str(tmp_path / "train_000000.bin"), seq_len=8, micro_batch_size=2)
+            trainer.fit(Model(), data, ckpt_path=ckpt_path)
+        return trainer, [str(one.message) for one in caught if "other data settings" in str(one.message)]
+
+    write_shard(range(100))
+    fit(2)[0].save_checkpoint(tmp_path / "two.ckpt")
+    assert fit(4, tmp_path / "two.ckpt")[1] == []
+    write_shard([*range(99), 7])
+    (line,) = fit(4, tmp_path / "two.ckpt")[1]
+    assert re.search(r"other data settings \(content \w{16} -> \w{16}\); the recipe's are used", line)
+    checkpoint = torch.load(tmp_path / "two.ckpt", weights_only=False)
+    del checkpoint["TokenData"]["content"]  # as an older version wrote it
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    assert fit(4, tmp_path / "old.ckpt")[1] == []
 
 
 def test_without_validation_shards_there_is_no_validation(write_shard):
