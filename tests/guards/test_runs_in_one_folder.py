@@ -149,7 +149,9 @@ def test_the_command_line_with_a_fixed_version_leaves_the_earlier_run(tmp_path, 
     own = "[{class_path: SafeCheckpoint, init_args: {every_n_train_steps: 2}}]"
     given = ["--trainer.logger.version=0", "--data=null"]
     command_line("fit", *given, "--trainer.max_steps=4", "--trainer.max_epochs=9", saver=own)
-    with pytest.warns(UserWarning, match=r"holds checkpoints that this run did not write \(2, the newest is step=4.ckpt"):
+    with pytest.warns(
+        UserWarning, match=r"holds checkpoints that this run did not write \(2, the newest is step=4.ckpt"
+    ):
         command_line("fit", *given, "--trainer.max_steps=6", "--trainer.max_epochs=9", saver=own)
     folder = tmp_path / RUN_OF_TOY / "checkpoints"
     assert names(folder) == {"step=2.ckpt", "step=4.ckpt", "step=4-v1.ckpt", "step=6.ckpt", "last.ckpt"}

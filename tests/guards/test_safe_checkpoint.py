@@ -75,6 +75,12 @@ class Model(pl.LightningModule):
         self.validations.append(step)
         self.log("val/loss", abs(step - 6.0))  # the best at step 6
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
     def configure_optimizers(self) -> Any:
         if self.automatic_optimization:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -138,6 +144,14 @@ def test_the_best_by_a_fresh_score_stays(tmp_path):
     assert saver.best_model_score == 0
     scores = {record.step: record.score for record in map(read_record, tmp_path.glob("step*"))}
     assert scores == {6: 0.0, 10: 4.0}
+
+
+def test_evaluating_the_best_checkpoint_leaves_it_the_best(tmp_path):
+    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, monitor="val/loss")
+    trainer, model = fit(saver, val_check_interval=2, **VALIDATION)
+    for evaluate in (trainer.validate, trainer.test, trainer.predict):
+        evaluate(model, DataLoader(torch.zeros(1, 3)), ckpt_path="best")
+        assert trainer.ckpt_path == saver.best_model_path == str(tmp_path / "step=6.ckpt")
 
 
 def lines_of(*args: Any, **options: Any) -> list[str]:
@@ -535,7 +549,13 @@ def test_buffers_that_are_not_finite_by_design_or_that_no_checkpoint_holds_do_no
 
 
 def test_one_number_among_all_weights_is_enough_and_large_ones_are_finite():
-    ones = [torch.ones(3), torch.tensor(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, 2, dtype=torch.complex64), torch.ones(0)]
+    ones = [
+        torch.ones(3),
+        torch.tensor(3),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, 2, dtype=torch.complex64),
+        torch.ones(0),
+    ]
     assert not_finite(ones) == 0
     assert not_finite([torch.full((4,), 6e4, dtype=torch.float16), torch.full((4,), 3e38)]) == 0
     assert not_finite([torch.arange(3), torch.ones(4).to(torch.float8_e4m3fn)]) == 0
@@ -728,6 +748,26 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path, sized, accumulat
         assert validated + resumed.validations == whole.validations == [2, 4, 6, 8, 10, 12]
         # it did not save again at once
         assert steps(tmp_path / f"from {step}") == [later for later in (6, 9, 12) if later > step]
+
+
+def test_a_checkpoint_restored_in_mid_fit_leaves_the_next_fit_its_random_numbers(tmp_path):
+    class Searches(pl.Callback):
+        """Comes back to where it was, as Lightning's search for a learning rate does."""
+
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "search.ckpt")
+                trainer._checkpoint_connector.restore(tmp_path / "search.ckpt")
+
+    def second_fit(name, *callbacks):
+        saver, loader = SafeCheckpoint(tmp_path / name, every_n_train_steps=9), Batches()
+        trainer, model = fit([*callbacks, saver], 2, loader=loader)
+        trainer.fit_loop.epoch_loop.max_steps = 6
+        torch.manual_seed(3)
+        trainer.fit(model, loader)
+        return model.losses
+
+    assert second_fit("a", Searches()) == second_fit("b")
 
 
 def test_a_resumed_run_has_its_first_checkpoint_already(tmp_path):

@@ -110,6 +110,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._is_new_run = False
         self._saving: Record | None = None
         self._rng: list[Any] | None = None  # of each rank, to put back
+        self._resumes = True  # what is loaded; False: it is evaluated
         self._untold = False  # there is a checkpoint that the loggers do not know
         self._said: set[str] = set()
         self._finite_buffers: set[str] = set()  # names of the buffers that were finite when training began
@@ -130,6 +131,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             return
         retention = Retention(self.keep_last, self.keep_best, "max" if self.mode == "max" else "min")
         self._last_global_step_saved = -1  # so that `save_now` saves step 0 as well
+        self._rng = None  # also that of a search for a learning rate, which restores in the middle of a fit
         self._find_run(trainer)
         self._folder = CheckpointFolder(Path(str(self.dirpath)), retention, self._run, self._on_update)
         if trainer.is_global_zero:
@@ -158,7 +160,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Take note of the checkpoint that the run goes on from; put its random state back before a loader draws."""
         self._refusals.close()
-        if trainer.state.fn != "fit":
+        self._resumes = trainer.state.fn == "fit"
+        if not self._resumes:
             return
         self._last_global_step_saved = int(checkpoint["global_step"])
         if run := record_of(checkpoint).run:
@@ -175,7 +178,12 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         return {"best_model_path": self.best_model_path, "best_model_score": self.best_model_score}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Know the best checkpoint of the run that is gone on with, also from another folder."""
+        """Know the best checkpoint of the run that is gone on with, also from another folder.
+
+        A checkpoint that is evaluated names the best one before it was itself written, so it is not asked.
+        """
+        if not self._resumes:
+            return
         self.best_model_path, self.best_model_score = state_dict["best_model_path"], state_dict["best_model_score"]
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
