@@ -155,7 +155,11 @@ LAYERS: list[tuple[str, Callable[[], nn.Module], str]] = [
     ("weight_norm(nn.Linear), by hooks", lambda: nn.utils.weight_norm(nn.Linear(16, 24)), "weight_g weight_v"),
     ("weight_norm(nn.Conv1d)", lambda: parametrizations.weight_norm(nn.Conv1d(8, 16, 3)), "original0 original1"),
     ("spectral_norm(nn.Linear)", lambda: parametrizations.spectral_norm(nn.Linear(16, 24)), "weight.original"),
-    ("LoRA and DoRA, as in peft", _lora, "lora_A.default.weight lora_B.default.weight lora_magnitude_vector.default.weight"),
+    (
+        "LoRA and DoRA, as in peft",
+        _lora,
+        "lora_A.default.weight lora_B.default.weight lora_magnitude_vector.default.weight",
+    ),
     ("attention, as in timm", Attention, "qkv.weight proj.weight cls_token"),
     ("experts, as in torchtitan", _torchtitan_experts, "gate.weight w1 w2"),
     ("GPT-2, with Conv1D", _gpt2, "wpe.weight attn.c_attn.weight mlp.c_fc.weight"),

@@ -65,8 +65,9 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         every_n_minutes: minutes between saves on rank 0's clock, which is asked every `log_every_n_steps` steps. With
             neither interval, it saves after each validation and at the end of each epoch, as ModelCheckpoint does.
         keep_last: how many of the newest checkpoints stay; 2, so that one is left if a disk damages the other.
-        monitor: a logged metric, `epoch` or `step`; without one, none is the best. Only a value logged for the saved weights counts, so
-            for a metric of validation the steps between saves should divide those between validations.
+        monitor: a logged metric, `epoch` or `step`; without one, none is the best. Only a value logged for the saved
+            weights counts, so for a metric of validation the steps between saves should divide those between
+            validations.
         mode: whether the lowest value is the best one, "min", or the highest, "max".
         keep_best: how many of the best checkpoints stay, with `monitor`.
         permanent_steps: save at each multiple of it as well, or at steps 1, 2, 4, 8, ..., and never delete these.
@@ -194,9 +195,9 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._rng = None
         self._finite_buffers = finite_buffers(pl_module)
         self._clock.start(trainer.global_step)
-        if trainer.is_global_zero and self._is_new_run and not self._is_off(trainer):
-            if line := self._folder.line_on_others():
-                rank_zero_warn(line)
+        begins = trainer.is_global_zero and self._is_new_run and not self._is_off(trainer)
+        if begins and (line := self._folder.line_on_others()):
+            rank_zero_warn(line)
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Save the last step, unless it is saved; wait for what is being written."""
@@ -299,8 +300,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         else:
             self._say_once(
                 "not finite",
-                f"SafeCheckpoint: at step {trainer.global_step} some weights or running statistics are NaN or infinite: "
-                f"its checkpoint is marked, and {LAST} leads to the newest one that is finite",
+                f"SafeCheckpoint: at step {trainer.global_step} some weights or running statistics are NaN or "
+                f"infinite: its checkpoint is marked, and {LAST} leads to the newest one that is finite",
             )
         self._number += 1
         score = self._score.read(trainer)

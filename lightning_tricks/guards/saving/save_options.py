@@ -31,8 +31,8 @@ def check_no_other_saver(saver: Any, trainer: Any) -> None:
             continue
         if os.path.realpath(str(other.dirpath)) == os.path.realpath(str(saver.dirpath)):
             raise UsageError(
-                f"SafeCheckpoint: dirpath={saver.dirpath}: another {type(other).__name__} saves to this folder too, and "
-                "each would delete checkpoints that the other counts on: give one of them another dirpath"
+                f"SafeCheckpoint: dirpath={saver.dirpath}: another {type(other).__name__} saves to this folder too, "
+                "and each would delete checkpoints that the other counts on: give one of them another dirpath"
             )
 
 
