@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import shutil
 import warnings
 import zlib
 from dataclasses import asdict, replace
@@ -102,6 +103,18 @@ def test_two_savers_of_a_trainer_name_one_run(tmp_path):
     assert runs(tmp_path / "a") == runs(tmp_path / "b")
     fit([saver(tmp_path / "a", 1), saver(tmp_path / "b", 1)], 6, ckpt_path=tmp_path / "a/step=4.ckpt")
     assert (steps(tmp_path / "a"), steps(tmp_path / "b")) == ([4, 6], [6])
+
+
+def test_a_copy_that_the_user_made_stays(tmp_path):
+    class Copies(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                shutil.copy(tmp_path / "step=2.ckpt", tmp_path / "mine.ckpt")
+                shutil.copytree(tmp_path, tmp_path / "all", symlinks=True)
+
+    fit([Copies(), saver(tmp_path, keep_last=1)], 8)
+    assert names(tmp_path) == {"step=8.ckpt", "last.ckpt", "mine.ckpt", "all"}
+    assert names(tmp_path / "all") == {"step=2.ckpt", "last.ckpt", "mine.ckpt"}
 
 
 def test_the_same_seed_gives_every_run_a_name_of_its_own_and_moves_no_random_number(tmp_path):

@@ -1,7 +1,8 @@
 """The folder of a run's checkpoints: what is in it, what is deleted, a full disk, the leftovers of killed processes.
 
-What is deleted is always a checkpoint of this run: its record names the run. Checkpoints of other runs, and those whose
-record names none because a version before 2 of the record wrote it, are neither counted nor deleted nor replaced.
+What is deleted is always a checkpoint of this run: its record names the run, and its name is one that SafeCheckpoint
+gives. Checkpoints of other runs, those whose record names none because a version before 2 of the record wrote it, and
+copies that the user made under other names are neither counted nor deleted nor replaced.
 
 Needs no Trainer. One process of a run, rank 0, changes the folder.
 """
@@ -9,6 +10,7 @@ Needs no Trainer. One process of a run, rank 0, changes the folder.
 import errno
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -63,8 +65,12 @@ class CheckpointFolder:
         return found
 
     def of_this_run(self, records: Records) -> dict[str, Record]:
-        """Those of the records that name this run."""
-        return {name: record for name, record in records.items() if record.run == self.run}
+        """Those of the records that name this run, by the names that `path_of` gives: others are a user's copies."""
+        return {
+            name: record
+            for name, record in records.items()
+            if record.run == self.run and re.fullmatch(rf"step={record.step}(-not-finite)?(-v\d+)?\.ckpt", name)
+        }
 
     def line_on_others(self) -> str | None:
         """The line that tells of checkpoints that this run did not write; None where there are none."""
