@@ -77,7 +77,8 @@ class GradNormMonitor(pl.Callback):
     whatever changes them later in the step (a hook of the module, a callback behind this one, the Trainer's clip). The
     clip measures for both, unless code comes before it that neither Lightning nor this package wrote: that may change
     the gradients, so they are measured twice. In manual optimization it is the norm before the last
-    `self.clip_gradients(...)` of the batch, or, without one, the norm that the step finds.
+    `self.clip_gradients(...)` before a step, or, without one, the norm that the step finds. Where one optimizer steps
+    several times in a batch, or asks for several gradients (LBFGS), the largest norm of the batch is recorded.
 
     The precision plugin's methods `clip_grad_by_norm` and, in manual optimization, `clip_grad_by_value` are replaced
     for a part of each batch. Under FSDP1 and for sparse gradients this clips by norm where Lightning and torch refuse.
@@ -99,6 +100,7 @@ class GradNormMonitor(pl.Callback):
         self._clip_val: float | None = None
         self._batch = ExitStack()  # closed when a batch ends
         self._before_clip: dict[Any, Measured] = {}  # in manual optimization, by optimizer, until its step
+        self._largest: Measured = {}  # of the batch
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse `per` where no rank holds a parameter whole; find the buffer."""
@@ -203,16 +205,19 @@ class GradNormMonitor(pl.Callback):
         return f"/{optimizer_index(trainer, optimizer)}" if len(trainer.optimizers) > 1 else ""
 
     def _record(self, measured: Measured) -> None:
+        """Record the norms of a step, or what is larger of them and of those of earlier steps of the batch."""
         for names, norms in measured.items():
-            self._buffer.record_all(names, norms)
+            earlier = self._largest.get(names)
+            self._largest[names] = norms if earlier is None else torch.maximum(earlier, norms)  # NaN stays
+            self._buffer.record_all(names, self._largest[names])
 
     def _record_kept(self, pl_module: Any, earlier: Tensor | None) -> None:
         if pl_module.grad_norm is not earlier:  # else the step failed before the clip
-            self._buffer.record("train/grad_norm", pl_module.grad_norm)
+            self._record({("train/grad_norm",): pl_module.grad_norm})
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Put back the plugin's methods; under DeepSpeed, ask its engine for the norm."""
-        self._batch.close()
+        self._end_batch()
         strategy: Any = trainer.strategy
         if is_a(strategy, "DeepSpeedStrategy") and not is_accumulating(trainer):
             self._clip_val = trainer.gradient_clip_val
@@ -222,11 +227,15 @@ class GradNormMonitor(pl.Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Put back the plugin's methods where a module has ended the epoch in its `on_train_batch_start`."""
-        self._batch.close()
+        self._end_batch()
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Put back the plugin's methods."""
+        self._end_batch()
+
+    def _end_batch(self) -> None:
         self._batch.close()
+        self._largest.clear()
 
     def _of_interval(self, rows: list[Row]) -> dict[str, float]:
         norms = [row.values["train/grad_norm"] for row in rows if "train/grad_norm" in row.values]

@@ -86,6 +86,10 @@ class Net(nn.Module):
         return self.head(x)
 
 
+def decreasing(step: int) -> float:
+    return 1 / (1 + step)
+
+
 class Model(pl.LightningModule):
     """A small language model with a schedule, a validation and predictions. Keeps the losses of all micro-batches."""
 
@@ -115,7 +119,7 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, decreasing)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 

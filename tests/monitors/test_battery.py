@@ -4,12 +4,14 @@ A callback class in `lightning_tricks.monitors` is under the battery at once. We
 states are equal to the bit; no object, class or hook is left changed; nothing waits for a device between log steps.
 """
 
+import copy
 import functools
 import inspect
 import itertools
 import json
 import os
 import pathlib
+import pickle
 import random
 import sys
 import types
@@ -21,8 +23,12 @@ import torch
 import two_processes
 from battery import (
     ALONE,
+    LOG_EVERY,
     SEVERAL_FITS,
     TOGETHER,
+    Fails,
+    Model,
+    Trial,
     accumulates_with_a_short_last_window,
     all_of,
     clips_by_norm,
@@ -131,6 +137,23 @@ def test_a_monitor_is_at_work(make):
     """A battery over callbacks that do nothing would prove nothing."""
     if make.func.__name__ not in ONLY_IN_TWO_PROCESSES:
         assert any(outcome(at, make).evidence - without(at).evidence for at in (clips_by_norm, scales_the_loss))
+
+
+@case
+@pytest.mark.parametrize("fails", [False, True], ids=["", "after a failure"])
+def test_a_monitor_and_its_trainer_can_be_pickled_and_copied_after_a_fit(make, fails, tmp_path, monkeypatch):
+    """As a launcher does that starts the next fit in processes of its own (`ddp_spawn`)."""
+    monkeypatch.chdir(tmp_path)
+    trial, module = Trial(make, fresh=True), Fails() if fails else Model()
+    monitor = make()
+    bar, logger = isinstance(monitor, pl.callbacks.ProgressBar), pl.loggers.TensorBoardLogger("logs")
+    trainer = trial.trainer(logger=logger, callbacks=monitor, enable_progress_bar=bar)
+    trial.fit(module, trainer)
+    for held in (monitor, trainer):
+        copied, back = copy.deepcopy(held), pickle.loads(pickle.dumps(held))
+        assert type(copied) is type(back) is type(held)
+    trial.fit(module, back)
+    assert back.global_step == LOG_EVERY * 2 or fails
 
 
 def in_two_processes(groups, report):

@@ -282,6 +282,57 @@ def test_several_optimizers_in_manual_optimization_have_a_norm_each():
     assert same(weights, fit(Adversaries(), max_steps=12)[2])
 
 
+class Critic(Net):
+    """Steps one optimizer three times in a batch, as a WGAN-GP's critic does."""
+
+    factors = (0.1, 0.4, 0.2)
+
+    def __init__(self, clips=False):
+        super().__init__()
+        self.automatic_optimization, self.clips, self.seen = False, clips, []
+
+    def training_step(self, batch, batch_idx):
+        optimizer, norms = self.optimizers(), []
+        for factor in self.factors:
+            optimizer.zero_grad()
+            self.manual_backward(factor * super().training_step(batch, batch_idx))
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]).item())
+            if self.clips:
+                self.clip_gradients(optimizer, 0.01, "norm")
+            optimizer.step()
+        self.seen.append(max(norms))
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_of_several_steps_of_one_optimizer_in_a_batch_the_largest_norm_is_logged(clips):
+    model = Critic(clips)
+    _, logger, weights = fit(model, GradNormMonitor(), max_steps=12)
+    assert len(model.seen) == 4
+    assert list(logger.series("train/grad_norm").values()) == pytest.approx(model.seen, rel=1e-6)
+    assert same(weights, fit(Critic(clips), max_steps=12)[2])
+
+
+def test_a_norm_that_is_not_finite_is_the_batchs_whichever_step_has_it():
+    class Bad(Critic):
+        factors = (1.0, math.nan, 0.0)
+
+    _, logger, _ = fit(Bad(), GradNormMonitor(), max_steps=3)
+    assert math.isnan(logger.series("train/grad_norm")[0])
+
+
+def test_of_the_gradients_that_lbfgs_asks_for_in_a_step_the_largest_norm_is_logged():
+    reference, seen = Reference(), []
+    net = Net(torch.optim.LBFGS, lr=0.1, max_iter=3)
+
+    class PerBatch(pl.Callback):
+        def on_train_batch_end(self, *_):
+            seen.append(max(reference.norms))
+            reference.norms.clear()
+
+    _, logger, _ = fit(net, reference, GradNormMonitor(), PerBatch())
+    assert list(logger.series("train/grad_norm").values()) == pytest.approx(seen, rel=1e-6)
+
+
 @pytest.mark.parametrize("clips", [True, False])
 def test_in_manual_optimization_what_is_still_scaled_is_logged_unscaled(clips):
     class Manual(Net):
