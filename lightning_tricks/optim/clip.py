@@ -60,10 +60,12 @@ def clip_grad_value(parameters: Iterable[Tensor], clip_value: float) -> None:
         clip_value: the largest absolute value allowed, above 0.
 
     Raises:
-        UsageError: clip_value is 0, negative or NaN.
+        UsageError: clip_value is 0, negative or NaN; a gradient is complex.
     """
     _check_limit(clip_value)
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    if any(parameter.is_complex() for parameter in with_grad):
+        raise UsageError("gradient_clip_algorithm='value': a gradient is complex, and has no order: clip by norm")
     for parameter in with_grad:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()

@@ -112,7 +112,7 @@ class MuP:
         name, params = type(module).__name__, param_roles(module)
         heads = [param for param in params if param.role == "head"]
         tied = {id(param.param) for param in params if param.role == "embedding"}
-        if not heads and any(id(head) in tied for head in head_weights(Model(module))):
+        if any(id(head) in tied for head in head_weights(Model(module))):
             raise UsageError(
                 f"MuP: the head of {name} is tied to its embedding, which keeps its learning rate: untie them, or "
                 "multiply the logits by base_width / width in the module and define its method base_shapes()"

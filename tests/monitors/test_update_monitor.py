@@ -6,7 +6,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from monitored import GPT, Decoding, decoding, fit
+from monitored import GPT, Decoding, decoding, fit, same_training
 from torch import nn
 from torch.utils.data import DataLoader
 from two_processes import run as run_in_two
@@ -71,6 +71,24 @@ def test_a_target_network_that_no_optimizer_trains_does_not_count():
     run = fit(Target(), UpdateMonitor(), max_steps=1, log_every_n_steps=1)
     assert run.of("updates/ratio") == pytest.approx([(0.1 / 129) ** 0.5], rel=1e-5)
     assert not [name for name in run.names() if "target" in name]
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_a_layer_with_spectral_norm_trains_as_without_the_monitor(norm):
+    """To read the weight of such a layer makes a step of its power iteration, which goes into the next weights."""
+
+    class Normed(Moving):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__()
+            self.last = norm(nn.Linear(32, 32))
+
+        def training_step(self, batch, batch_idx):
+            return self.last(torch.ones(1, 32)).square().sum()
+
+    runs = [fit(Normed(), *monitors, log_every_n_steps=1) for monitors in ([], [UpdateMonitor()])]
+    assert same_training(*runs)
+    assert any(name.startswith("updates/last") for name in runs[1].names())
 
 
 @pytest.mark.parametrize("group", ["from the start", "added"])

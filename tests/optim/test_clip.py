@@ -165,6 +165,18 @@ def test_a_value_that_is_not_above_0_is_refused(bad):
         clip_grad_value(parameters([1.0]), bad)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_complex_gradients_count_by_their_absolute_values_and_are_not_clipped_by_value(order):
+    params = [torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)), *parameters([12.0])][::order]
+    (numbers,) = [param for param in params if param.is_complex()]
+    numbers.grad = torch.tensor([3 + 4j, 0])
+    assert grad_norms_of([[param] for param in params]).tolist() == [5.0, 12.0][::order]
+    assert clip_grad_norm(params, 6.5).item() == 13.0
+    torch.testing.assert_close(numbers.grad, torch.tensor([1.5 + 2j, 0]))
+    with pytest.raises(UsageError, match="gradient_clip_algorithm='value': a gradient is complex"):
+        clip_grad_value(params, 1.0)
+
+
 def test_parts_have_their_own_norms_and_one_without_gradients_has_none():
     three, four, twelve = parameters([3.0], [[4.0]], [12.0])
     bare = torch.nn.Parameter(torch.ones(2))

@@ -360,6 +360,9 @@ def test_a_module_of_unknown_width_or_with_unscaled_weights_is_refused(hugging_f
     tied.lm_head.weight = tied.model.embed_tokens.weight
     with pytest.raises(UsageError, match="head of LlamaForCausalLM is tied to its embedding"):
         build_optimizer(tied, mup=MuP(16))
+    with_value = nn.ModuleDict({"model": tied, "v_head": nn.Linear(64, 1)})
+    with pytest.raises(UsageError, match="head of ModuleDict is tied to its embedding"):
+        build_optimizer(with_value, mup=MuP(16))
     llama = hugging_face()
     with pytest.raises(UsageError, match="initial weights of LlamaForCausalLM are not those of muP: call"):
         build_optimizer(llama, mup=MuP(16))
