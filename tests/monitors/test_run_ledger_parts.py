@@ -20,8 +20,10 @@ from lightning_tricks import RunLedger
 from lightning_tricks._errors import UsageError
 from lightning_tricks.commands.compare_ledgers import compare
 from lightning_tricks.commands.ledger import print_check
+from lightning_tricks.monitors.run_ledger import batch_sum as batch_sum_module
+from lightning_tricks.monitors.run_ledger import random_sum
 from lightning_tricks.monitors.run_ledger.batch_sum import BASE, BatchSum, step_sum
-from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, join_halves, odd_factors, salt
+from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, odd_factors, salt
 from lightning_tricks.monitors.run_ledger.ledger_file import LedgerFile, read_ledger
 from lightning_tricks.monitors.run_ledger.random_sum import other_random_sum, torch_random_sum
 from lightning_tricks.monitors.run_ledger.step_line import RankValues, step_line
@@ -41,13 +43,13 @@ DTYPES = [
 
 
 def number(total):
-    return join_halves(*halves(total).tolist())
+    return total.item() % MODULUS
 
 
 def batch_sum(batch, rank=0, world=1):
     """The share of a rank that takes one micro-batch."""
     sums, rows = BatchSum().of_micro_batch(batch)
-    return step_sum([sum(join_halves(*total.tolist()) for total in sums)], rows, rank, world)
+    return step_sum([sum(number(total) for total in sums)], rows, rank, world)
 
 
 def test_the_factors_are_splitmix64():
@@ -118,11 +120,41 @@ def test_a_batch_has_one_sum_however_it_is_split(dtype, row):
         parts = x.reshape(micro_batches, world, rows, *row)
         total = 0
         for rank in range(world):
-            sums = [
-                join_halves(*BatchSum().of_micro_batch(parts[m, rank])[0][0].tolist()) for m in range(micro_batches)
-            ]
+            sums = [number(BatchSum().of_micro_batch(parts[m, rank])[0][0]) for m in range(micro_batches)]
             total += step_sum(sums, rows, rank, world)
         assert total % MODULUS == batch_sum(x)
+
+
+def test_a_large_tensor_is_summed_in_slices_without_a_factor_for_each_value(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((7, 3, 50), (300,), (1, 900), (40, 20)):
+        x = torch.randn(*shape, generator=generator)
+        for tensor in (x, x.double(), x.to(torch.bfloat16), x.transpose(0, -1)):
+            whole = batch_sum([x, tensor])
+            with monkeypatch.context() as patch:
+                patch.setattr(batch_sum_module, "SLICE", 64)
+                sums = BatchSum()
+                (first, total), _ = sums.of_micro_batch([x, tensor])
+                assert sums._factors == {}
+            assert step_sum([number(first) + number(total)], 1, 0, 1) == whole
+    sums = BatchSum()
+    sums.of_micro_batch(torch.zeros(4, 3, 256, 256))
+    assert sums._factors == {}
+
+
+def test_a_weight_that_gets_other_memory_is_read_where_it_is():
+    for shape in ((9000,), (90, 100), (4, 9, 9, 9)):
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.ones(shape))
+        if len(shape) == 4:  # its rows must be copied to be read
+            module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+        weights = WeightSum(module, 1, 0)
+        ones = number(weights.of_part(0, CPU))
+        module.weight.data = torch.full_like(module.weight.data, 2.0)
+        twos = number(weights.of_part(0, CPU))
+        with torch.no_grad():
+            module.weight.fill_(1.0)
+        assert number(weights.of_part(0, CPU)) == ones != twos
 
 
 def test_tensors_are_found_in_any_batch():
@@ -145,7 +177,7 @@ def test_batches_of_ever_other_lengths_keep_few_factors_and_have_the_same_sums()
         rows = torch.arange(2 * length).view(2, length)
         (total,), _ = batch.of_micro_batch(rows)
         assert len(batch._factors) <= 64
-        assert step_sum([join_halves(*total.tolist())], 2, 0, 1) == batch_sum(rows)
+        assert step_sum([number(total)], 2, 0, 1) == batch_sum(rows)
 
 
 def test_a_row_is_as_many_of_the_last_dimensions_as_make_64_values():
@@ -392,6 +424,30 @@ def test_a_strategy_that_holds_no_parameter_whole_has_a_ledger_without_weights(t
     assert all(step["loss"] for step in ledger.steps.values())
     line = "RunLedger: FSDPStrategy holds no parameter whole: the ledger has no weights"
     assert [str(warning.message) for warning in recwarn if "RunLedger" in str(warning.message)] == [line]
+
+
+def test_pythons_random_state_is_the_same_read_in_memory_and_asked_for(monkeypatch):
+    for draws in (1, 300, 624):
+        for _ in range(draws):
+            random.random()
+        in_memory = other_random_sum()
+        assert random_sum._end_of_python_state() == random.getstate()[1][-9:]
+        with monkeypatch.context() as patch:
+            patch.setattr(random_sum, "_is_as_read", lambda: False)
+            assert other_random_sum() == in_memory
+
+
+def test_two_that_write_one_file_are_refused_and_two_files_have_the_same_lines(tmp_path):
+    path, folder = str(tmp_path / "ledger.jsonl"), f"{tmp_path}/other/.."
+    (tmp_path / "other").mkdir()
+    for one, other in ((RunLedger(path), RunLedger(f"{folder}/ledger.jsonl")), (RunLedger(), RunLedger())):
+        with pytest.raises(
+            UsageError, match=r"^RunLedger.path=.*: the Trainer has two that write one file: remove one"
+        ):
+            fit(tmp_path / "saved", one, ledger=other, max_steps=1)
+    assert not (tmp_path / "ledger.jsonl").exists()
+    fit(tmp_path / "both", RunLedger(path, 1), ledger=RunLedger(str(tmp_path / "b.jsonl"), 1), max_steps=2)
+    assert (tmp_path / "b.jsonl").read_text() == (tmp_path / "ledger.jsonl").read_text()
 
 
 def test_the_file_lies_in_the_folder_of_the_first_logger(tmp_path, monkeypatch):

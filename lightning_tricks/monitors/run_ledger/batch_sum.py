@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._tensors import local
-from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, integers, odd_factors, salt
+from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, integers, odd_factors, salt, signed, total
 
 BASE = 0x2545F4914F6CDD1D  # odd; row i of a global batch has the factor BASE**i
-_KEPT = 64  # number of shapes whose factors are kept, for batches of varying length
+SLICE = 1 << 17  # values that are summed at a time
+_KEPT = 64  # number of shapes whose factors are kept, for batches of varying length: 64 MiB at most
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -34,21 +35,25 @@ class BatchSum:
 
     Each value is multiplied by a factor for its row in the global batch, and by one for its place in the row. The
     factor of a row is a power of BASE, so that each micro-batch is summed as if it were the first, and the host moves
-    the sum to its place later.
+    the sum to its place later. The factors of small tensors are kept; large ones, such as images, are summed in slices,
+    whose factors are computed anew: never more than 8 MiB.
     """
 
     def __init__(self) -> None:
         self._factors: dict[Any, Tensor] = {}
 
     def of_micro_batch(self, batch: Any) -> tuple[list[Tensor], int]:
-        """The sum of each tensor in two halves, on its device, and the number of rows of the micro-batch."""
+        """The sum of each tensor, a 0-dim int64 on its device, and the number of rows of the micro-batch."""
         sums, rows = [], 0
         for number, tensor in enumerate(tensors_in(batch)):
-            own_rows = len(tensor) if tensor.dim() else 1
+            own_rows = tensor.shape[0] if tensor.dim() else 1
             rows, bits = rows or own_rows, integers(tensor)
             if bits.dim() < 2:
                 bits = bits.reshape(own_rows, -1)  # a float64 is two integers of one row
-            sums.append(halves((bits * self._factors_for(bits, number)).sum()))
+            if bits.numel() > SLICE:
+                sums.append(_in_slices(bits, number))
+            else:
+                sums.append(total(bits, self._factors_for(bits, number)))
         return sums, rows
 
     def _factors_for(self, bits: Tensor, number: int) -> Tensor:
@@ -57,12 +62,35 @@ class BatchSum:
             if len(self._factors) >= _KEPT:
                 self._factors.clear()
             rows = len(bits)
-            columns = torch.arange(bits.numel() // rows, device=bits.device)
-            powers = torch.full((rows,), BASE, device=bits.device)
-            powers[0] = 1
-            factors = powers.cumprod(0)[:, None] * odd_factors(columns, salt(f"tensor {number}"))
+            factors = _of_rows(rows, bits.device)[:, None] * _of_columns(0, bits.numel() // rows, number, bits.device)
             self._factors[key] = factors.reshape(bits.shape)
         return self._factors[key]
+
+
+def _in_slices(bits: Tensor, number: int) -> Tensor:
+    """The sum of a large tensor, by blocks of places within the rows, and in each by blocks of rows."""
+    rows, columns = len(bits), bits[0].numel()
+    flat = bits.reshape(rows, columns) if bits.is_contiguous() else bits.flatten(1)
+    width = min(columns, SLICE)
+    height = min(rows, max(SLICE // width, 1))
+    powers, result = _of_rows(height, bits.device), torch.zeros((), dtype=torch.int64, device=bits.device)
+    for left in range(0, columns, width):
+        factors = _of_columns(left, min(left + width, columns), number, bits.device)
+        for first in range(0, rows, height):
+            block = flat[first : first + height, left : left + width]
+            part = total((block * factors).sum(1), powers[: len(block)])
+            result += part * signed(pow(BASE, first, MODULUS))
+    return result
+
+
+def _of_rows(rows: int, device: torch.device) -> Tensor:
+    powers = torch.full((rows,), BASE, device=device)
+    powers[0] = 1
+    return powers.cumprod(0)
+
+
+def _of_columns(first: int, end: int, number: int, device: torch.device) -> Tensor:
+    return odd_factors(torch.arange(first, end, device=device), salt(f"tensor {number}"))
 
 
 def step_sum(sums: list[int], rows: int, rank: int, world: int) -> int:

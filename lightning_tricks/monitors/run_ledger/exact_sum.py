@@ -7,12 +7,14 @@ order, so the sums of several processes add up to the sum of a single one.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 MODULUS = 2**64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ARE_INTEGERS = set(_INTEGERS.values())
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -44,6 +46,8 @@ def integers(tensor: Tensor) -> Tensor:
 
     As one integer, the sign of a float64 would count 2**63, and two flipped signs would add up to 0 modulo 2**64.
     """
+    if tensor.dtype in _ARE_INTEGERS:
+        return tensor
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     tensor = tensor.resolve_neg()
@@ -52,11 +56,18 @@ def integers(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-def halves(total: Tensor) -> Tensor:
-    """One int64 as two int32, low and high, in the same memory: a MetricBuffer keeps float64, which holds each half."""
-    return total.reshape(1).view(torch.int32)
+def total(numbers: Tensor, factors: Tensor) -> Tensor:
+    """The sum of `numbers` times `factors`, of one shape and the latter int64, as a 0-dim int64."""
+    if numbers.dtype == torch.int64 and numbers.device.type == "cpu":
+        return numbers.reshape(-1).dot(factors.reshape(-1))  # one call; other devices have no dot of integers
+    return (numbers * factors).sum()
 
 
-def join_halves(low: float, high: float) -> int:
-    """The number from 0 to 2**64 - 1 that `halves` has split."""
-    return (int(high) % 2**32 << 32) + int(low) % 2**32
+def read(sums: Sequence[Tensor]) -> list[int]:
+    """0-dim int64 tensors as numbers from 0 to 2**64 - 1, with one transfer for each device."""
+    numbers = [0] * len(sums)
+    for device in {each.device for each in sums}:
+        places = [place for place, each in enumerate(sums) if each.device == device]
+        for place, number in zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True):
+            numbers[place] = number % MODULUS
+    return numbers

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_tricks._trainer import data_rank, is_a, is_accumulating, logging_
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors.run_ledger.batch_sum import BatchSum, step_sum
-from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, halves, join_halves
+from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, read
 from lightning_tricks.monitors.run_ledger.ledger_file import NAME, LedgerFile
 from lightning_tricks.monitors.run_ledger.random_sum import other_random_sum, torch_random_sum
 from lightning_tricks.monitors.run_ledger.step_line import RankValues, step_line
@@ -27,11 +28,12 @@ _TORCH, _OTHER, _LOSS = "_ledger/torch_random", "_ledger/other_random", "_ledger
 
 @dataclass
 class _Step:
-    """Facts about a step that the host keeps until the step's values come from the device."""
+    """A step that is not written yet: facts on the host, and sums that wait on the device, 0-dim int64 tensors."""
 
     samples: list[tuple[int, int]] | None
     rows: int = 0  # number of rows in a micro-batch
-    tensors: list[int] = field(default_factory=list)  # number of tensors in each micro-batch
+    batch: list[list[Tensor]] = field(default_factory=list)  # of the tensors in each micro-batch
+    weights: Tensor | None = None
 
 
 class RunLedger(pl.Callback):
@@ -68,7 +70,8 @@ class RunLedger(pl.Callback):
             with the next gradients.
 
     Raises:
-        UsageError: `cover_weights_in_steps` is below 1; `path` cannot be written or is another kind of file.
+        UsageError: the Trainer has two that write one file; `cover_weights_in_steps` is below 1; `path` cannot be
+            written or is another kind of file.
 
     Source: Ma et al. 2025, Understanding Silent Data Corruption in LLM Training, https://arxiv.org/abs/2502.12340: how
     a device that computes wrong results affects a run, found by a bitwise comparison with a healthy device.
@@ -91,8 +94,14 @@ class RunLedger(pl.Callback):
         self._losses: list[Tensor] = []  # of the micro-batches of the running step
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Find the buffer."""
+        """Find the buffer; refuse a second ledger in the same file."""
         self._begin()
+        others = [other for other in trainer.callbacks if isinstance(other, RunLedger)]  # type: ignore[attr-defined]
+        if others[1:] and len({_place(other.path, trainer).resolve() for other in others}) < len(others):
+            raise UsageError(
+                f"RunLedger.path={self.path}: the Trainer has two that write one file: remove one, or give it another "
+                "path"
+            )
         self._off = not trainer.log_every_n_steps or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if not trainer.log_every_n_steps:  # type: ignore[attr-defined]
             rank_zero_warn("RunLedger writes nothing with log_every_n_steps=0: give the Trainer 1 or more")
@@ -117,10 +126,8 @@ class RunLedger(pl.Callback):
             self._steps[number] = _Step(_samples.step_samples(trainer))
         step = self._steps[number]
         sums, rows = self._batch.of_micro_batch(batch)
-        for tensor, total in enumerate(sums):
-            self._buffer.record_all(_halves_of(f"batch/{len(step.tensors)}/{tensor}"), total)
         step.rows = step.rows or rows
-        step.tensors.append(len(sums))
+        step.batch.append(sums)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keep the loss; after the step, sum random state and weights."""
@@ -139,8 +146,8 @@ class RunLedger(pl.Callback):
             # Lightning has divided each by their number; float32 losses are added without rounding
             self._buffer.record(_LOSS, losses[0] if len(losses) == 1 else _added(losses))
         if self._weights is not None:
-            total = self._weights.of_part(logging_step(trainer) % self._weights.parts, device)
-            self._buffer.record_all(_halves_of("weights"), halves(total))
+            number = logging_step(trainer)
+            self._steps[number].weights = self._weights.of_part(number % self._weights.parts, device)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Forget the fit."""
@@ -155,8 +162,7 @@ class RunLedger(pl.Callback):
         if self._weights is not None:
             total = self._weights.of_all(device)
         rank, world = self._data_rank = data_rank(trainer)
-        # every rank must read `log_dir`: the Trainer broadcasts it
-        place = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir, NAME))
+        place = _place(self.path, trainer)
         error = self._open(place) if trainer.is_global_zero else ""
         tables = self._gather(torch.stack([total, *(torch.full_like(total, number) for number in (rank, bool(error)))]))
         if any(table[2] for table in tables):
@@ -217,38 +223,34 @@ class RunLedger(pl.Callback):
         if not rows:
             return {}
         steps = [self._steps.pop(row.step) for row in rows]
-        own = [self._rank_values(row, step).packed() for row, step in zip(rows, steps, strict=True)]
-        tables = self._gather(torch.tensor(own, dtype=torch.int64))
-        if self._file is not None:
+        own = self._own_values(rows, steps)
+        ranks: list[list[RankValues | None]] = [[values] for values in own]
+        if self._trainer.world_size > 1:
+            tables = self._gather(torch.tensor([values.packed() for values in own], dtype=torch.int64))
             silent = [None] * (self._trainer.world_size - len(tables))
-            lines = []
-            for index, (row, step) in enumerate(zip(rows, steps, strict=True)):
-                ranks = [*(RankValues.unpacked(table[index]) for table in tables), *silent]
-                lines.append(step_line(row.step, step.samples, ranks, self._counted))
-            self._file.append(lines)
+            ranks = [[*(RankValues.unpacked(table[i]) for table in tables), *silent] for i in range(len(own))]
+        if self._file is not None:
+            lines = zip(rows, steps, ranks, strict=True)
+            self._file.append([step_line(row.step, step.samples, each, self._counted) for row, step, each in lines])
         return {}
 
-    def _rank_values(self, row: Row, step: _Step) -> RankValues:
-        sums = [
-            sum(_joined(row, f"batch/{micro_batch}/{tensor}") for tensor in range(tensors))
-            for micro_batch, tensors in enumerate(step.tensors)
-        ]
-        return RankValues(
-            batch=step_sum(sums, step.rows, *self._data_rank) if any(step.tensors) else None,
-            torch_random=int(row.values[_TORCH]),
-            other_random=int(row.values[_OTHER]),
-            loss=row.values.get(_LOSS),
-            weights=_joined(row, "weights") if self._weights is not None else None,
-        )
+    def _own_values(self, rows: list[Row], steps: list[_Step]) -> list[RankValues]:
+        """The values of this rank; reads the device once."""
+        waiting = [own for step in steps for own in (*chain(*step.batch), step.weights) if own is not None]
+        numbers = iter(read(waiting))
+        found = []
+        for row, step in zip(rows, steps, strict=True):
+            sums = [sum(next(numbers) for _ in of_tensors) for of_tensors in step.batch]
+            batch = step_sum(sums, step.rows, *self._data_rank) if any(step.batch) else None
+            weights = None if step.weights is None else next(numbers)
+            random_sums = int(row.values[_TORCH]), int(row.values[_OTHER])
+            found.append(RankValues(batch, *random_sums, row.values.get(_LOSS), weights))
+        return found
 
 
-def _halves_of(name: str) -> tuple[str, str]:
-    return f"_ledger/{name}/low", f"_ledger/{name}/high"
-
-
-def _joined(row: Row, name: str) -> int:
-    low, high = _halves_of(name)
-    return join_halves(row.values[low], row.values[high])
+def _place(path: str | None, trainer: Any) -> Path:
+    """Where a ledger is written; every rank must call, as the Trainer broadcasts `log_dir`."""
+    return Path(path or Path(trainer.log_dir or trainer.default_root_dir, NAME))
 
 
 def _added(losses: list[Tensor]) -> Tensor:

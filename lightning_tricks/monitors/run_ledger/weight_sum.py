@@ -1,7 +1,7 @@
 """A sum over the bits of the weights: over all of them, or over one of several parts, so that a step costs little."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks._tensors import local
-from lightning_tricks.monitors.run_ledger.exact_sum import integers, odd_factors, salt
+from lightning_tricks.monitors.run_ledger.exact_sum import integers, odd_factors, salt, total
 
 LEAST = 8192  # elements of a part at least: fewer take no less time
 PER_TENSOR = 4096  # the fixed cost of a tensor, in elements that could be summed in the same time
@@ -30,24 +30,39 @@ def leading_dims(shape: torch.Size) -> int:
     return leading
 
 
-class _Piece(NamedTuple):
-    """Rows of one parameter on this rank, as a slice of its first dimension."""
+class _Piece:
+    """Rows of one parameter on this rank, as a slice of its first dimension.
 
-    param: Tensor
-    first: int
-    end: int
-    factors: Tensor  # one for each row, computed from its index in the whole parameter
-    counts: bool  # whether this rank counts them in `of_all`: other ranks may hold copies
+    Args:
+        param: the parameter.
+        first, end: of the slice.
+        factors: one for each row, computed from its index in the whole parameter.
+        counts: whether this rank counts them in `of_all`: other ranks may hold copies.
+    """
+
+    def __init__(self, param: Tensor, first: int, end: int, factors: Tensor, counts: bool) -> None:
+        self.param, self.first, self.end, self.factors, self.counts = param, first, end, factors, counts
+        self._is_sharded = isinstance(param, DTensor)
+        self._place, self._rows = 0, torch.empty(0)
 
     def row_sums(self) -> Tensor:
         """The sum of the integers of each row, (rows,)."""
-        here = local(self.param).detach()
+        here = local(self.param) if self._is_sharded else self.param
+        if here.data_ptr() == self._place:  # the memory of `_rows`, which is held here: nobody else can have it
+            return self._rows.sum(1)
+        rows = self._integers(here.detach())
+        if rows.untyped_storage().data_ptr() == here.untyped_storage().data_ptr():  # else it had to be copied
+            self._place, self._rows = here.data_ptr(), rows
+        return rows.sum(1)
+
+    def _integers(self, here: Tensor) -> Tensor:
+        """The integers of each row in the parameter's memory, (rows, integers)."""
         if here.dim() < 2:
-            return integers(here).reshape(here.numel(), -1)[self.first : self.end].sum(1)  # a complex value is two
+            return integers(here).reshape(here.numel(), -1)[self.first : self.end]  # a complex value is two
         rows = here[self.first : self.end]
         if here.dim() > 2:
             rows = rows.flatten(0, leading_dims(self.param.shape) - 1)
-        return integers(rows).flatten(1).sum(1)
+        return integers(rows).flatten(1)
 
 
 class WeightSum:
@@ -124,19 +139,19 @@ class WeightSum:
         totals = []
         for own, factors in self._joined[part].values():
             rows = torch.cat([piece.row_sums() for piece in own]) if own[1:] else own[0].row_sums()
-            totals.append((rows * factors).sum())
+            totals.append(total(rows, factors))
         if len(totals) == 1:
             return totals[0]
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        return sum((total.to(device, non_blocking=True) for total in totals), zero)
+        return sum((each.to(device, non_blocking=True) for each in totals), zero)
 
     @torch.no_grad()
     def of_all(self, device: torch.device) -> Tensor:
         """The sum over all rows that this rank counts; over all ranks together, each row counts once."""
-        total = torch.zeros((), dtype=torch.int64, device=device)
+        result = torch.zeros((), dtype=torch.int64, device=device)
         for piece in (piece for pieces in self._pieces for piece in pieces if piece.counts):
-            total += (piece.row_sums() * piece.factors).sum().to(device)
-        return total
+            result += total(piece.row_sums(), piece.factors).to(device)
+        return result
 
 
 def _shard_offsets(param: Any, rank: int) -> tuple[list[int], bool]:
