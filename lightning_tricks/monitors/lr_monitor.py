@@ -13,7 +13,8 @@ class LRMonitor(pl.Callback):
     """Record `train/lr` of every optimizer step, as the step used it. Never changes training.
 
     It is the lr of the optimizer's first parameter group, without the group's `lr_scale` where `OptimizerMixin` set
-    one; with several optimizers `train/lr/0`, `train/lr/1` and so on, in the order of `configure_optimizers`.
+    one; with several optimizers `train/lr/0`, `train/lr/1` and so on, in the order of `configure_optimizers`. An
+    optimizer without a learning rate, as Lightning makes one up where `configure_optimizers` returns None, has no row.
     """
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
@@ -22,7 +23,9 @@ class LRMonitor(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Record: after the step, the schedule has moved on."""
-        group: dict[str, Any] = optimizer.param_groups[0]
+        group: dict[str, Any] = next(iter(optimizer.param_groups), {})
+        if "lr" not in group:
+            return
         name = "train/lr" if len(trainer.optimizers) == 1 else f"train/lr/{optimizer_index(trainer, optimizer)}"
         # a Tensor, as torchao's optimizers hold, is filled in place by the schedule: the quotient is a new one
         self._buffer.record(name, group["lr"] / (group.get("lr_scale") or 1.0))

@@ -75,8 +75,16 @@ class SizedForeign(Foreign):
         return self.rows
 
 
+class NoLength(torch.utils.data.Dataset):
+    """Rows of which the sampler knows the number."""
+
+    def __getitem__(self, row):
+        return float(row)
+
+
 LOADERS = {
     "rows": lambda: DataLoader(torch.arange(float(ROWS)), shuffle=True),
+    "rows without a length": lambda: DataLoader(NoLength(), sampler=torch.randperm(ROWS).tolist()),
     "stream": lambda: DataLoader(Stream(ROWS)),
     "stream with a state": lambda: DataLoader(StatefulStream(ROWS)),
     "foreign loader": lambda: Foreign(ROWS),
@@ -130,7 +138,7 @@ def fit(folder, kind, window, steps, crash_at=None):
 
 
 GROWING = {0: 2, 1: 5}  # of a GradientAccumulationScheduler
-CASES = [*((kind, GROWING) for kind in LOADERS), *((kind, 1) for kind in list(LOADERS)[3:]), ("rows", 4)]
+CASES = [*((kind, GROWING) for kind in LOADERS), *((kind, 1) for kind in list(LOADERS)[4:]), ("rows", 4)]
 
 
 @pytest.mark.parametrize(("kind", "window"), CASES)

@@ -33,3 +33,12 @@ def test_each_step_has_the_rate_that_it_used_without_the_groups_scale(lr):
     # torchao's optimizers hold the rate in a Tensor, which the schedule fills in place
     run = fit(Net(lr), LRMonitor(), data=DataLoader(torch.ones(6, 2)), max_steps=6, log_every_n_steps=3)
     assert run.of("train/lr") == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
+
+
+def test_a_module_without_an_optimizer_has_no_rate_and_trains_on():
+    class Without(Net):
+        def configure_optimizers(self):
+            return None
+
+    run = fit(Without(1.0), LRMonitor(), data=DataLoader(torch.ones(3, 2)), max_steps=3, log_every_n_steps=1)
+    assert run.of("train/lr") == []

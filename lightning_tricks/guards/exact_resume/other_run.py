@@ -24,12 +24,20 @@ def describe(loader: DataLoader, world: int) -> dict[str, Any]:
     sharded = is_a(sampler, "DistributedSampler") and not is_a(sampler, "DistributedSamplerWrapper")
     settings = ("seed", "shuffle", "drop_last")
     return {
-        "rows": None if is_iterable(loader) else len(loader.dataset),  # type: ignore[arg-type]
+        "rows": None if is_iterable(loader) else _rows(loader.dataset),
         "batch_size": loader.batch_size,
         "workers": loader.num_workers,
         "world": world,
         "sharded": {name: getattr(sampler, name) for name in settings} if sharded else None,
     }
+
+
+def _rows(dataset: Any) -> int:
+    """The length of a dataset; -1 for one without, whose rows a sampler knows alone."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return -1
 
 
 def transfer(name: str, loader: DataLoader, saved: dict[str, Any], now: dict[str, Any]) -> tuple[Position | None, int]:
