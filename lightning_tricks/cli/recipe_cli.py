@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import yaml
 from jsonargparse import Namespace
 
 from lightning_tricks._errors import UsageError, one_line_and_exit
@@ -89,7 +90,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
         kwargs.setdefault("parser_kwargs", {"allow_abbrev": False, "prog": program(), **commands})
         kwargs.setdefault("parser_class", RecipeParser)
         kwargs.setdefault("trainer_class", RecipeTrainer)
-        kwargs.setdefault("save_config_kwargs", {"overwrite": True})
+        kwargs.setdefault("save_config_kwargs", {"overwrite": True, "multifile": False})
         kwargs |= {"subclass_mode_model": True, "subclass_mode_data": True, "auto_configure_optimizers": False}
         self._run_folder = RunFolder()
         self._given = kwargs.get("args") or sys.argv[1:]
@@ -147,6 +148,15 @@ class RecipeCLI(lightning_cli.LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Leave the recipe alone: LightningCLI would let a checkpoint's hyper-parameters override it silently."""
+
+    def _dump_config(self) -> None:
+        """Lightning's, of the text that `config.yaml` gets too."""
+        may_have_links = type(self).add_arguments_to_parser is not RecipeCLI.add_arguments_to_parser
+        if hasattr(self, "config_dump") or self.subcommand is None or may_have_links:
+            super()._dump_config()
+            return
+        text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
+        self.config_dump = yaml.safe_load(text)
 
     def instantiate_classes(self) -> None:
         """Build the recipe's objects; where a list's member refuses its options, say only that."""

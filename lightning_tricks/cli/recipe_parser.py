@@ -52,6 +52,7 @@ class RecipeParser(lightning_cli.LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("parser_mode", PARSER_MODE)
+        self._last_dump: tuple[Any, str] | None = None
         super().__init__(*args, **kwargs)
 
     def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +65,20 @@ class RecipeParser(lightning_cli.LightningArgumentParser):
             return super().parse_path(cfg_path, *args, **kwargs)
         except UnicodeDecodeError as error:
             raise UsageError(f"--config {cfg_path}: no UTF-8 text; give a recipe in YAML") from error
+
+    def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
+        """The settings as YAML, of which the last are kept.
+
+        A run writes the same settings to `config.yaml`, to its checkpoints, as hyper-parameters and to TensorBoard, and
+        each time would take as long as reading the command line.
+        """
+        if not self.exit_on_error or isinstance(cfg, dict):  # nested in another parser
+            return str(super().dump(cfg, *args, **kwargs))
+        options = {"skip_unset" if name == "skip_none" else name: value for name, value in kwargs.items()}
+        asked = (cfg.clone(with_meta=False), args, {"format": "parser_mode", "skip_validation": False, **options})
+        if self._last_dump is None or self._last_dump[0] != asked:
+            self._last_dump = asked, str(super().dump(cfg, *args, **kwargs))
+        return self._last_dump[1]
 
     def _add_signature_parameter(self, container: Any, nested_key: Any, param: Any, *args: Any, **kwargs: Any) -> None:
         """Leave out a default that is a bare `object()`: the library's sign for "not given", and no value of the type.

@@ -110,3 +110,26 @@ def test_a_name_is_found_by_meaning_before_spelling():
 def test_a_place_elsewhere_in_the_recipe_is_named_only_where_asked():
     assert did_you_mean("learning_rate", ["decoder"]) == ""
     assert did_you_mean("learning_rate", ["decoder"], places=True) == "; did you mean model.optimizer.lr?"
+
+
+def test_settings_are_written_as_yaml_once_for_all_who_ask_and_anew_when_they_change(monkeypatch):
+    from lightning_tricks.cli import recipe_parser
+
+    parser, written = recipe_parser.RecipeParser(), []
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--name", type=str | None, default=None)
+    real = recipe_parser.lightning_cli.LightningArgumentParser.dump
+    monkeypatch.setattr(
+        recipe_parser.lightning_cli.LightningArgumentParser, "dump",
+        lambda *args, **kwargs: written.append(kwargs) or real(*args, **kwargs),
+    )  # fmt: skip
+    config = parser.parse_args(["--steps", "3"])
+    whole = parser.dump(config, skip_none=False)
+    assert parser.dump(config, skip_none=False, skip_validation=False) is whole
+    assert "steps: 3" in whole
+    assert "name: null" in whole
+    assert len(written) == 1
+    assert "name" not in parser.dump(config, skip_none=True)
+    config.steps = 4
+    assert "steps: 4" in parser.dump(config, skip_none=False)
+    assert len(written) == 3

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
+import yaml
+
 from lightning_tricks._lightning import BACKEND, pl
 from lightning_tricks._tensors import whole_numel
 
@@ -123,5 +125,13 @@ def recipe_of(trainer: Any) -> tuple[str, Any] | None:
     """The YAML and the parsed values of the recipe if LightningCLI runs it: its SaveConfigCallback holds them."""
     for callback in trainer.callbacks:
         if hasattr(callback, "parser") and hasattr(callback, "config"):
-            return callback.parser.dump(callback.config, skip_none=True), callback.config.as_dict()
+            text = callback.parser.dump(callback.config, skip_none=False)  # as in config.yaml
+            return yaml.safe_dump(_given(yaml.safe_load(text)), sort_keys=False), callback.config.as_dict()
     return None
+
+
+def _given(values: Any) -> Any:
+    """Nested settings without those that are null."""
+    if isinstance(values, dict):
+        return {name: _given(value) for name, value in values.items() if value is not None}
+    return [_given(value) for value in values] if isinstance(values, list) else values
