@@ -5,6 +5,7 @@ quickly. The global batch grows here through gradient accumulation, so memory an
 """
 
 from collections.abc import Mapping
+from functools import partial
 from math import ceil
 from typing import Any, Literal, get_args
 
@@ -159,8 +160,7 @@ class BatchSizeWarmup(pl.Callback):
         plan, rule = self.accumulation, self.lr_rule
         self._rates: LearningRates | None = None
         if rule != "none":
-            last = plan.micro_batches[-1]
-            self._rates = LearningRates(trainer, "BatchSizeWarmup", lambda step: lr_factor(plan.at(step), last, rule))
+            self._rates = LearningRates(trainer, "BatchSizeWarmup", partial(_factor, plan, rule))
         sizes = ", ".join(
             f"{self._shown(number)} from step {start}"
             for start, number in zip(plan.starts, plan.micro_batches, strict=True)
@@ -219,6 +219,11 @@ def _micro_batch_tokens(data: Any) -> int | None:
     """Tokens of one micro-batch of one process; None where the data module does not tell."""
     rows, length = getattr(data, "micro_batch_size", None), getattr(data, "seq_len", None)
     return rows * length if isinstance(rows, int) and isinstance(length, int) else None
+
+
+def _factor(plan: Accumulation, rule: LRRule, step: int) -> float:
+    """The factor of a step's learning rate, by its batch."""
+    return lr_factor(plan.at(step), plan.micro_batches[-1], rule)
 
 
 def _refuse(trainer: Any, pl_module: Any) -> None:

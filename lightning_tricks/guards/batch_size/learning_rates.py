@@ -48,7 +48,11 @@ class LearningRates:
                 )
         self._schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         for scheduler in self._schedulers:
-            scheduler.scale_by(lambda step: self._factor(step + self._lag))
+            scheduler.scale_by(self._at)
+
+    def _at(self, step: int) -> float:
+        """The factor at a step of the scheduler."""
+        return self._factor(step + self._lag)
 
     def refresh(self) -> None:
         """Set the learning rates anew: the factor has another value now."""

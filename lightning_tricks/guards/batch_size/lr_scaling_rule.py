@@ -58,7 +58,11 @@ class LRScalingRule(pl.Callback):
         """Put the factor over the run's schedule, before a checkpoint is loaded."""
         self._factor = 1.0
         self._accumulated: int = trainer.accumulate_grad_batches  # the recipe's: BatchSizeWarmup sets its own later
-        self._rates = LearningRates(trainer, "LRScalingRule", lambda step: self._factor)
+        self._rates = LearningRates(trainer, "LRScalingRule", self._factor_at)
+
+    def _factor_at(self, step: int) -> float:
+        """The same at each step; a method, so that a copy of the callback can be pickled."""
+        return self._factor
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Set the factor: the loaders exist now, and tell their batch."""

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -287,7 +288,7 @@ class ExactResume(pl.Callback):
             say(name, "the checkpoint has no place for it: its data start again")
             return
         if cycles:
-            follower.at_first_batch = lambda: set_consumed(self._trainer, index)
+            follower.at_first_batch = partial(set_consumed, self._trainer, index)
 
 
 @contextmanager

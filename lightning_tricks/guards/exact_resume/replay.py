@@ -169,12 +169,21 @@ class ReplayedLoader:
     def __iter__(self) -> Iterator[Any]:
         return vars(self)["replay"].batches()
 
+    def __reduce__(self) -> Any:
+        """The class is made on the fly, so a copy makes it anew from the loader's own one."""
+        return _empty, (type(self).__bases__[1],), vars(self)
+
 
 def replayed(loader: DataLoader, *args: Any) -> DataLoader:
     """A copy of a loader, still of its class, that is served by a Replay, its attribute `replay`."""
-    served = _copy_as(type(type(loader).__name__, (ReplayedLoader, type(loader)), {}), loader)
+    served = _copy_as(type(_empty(type(loader))), loader)
     vars(served)["replay"] = Replay(served, *args)
     return served
+
+
+def _empty(cls: type[DataLoader]) -> Any:
+    """A loader without attributes, of the class of that name that is served by its attribute `replay`."""
+    return object.__new__(type(cls.__name__, (ReplayedLoader, cls), {}))
 
 
 def _copy_as(cls: type[DataLoader], loader: DataLoader) -> DataLoader:
