@@ -176,6 +176,70 @@ def test_a_tail_average_may_take_in_every_second_step_only():
     )
 
 
+@pytest.mark.parametrize(
+    ("max_steps", "means"),
+    [
+        # the window of 7 to 10 ends at 9, from a quarter of it on; then 13
+        (13, {8: 0.375 * 4.5 + 0.625 * 7.5, 9: 8, 10: 0.75 * 8 + 0.25 * 10, 13: 11.5}),
+        # it would end at 7 or 11: it is one and a quarter
+        (11, {8: 0.5625 * 4.5 + 0.4375 * 7.5, 9: 0.375 * 4.5 + 0.625 * 8, 11: 9}),
+        (8, {8: 7.5}),
+        (14, {8: 0.5 * 4.5 + 0.5 * 7.5, 10: 8.5, 14: 12.5}),
+    ],
+)
+def test_a_tail_average_goes_on_without_a_jump_where_the_runs_end_moves(max_steps, means, tmp_path):
+    average = lambda: TailAverage(horizon_steps=4)  # noqa: E731
+    fit(Counter(), average(), SafeCheckpoint(tmp_path, every_n_train_steps=7), steps=10, val_check_interval=1)
+    module = Counter()
+    fit(module, average(), steps=max_steps, val_check_interval=1, ckpt_path=tmp_path / "step=7.ckpt")
+    assert {step: module.seen[step] for step in means} == pytest.approx(means)
+
+
+def test_a_tail_average_of_the_first_release_goes_on():
+    whole, other = TailAverage(horizon_steps=4), TailAverage(horizon_steps=4)
+    fit(Counter(), whole, steps=7)  # windows end at 3 and 7
+    old = {"step": 5, "taken": 2, "windows": 1}
+    other.parts = {"last_window": 0.5, "running_window": 0.5}
+    other.load_progress(old)
+    assert (other._begun, other._end, other._share) == (3, 7, 0.0)
+
+
+class Phases(pl.LightningModule):
+    """A complex weight, as of a layer in Fourier space; it grows by 1 + 2j a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.real = nn.Parameter(torch.zeros(2, 3, dtype=torch.complex64)), nn.Parameter(torch.zeros(2))
+        self.seen: list[Any] = []
+
+    def training_step(self, batch, batch_idx):
+        return -self.phase.real.sum() - 2 * self.phase.imag.sum() + self.real.sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(copy_of(self)["phase"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize("blend", [1.0, 0.5])
+def test_complex_weights_are_averaged_validated_and_saved(blend, tmp_path):
+    averages = EMA(decay=0.5, warmup=False, blend=blend), TailAverage(horizon_steps=2, validate=False)
+    module = Phases()
+    fit(module, *averages, SafeCheckpoint(tmp_path), steps=2, val_check_interval=2)
+    step = 1 + 2j
+    ema = 1.25 * step
+    assert torch.equal(module.phase, torch.full((2, 3), 2 * step))
+    assert torch.allclose(module.seen[-1], torch.full((2, 3), blend * ema + (1 - blend) * 2 * step))
+    for name, mean in (("ema", blend * ema + (1 - blend) * 2 * step), ("tail_average", 1.5 * step)):
+        loaded = Phases()
+        load_weights(loaded, tmp_path / "last.ckpt", average=name)
+        assert torch.allclose(loaded.phase, torch.full((2, 3), mean))
+    again = EMA(decay=0.5, warmup=False, blend=blend)
+    fit(Phases(), again, steps=3, ckpt_path=tmp_path / "last.ckpt")
+    assert torch.allclose(torch.view_as_complex(again.terms["mean"][0]), torch.full((2, 3), (1.25 + 3) / 2 * step))
+
+
 def test_a_window_without_nan_does_not_hear_of_an_earlier_one():
     module = nn.Linear(2, 2)
     weights = AveragedWeights(module)

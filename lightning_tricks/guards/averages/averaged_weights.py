@@ -21,7 +21,8 @@ class AveragedWeights:
     The weights are the parameters that are trained when the object is made, and the running statistics of batch norm.
     An average is a list of tensors, one for each weight: of a weight in shards, this process's shard. All arithmetic is
     element by element, so no process waits for another. Averages of bf16 and fp16 weights are in fp32: with a decay of
-    0.999 an update is smaller than half the spacing of bf16, and would be rounded away.
+    0.999 an update is smaller than half the spacing of bf16, and would be rounded away. Those of complex weights are of
+    real and imaginary parts, one dimension more; in a checkpoint they are complex.
 
     Args:
         module: with its weights where they are trained; a module that FSDP2 has sharded must not be gathered.
@@ -40,7 +41,7 @@ class AveragedWeights:
         statistics = [(name, buffer) for name, buffer in buffers if name.endswith(_RUNNING_STATISTICS)]
         names: dict[Tensor, list[str]] = {}
         for name, tensor in [*trained, *statistics]:
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() or tensor.is_complex():
                 names.setdefault(tensor, []).append(clean_name(name))
         self.names, self.tensors = list(names.values()), list(names)
         self._buckets = list(_buckets(self.tensors))
@@ -48,7 +49,7 @@ class AveragedWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of one average on this process."""
-        return sum(local(tensor).numel() * _wide(tensor.dtype).itemsize for tensor in self.tensors)
+        return sum(values(tensor).numel() * _wide(tensor.dtype).itemsize for tensor in self.tensors)
 
     @torch.no_grad()
     def copies(self) -> list[Tensor]:
@@ -70,7 +71,11 @@ class AveragedWeights:
     def by_name(self, average: Sequence[Tensor]) -> dict[str, Tensor]:
         """An average as a checkpoint holds it: under each name of the weight, in shards where the weight is."""
         triples = zip(self.names, self.tensors, average, strict=True)
-        return {name: sharded_like(tensor, own) for names, tensor, own in triples for name in names}
+        return {
+            name: sharded_like(tensor, torch.view_as_complex(own) if tensor.is_complex() else own)
+            for names, tensor, own in triples
+            for name in names
+        }
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor], path: Any) -> list[Tensor]:
@@ -91,7 +96,7 @@ class AveragedWeights:
             if isinstance(tensor, DTensor) and not isinstance(value, DTensor):  # every rank has read the whole
                 value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
             own = torch.empty_like(values(tensor), dtype=_wide(tensor.dtype), requires_grad=False)
-            average.append(own.copy_(local(value)))
+            average.append(own.copy_(values(value)))
         return average
 
 
@@ -102,7 +107,7 @@ def values(tensor: Tensor) -> Tensor:
         names, _ = part.__tensor_flatten__()
         if len(names) == 1:
             return getattr(part, names[0])
-    return part
+    return torch.view_as_real(part) if part.is_complex() else part
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
@@ -121,4 +126,4 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32

@@ -89,11 +89,11 @@ class EMA(WeightAverage):
         self.weights.move(self.terms[_MEAN], 1 - decay_at(self._updates, self.decay, self.warmup))
         self._updates += 1
 
-    def progress(self) -> dict[str, int]:
+    def progress(self) -> dict[str, Any]:
         """The steps and updates so far."""
         return {**super().progress(), "updates": self._updates}
 
-    def load_progress(self, progress: Mapping[str, int]) -> None:
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
         """Go on counting."""
         super().load_progress(progress)
         self._updates = progress["updates"]

@@ -56,11 +56,11 @@ class WeightAverage(pl.Callback):
     def advance(self, trainer: Any) -> None:
         """Take in the weights as they are after `trainer.global_step`; `step` is still that of the last time."""
 
-    def progress(self) -> dict[str, int]:
+    def progress(self) -> dict[str, Any]:
         """The counters that a resume needs, in a checkpoint."""
         return {"step": self.step}
 
-    def load_progress(self, progress: Mapping[str, int]) -> None:
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
         """Go on with the counters of a checkpoint."""
         self.step = progress["step"]
 
