@@ -19,6 +19,7 @@ import functools
 import os
 import re
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
@@ -185,36 +186,37 @@ def measure_peak_flops(device: Any, dtype: str, seconds: float = 0.2) -> float |
     types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
     if dtype not in types:
         return None
-    cores = min(torch.get_num_threads(), _available_cores())
+    cores = min(torch.get_num_threads(), available_cores())
     best, wall, sizes = 0.0, 0.0, [4096, 2048, 1024, 512, 256]
     with torch.no_grad():
         while sizes:  # small products cannot keep many cores busy, large ones take long
             size = sizes.pop()
             a = torch.full((size, size), 0.5, dtype=types[dtype], device=device)
             a @ a  # the first product of each size packs, allocates and wakes the threads
-            fastest = min(_seconds_of(a, cores)[1] for _ in range(3))
+            fastest = min(seconds_of(lambda a=a: a @ a, cores)[1] for _ in range(3))
             best = max(best, 2 * size**3 / fastest)
             if fastest > 0.01:  # a larger product would take too long
                 break
         while wall < seconds:
-            last, busy = _seconds_of(a, cores)
+            last, busy = seconds_of(lambda: a @ a, cores)
             best, wall = max(best, 2 * size**3 / busy), wall + last
     return best
 
 
-def _available_cores() -> int:
+def available_cores() -> int:
+    """Number of cores on which this process may run."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _seconds_of(a: Any, cores: int) -> tuple[float, float]:
-    """Seconds of one product: on the wall clock, and as processor time divided by `cores`.
+def seconds_of(act: Callable[[], Any], cores: int) -> tuple[float, float]:
+    """Seconds of a call, such as a product: on the wall clock, and as processor time divided by `cores`.
 
     The second is shorter if other programs used the cores in between. If the system's processor time is too coarse for
-    one product, as on Windows, both are wall clock.
+    one call, as on Windows, both are wall clock.
     """
     wall, processor = time.perf_counter(), time.process_time()
-    a @ a
+    act()
     wall, processor = time.perf_counter() - wall, (time.process_time() - processor) / cores
     fine = time.get_clock_info("process_time").resolution < 1e-4
     return wall, min(wall, processor) if fine and processor > 0 else wall

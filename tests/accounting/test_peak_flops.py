@@ -100,7 +100,7 @@ class Machine:
         monkeypatch.setattr(module.time, "perf_counter", lambda: self.wall)
         monkeypatch.setattr(module.time, "process_time", lambda: self.processor // resolution * resolution)
         monkeypatch.setattr(module.time, "get_clock_info", lambda name: clock)
-        monkeypatch.setattr(module, "_available_cores", lambda: cores)
+        monkeypatch.setattr(module, "available_cores", lambda: cores)
         monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
         monkeypatch.setattr(torch, "full", lambda shape, *args, **options: self.matrix(shape[0]))
 

@@ -104,13 +104,6 @@ def test_the_policy_gathers_in_bf16_and_reduces_in_fp32():
     assert FP16Mixed().fsdp2_policy == MixedPrecisionPolicy(torch.float16, torch.float32)
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_auto_precision_shards_as_it_casts(monkeypatch, fast):
-    monkeypatch.setattr("lightning_tricks.precision.auto_precision.has_fast_bf16", lambda _: fast)
-    expected = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if fast else MixedPrecisionPolicy()
-    assert AutoPrecision().fsdp2_policy == expected
-
-
 @pytest.mark.parametrize("plugin", [BF16Mixed(), AutoPrecision()], ids=repr)
 def test_a_strategy_with_a_precision_of_its_own_is_refused(plugin):
     class Attached(nn.Module):

@@ -195,6 +195,8 @@ class MFUMonitor(pl.Callback):
         trainer = self._trainer
         device, dtype = trainer.strategy.root_device, getattr(trainer.precision_plugin, "peak_dtype", None)
         self._peak, self._against = device_peak(device, trainer.precision, dtype, self.peak_flops)
+        choice = getattr(trainer.precision_plugin, "choice", None)  # of AutoPrecision, with its reason
+        self._against += f"; {choice}" if choice else ""
         options = (self.flops_per_token, self.flops_per_sample, self.attention)
         known = known_batch_flops(pl_module, self._contents, *options)
         if known is None:
