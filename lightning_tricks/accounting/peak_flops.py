@@ -16,6 +16,7 @@ fp8 of L4, L40, RTX 6000 Ada and both NVL twice their bf16; tf32 of both NVL hal
 """
 
 import functools
+import operator
 import os
 import re
 import time
@@ -193,12 +194,12 @@ def measure_peak_flops(device: Any, dtype: str, seconds: float = 0.2) -> float |
             size = sizes.pop()
             a = torch.full((size, size), 0.5, dtype=types[dtype], device=device)
             a @ a  # the first product of each size packs, allocates and wakes the threads
-            fastest = min(seconds_of(lambda a=a: a @ a, cores)[1] for _ in range(3))
+            fastest = min(seconds_of(functools.partial(operator.matmul, a, a), cores)[1] for _ in range(3))
             best = max(best, 2 * size**3 / fastest)
             if fastest > 0.01:  # a larger product would take too long
                 break
         while wall < seconds:
-            last, busy = seconds_of(lambda: a @ a, cores)
+            last, busy = seconds_of(functools.partial(operator.matmul, a, a), cores)
             best, wall = max(best, 2 * size**3 / busy), wall + last
     return best
 

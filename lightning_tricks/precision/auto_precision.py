@@ -142,8 +142,8 @@ class AutoPrecision(AutocastPrecision):
             return
         self._began_in = saved
         rank_zero_info(
-            f"AutoPrecision: the run goes on in {saved}, in which it began; a run that starts here would choose {here}, "
-            f"as {self._reason()}"
+            f"AutoPrecision: the run goes on in {saved}, in which it began; "
+            f"a run that starts here would choose {here}, as {self._reason()}"
         )
 
     def _measure(self) -> str:

@@ -1,5 +1,7 @@
 """bf16 exactly where this machine multiplies it faster; all ranks and every resume of a run on a CPU choose alike."""
 
+import functools
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -164,18 +166,15 @@ def test_a_resume_goes_on_as_the_run_began_and_says_what_it_would_choose_now(
 
 def in_two(rank, folder):
     for measured, chosen in ((FAST, BF16), (SLOW, FP32)):
-        auto_precision.bf16_time_ratio = lambda threads, own=(measured, FAST + SLOW - measured)[rank]: own
+        other = FAST + SLOW - measured
         for number, strategy in enumerate((lambda: "ddp", FSDP2Strategy)):
             at = folder / f"{chosen[0]}-{number}"
+            auto_precision.bf16_time_ratio = functools.partial(dict.get, {1: (measured, other)[rank]})
             trainer, model = fit(at, strategy=strategy(), devices=2)
             assert (trainer.precision, set(model.seen)) == (chosen[0], {chosen[1]})
-            auto_precision.bf16_time_ratio, before = (
-                lambda threads: FAST + SLOW - measured,
-                (auto_precision.bf16_time_ratio),
-            )
+            auto_precision.bf16_time_ratio = functools.partial(dict.get, {1: other})
             resumed = fit(ckpt_path=at / "step=2.ckpt", max_steps=4, strategy=strategy(), devices=2)[1]
             assert set(resumed.seen) == {chosen[1]}
-            auto_precision.bf16_time_ratio = before
 
 
 @pytest.mark.slow
