@@ -45,6 +45,9 @@ from lightning_tricks._trainer.processes import slurm_checkpoint as slurm_checkp
 from lightning_tricks._trainer.processes import slurm_environment as slurm_environment
 from lightning_tricks._trainer.processes import trains_in_copies as trains_in_copies
 from lightning_tricks._trainer.run_length import limits_of_run as limits_of_run
+from lightning_tricks._trainer.run_length import (
+    micro_batches_before_validation as micro_batches_before_validation,
+)
 from lightning_tricks._trainer.run_length import run_length as run_length
 from lightning_tricks._trainer.run_length import step_limit as step_limit
 from lightning_tricks._trainer.running import awaited_loader as awaited_loader

@@ -39,6 +39,23 @@ def run_length(trainer: Any) -> int | None:
     return min(ends, default=None)
 
 
+def micro_batches_before_validation(trainer: Any) -> tuple[int, int] | None:
+    """Micro-batches until the first validation of a run, and of the whole run, where the first number is the larger.
+
+    None where the run validates, wants no validation, or does not tell. Ask in `on_train_start`. Read from
+    `_TrainingEpochLoop._should_check_val_fx` (loops/training_epoch_loop.py).
+    """
+    interval, every = trainer.val_check_batch, trainer.check_val_every_n_epoch
+    if not trainer.enable_validation or trainer.max_steps < 0 or not trainer.lightning_module.automatic_optimization:
+        return None
+    if interval is None or math.isinf(interval):
+        return None
+    batches: float = trainer.num_training_batches
+    first = interval if every in (None, 1) or math.isinf(batches) else (every - 1) * batches + interval
+    total = accumulation(trainer).before(trainer.max_steps)
+    return (int(first), total) if total < first else None
+
+
 def _steps_left_in_epochs(trainer: Any) -> int | None:
     """Optimizer steps until `max_epochs`.
 

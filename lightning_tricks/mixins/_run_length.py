@@ -3,20 +3,22 @@
 Only then does the Trainer know its data and the position of a checkpoint; to ask earlier would start the loaders.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._trainer import run_length
+from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._trainer import micro_batches_before_validation, run_length
 from lightning_tricks.schedules import Schedule, ScheduleLR
 
 
 class ScheduleLength(pl.Callback):
     """Sets the length of each `ScheduleLR` when training starts, before the first step. Has no state.
 
-    It is the last callback, because the others may move the position of a resumed run.
+    It also says in one line if the learning rate jumps at a resume, and if the run ends before its first validation. It
+    is the last callback, because the others may move the position of a resumed run.
     """
 
     @classmethod
@@ -44,11 +46,35 @@ class ScheduleLength(pl.Callback):
             never_loaded = pl_module.automatic_optimization and scheduler.last_epoch == 0
             if never_loaded or not trainer.ckpt_path:
                 scheduler.load_state_dict({"last_epoch": trainer.global_step})
+            if trainer.ckpt_path:
+                _say_if_lr_jumps(trainer, scheduler)
+        _say_if_never_validated(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Leave the Trainer's callbacks as they were."""
         kept = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = kept  # type: ignore[attr-defined]
+
+
+def _say_if_lr_jumps(trainer: Any, scheduler: ScheduleLR) -> None:
+    """On a resume, one line if the learning rate of the next step is not that of the checkpoint's run."""
+    before, now = scheduler.loaded_lr, float(scheduler.optimizer.param_groups[0]["lr"])
+    if before is not None and not math.isclose(before, now, rel_tol=1e-3):
+        rank_zero_warn(
+            f"step {trainer.global_step} has lr {now:.4g}, in the checkpoint's run {before:.4g}: the schedule, its lr "
+            f"or the length of the run (max_steps={trainer.max_steps}) is another one now; the recipe's are used"
+        )
+
+
+def _say_if_never_validated(trainer: Any) -> None:
+    """One line if the run ends before its first validation."""
+    if (found := micro_batches_before_validation(trainer)) is not None:
+        first, total = found
+        rank_zero_warn(
+            f"val_check_interval={trainer.val_check_interval}: this run has no validation: the first one would come "
+            f"after {first} micro-batches, max_steps={trainer.max_steps} ends the run after {total}; set a smaller "
+            "val_check_interval, or limit_val_batches=0"
+        )
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.mixins._chosen_optimizer import log_cleared_gradients, name_of, refuse_for_run, refuse_other
 from lightning_tricks.mixins._plain_settings import from_plain, rules_from_plain, to_plain
-from lightning_tricks.mixins._run_length import check_length, schedule_lr
+from lightning_tricks.mixins._run_length import ScheduleLength, check_length, schedule_lr
 from lightning_tricks.optim import (
     LayerwiseLRDecay,
     MuP,
@@ -124,8 +124,10 @@ class OptimizerMixin(Mixin):
         of_groups = [rules[group["rule"]] if group["rule"] is not None else None for group in optimizer.param_groups]
         lrs = [rule and rule.schedule for rule in of_groups]
         decays = [rule and rule.decay_schedule for rule in of_groups]
-        # fast_dev_run has replaced max_steps by its own
-        if not any((self.schedule, *lrs, *decays)) or getattr(self.trainer, "fast_dev_run", False):
+        if getattr(self.trainer, "fast_dev_run", False):  # it has replaced max_steps by its own
+            return {"optimizer": optimizer}
+        if not any((self.schedule, *lrs, *decays)):
+            ScheduleLength.attach_to(self.trainer)
             return {"optimizer": optimizer}
         schedule = self.schedule or WarmupConstant(warmup_steps=0)
         scheduler = schedule_lr(self.trainer, optimizer, schedule, lrs, decays)

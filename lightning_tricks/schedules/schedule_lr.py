@@ -70,7 +70,14 @@ class ScheduleLR(LRScheduler):
         # read once: float() of a learning rate on a GPU waits for the GPU
         self._peaks = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         super().__init__(optimizer)
+        self.loaded_lr: float | None = None  # of the first group, in the optimizer's state that was loaded last
+        # before any hook that puts the recipe's settings into the state
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: self._note_lr(state), prepend=True)
         optimizer.register_load_state_dict_post_hook(lambda _: self._apply())
+
+    def _note_lr(self, state: dict[str, Any]) -> None:
+        groups = state.get("param_groups") or [{}]
+        self.loaded_lr = float(groups[0]["lr"]) if "lr" in groups[0] else None
 
     @property
     def curves(self) -> list[Schedule]:

@@ -1,6 +1,7 @@
 """Runs given in epochs: the schedule ends with the run, whatever its data, accumulation, ranks and resumes are."""
 
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -335,3 +336,62 @@ def test_two_ranks_end_together_and_a_resume_on_one_ends_with_its_own_last_step(
     trainer, model = fit(loader(12), ExactResume(), resume=tmp_path / "exact-step=2.ckpt", max_epochs=2)
     assert trainer.global_step == 2 + 8 + 12
     assert model.lrs == planned(22)[2:]
+
+
+def lines_of(caught, *parts):
+    return [str(one.message) for one in caught if all(part in str(one.message) for part in parts)]
+
+
+@pytest.mark.parametrize("schedule", [WarmupCosine(warmup_steps=1), SCHEDULE])
+def test_a_learning_rate_that_jumps_at_a_resume_is_named_with_both_values(tmp_path, schedule):
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=6, save_top_k=-1)
+    fit(loader(8), save, model=Model(schedule), max_steps=8)
+    for steps, jumps in ((8, False), (80, True)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _, model = fit(
+                loader(8),
+                resume=tmp_path / "step=6.ckpt",
+                model=Model(schedule),
+                max_steps=steps,
+                limit_train_batches=8,
+            )
+        found = lines_of(caught, "in the checkpoint's run")
+        assert len(found) == jumps
+        if jumps:
+            before, now = (schedule.lr(1.0, 6, total) for total in (8, 80))
+            assert found[0].startswith(f"step 6 has lr {now:.4g}, in the checkpoint's run {before:.4g}: the schedule")
+            assert model.lrs[0] == now
+            assert "\n" not in found[0]
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULE, None])
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [
+        ({"max_steps": 3, "val_check_interval": 4, "check_val_every_n_epoch": None}, 4),
+        (
+            {"max_steps": 3, "val_check_interval": 4, "accumulate_grad_batches": 2, "check_val_every_n_epoch": None},
+            None,
+        ),
+        ({"max_steps": 4, "val_check_interval": 4, "check_val_every_n_epoch": None}, None),
+        ({"max_steps": 3, "val_check_interval": 4, "check_val_every_n_epoch": None, "limit_val_batches": 0}, None),
+        ({"max_steps": 7, "check_val_every_n_epoch": 2}, 14),
+        ({"max_epochs": 1}, None),
+    ],
+)
+def test_a_run_that_ends_before_its_first_validation_says_so(schedule, options, first):
+    model, validated = Model(schedule), []
+    model.on_validation_start = lambda: validated.append(model.global_step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, num_sanity_val_steps=0, **options,
+        )  # fmt: skip
+        trainer.fit(model, loader(7), loader(1))
+    found = lines_of(caught, "this run has no validation")
+    assert [first is not None] == [bool(found)]
+    assert bool(validated) == (first is None and options.get("limit_val_batches") != 0)
+    if first:
+        assert f"after {first} micro-batches, max_steps={options['max_steps']} ends the run after" in found[0]
