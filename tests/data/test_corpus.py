@@ -34,6 +34,27 @@ def test_the_standard_library_is_there_without_its_tests():
             assert path.read_text(encoding="utf-8", errors="replace") not in texts
 
 
+def test_the_standard_library_is_every_source_outside_the_skipped_folders_and_no_more(tmp_path, monkeypatch):
+    names = [
+        "a.py",
+        "b/c.py",
+        "b/test_d.py",
+        "test/e.py",
+        "b/tests/f.py",
+        "site-packages/g.py",
+        "b/__pycache__/h.py",
+        "i.txt",
+    ]
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"x = {number}\n")
+    (tmp_path / "j.py").mkdir()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    located = standard_library().located
+    assert located is not None
+    assert [path.relative_to(tmp_path).as_posix() for path, _ in located()] == ["a.py", "b/c.py", "b/test_d.py"]
+
+
 def test_a_link_to_nothing_in_the_standard_library_is_passed_over(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "sitecustomize.py").symlink_to(tmp_path / "removed.py")  # as a distribution may leave it

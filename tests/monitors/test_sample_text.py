@@ -1,6 +1,7 @@
 """SampleText: the model's own greedy text for any module with logits, without a trace in training."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -93,6 +94,13 @@ def test_each_validation_prints_what_the_model_writes_and_shows_it_in_tensorboar
     shown = tensors(tmp_path / "run").Tensors("samples/0/text_summary")
     assert [event.step for event in shown] == [2, 4]
     assert shown[-1].tensor_proto.string_val[0].decode() == block
+
+
+def test_a_validation_alone_names_no_step(capsys):
+    data = DataLoader(torch.zeros(1, 8, dtype=torch.long))
+    sample, quiet = SampleText(["def "], max_new_tokens=4), {"enable_progress_bar": False, "logger": False}
+    pl.Trainer(accelerator="cpu", callbacks=[sample], **quiet).validate(Module(), data, verbose=False)
+    assert re.search("^sample 0$", capsys.readouterr().out, re.M)
 
 
 def test_each_validation_draws_the_same_random_numbers(capsys):
