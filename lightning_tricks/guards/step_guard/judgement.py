@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,9 +60,9 @@ def _fp32(number: Tensor, device: torch.device) -> Tensor:
     return number if number.dtype == torch.float32 and number.device == device else number.to(device, torch.float32)
 
 
-def any_rank(trainer: Any, flag: Tensor) -> Tensor:
-    """1.0 if `flag`, a 0-dim bool tensor, holds on any rank, else 0.0; every rank must call. No wait on a GPU."""
+def any_rank(flag: Tensor, several: bool) -> Tensor:
+    """1.0 if `flag`, a 0-dim bool tensor, holds on any of `several` ranks, else 0.0; every rank must call. No wait."""
     number = flag.float()
-    if trainer.world_size > 1:
+    if several:
         all_reduce(number, ReduceOp.MAX)
     return number

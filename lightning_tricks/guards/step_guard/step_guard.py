@@ -216,14 +216,15 @@ class StepGuard(pl.Callback):
         window = self._windows[index]
         window.known_full |= index in self._skipped.full_windows
         judged = used = self._judgement(trainer, norm, window.limits)
-        skip, result = any_rank(trainer, ~judged.good), None
+        several = self._over_ranks is not None
+        skip, result = any_rank(~judged.good, several), None
         if self._rechecking is not None and clip_again is not None and bool(skip):
             used = self._judge_again(trainer, pl_module, self._optimizers[index], clip_again, window.limits, skip)
-            differs, skip = any_rank(trainer, ~judged.same_bits(used)), any_rank(trainer, ~used.good)
+            differs, skip = any_rank(~judged.same_bits(used), several), any_rank(~used.good, several)
             result = torch.where(differs == 0, SAME, torch.where(skip == 0, RETRIED, OUT_AGAIN))
         if self._buffers is not None:
             self._buffers.put_back(skip)
-        accepted = used.good if self._over_ranks is None else skip == 0
+        accepted = skip == 0 if several else used.good
         has_new_limits = window.accept(used.values, accepted if used.finite is None else accepted & used.finite)
         batch = Batch(step_samples(trainer), trainer.current_epoch, self._batch_idx)
         self._skipped.note(logging_step(trainer), Judged(index, skip, judged, batch))

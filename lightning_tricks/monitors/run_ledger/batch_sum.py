@@ -36,7 +36,7 @@ class BatchSum:
     Each value is multiplied by a factor for its row in the global batch, and by one for its place in the row. The
     factor of a row is a power of BASE, so that each micro-batch is summed as if it were the first, and the host moves
     the sum to its place later. The factors of small tensors are kept; large ones, such as images, are summed in slices,
-    whose factors are computed anew: never more than 8 MiB.
+    whose factors are computed anew, so that they take no more memory the larger they are.
     """
 
     def __init__(self) -> None:

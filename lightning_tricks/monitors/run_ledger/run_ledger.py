@@ -23,7 +23,7 @@ from lightning_tricks.monitors.run_ledger.random_sum import other_random_sum, to
 from lightning_tricks.monitors.run_ledger.step_line import RankValues, step_line
 from lightning_tricks.monitors.run_ledger.weight_sum import WeightSum
 
-_TORCH, _OTHER, _LOSS = "_ledger/torch_random", "_ledger/other_random", "_ledger/loss"
+_DONE, _LOSS = "_ledger/done", "_ledger/loss"
 
 
 @dataclass
@@ -34,6 +34,7 @@ class _Step:
     rows: int = 0  # number of rows in a micro-batch
     batch: list[list[Tensor]] = field(default_factory=list)  # of the tensors in each micro-batch
     weights: Tensor | None = None
+    random: tuple[int, int] = (0, 0)  # sums over torch's state and over the others, once the step is done
 
 
 class RunLedger(pl.Callback):
@@ -140,14 +141,14 @@ class RunLedger(pl.Callback):
             return
         losses, self._losses = self._losses, []
         device = trainer.strategy.root_device
-        self._buffer.record(_TORCH, torch_random_sum(device))
-        self._buffer.record(_OTHER, other_random_sum())
+        step = self._steps[logging_step(trainer)]
+        step.random = torch_random_sum(device), other_random_sum()
+        self._buffer.record(_DONE, 1.0)  # so that the step has a row
         if losses:
             # Lightning has divided each by their number; float32 losses are added without rounding
             self._buffer.record(_LOSS, losses[0] if len(losses) == 1 else _added(losses))
         if self._weights is not None:
-            number = logging_step(trainer)
-            self._steps[number].weights = self._weights.of_part(number % self._weights.parts, device)
+            step.weights = self._weights.of_part(logging_step(trainer) % self._weights.parts, device)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Forget the fit."""
@@ -219,7 +220,7 @@ class RunLedger(pl.Callback):
 
     def _write(self, rows: list[Row]) -> dict[str, float]:
         """Write the lines of an interval."""
-        rows = [row for row in rows if _TORCH in row.values and row.step in self._steps]
+        rows = [row for row in rows if _DONE in row.values and row.step in self._steps]
         if not rows:
             return {}
         steps = [self._steps.pop(row.step) for row in rows]
@@ -243,8 +244,7 @@ class RunLedger(pl.Callback):
             sums = [sum(next(numbers) for _ in of_tensors) for of_tensors in step.batch]
             batch = step_sum(sums, step.rows, *self._data_rank) if any(step.batch) else None
             weights = None if step.weights is None else next(numbers)
-            random_sums = int(row.values[_TORCH]), int(row.values[_OTHER])
-            found.append(RankValues(batch, *random_sums, row.values.get(_LOSS), weights))
+            found.append(RankValues(batch, *step.random, row.values.get(_LOSS), weights))
         return found
 
 
