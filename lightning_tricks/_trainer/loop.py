@@ -153,6 +153,8 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
     Read from `_FitLoop.update_restart_stage` and `done` (loops/fit_loop.py).
     """
     progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    if progress["current"]["ready"] == 0:  # no epoch has begun, as before a search for a learning rate
+        return
     for tracker in (progress["current"], progress["total"]):
         tracker["started"] = tracker["ready"]
         tracker["processed"] = tracker["completed"] = tracker["ready"] - 1

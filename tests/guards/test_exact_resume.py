@@ -355,6 +355,36 @@ def test_a_validation_has_no_place_to_keep(tmp_path):
     assert guard.state_dict() == {}
 
 
+def test_a_checkpoint_of_the_run_is_evaluated_after_the_fit(tmp_path):
+    saver = ModelCheckpoint(tmp_path)
+    trainer = pl.Trainer(max_epochs=1, callbacks=[ExactResume(), saver, note := Note()], logger=False,
+                         accelerator="cpu", devices=1, enable_progress_bar=False)  # fmt: skip
+    module, loader = Quiet(), DataLoader(list(range(6)), shuffle=True)
+    trainer.fit(module, loader)
+    trainer.validate(module, DataLoader(torch.ones(2, 4)), ckpt_path="best", verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader)
+    assert [n for n, _, _ in note.seen] == list(range(1, 13))
+
+
+def test_a_search_for_a_learning_rate_leaves_the_epoch_at_0(tmp_path):
+    epochs = []
+
+    class Searches(pl.Callback):
+        """Comes back to where it was, as Lightning's search does before the first batch."""
+
+        def on_fit_start(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / "search.ckpt")
+            trainer._checkpoint_connector.restore(tmp_path / "search.ckpt")
+            epochs.append(trainer.current_epoch)
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            epochs.append(trainer.current_epoch)
+
+    fit(tmp_path, DataLoader(list(range(6)), shuffle=True), callbacks=[Searches()], max_epochs=2)
+    assert epochs == [0, 0, 1]
+
+
 def test_another_batch_size_goes_on_with_the_next_row(tmp_path):
     rows = list(range(24))
     whole, _ = fit(tmp_path / "whole", DataLoader(rows, batch_size=2, shuffle=True))

@@ -75,6 +75,7 @@ class ExactResume(pl.Callback):
     def __init__(self) -> None:
         self._trainer: Any = None
         self._replacements = ExitStack()
+        self._resumes = True  # what is loaded; False: it is evaluated
         self._reset()
 
     def _reset(self) -> None:
@@ -251,13 +252,18 @@ class ExactResume(pl.Callback):
             rewind_to_step(checkpoint, *self._within_step())
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """A run that ended in mid-epoch goes on in that epoch."""
+        """A run that ended in mid-epoch goes on in that epoch; what is loaded to be evaluated goes on with nothing."""
+        self._resumes = trainer.state.fn == "fit"
+        if not self._resumes:
+            return
         state = checkpoint["callbacks"].get(self.state_key)
         if state is not None and not state["epoch_over"]:
             reopen_epoch(checkpoint)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there, when training begins."""
+        if not self._resumes:
+            return
         self._loaded = state_dict
         for index in range(len(self._followed)):
             self._hand_out(index)
