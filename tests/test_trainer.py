@@ -743,20 +743,24 @@ def test_after_an_epochs_end_the_next_one_begins(tmp_path):
         assert starts.seen == ["epoch 1", 0, 1]
 
 
-def test_the_step_and_the_batch_of_a_save_at_a_batch_end_are_counted_when_the_next_epoch_begins(tmp_path):
-    class Save(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_the_step_and_the_batch_that_a_save_is_a_part_of_are_counted_when_the_next_epoch_begins(hook, tmp_path):
+    class Validated(Model):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
 
     class Counts(Starts):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             self.seen.append((_trainer.logging_step(trainer), _trainer.batch_progress(trainer).total.completed))
 
-    limit = {"max_steps": 5, "max_epochs": -1}
+    def save(trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    limit = {"max_steps": 5, "max_epochs": -1, "val_check_interval": 3, "num_sanity_val_steps": 0}
     whole = Counts()
-    trainer_with(Save(), whole, **limit).fit(Model(), data(3))
+    trainer_with(pl.callbacks.LambdaCallback(**{hook: save}), whole, **limit).fit(Validated(), data(3), data(1))
     starts = Counts(_trainer.go_on_with_next_epoch)
-    trainer_with(starts, **limit).fit(Model(), data(3), ckpt_path=tmp_path / "3.ckpt", weights_only=False)
+    trainer_with(starts, **limit).fit(Validated(), data(3), data(1), ckpt_path=tmp_path / "3.ckpt", weights_only=False)
     assert [one for one in starts.seen if isinstance(one, tuple)] == whole.seen[-2:] == [(3, 3), (4, 4)]
 
 

@@ -89,7 +89,7 @@ def go_on_with_next_epoch(trainer: Any) -> None:
     if not loop._restarting:
         return
     batches = loop.epoch_loop
-    if batches.restarted_on_train_batch_end or not batches.restarted_on_last:
+    if loop.restarted_mid_epoch:  # saved at the batch's end or in the validation after it
         batches._batches_that_stepped += 1
     if batches.restarted_on_train_batch_end:
         batches.batch_progress.increment_completed()

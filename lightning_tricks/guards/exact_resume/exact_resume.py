@@ -286,7 +286,8 @@ class ExactResume(pl.Callback):
                 )
             now = describe(follower.loader, data_rank(self._trainer)[1])
             position, more = transfer(name, follower.loader, state, now)
-            follower.resumed, self._more_batches = position, more
+            follower.go_on_from(position)
+            self._more_batches = more
             cycles = 0 if position is None else position.cycles
         elif isinstance(follower, StatefulLoader) and "state" in state and len(ranks) == self._trainer.world_size:
             follower.resumed, cycles = state, state.get("cycles", 0)

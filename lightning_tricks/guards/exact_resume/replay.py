@@ -72,6 +72,16 @@ class Replay:
         self.at_first_batch: Callable[[], None] | None = None
         self._ended = False  # the last pass ran to its end
 
+    def go_on_from(self, position: Position | None) -> None:
+        """Let the next pass be the one of `position`.
+
+        At the start of a pass the samplers take their state at once: the start of an epoch changes it afterwards, as by
+        `DistributedSampler.set_epoch`.
+        """
+        self.resumed = position
+        if position is not None and position.batches == 0:
+            set_sampler_state(self.loader, position.order)
+
     def begin_epoch(self) -> None:
         """Forget the passes of the epoch before."""
         self._ended, self.position = False, replace(self.position, cycles=0)
@@ -95,6 +105,8 @@ class Replay:
         """The batches of one pass, or the rest of the one from which the run goes on."""
         resumed, self.resumed = self.resumed, None
         self.position = resumed or self.next_pass()
+        if self.position.batches == 0:
+            self.position = replace(self.position, order=sampler_state(self.loader))
         pairs = self._read(self.position, load_state=resumed is not None)
         while True:
             pair = next(pairs, None)
