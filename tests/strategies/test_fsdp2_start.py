@@ -162,3 +162,53 @@ def test_ranks_of_other_seeds_start_with_the_values_of_one_process(alone, monkey
 def test_replicas_of_hsdp_start_alike_where_ranks_have_other_seeds(alone, monkeypatch):
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     two_processes.run(starting_in_four, *alone, world=4)
+
+
+class Normalized(pl.LightningModule):
+    """Batch norm, whose statistics follow each rank's own rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.seen = {}
+
+    def mean_of_both(self):
+        return self.trainer.strategy.reduce(self.norm.running_mean.clone(), reduce_op="mean")
+
+    def training_step(self, batch, batch_idx):
+        return self.head(self.norm(batch)).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.seen["validated"] = (self.norm.running_mean.clone(), self.mean_of_both())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Save(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/saved")
+        pl_module.seen["saved" if batch_idx == 1 else "trained"] = (
+            pl_module.norm.running_mean.clone(),
+            pl_module.mean_of_both(),
+        )
+
+
+def with_statistics(rank, folder):
+    torch.manual_seed(rank)
+    model = Normalized()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=FSDP2Strategy(), max_epochs=1, logger=False, default_root_dir=folder,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Save()],
+        use_distributed_sampler=False, num_sanity_val_steps=0, val_check_interval=3,
+    )  # fmt: skip
+    data = torch.randn(3, 8, 4) + rank
+    trainer.fit(model, DataLoader(data, batch_size=None), DataLoader(data[:1], batch_size=None))
+    assert not torch.equal(*model.seen["trained"])  # each rank has its own
+    assert torch.equal(*model.seen["saved"])
+    assert torch.equal(*model.seen["validated"])
+
+
+def test_a_checkpoint_and_a_validation_have_rank_0s_running_statistics(tmp_path):
+    two_processes.run(with_statistics, tmp_path)

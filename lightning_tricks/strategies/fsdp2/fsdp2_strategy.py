@@ -41,9 +41,11 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     A module that calls `fully_shard` itself is left as it is. Losses, clip and norm are those of one process with the
     whole batch. One device is a case like any other.
 
-    Ranks start with rank 0's weights and buffers. A module may build its parameters on the meta device if it has a
-    method `init_weights` that fills them; random numbers are then drawn from rank 0's seed. Scalars are not sharded:
-    each rank holds them whole, and their gradients are averaged.
+    Ranks start with rank 0's weights and buffers. In training each rank has running statistics (batch norm) and other
+    buffers of its own; at each validation and each save all ranks take rank 0's, which are those of the checkpoint. A
+    module may build its parameters on the meta device if it has a method `init_weights` that fills them; random numbers
+    are then drawn from rank 0's seed. Scalars are not sharded: each rank holds them whole, and their gradients are
+    averaged.
 
     Args:
         replicate_size: number of model replicas (HSDP); each is sharded over its share of the devices. 1: plain FSDP.
@@ -262,8 +264,24 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         """Lightning restores state when it has called the hooks on the checkpoint, as on one device."""
         return True
 
+    def on_validation_start(self) -> None:
+        """Validate the module that a checkpoint would hold."""
+        super().on_validation_start()
+        self._take_buffers_of_rank_0()
+
+    def _take_buffers_of_rank_0(self) -> None:
+        """Let running statistics and other saved buffers be rank 0's on every rank; every rank must call."""
+        buffers = [
+            buffer
+            for part in self._module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None and name not in part._non_persistent_buffers_set
+        ]
+        broadcast(buffers, self.root_device)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights, named as on one device: each rank's shards, or all of them on rank 0."""
+        self._take_buffers_of_rank_0()
         return self._to_save(self._module.state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
