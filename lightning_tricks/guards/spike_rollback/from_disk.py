@@ -107,6 +107,7 @@ def _load(trainer: Any, path: Path) -> dict[str, Any]:
         for group, own in zip(optimizer.param_groups, groups, strict=True):
             group.update(own)
     plugin.on_load_checkpoint(checkpoint)
-    if (state := checkpoint.get(type(plugin).__qualname__)) is not None:
-        plugin.load_state_dict(state)
+    scaler, state = getattr(plugin, "scaler", None), checkpoint.get(type(plugin).__qualname__) or {}
+    if scaler is not None and "scale" in state:  # what a plugin counts, such as BF16Step's steps, goes on
+        scaler.load_state_dict({**scaler.state_dict(), **{name: state[name] for name in ("scale", "_growth_tracker")}})
     return checkpoint

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_tricks._tensors import local
+from lightning_tricks._tensors import local, sharded_like
 from lightning_tricks._trainer import unwrapped
 from lightning_tricks.checkpoints.snapshot import PinnedBuffers, snapshot
 from lightning_tricks.guards.averages.swap import drop_gathered
@@ -82,16 +82,25 @@ def _state(optimizer: Any) -> dict[str, Any]:
     groups = zip(optimizer.param_groups, kept, strict=True)
     return {
         "parameters": [dict(optimizer.state.get(parameter, {})) for parameter in parameters],
+        "sharded": [_sharded_entries(optimizer.state.get(parameter, {})) for parameter in parameters],
         "others": {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)},
         "groups": [{name: value for name, value in group.items() if name not in own} for group, own in groups],
     }
 
 
+def _sharded_entries(state: dict[Any, Any]) -> list[Any]:
+    """The entries of a parameter's state that are sharded as it is."""
+    return [key for key, value in state.items() if isinstance(value, Tensor) and local(value) is not value]
+
+
 def _restore_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    for parameter, values in zip(_parameters(optimizer), saved["parameters"], strict=True):
+    for parameter, values, sharded in zip(_parameters(optimizer), saved["parameters"], saved["sharded"], strict=True):
         if values:
             state = optimizer.state[parameter]
             _restore_entries(state, values, parameter.device)
+            for key in sharded:  # one that the state did not have any more came back as this rank's shard alone
+                if local(state[key]) is state[key]:
+                    state[key] = sharded_like(parameter, state[key])
         else:
             optimizer.state.pop(parameter, None)  # it had had no step
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
