@@ -1,0 +1,358 @@
+"""One row of settings as a small run that is killed and goes on: the differences from the run that nobody killed.
+
+The model has what conditions meet in: running statistics, dropout, an embedding, hidden matrices, a head, biases. Its
+loss is NaN in one step where a guard must skip it, and far too high in two steps.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import schedulefree
+import torch
+from monitored import Memory
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_tricks import (
+    EMA,
+    BatchSizeWarmup,
+    BF16True,
+    DecayOnDemand,
+    ExactResume,
+    FP16Mixed,
+    FSDP2Strategy,
+    GradientClippingMixin,
+    GradNormMonitor,
+    MFUMonitor,
+    MuonAdamW,
+    OptimizerMixin,
+    Preemption,
+    RunLedger,
+    SafeCheckpoint,
+    ScheduleFree,
+    SpikeRollback,
+    StepGuard,
+    TailAverage,
+    TokenData,
+    TotalTokens,
+    WarmupConstant,
+    WarmupStableDecay,
+)
+from lightning_tricks.checkpoints import AtomicCheckpointIO
+from lightning_tricks.commands.compare_ledgers import compare
+from lightning_tricks.guards.preemption.preemption import Preempted
+from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
+from lightning_tricks.optim import build_optimizer
+
+ROWS, LENGTH, STEPS = 4, 8, 10
+NOT_FINITE, TOO_HIGH, ASKED_TO_DECAY = 2, (5, 6), 4  # steps
+
+
+class Model(GradientClippingMixin, OptimizerMixin, pl.LightningModule):
+    """A next-token model of a user, with a convolution and BatchNorm."""
+
+    def __init__(self, dropout: float, poisoned: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.poisoned = poisoned
+        self.embedding = nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(LENGTH), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 16))
+            for _ in range(2)
+        )
+        self.convolution, self.norm = nn.Conv1d(16, 16, 3, padding=1), nn.LayerNorm(16)
+        self.lm_head = nn.Linear(16, 64)
+        self.losses: list[tuple[int, float]] = []
+        self.validated: list[tuple[int, float]] = []
+        self.learning_rates: list[tuple[int, list[float]]] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.lm_head(self.norm(self.convolution(hidden.mT).mT))
+
+    def _loss(self, batch: Any) -> Tensor:
+        ids, labels = (batch["input_ids"], batch["labels"]) if isinstance(batch, dict) else batch.unbind(1)
+        return nn.functional.cross_entropy(self(ids).float().flatten(0, 1), labels.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, step = self._loss(batch), self.trainer.global_step
+        if step == NOT_FINITE and self.poisoned:
+            loss = loss * float("nan")
+        if step in TOO_HIGH:
+            loss = loss * 30
+        self.losses.append((step, loss.item()))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self._loss(batch)
+        self.validated.append((self.trainer.global_step, loss.item()))
+        self.log("val/loss", loss, sync_dist=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.learning_rates.append((self.trainer.global_step, [float(group["lr"]) for group in optimizer.param_groups]))
+
+
+class Poison(pl.Callback):
+    """Has the running statistics of one step be NaN, as activations that are not finite leave them."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step == NOT_FINITE and pl_module.poisoned:
+            block = pl_module.blocks[0]
+            self._hook = block[1].register_forward_pre_hook(lambda _, args: (args[0] * float("nan"),))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if hook := self.__dict__.pop("_hook", None):
+            hook.remove()
+
+
+class Kill(pl.Callback):
+    """Keep what a kill after `step` steps would leave on the disk; or ask the run to stop there, by SIGTERM."""
+
+    def __init__(self, step: int, folder: Path, kept: Path | None) -> None:
+        self.step, self.folder, self.kept = step, folder, kept
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        # several processes agree on a signal one step later
+        early = trainer.world_size - 1 if self.kept is None else 0
+        if trainer.global_step != self.step - early:
+            return
+        trainer.strategy.barrier()
+        if self.kept is None and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.kept is not None and trainer.is_global_zero and not self.kept.exists():
+            shutil.copytree(self.folder, self.kept, symlinks=True)
+        trainer.strategy.barrier()
+
+
+class AskToDecay(pl.Callback):
+    """Write the file that DecayOnDemand looks for, at one step of each run that has none yet."""
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        file = Path(trainer.default_root_dir, "decay")
+        if trainer.global_step == ASKED_TO_DECAY and trainer.is_global_zero and not file.exists():
+            file.write_text("5")
+
+
+class Ends(pl.Callback):
+    """The step and the weights with which a run begins, and the random state with which it ends."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.first_step, self.first_weights = trainer.global_step, whole_state(pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.random = torch.get_rng_state()
+
+
+def optimizer_of(row: dict[str, Any]) -> Any:
+    if row["ScheduleFree"]:
+        if row["optimizer"] == "MuonAdamW":
+            return lambda groups: MuonAdamW(groups, lr=5e-3)
+        if row["optimizer"] == "SGD":
+            return lambda groups: schedulefree.SGDScheduleFree(groups, lr=0.1)
+        return lambda groups: schedulefree.AdamWScheduleFree(groups, lr=5e-3)
+    return {
+        "AdamW": lambda groups: torch.optim.AdamW(groups, lr=5e-3, fused=True),
+        "MuonAdamW": lambda groups: MuonAdamW(groups, lr=5e-3),
+        "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    }[row["optimizer"]]
+
+
+def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
+    micro_batch_tokens, last = ROWS * LENGTH, row["accumulation"] * row["processes"]
+    smaller = {"start": row["processes"], "double_every": 3}
+    step_tokens = last * micro_batch_tokens
+    warm_up = 3 * micro_batch_tokens * row["processes"] if row["BatchSizeWarmup"] and row["accumulation"] == 2 else 0
+    makers = {
+        "StepGuard": lambda: StepGuard(),
+        "SpikeRollback": lambda: SpikeRollback(
+            patience_steps=2, window_steps=4, snapshot_every_n_steps=2, keep_snapshots=2
+        ),
+        "EMA": lambda: EMA(decay=0.5),
+        "TailAverage": lambda: TailAverage(horizon_steps=4, validate=False),
+        "ScheduleFree": ScheduleFree,
+        "BatchSizeWarmup": lambda: BatchSizeWarmup(**smaller),
+        "TotalTokens": lambda: TotalTokens(
+            STEPS * step_tokens - warm_up, micro_batch_tokens if row["ExactResume"] else None
+        ),
+        "DecayOnDemand": DecayOnDemand,
+        "ExactResume": ExactResume,
+        "Preemption": Preemption,
+        "RunLedger": lambda: RunLedger(cover_weights_in_steps=2),
+        "MFUMonitor": MFUMonitor,
+        "GradNormMonitor": GradNormMonitor,
+    }
+    saver = (
+        SafeCheckpoint(folder / "checkpoints", every_n_train_steps=2, keep_last=3)
+        if row["SafeCheckpoint"]
+        else pl.callbacks.ModelCheckpoint(
+            folder / "checkpoints", filename="{step}", every_n_train_steps=2, save_top_k=-1, save_last="link"
+        )
+    )
+    ours = [make() for name, make in makers.items() if row[name]]
+    return [*ours, saver, Poison(), Ends(), *([AskToDecay()] if row["DecayOnDemand"] else [])]
+
+
+def data_of(row: dict[str, Any], tokens: Path) -> dict[str, Any]:
+    """Batches that know their position; or, for ExactResume, a loader that does not."""
+    if not row["ExactResume"]:
+        options = {"train": str(tokens / "train.bin"), "val": str(tokens / "val.bin"), "vocab_size": 64}
+        return {"datamodule": TokenData(**options, seq_len=LENGTH, micro_batch_size=ROWS)}
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, 64, (60, 2, LENGTH), generator=generator)
+    return {
+        "train_dataloaders": DataLoader(ids, batch_size=ROWS, shuffle=True),
+        "val_dataloaders": DataLoader(ids[:ROWS], batch_size=ROWS),
+    }
+
+
+def fit(row: dict[str, Any], folder: Path, tokens: Path, kill: Kill | None = None, resume: Any = None) -> Any:
+    """One run of the row in `folder`; module, Trainer and the exception that ended it."""
+    rank = int(os.environ.get("RANK", 0))
+    torch.manual_seed(7 + 100 * rank)  # a user's program may seed each process by itself
+    schedule = (
+        WarmupConstant(warmup_steps=2) if row["ScheduleFree"] else WarmupStableDecay(warmup_steps=2, decay_fraction=0.2)
+    )
+    if row["DecayOnDemand"]:
+        schedule = WarmupStableDecay(warmup_steps=2, decay_fraction=0.2)
+    remembers = row["SafeCheckpoint"] or row["ExactResume"]  # the random state
+    model = Model(0.1 if remembers else 0.0, row["StepGuard"], optimizer=optimizer_of(row), schedule=schedule)
+    plugins: list[Any] = {"fp32": [], "BF16True": [BF16True()], "FP16Mixed": [FP16Mixed(init_scale=1024.0)]}[
+        row["precision"]
+    ]
+    if not row["SafeCheckpoint"] and row["processes"] == 1:
+        plugins = [*plugins, AtomicCheckpointIO()]
+    length = {"max_epochs": -1} if row["TotalTokens"] else {"max_steps": STEPS, "max_epochs": -1}
+    strategy = {"strategy": FSDP2Strategy(), "devices": row["processes"]} if row["processes"] > 1 else {"devices": 1}
+    trainer = pl.Trainer(
+        accelerator="cpu", default_root_dir=folder, logger=Memory(), log_every_n_steps=1, val_check_interval=4,
+        check_val_every_n_epoch=None, limit_val_batches=1, num_sanity_val_steps=0, gradient_clip_val=1.0,
+        accumulate_grad_batches=row["accumulation"], plugins=plugins, enable_progress_bar=False,
+        callbacks=[*callbacks_of(row, folder), *([kill] if kill else [])], enable_model_summary=False,
+        **length, **strategy,
+    )  # fmt: skip
+    model.in_one_process = groups_of(build_optimizer(model, optimizer_of(row))), whole_state(model)
+    try:
+        trainer.fit(model, **data_of(row, tokens), ckpt_path=resume)
+    except Preempted as stopped:
+        return model, trainer, stopped.with_traceback(None)
+    return model, trainer, None
+
+
+def newest(folder: Path) -> Path:
+    """The newest checkpoint in a run's folder."""
+    found = [path for path in (folder / "checkpoints").glob("*.ckpt") if not path.is_symlink()]
+    return max(found, key=lambda path: int(path.stem.rpartition("=")[2]))
+
+
+def whole_state(module: Any) -> dict[str, Tensor]:
+    """Parameters and buffers, those in shards as a whole; every rank must call."""
+    return {name: getattr(value, "full_tensor", value.detach().clone)() for name, value in module.state_dict().items()}
+
+
+def groups_of(optimizer: Any) -> dict[str, Any]:
+    """Group and decay of each parameter, by its name."""
+    return {
+        name: (group["name"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+
+
+def ends_of(trainer: Any) -> Any:
+    return next(one for one in trainer.callbacks if isinstance(one, Ends))
+
+
+def state_of(model: Any, trainer: Any) -> dict[str, Any]:
+    """What two equal runs have in common at their end."""
+    optimizer = trainer.optimizers[0].state_dict()
+    averages = {
+        f"{type(one).__name__}.{kind}.{names[0]}": term.clone()
+        for one in trainer.callbacks if isinstance(one, EMA | TailAverage)
+        for kind, terms in one.terms.items() for names, term in zip(one.weights.names, terms, strict=True)
+        if trainer.is_global_zero or "running" not in names[0]  # of which rank 0's count
+    }  # fmt: skip
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer["param_groups"]]
+    state = {"weights": whole_state(model), "optimizer": optimizer["state"], "groups": groups, "averages": averages,
+             "step": trainer.global_step}  # fmt: skip
+    if any(isinstance(one, ExactResume | SafeCheckpoint) for one in trainer.callbacks):
+        state["random state"] = ends_of(trainer).random
+    return state
+
+
+def different(path: str, one: Any, other: Any) -> list[str]:
+    """Where two nested states differ in a bit."""
+    if isinstance(one, dict):
+        if one.keys() != other.keys():
+            return [f"{path}: {sorted(map(str, one.keys() ^ other.keys()))}"]
+        return [line for key in one for line in different(f"{path}.{key}", one[key], other[key])]
+    if isinstance(one, list | tuple):
+        if len(one) != len(other):
+            return [f"{path}: {one} and {other}"]
+        return [
+            line
+            for number, pair in enumerate(zip(one, other, strict=True))
+            for line in different(f"{path}.{number}", *pair)
+        ]
+    if isinstance(one, Tensor):
+        one, other = (getattr(value, "_local_tensor", value) for value in (one, other))
+        same = one.shape == other.shape and one.dtype == other.dtype
+        return [] if same and torch.equal(one.view(-1).nan_to_num(7e7), other.view(-1).nan_to_num(7e7)) else [path]
+    return [] if one == other or (one != one and other != other) else [f"{path}: {one!r} and {other!r}"]
+
+
+def not_finite(path: str, state: Any) -> list[str]:
+    if isinstance(state, dict):
+        return [line for key, value in state.items() for line in not_finite(f"{path}.{key}", value)]
+    if isinstance(state, list | tuple):
+        return [line for number, value in enumerate(state) for line in not_finite(f"{path}.{number}", value)]
+    return [f"{path} is not finite"] if isinstance(state, Tensor) and not state.isfinite().all() else []
+
+
+def curves_from(step: int, model: Any, trainer: Any) -> dict[str, Any]:
+    """What was logged and seen from a step on."""
+    named = ("train/grad_norm", "val/loss", "train/lr", "guard/skipped_steps", "guard/rollbacks", "train/batch_tokens")
+    logged = [(at, name, row[name]) for at, row in trainer.logger.rows for name in named if name in row and at >= step]
+    return {
+        "losses": [one for one in model.losses if one[0] >= step],
+        "learning rates": [one for one in model.learning_rates if one[0] >= step],
+        "validated": [one for one in model.validated if one[0] > step],
+        "logged": sorted(logged, key=lambda one: one[:2]),
+    }
+
+
+def run_row(row: dict[str, Any], folder: Path, tokens: Path) -> list[str]:
+    """Train, kill, go on: each difference between the two runs' ends, and each value that should be finite."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    kept = folder / "killed"
+    model, trainer, _ = fit(row, folder / "whole", tokens, Kill(row["killed"], folder / "whole", kept))
+    if row["Preemption"]:
+        stopped = folder / "stopped"
+        _, _, error = fit(row, stopped, tokens, Kill(row["killed"], stopped, None))
+        if error is None:
+            return ["SIGTERM did not stop the run"]
+        kept, checkpoint = stopped, Path(error.checkpoint)
+    else:
+        checkpoint = newest(kept)
+    resumed, again, _ = fit(row, kept, tokens, resume=checkpoint)
+    step = ends_of(again).first_step
+    found = different("end", state_of(model, trainer), state_of(resumed, again))
+    found += different("curves", curves_from(step, model, trainer), curves_from(step, resumed, again))
+    found += not_finite("end", state_of(model, trainer)) if row["StepGuard"] else []
+    groups, first_weights = model.in_one_process
+    found += different("groups as in one process", groups, groups_of(trainer.optimizers[0]))
+    if trainer.is_global_zero:
+        begun = ends_of(trainer).first_weights
+        ours = {name: value.to(begun[name].dtype) for name, value in first_weights.items()}
+        found += different("first weights of rank 0", ours, begun)
+    if row["RunLedger"] and trainer.is_global_zero:
+        comparison = compare(*(read_ledger(place / "ledger.jsonl") for place in (folder / "whole", kept)), 0.0)
+        found += list(comparison.lines()) if comparison.differs else []
+    return found

@@ -1,0 +1,88 @@
+"""Tricks, precisions, strategies, optimizers: each three of them meet in a run that is killed and goes on."""
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import two_processes
+from pairs.covering import combinations_to_cover, covering_array
+from pairs.run_pair import fit, run_row
+from token_files import write_token_files
+
+from lightning_tricks._errors import UsageError
+
+TRICKS = (
+    "StepGuard", "SpikeRollback", "EMA", "TailAverage", "ScheduleFree", "BatchSizeWarmup", "TotalTokens",
+    "DecayOnDemand", "SafeCheckpoint", "ExactResume", "Preemption", "RunLedger", "MFUMonitor", "GradNormMonitor",
+)  # fmt: skip
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "precision": ("fp32", "BF16True", "FP16Mixed"),
+    "processes": (1, 2),
+    "optimizer": ("AdamW", "MuonAdamW", "SGD"),
+    "accumulation": (1, 2),
+    "killed": (3, 6, 8),
+    **dict.fromkeys(TRICKS, (False, True)),
+}
+
+
+def in_words(row: dict[str, Any]) -> str:
+    """The settings of a row, without the tricks that are off."""
+    return " ".join(name if level is True else f"{name}={level}" for name, level in row.items() if level is not False)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"ScheduleFree": True, "EMA": True}, r"EMA: a schedule-free optimizer averages the weights already: remove EMA"),
+    (
+        {"ScheduleFree": True, "TailAverage": True},
+        r"TailAverage: a schedule-free optimizer averages the weights",
+    ),
+    ({"ScheduleFree": True, "DecayOnDemand": True}, r"AdamWScheduleFree wants a constant learning rate"),
+    ({"ScheduleFree": True, "precision": "BF16True"}, r"bfloat16, in which an average over many steps stands still"),
+    ({"ScheduleFree": True, "optimizer": "MuonAdamW"}, r"ScheduleFree: the optimizer is MuonAdamW"),
+]
+ALONE = {"precision": "fp32", "processes": 1, "optimizer": "AdamW", "accumulation": 1, "killed": 6,
+         **dict.fromkeys(TRICKS, False)}  # fmt: skip
+ROWS = covering_array(FACTORS, [combination for combination, _ in REFUSED])
+
+
+def report(rows: list[dict[str, Any]], folder: Path, tokens: Path) -> list[str]:
+    """A line for each row that did not end as it should, with the first differences."""
+    lines = []
+    for number, row in enumerate(rows):
+        if found := run_row(row, folder / str(number), tokens):
+            lines.append("\n    ".join([in_words(row), *found[:5]]))
+    return lines
+
+
+def test_each_three_settings_meet_in_one_row():
+    together = combinations_to_cover(FACTORS, [combination for combination, _ in REFUSED], 3)
+    held = {frozenset(three) for row in ROWS for three in combinations(row.items(), 3)}
+    assert held == together
+    assert len(ROWS) < 60
+
+
+def test_in_one_process_a_killed_run_goes_on_to_the_bit(tmp_path):
+    tokens = write_token_files(tmp_path / "tokens")
+    lines = report([row for row in ROWS if row["processes"] == 1], tmp_path, tokens)
+    assert not lines, "\n".join(lines)
+
+
+def in_two(rank: int, rows: list[dict[str, Any]], folder: Path) -> None:
+    lines = report(rows, folder, folder / "tokens")
+    assert not lines, f"rank {rank}:\n" + "\n".join(lines)
+
+
+def test_in_shards_on_two_processes_a_killed_run_goes_on_to_the_bit(tmp_path):
+    write_token_files(tmp_path / "tokens")
+    two_processes.run(in_two, [row for row in ROWS if row["processes"] == 2], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("combination", "line"), REFUSED, ids=lambda value: in_words(value) if isinstance(value, dict) else ""
+)
+def test_what_cannot_be_combined_is_refused_in_one_line(combination, line, tmp_path):
+    tokens = write_token_files(tmp_path / "tokens")
+    with pytest.raises(UsageError, match=line) as error:
+        fit({**ALONE, **combination}, tmp_path, tokens)
+    assert "\n" not in str(error.value)
