@@ -48,10 +48,13 @@ from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.commands.compare_ledgers import compare
 from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
-from lightning_tricks.optim import build_optimizer
 
 ROWS, LENGTH, STEPS = 4, 8, 10
 NOT_FINITE, TOO_HIGH, ASKED_TO_DECAY = 2, (5, 6), 4  # steps
+
+
+class EmbeddingNorm(nn.Linear):
+    """A hidden matrix, whatever its class is called."""
 
 
 class Model(GradientClippingMixin, OptimizerMixin, pl.LightningModule):
@@ -62,7 +65,9 @@ class Model(GradientClippingMixin, OptimizerMixin, pl.LightningModule):
         self.poisoned = poisoned
         self.embedding = nn.Embedding(64, 16)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(LENGTH), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 16))
+            nn.Sequential(
+                EmbeddingNorm(16, 32), nn.BatchNorm1d(LENGTH), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 16)
+            )
             for _ in range(2)
         )
         self.convolution, self.norm = nn.Conv1d(16, 16, 3, padding=1), nn.LayerNorm(16)
@@ -237,7 +242,7 @@ def fit(row: dict[str, Any], folder: Path, tokens: Path, kill: Kill | None = Non
         callbacks=[*callbacks_of(row, folder), *([kill] if kill else [])], enable_model_summary=False,
         **length, **strategy,
     )  # fmt: skip
-    model.in_one_process = groups_of(build_optimizer(model, optimizer_of(row))), whole_state(model)
+    model.built_with = whole_state(model)
     try:
         trainer.fit(model, **data_of(row, tokens), ckpt_path=resume)
     except Preempted as stopped:
@@ -256,13 +261,21 @@ def whole_state(module: Any) -> dict[str, Tensor]:
     return {name: getattr(value, "full_tensor", value.detach().clone)() for name, value in module.state_dict().items()}
 
 
+MATRICES = [f"blocks.{block}.{layer}.weight" for block in range(2) for layer in (0, 4)] + ["convolution.weight"]
+DECAYING = [*MATRICES, "embedding.weight", "lm_head.weight"]
+
+
 def groups_of(optimizer: Any) -> dict[str, Any]:
     """Group and decay of each parameter, by its name."""
-    return {
-        name: (group["name"], group["weight_decay"])
-        for group in optimizer.param_groups
-        for name in group["param_names"]
-    }
+    groups = optimizer.param_groups
+    return {name: (group["name"], group["weight_decay"]) for group in groups for name in group["param_names"]}
+
+
+def groups_by_hand(names: Any, with_muon: bool) -> dict[str, Any]:
+    """The same, from a list of the hidden matrices and of what decays."""
+    prefix = {name: ("muon:" if name in MATRICES else "adamw:") if with_muon else "" for name in names}
+    decays = {name: ("decay", 0.1) if name in DECAYING else ("no_decay", 0.0) for name in names}
+    return {name: (prefix[name] + decays[name][0], decays[name][1]) for name in names}
 
 
 def ends_of(trainer: Any) -> Any:
@@ -346,12 +359,12 @@ def run_row(row: dict[str, Any], folder: Path, tokens: Path) -> list[str]:
     found = different("end", state_of(model, trainer), state_of(resumed, again))
     found += different("curves", curves_from(step, model, trainer), curves_from(step, resumed, again))
     found += not_finite("end", state_of(model, trainer)) if row["StepGuard"] else []
-    groups, first_weights = model.in_one_process
-    found += different("groups as in one process", groups, groups_of(trainer.optimizers[0]))
+    by_hand = groups_by_hand(dict(model.named_parameters()), row["optimizer"] == "MuonAdamW")
+    found += different("groups", by_hand, groups_of(trainer.optimizers[0]))
     if trainer.is_global_zero:
         begun = ends_of(trainer).first_weights
-        ours = {name: value.to(begun[name].dtype) for name, value in first_weights.items()}
-        found += different("first weights of rank 0", ours, begun)
+        built = {name: value.to(begun[name].dtype) for name, value in model.built_with.items()}
+        found += different("first weights of rank 0", built, begun)
     if row["RunLedger"] and trainer.is_global_zero:
         comparison = compare(*(read_ledger(place / "ledger.jsonl") for place in (folder / "whole", kept)), 0.0)
         found += list(comparison.lines()) if comparison.differs else []
