@@ -31,11 +31,13 @@ MODES = (
     "GCControl", "LeanLoop", "BatchSizeWarmup", "SafeCheckpoint", "precision", "BF16Mixed", "GradientClippingMixin",
 )  # fmt: skip
 COUNTS_USES = ("SafeCheckpoint", "precision", "BF16Mixed", "GradientClippingMixin")  # in the place of something
-OTHER_NUMBERS = ("BF16Mixed",)
-PARTS = ("weights", "optimizers", "random", "steps")
+PARTS = ("weights", "optimizers", "random", "steps", "metrics")
+# Parts that are other ones on purpose: bf16 in fp32's place; the random numbers of loaders that ExactResume sets.
+OTHER: Mapping[str, Sequence[str]] = {"BF16Mixed": PARTS, "ExactResume": ("random",)}
 TESTS = "tests/tests_pytorch"
 Results = Mapping[str, Mapping[str, Any]]  # of each test
 _POLL_SECONDS = 0.2
+_ERROR_CHARACTERS = 240
 
 
 # ------------------------------------------------------------------------------------------------ running a mode
@@ -71,12 +73,13 @@ def start_pytest(checkout: Path, mode: str, lines: Path, tests: Path | None, fil
         "LIGHTNING_SUITE_LINES": str(lines.resolve()),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(checkout / "tests")]),
         "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",  # some tests go through a set of paths
         "CUDA_VISIBLE_DEVICES": "",
     }
     if tests:
         environment["LIGHTNING_SUITE_ONLY"] = str(tests.resolve())
     plugins = ["-p", "benchmarks.lightning_plugin", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"]
-    options = ["-q", "--continue-on-collection-errors", *([] if tests else ["--collect-only"])]
+    options = ["-q", "--color=no", "--continue-on-collection-errors", *([] if tests else ["--collect-only"])]
     command = [sys.executable, "-m", "pytest", *plugins, *options, *(str(checkout / file) for file in files)]
     with lines.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
@@ -166,17 +169,23 @@ def same_twice(plain: Results, again: Results) -> tuple[Results, list[str]]:
     return base, changed
 
 
-def fits_that_differ(plain: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[int, list[list[str]]]:
-    """How many ends were compared, and the parts that differ of each that does. New metrics are no difference."""
+def fits_that_differ(
+    plain: Mapping[str, Any], now: Mapping[str, Any], but: Sequence[str] = ()
+) -> tuple[int, list[list[str]]]:
+    """How many ends were compared, and the parts that differ of each that does. New metrics are no difference.
+
+    Args:
+        plain: the result of a test with Lightning alone.
+        now: that of a mode.
+        but: parts that are not compared.
+    """
     before, after = plain.get("fits", []), now.get("fits", [])
     if len(before) != len(after):
         return len(before), [["number of runs"]] if before else []
     found = []
     for old, new in zip(before, after, strict=True):
-        parts = [part for part in PARTS if old[part] != new[part]]
-        if any(new["metrics"].get(name) != value for name, value in old["metrics"].items()):
-            parts.append("metrics")
-        if parts:
+        kept = {**new, "metrics": {name: new["metrics"].get(name) for name in old["metrics"]}}
+        if parts := [part for part in PARTS if part not in but and old[part] != kept[part]]:
             found.append(parts)
     return len(before), found
 
@@ -192,12 +201,12 @@ def compare(mode: str, base: Results, now: Results) -> dict[str, Any]:
         run, used = run + 1, used + result.get("used", 0)
         row = {"test": test.removeprefix(TESTS + "/")}
         if result["outcome"] != "passed":
-            error = result.get("error", "")
+            error = readable(result.get("error", ""))
             kind = "refused" if "UsageError: " in error else "crashed" if result["outcome"] == "crashed" else "failed"
-            row |= {"kind": kind, "error": error, "at": " ".join(result.get("at", [])[-2:])}
+            row |= {"kind": kind, "error": error, "at": " ".join(result.get("at", [])[-1:])}
         else:
             passed += 1
-            compared, different = fits_that_differ(base[test], result)
+            compared, different = fits_that_differ(base[test], result, OTHER.get(mode, ()))
             ends, equal = ends + compared, equal + compared - len(different)
             if not different:
                 continue
@@ -207,6 +216,18 @@ def compare(mode: str, base: Results, now: Results) -> dict[str, Any]:
         "tests": run, "passed": passed, "ends": ends, "equal": equal, **({"used": used} if mode in COUNTS_USES else {}),
         "differences": sorted(rows, key=lambda row: (row["kind"], str(row["reason"]), row["test"])),
     }  # fmt: skip
+
+
+def readable(error: str) -> str:
+    """An error without colours, addresses and the folders of one machine, cut."""
+    for pattern, by in (
+        (r"\x1b(\[[\d;]*m?)?", ""),
+        (r" at 0x\w+", ""),
+        (r"(?<![\w.])/[\w./-]*/(?=[\w.=-])", ".../"),
+        (r"\s+", " "),
+    ):
+        error = re.sub(pattern, by, error)
+    return error[:_ERROR_CHARACTERS]
 
 
 def reason(mode: str, row: Mapping[str, str]) -> str | None:
@@ -237,7 +258,9 @@ def row_of(mode: str, found: Mapping[str, Any]) -> list[str]:
     explained = Counter(row["kind"] for row in rows if row["reason"])
     counts = [found["tests"], found["passed"], explained["refused"], explained["failed"], explained["differs"]]
     counts.append(sum(not row["reason"] for row in rows))
-    bits = "other numbers on purpose" if mode in OTHER_NUMBERS else f"{found['equal']} of {found['ends']}"
+    but = OTHER.get(mode, ())
+    bits = "not compared" if but == PARTS else f"{found['equal']} of {found['ends']}"
+    bits += f", {' and '.join(but)} not compared" if but and but != PARTS else ""
     return [f"`{mode}`", *map(str, counts), bits, ", ".join(found["commit"])]
 
 
@@ -287,7 +310,9 @@ def result_of(checkout: Path, folder: Path, modes: Iterable[str]) -> dict[str, A
     for mode in modes:
         files = folder / f"{mode}.jsonl", folder / f"{mode}-again.jsonl"
         if files[0].exists():
-            found[mode] = {**origin(*files), **compare(mode, base, read(*files)[0])}
+            compared = compare(mode, base, read(*files)[0])
+            rows = [brief(row) if row["reason"] else row for row in compared["differences"]]
+            found[mode] = {**origin(*files), **compared, "differences": rows}
     outcomes = Counter(result["outcome"] for result in plain.values())
     return {
         "machine": machine.describe(),
@@ -298,11 +323,16 @@ def result_of(checkout: Path, folder: Path, modes: Iterable[str]) -> dict[str, A
     }
 
 
+def brief(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A difference whose reason says enough."""
+    return {key: row[key] for key in ("test", "kind", "reason")}
+
+
 def origin(*files: Path) -> dict[str, Any]:
-    """Commits and dates of a mode's lines."""
+    """Commits and dates of a mode's lines, the oldest first."""
     texts = [text for file in files if file.exists() for text in file.read_text(encoding="utf-8").splitlines()]
     heads = [json.loads(text) for text in texts if text.startswith('{"commit"')]
-    return {key: sorted({head[f"{key}"] for head in heads}) for key in ("commit", "date")}
+    return {key: list(dict.fromkeys(head[key] for head in heads)) for key in ("commit", "date")}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
