@@ -31,7 +31,7 @@ def bits(batches) -> list[str]:
 
 def served(loader, position=None):
     copied = replayed(loader, 11, 0, lambda: None)
-    copied.replay.resumed = position
+    copied.replay.go_on_from(position)
     return copied
 
 
@@ -282,7 +282,7 @@ def moved(before: DataLoader, after: DataLoader, saved: dict, now: dict) -> tupl
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         position, more = transfer("it", second, state, {**describe(second, 1), **now})
-    second.replay.resumed = position
+    second.replay.go_on_from(position)
     lines = [str(warned.message).removeprefix("ExactResume: it: ") for warned in caught]
     return position and position.batches, more, lines, torch.as_tensor(next(iter(second))).tolist()
 

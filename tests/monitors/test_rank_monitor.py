@@ -547,11 +547,11 @@ def test_one_process_has_nothing_to_watch():
             seen.append(threads_of_ours())
 
     trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, callbacks=[RankMonitor(), Look()], **QUIET)
-    trainer.fit(Linear(), data())
+    trainer.fit(OneLayer(), data())
     assert seen == [[]]
 
 
-class Linear(pl.LightningModule):
+class OneLayer(pl.LightningModule):
     def __init__(self, sleep: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -570,7 +570,7 @@ def data(rows: int = 8):
 
 
 def fit(*callbacks, steps: int = 3, rows: int = 8, **options):
-    model = Linear()
+    model = OneLayer()
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, callbacks=list(callbacks), **QUIET, **options
     )
@@ -665,7 +665,7 @@ from lightning_tricks.callbacks import RankMonitor
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs with SIGINT ignored
 
-class Linear(pl.LightningModule):
+class OneLayer(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(2, 1)
@@ -679,7 +679,7 @@ if __name__ == "__main__":
     data = torch.utils.data.DataLoader(torch.randn(100, 2), num_workers={workers})
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=20, callbacks=[RankMonitor(2.0)],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    trainer.fit(Linear(), data)
+    trainer.fit(OneLayer(), data)
 """
 
 

@@ -342,8 +342,18 @@ def curves_from(step: int, model: Any, trainer: Any) -> dict[str, Any]:
 
 def run_row(row: dict[str, Any], folder: Path, tokens: Path) -> list[str]:
     """Train, kill, go on: each difference between the two runs' ends, and each value that should be finite."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _differences(row, folder, tokens)
+    finally:
+        logger.setLevel(level)
+
+
+def _differences(row: dict[str, Any], folder: Path, tokens: Path) -> list[str]:
     kept = folder / "killed"
     model, trainer, _ = fit(row, folder / "whole", tokens, Kill(row["killed"], folder / "whole", kept))
     if row["Preemption"]:

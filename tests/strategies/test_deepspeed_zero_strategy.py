@@ -886,7 +886,7 @@ def test_folders_that_are_no_whole_checkpoint_are_refused(tmp_path):
     assert "not written to its end" in told(tmp_path / "run")
     (tmp_path / "run" / "latest").touch()
     assert read_layout(tmp_path / "run").world_size == 1
-    with pytest.raises(UsageError, match=rf"file={tmp_path}: this is a folder: name a file in it$"):
+    with pytest.raises(UsageError, match=rf"{tmp_path} is a folder: give the name of a file$"):
         consolidate_deepspeed(tmp_path / "run", tmp_path)
 
 
