@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -26,7 +27,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-PROXY = """#!{python} -IS
+# for a path with a blank, which the first line of a script cannot name, a line that both the shell and Python read
+PROXY = """#!/bin/sh
+'''exec' {quoted} -IS "$0" "$@"
+' '''
 import os, signal, socket, sys
 
 args = sys.argv[2:] if sys.argv[1] == "-u" else sys.argv[1:]
@@ -114,8 +118,8 @@ def start(*servers: tuple[str, ...], folder: Path) -> None:
     for imported in servers:
         own = folder / name_of(imported)
         own.mkdir()
-        program = own / "python"
-        program.write_text(PROXY.format(python=sys.executable, address=str(own / "socket")))
+        program, quoted = own / "python", shlex.quote(sys.executable)
+        program.write_text(PROXY.format(quoted=quoted, python=sys.executable, address=str(own / "socket")))
         program.chmod(0o700)
         wanted[str(own)] = imported or COLLECTION
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
