@@ -525,7 +525,7 @@ ROWS = [
         recipe="plain.yaml",
     ),
     *(
-        Row(f"{name} on a laptop", f"fit --config {RECIPES}/{name}.yaml", words, True, prepare=LAPTOP)
+        Row(f"{name} on a laptop", f"fit --config '{RECIPES}/{name}.yaml'", words, True, prepare=LAPTOP)
         for name, words in (
             ("llama7b", ("trainer.devices=8", "no GPU", "--trainer.devices 1")),
             ("llama7b_deepspeed", ("trainer.devices=8", "no GPU")),
@@ -535,7 +535,7 @@ ROWS = [
     ),
     Row(
         "a model larger than the machine",
-        f"fit --config {RECIPES}/llama7b.yaml --trainer.devices 1 --trainer.strategy auto "
+        f"fit --config '{RECIPES}/llama7b.yaml' --trainer.devices 1 --trainer.strategy auto "
         "--data.train shard.bin --data.val null",
         ("model.decoder: n_layers=32", "25 GiB", "16 GiB", "more devices"),
         True,
