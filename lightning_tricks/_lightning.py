@@ -40,3 +40,20 @@ else:
 
 Trainer = pl.Trainer
 Module = pl.LightningModule  # as short as this, the signature of most hooks fits on a line
+
+
+class WarnOnce:
+    """Gives each warning once, on rank 0; `again` allows one to be given anew."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+
+    def __call__(self, what: str, line: str) -> None:
+        """Warn by `line`, unless a warning of this `what` was given."""
+        if what not in self._given:
+            self._given.add(what)
+            rank_zero_warn(line)
+
+    def again(self, what: str = "") -> None:
+        """Forget that the warning `what` was given; without a name, that any was."""
+        self._given = self._given - {what} if what else set()

@@ -5,6 +5,7 @@ with the behaviour of a Trainer, and fails where another version differs. No fil
 Trainer may be of either package, `lightning` or `pytorch_lightning`.
 """
 
+from lightning_tricks._trainer.around_saves import around_saves as around_saves
 from lightning_tricks._trainer.loop import batch_progress as batch_progress
 from lightning_tricks._trainer.loop import end_restart as end_restart
 from lightning_tricks._trainer.loop import epoch_is_over as epoch_is_over
@@ -35,7 +36,6 @@ from lightning_tricks._trainer.package import HOOK_CALLERS as HOOK_CALLERS
 from lightning_tricks._trainer.package import SIGNATURE_CHECK as SIGNATURE_CHECK
 from lightning_tricks._trainer.package import is_a as is_a
 from lightning_tricks._trainer.package import lightning_file as lightning_file
-from lightning_tricks._trainer.processes import data_rank as data_rank
 from lightning_tricks._trainer.processes import dismiss_process_observer as dismiss_process_observer
 from lightning_tricks._trainer.processes import launched_processes as launched_processes
 from lightning_tricks._trainer.processes import running_call as running_call
@@ -44,6 +44,13 @@ from lightning_tricks._trainer.processes import sigterm_broadcast as sigterm_bro
 from lightning_tricks._trainer.processes import slurm_checkpoint as slurm_checkpoint
 from lightning_tricks._trainer.processes import slurm_environment as slurm_environment
 from lightning_tricks._trainer.processes import trains_in_copies as trains_in_copies
+from lightning_tricks._trainer.run_facts import Layout as Layout
+from lightning_tricks._trainer.run_facts import RunFacts as RunFacts
+from lightning_tricks._trainer.run_facts import data_rank as data_rank
+from lightning_tricks._trainer.run_facts import enabled_scaler as enabled_scaler
+from lightning_tricks._trainer.run_facts import micro_batch as micro_batch
+from lightning_tricks._trainer.run_facts import run_facts as run_facts
+from lightning_tricks._trainer.run_facts import weights_layout as weights_layout
 from lightning_tricks._trainer.run_length import limits_of_run as limits_of_run
 from lightning_tricks._trainer.run_length import (
     micro_batches_before_validation as micro_batches_before_validation,

@@ -9,15 +9,6 @@ from typing import Any
 from lightning_tricks._trainer.package import is_a
 
 
-def data_rank(trainer: Any) -> tuple[int, int]:
-    """(rank, world size) among the processes that see different data; (0, 1) without a Trainer.
-
-    With tensor parallelism there are fewer of them than processes. `distributed_sampler_kwargs` is public.
-    """
-    kwargs = trainer.distributed_sampler_kwargs if trainer is not None else None
-    return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
-
-
 def running_call(frame: FrameType) -> Any:
     """The bound method behind `fit`, `validate`, `test` or `predict`, if `frame` is the one that runs it; else None.
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._random_state import random_state
 from lightning_tricks._tensors import local
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.checkpoints.background_writer import wait_for_write
-from lightning_tricks.guards.saving.random_state import random_state
 
 CHECKPOINT = "half.ckpt"  # in the recorder's folder
 

@@ -21,12 +21,12 @@ from preloaded import python
 
 from lightning_tricks import verify_resume
 from lightning_tricks._errors import UsageError
+from lightning_tricks._random_state import random_state, set_random_state
 from lightning_tricks.callbacks import TrainingProgressBar
 from lightning_tricks.commands import run_phase
 from lightning_tricks.commands import verify_resume as verify_module
 from lightning_tricks.commands.compare_records import PARTS, differences
 from lightning_tricks.commands.resume_recorder import ResumeRecorder, checksum
-from lightning_tricks.guards.saving.random_state import random_state, set_random_state
 from lightning_tricks.precision import FP16Mixed
 from lightning_tricks.strategies import FSDP2Strategy
 

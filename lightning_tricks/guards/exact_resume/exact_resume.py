@@ -14,6 +14,7 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._random_state import gather, random_state, set_random_state_of
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import (
     batch_progress,
@@ -39,7 +40,6 @@ from lightning_tricks.guards.exact_resume.replay import Replay, can_be_replayed,
 from lightning_tricks.guards.exact_resume.served_loader import ServedLoader, StatefulLoader
 from lightning_tricks.guards.exact_resume.whole_steps import hold_back_savers
 from lightning_tricks.guards.exact_resume.workers import has_state
-from lightning_tricks.guards.saving.random_state import gather, random_state, set_random_state_of
 
 _CANNOT_FOLLOW = (
     "it cannot be resumed in mid-epoch and starts again; give a DataLoader over a dataset that is no iterator, or a "

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from lightning_tricks._random_state import plain, with_arrays
 from lightning_tricks._trainer import is_a
 from lightning_tricks.guards.exact_resume.seeds import Generator, number_of, own_randomness
-from lightning_tricks.guards.saving.random_state import plain, with_arrays
 
 # These draw random numbers at the start of a pass only, so they need no seed for each batch.
 _KNOWN = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "builtins")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from lightning_tricks.guards.saving.random_state import seed_numpy
+from lightning_tricks._random_state import seed_numpy
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _DEPTH = 4  # a dataset that wraps a dataset with a list of transforms, one of which holds a generator

@@ -12,11 +12,11 @@ import torch
 import lightning_tricks
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._random_state import gather_random_states
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import is_a
 from lightning_tricks.checkpoints.other_weights import other_weights
 from lightning_tricks.checkpoints.record import KEY, Record, record_of
-from lightning_tricks.guards.saving.random_state import gather_random_states
 
 _recipes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # YAML by SaveConfigCallback
 

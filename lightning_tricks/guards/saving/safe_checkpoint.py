@@ -9,6 +9,7 @@ from weakref import proxy
 import torch
 
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._random_state import set_random_state_of
 from lightning_tricks._trainer import batch_progress, is_accumulating, is_last_step, logging_step, validation_follows
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.record import KEY, Record, record_of
@@ -17,7 +18,6 @@ from lightning_tricks.guards.saving.content import content, refusing_other_modul
 from lightning_tricks.guards.saving.finite import finite_buffers, not_finite, numbers_of
 from lightning_tricks.guards.saving.fresh_score import FreshScore
 from lightning_tricks.guards.saving.last_link import LAST, record_or_none
-from lightning_tricks.guards.saving.random_state import set_random_state_of
 from lightning_tricks.guards.saving.retention import Records, Retention, best_first, last_of
 from lightning_tricks.guards.saving.save_clock import SaveClock
 from lightning_tricks.guards.saving.save_options import check_folder, check_no_other_saver, check_options

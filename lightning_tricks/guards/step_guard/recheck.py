@@ -4,9 +4,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_tricks._random_state import random_state, set_random_state
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import repeat_micro_batches
-from lightning_tricks.guards.saving.random_state import random_state, set_random_state
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._random_state import gather
 from lightning_tricks._replaced import replaced
 from lightning_tricks._samples import step_samples
 from lightning_tricks._trainer import is_a, logging_step, optimizer_index, unwrapped
-from lightning_tricks.guards.saving.random_state import gather
 from lightning_tricks.guards.step_guard.judgement import Judgement, any_rank
 from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers
 from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow

@@ -8,7 +8,7 @@ import pytest
 import torch
 from two_processes import run
 
-from lightning_tricks.guards.saving.random_state import (
+from lightning_tricks._random_state import (
     gather_random_states,
     random_state,
     seed_numpy,

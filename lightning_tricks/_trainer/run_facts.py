@@ -1,0 +1,111 @@
+"""What kind of run this is: the one place that answers it, for callbacks, mixins, plugins and the command line.
+
+Nobody else asks for the class of a strategy, or whether it has some method (a test greps for both).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_tricks._trainer.package import is_a
+
+Layout = Literal["whole", "shards", "foreign shards", "flat", "engine"]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts that hold for a whole run. `run_facts` reads them from a Trainer, from a callback's `setup` on.
+
+    Attributes:
+        world: number of processes.
+        rank: of this process, of `world`.
+        data_ranks: number of processes that see different data; fewer than `world` under tensor parallelism.
+        data_rank: of this process, of `data_ranks`.
+        layout: the form in which this rank holds the weights: "whole"; "shards", DTensors that FSDP2Strategy saves and
+            loads by name; "foreign shards", DTensors of Lightning's ModelParallelStrategy; "flat", FSDP1's parameters
+            without their shapes; "engine", DeepSpeed, which also does the backward pass, the clip and the step.
+        strategy: class name of the strategy, for messages.
+        precision: the Trainer's, for messages, such as "bf16-mixed".
+        plugin: class name of the precision plugin, for messages.
+        scaler: the GradScaler of fp16, None in other precisions and where it is turned off.
+        micro_batch_samples: samples in one micro-batch of one data rank; None for data that do not tell it.
+        micro_batch_tokens: tokens likewise.
+    """
+
+    world: int
+    rank: int
+    data_ranks: int
+    data_rank: int
+    layout: Layout
+    strategy: str
+    precision: str
+    plugin: str
+    scaler: Any
+    micro_batch_samples: int | None
+    micro_batch_tokens: int | None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank holds only a part of the weights."""
+        return self.layout != "whole"
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether DeepSpeed's engine does the backward pass, the clip and the step, between no hooks of Lightning."""
+        return self.layout == "engine"
+
+
+def run_facts(trainer: Any) -> RunFacts:
+    """The facts of the run that a Trainer is about to start or runs; microseconds, but not for each micro-batch."""
+    rank, ranks = data_rank(trainer)
+    samples, tokens = micro_batch(getattr(trainer, "datamodule", None))
+    return RunFacts(
+        world=trainer.world_size,
+        rank=trainer.global_rank,
+        data_ranks=ranks,
+        data_rank=rank,
+        layout=weights_layout(trainer.strategy),
+        strategy=type(trainer.strategy).__name__,
+        precision=str(trainer.precision),
+        plugin=type(trainer.precision_plugin).__name__,
+        scaler=enabled_scaler(trainer.precision_plugin),
+        micro_batch_samples=samples,
+        micro_batch_tokens=tokens,
+    )
+
+
+def weights_layout(strategy: Any) -> Layout:
+    """See `RunFacts.layout`."""
+    if is_a(strategy, "DeepSpeedStrategy"):
+        return "engine"
+    if is_a(strategy, "FSDPStrategy"):
+        return "flat"
+    if is_a(strategy, "FSDP2Strategy"):
+        return "shards"
+    return "foreign shards" if is_a(strategy, "ModelParallelStrategy") else "whole"
+
+
+def data_rank(trainer: Any) -> tuple[int, int]:
+    """(rank, number of ranks) among the processes that see different data; (0, 1) without a Trainer.
+
+    With tensor parallelism there are fewer of them than processes. `distributed_sampler_kwargs` is public.
+    """
+    kwargs = trainer.distributed_sampler_kwargs if trainer is not None else None
+    return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
+
+
+def enabled_scaler(plugin: Any) -> Any:
+    """The GradScaler of a precision plugin, None where it has none or one that is turned off."""
+    scaler = getattr(plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def micro_batch(data: Any) -> tuple[int | None, int | None]:
+    """(samples, tokens) in one micro-batch of one data rank; None where the data module does not tell.
+
+    Args:
+        data: a data module; one with an int `micro_batch_size`, and `seq_len` in tokens, tells.
+    """
+    samples, length = getattr(data, "micro_batch_size", None), getattr(data, "seq_len", None)
+    if not isinstance(samples, int):
+        return None, None
+    return samples, samples * length if isinstance(length, int) else None

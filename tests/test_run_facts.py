@@ -1,0 +1,110 @@
+"""What kind of run this is, and what happens around its saves."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+
+from lightning_tricks import FP16Mixed, FSDP2Strategy
+from lightning_tricks._errors import UsageError
+from lightning_tricks._refusals import REFUSALS, refuse
+from lightning_tricks._trainer import around_saves, run_facts, weights_layout
+
+
+class Data:
+    micro_batch_size, seq_len = 4, 16
+
+
+def test_a_plain_run_has_whole_weights_no_scaler_and_the_batch_of_its_data():
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    facts = run_facts(trainer)
+    assert (facts.world, facts.rank, facts.data_ranks, facts.data_rank) == (1, 0, 1, 0)
+    assert (facts.layout, facts.is_sharded, facts.has_engine, facts.scaler) == ("whole", False, False, None)
+    assert (facts.micro_batch_samples, facts.micro_batch_tokens) == (None, None)
+    trainer.datamodule = Data()
+    assert (run_facts(trainer).micro_batch_samples, run_facts(trainer).micro_batch_tokens) == (4, 64)
+
+
+def test_the_scaler_of_fp16_is_a_fact_only_where_it_scales():
+    plugin = FP16Mixed()
+    assert run_facts(Trainer(accelerator="cpu", devices=1, plugins=plugin, logger=False)).scaler is plugin.scaler
+    off = FP16Mixed(loss_scaling=False)
+    assert run_facts(Trainer(accelerator="cpu", devices=1, plugins=off, logger=False)).scaler is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout"),
+    [
+        (SingleDeviceStrategy(torch.device("cpu")), "whole"),
+        (DDPStrategy(), "whole"),
+        (FSDP2Strategy(), "shards"),
+        (ModelParallelStrategy(), "foreign shards"),
+        (FSDPStrategy(), "flat"),
+        (type("DeepSpeedStrategy", (), {})(), "engine"),
+    ],
+)
+def test_the_layout_of_the_weights_follows_from_the_strategy_and_decides_on_refusals(strategy, layout):
+    assert weights_layout(strategy) == layout
+    for trick, row in REFUSALS.items():
+        if layout in row.layouts:
+            with pytest.raises(UsageError, match=rf"^option: .*{type(strategy).__name__}"):
+                refuse(trick, strategy, "option:")
+        else:
+            refuse(trick, strategy, "option:")
+
+
+class Saves:
+    """Stands for a Trainer: notes what happens around its save."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def save_checkpoint(self, filepath: str, weights_only: bool = False) -> str:
+        self.events.append(f"save {filepath} {weights_only}")
+        if filepath == "full":
+            raise OSError("disk full")
+        return "saved"
+
+    def part(self, name: str):
+        @contextmanager
+        def weights():
+            self.events.append(f"{name} in place")
+            yield
+            self.events.append(f"{name} back")
+
+        return around_saves(
+            self,
+            before_save=lambda path: self.events.append(f"{name} before {path}"),
+            weights_in_place=weights,
+            after_save=lambda: self.events.append(f"{name} after"),
+        )
+
+
+def test_all_parts_of_a_save_come_in_one_order_and_the_latest_weights_change_first():
+    saves = Saves()
+    with saves.part("a"), saves.part("b"):
+        assert saves.save_checkpoint("x", weights_only=True) == "saved"
+    assert saves.events == [
+        *("a before x", "b before x", "b in place", "a in place", "save x True"),
+        *("a back", "b back", "b after", "a after"),
+    ]
+
+
+def test_the_trainers_own_save_comes_back_with_the_last_part_whoever_leaves_first():
+    saves = Saves()
+    first, second = saves.part("a"), saves.part("b")
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    saves.save_checkpoint("x")
+    assert saves.events == ["b before x", "b in place", "save x False", "b back", "b after"]
+    second.__exit__(None, None, None)
+    assert "save_checkpoint" not in vars(saves)
+
+
+def test_a_save_that_fails_ends_every_part():
+    saves = Saves()
+    with saves.part("a"), pytest.raises(OSError, match="disk full"):
+        saves.save_checkpoint("full")
+    assert saves.events[-1] == "a after"
