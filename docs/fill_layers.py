@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 sys.path.insert(0, str(DOCS.parent))  # the package of this checkout
 
 from lightning_tricks.optim import MatrixLayout, MuonAdamW, RoledParam, decay_groups, param_roles
-from lightning_tricks.optim.mup_factors import Growth
+from lightning_tricks.optim.mup import WidthRatio
 
 TEXT = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "pad_token_id": 0,
         "bos_token_id": 1, "eos_token_id": 2, "intermediate_size": 24}  # fmt: skip
@@ -228,7 +228,7 @@ def _in_words(layout: MatrixLayout | None) -> str:
 def _rate(param: RoledParam) -> str:
     if "original" in param.name or param.name.endswith(("_g", "_v")):
         return "refused"
-    return "lr" if Growth.by_ratio(param.role, param.layout, 4.0, 4.0).fan_in == 1 else "lr / r"
+    return "lr" if WidthRatio.by_ratio(param.role, param.layout, 4.0, 4.0).fan_in == 1 else "lr / r"
 
 
 def table() -> str:

@@ -28,7 +28,7 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
 
     Load: every byte of a file is compared with what was written before anything is unpickled, and only tensors and
     plain types are let in, unless `weights_only=False` is given. A folder of shards is read as one file: weights and
-    optimizer state are whole, the state is numbered, and torch and `follow_recipe` check and restore both as usual;
+    optimizer state are whole, the state is numbered, and torch and `keep_settings_on_load` check and restore both;
     each process reads all of it into the host's memory. Weights alone that `save_checkpoint` was given come back too:
     so Lightning's launchers of `ddp_spawn`, `ddp_fork` and `ddp_notebook` hand them to the process that called `fit`.
 

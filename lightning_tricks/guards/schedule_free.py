@@ -14,7 +14,7 @@ from lightning_tricks._trainer import is_a, unwrapped
 from lightning_tricks.guards.averages.swap import drop_gathered
 from lightning_tricks.guards.averages.weight_average import WeightAverage
 from lightning_tricks.optim import check_constant, schedule_free_parts
-from lightning_tricks.optim.follow_recipe import layers_of
+from lightning_tricks.optim.keep_settings_on_load import layers_of
 from lightning_tricks.optim.schedule_free import has_trained_weights, put_average, put_trained_weights
 from lightning_tricks.schedules import ScheduleLR
 

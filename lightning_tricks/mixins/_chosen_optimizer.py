@@ -8,7 +8,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._trainer import is_a
 from lightning_tricks.optim import ComposedOptimizer, MuonAdamW
-from lightning_tricks.optim.follow_recipe import parts_of
+from lightning_tricks.optim.keep_settings_on_load import parts_of
 from lightning_tricks.optim.limits import Place, refuse_limits
 
 _KNOWN = ("torch", "lightning_tricks")  # packages that `name_of` leaves out

@@ -5,15 +5,13 @@ from lightning_tricks.optim.build_optimizer import OptimizerFactory, build_optim
 from lightning_tricks.optim.clip import clip_grad_norm, clip_grad_norm_fsdp1, clip_grad_value, grad_norms_of
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer, skips_on_device
 from lightning_tricks.optim.decay_groups import check_each_parameter_once, decay_groups, groups_table
-from lightning_tricks.optim.follow_recipe import follow_recipe
-from lightning_tricks.optim.layerwise_lr_decay import LayerwiseLRDecay
-from lightning_tricks.optim.matrix_adamw import MatrixAdamW
+from lightning_tricks.optim.keep_settings_on_load import keep_settings_on_load
 from lightning_tricks.optim.matrix_layout import MatrixLayout
 from lightning_tricks.optim.muon import Muon
-from lightning_tricks.optim.muon_adamw import MuonAdamW
+from lightning_tricks.optim.muon_adamw import MatrixAdamW, MuonAdamW
 from lightning_tricks.optim.mup import MuP
 from lightning_tricks.optim.param_roles import MATRICES, RoledParam, param_roles
-from lightning_tricks.optim.param_rule import ParamRule, match_rules
+from lightning_tricks.optim.param_rule import LayerwiseLRDecay, ParamRule, match_rules
 from lightning_tricks.optim.schedule_free import check_constant, schedule_free_parts
 
 __all__ = [
@@ -37,9 +35,9 @@ __all__ = [
     "clip_grad_value",
     "decay_groups",
     "default_adamw",
-    "follow_recipe",
     "grad_norms_of",
     "groups_table",
+    "keep_settings_on_load",
     "match_rules",
     "param_roles",
     "schedule_free_parts",

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.decay_groups import Rules, check_each_parameter_once, decay_groups
-from lightning_tricks.optim.follow_recipe import follow_recipe, parts_of
+from lightning_tricks.optim.keep_settings_on_load import keep_settings_on_load, parts_of
 from lightning_tricks.optim.limits import refuse_tensor_lr
 from lightning_tricks.optim.low_bit_state import keep_low_bit
-from lightning_tricks.optim.mup import MuP
-from lightning_tricks.optim.mup_factors import rule_of, split_groups
+from lightning_tricks.optim.mup import MuP, rule_of, split_groups
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
 
@@ -37,7 +36,7 @@ def build_optimizer(
     rules: Rules | None = None,
     mup: MuP | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of `module`'s trainable parameters, grouped by `decay_groups` and guarded by `follow_recipe`.
+    """The optimizer of `module`'s trainable parameters: `decay_groups`, guarded by `keep_settings_on_load`.
 
     Args:
         module: any module.
@@ -69,7 +68,7 @@ def build_optimizer(
     check_each_parameter_once(module, built.param_groups)
     for group in built.param_groups:
         group["lr"] = _scaled_lr(group)
-    return keep_low_bit(follow_recipe(built))
+    return keep_low_bit(keep_settings_on_load(built))
 
 
 def _built(optimizer: OptimizerFactory | None, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

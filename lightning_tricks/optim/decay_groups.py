@@ -10,9 +10,8 @@ from torch import nn
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks._tensors import whole_numel
-from lightning_tricks.optim.layerwise_lr_decay import LayerwiseLRDecay
 from lightning_tricks.optim.param_roles import MATRICES, param_roles
-from lightning_tricks.optim.param_rule import ParamRule, match_rules, tied_names
+from lightning_tricks.optim.param_rule import LayerwiseLRDecay, ParamRule, match_rules, tied_names
 
 Rules = Sequence[ParamRule | LayerwiseLRDecay]
 

@@ -1,19 +1,181 @@
 """Muon: SGD whose momentum is orthogonalized, so that a weight matrix moves equally far in every direction."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local, sharded_like
 from lightning_tricks.optim.matrix_layout import MatrixLayout
-from lightning_tricks.optim.orthogonalize import SCALES, common_factor, orthogonalize_all
-from lightning_tricks.optim.whole_matrices import on_whole_matrices
+
+Compute = Callable[[int, Tensor], Tensor]  # (index of a matrix, the matrix) -> a matrix of the same shape
+
+
+def map_unsharded(matrices: Sequence[Tensor], compute: Compute, dtype: torch.dtype) -> list[Tensor]:
+    """`compute` of each matrix; every rank must call, with the same matrices in the same order.
+
+    Matrices that are sharded along one mesh dimension, as by FSDP2, are exchanged in batches, one matrix for each rank:
+    each rank gathers one of them, so that no matrix is computed twice. Every other DTensor is gathered on every rank.
+
+    Args:
+        matrices: plain tensors or DTensors; the sharded ones are sent in bf16.
+        compute: of (index in `matrices`, matrix).
+        dtype: of the result of `compute`.
+
+    Returns:
+        Local tensors: the result for each matrix, or this rank's shard of it.
+    """
+    results: dict[int, Tensor] = {}
+    sharded: dict[tuple[Any, int], list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        if not isinstance(matrix, DTensor):
+            results[number] = compute(number, matrix)
+        elif (mesh_dim := _sharded_dim(matrix)) is not None:
+            sharded.setdefault((matrix.device_mesh, mesh_dim), []).append(number)
+        else:
+            whole = compute(number, matrix.full_tensor())
+            shards = distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
+            results[number] = shards.to_local()
+    for (mesh, mesh_dim), numbers in sharded.items():
+        group = mesh.get_group(mesh_dim)
+        for begin in range(0, len(numbers), group.size()):
+            batch = numbers[begin : begin + group.size()]
+            found = _exchange([_Sharded(matrices[number], mesh_dim) for number in batch], batch, compute, dtype, group)
+            results |= zip(batch, found, strict=True)
+    return [results[number] for number in range(len(matrices))]
+
+
+def _sharded_dim(matrix: DTensor) -> int | None:
+    """The one mesh dimension over which a matrix is sharded, if all others hold copies; else None."""
+    shards = [dim for dim, placement in enumerate(matrix.placements) if type(placement) is Shard]
+    copies = [placement for placement in matrix.placements if type(placement) is Replicate]
+    return shards[0] if len(shards) == 1 and len(copies) == len(matrix.placements) - 1 else None
+
+
+class _Sharded:
+    """A matrix of which each rank of a mesh dimension has some rows, or columns."""
+
+    def __init__(self, matrix: Any, mesh_dim: int) -> None:
+        self.local: Tensor = matrix.to_local()
+        self.dim: int = matrix.placements[mesh_dim].dim
+        self.shape, world = matrix.shape, matrix.device_mesh.size(mesh_dim)
+        chunk = -(-self.shape[self.dim] // world)
+        left = [self.shape[self.dim] - rank * chunk for rank in range(world)]
+        self.lengths = [max(0, min(chunk, length)) for length in left]  # of each rank's shard, in the sharded dimension
+        self._slice_numel = self.shape.numel() // max(self.shape[self.dim], 1)
+
+    def numels(self) -> list[int]:
+        """Number of elements in each rank's shard."""
+        return [length * self._slice_numel for length in self.lengths]
+
+    def shard(self, flat: Tensor, length: int) -> Tensor:
+        """The flat elements of a shard in its shape."""
+        return flat.view([length if dim == self.dim else size for dim, size in enumerate(self.shape)])
+
+
+def _exchange(
+    batch: list[_Sharded], numbers: list[int], compute: Compute, dtype: torch.dtype, group: dist.ProcessGroup
+) -> list[Tensor]:
+    """This rank's shards of the results; rank j of the group computes the j-th matrix."""
+    rank, world = group.rank(), group.size()
+    device = batch[0].local.device
+    own = batch[rank] if rank < len(batch) else None
+    # elements of this rank's shard of every matrix, and of every rank's shard of the matrix that this rank computes
+    shard_sizes = [matrix.local.numel() for matrix in batch] + [0] * (world - len(batch))
+    own_sizes = own.numels() if own else [0] * world
+    received = torch.empty(sum(own_sizes), dtype=torch.bfloat16, device=device)
+    dist.all_to_all_single(
+        received, torch.cat([matrix.local.bfloat16().flatten() for matrix in batch]), own_sizes, shard_sizes, group
+    )
+    back = torch.empty(0, dtype=dtype, device=device)
+    if own is not None:
+        shards = [own.shard(*pair) for pair in zip(received.split(own_sizes), own.lengths, strict=True)]
+        whole = compute(numbers[rank], torch.cat(shards, own.dim)).to(dtype)
+        back = torch.cat([shard.flatten() for shard in whole.split(own.lengths, own.dim)])
+    result = torch.empty(sum(shard_sizes), dtype=dtype, device=device)
+    dist.all_to_all_single(result, back, shard_sizes, own_sizes, group)
+    return [
+        matrix.shard(flat, matrix.local.shape[matrix.dim])
+        for matrix, flat in zip(batch, result.split(shard_sizes)[: len(batch)], strict=True)
+    ]
+
+
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
+EPS = 1e-7
+
+
+def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
+    """U S V^T with singular values S of about 0.7 to 1.15, of a matrix with the same singular vectors U and V.
+
+    Args:
+        matrix: (..., rows, columns); leading dimensions are a batch of matrices.
+        steps: of the iteration.
+
+    Returns:
+        bf16, of the same shape. A single matrix has the bits that `torch.optim.Muon` computes.
+
+    Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/, which gives the coefficients.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix.bfloat16()
+    is_tall = x.shape[-2] > x.shape[-1]
+    if is_tall:
+        x = x.mT
+    norm = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=EPS)
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def scale_to_rms(rows: int, columns: int) -> float:
+    """The factor that gives an orthogonalized update the root mean square of AdamW's updates, about 0.2.
+
+    Source: Liu et al. 2025 (Moonlight), https://arxiv.org/abs/2502.16982, section 2.2.
+    """
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def scale_by_shape(rows: int, columns: int) -> float:
+    """The factor of the first Muon, which lets tall matrices take larger steps: sqrt(max(1, rows / columns)).
+
+    Source: `zeropower_via_newtonschulz5` and its use in https://github.com/KellerJordan/Muon/blob/master/muon.py.
+    """
+    return math.sqrt(max(1.0, rows / columns))
+
+
+SCALES = {"match_rms_adamw": scale_to_rms, "original": scale_by_shape}
+
+
+def common_factor(layout: MatrixLayout, scale: str) -> float | None:
+    """The factor of all matrices of a weight, `match_rms_adamw` or `original`; None where they have different ones."""
+    factors = {SCALES[scale](*sizes) for sizes in layout.sizes}
+    return factors.pop() if len(factors) == 1 else None
+
+
+def orthogonalize_all(weight: Tensor, layout: MatrixLayout, scale: str, steps: int) -> Tensor:
+    """Orthogonalize each matrix of a weight. The result is bf16; fp32 and already scaled if `common_factor` is None."""
+    matrices = layout.split(weight)
+    if len(matrices) == 1:
+        found = [orthogonalize(matrices[0], steps)]
+    elif len({matrix.shape for matrix in matrices}) == 1:
+        batch = torch.cat(matrices) if layout.stacked else torch.stack(matrices)
+        found = [part.view(matrices[0].shape) for part in orthogonalize(batch, steps).chunk(len(matrices))]
+    else:
+        found = [orthogonalize(matrix, steps) for matrix in matrices]
+    if common_factor(layout, scale) is None:
+        pairs = zip(found, layout.sizes, strict=True)
+        found = [matrix.float() * SCALES[scale](*sizes) for matrix, sizes in pairs]
+    return layout.join(found)
+
 
 _FIRST_MOMENTUM = 0.85  # where the warmup of the momentum begins
 
@@ -126,7 +288,7 @@ class Muon(Optimizer):
             return orthogonalize_all(whole, layout, group["adjust_lr_fn"], group["ns_steps"])
 
         dtype = torch.float32 if None in factors else torch.bfloat16
-        found = on_whole_matrices(updates, compute, dtype)
+        found = map_unsharded(updates, compute, dtype)
         for weight, update, factor in zip(weights, found, factors, strict=True):
             _apply(local(weight.param), update, 1.0 if factor is None else factor, group, skip)
 

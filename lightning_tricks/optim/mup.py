@@ -5,20 +5,169 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.optim.mup_factors import Growth, lr_factor
-from lightning_tricks.optim.output_heads import head_weights
+from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
+from lightning_tricks.optim.matrix_layout import MatrixLayout
+from lightning_tricks.optim.muon import SCALES
 from lightning_tricks.optim.param_places import Model
-from lightning_tricks.optim.param_roles import RoledParam, param_roles
+from lightning_tricks.optim.param_roles import MATRICES, Role, RoledParam, head_weights, param_roles
 
+Kind = Literal["input", "hidden", "head"]
+Shape = tuple[int, ...]
+
+# Optimizers whose update does not depend on the size of the gradient: they follow the rule of Adam.
+_ADAM = {
+    "Adam", "AdamW", "NAdam", "RAdam", "Lion", "AdamW8bit", "AdamW4bit", "AdamWFp8", "AdamWBF16State",
+    "AdamWScheduleFree", "RAdamScheduleFree",
+}  # fmt: skip
+_SGD = {"SGD", "SGDScheduleFree"}
 _SCALED = "_mup_scaled"  # attribute of a module whose initial weights `scale_initial_weights` has scaled
 
 Config = TypeVar("Config")
+
+
+class WidthRatio(NamedTuple):
+    """The size of a parameter in this model over its size in the base model.
+
+    Args:
+        kind: `hidden`: both sides of the matrix grow; `head`: only its input grows; `input`: its input does not grow,
+            or it has none, such as embeddings, norms and biases.
+        fan_in: number of inputs in this model over that in the base model.
+        fan_out: the same ratio for the outputs.
+        shape: (outputs, inputs) of a hidden matrix, else (1, 1).
+        base_shape: the same in the base model.
+        multiplied: whether the module multiplies its logits by base_width / width.
+    """
+
+    kind: Kind
+    fan_in: float
+    fan_out: float
+    shape: tuple[float, float] = (1.0, 1.0)
+    base_shape: tuple[float, float] = (1.0, 1.0)
+    multiplied: bool = False
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it is as large as in the base model."""
+        return self.fan_in == self.fan_out == 1.0
+
+    @classmethod
+    def of(cls, role: Role, layout: MatrixLayout | None, shape: Shape, base: Shape, multiplied: bool) -> "WidthRatio":
+        """The ratios of a parameter with a known shape in the base model."""
+        if layout is None or role not in MATRICES:  # the width is the last side of an embedding
+            return cls("input", 1.0, shape[-1] / base[-1] if shape else 1.0)
+        small = layout._replace(shape=base)
+        fan_in, fan_out = layout.inputs / small.inputs, layout.outputs / small.outputs
+        if role == "head":
+            return cls("head", fan_in, 1.0, multiplied=multiplied)
+        return cls("hidden", fan_in, fan_out, (layout.outputs, layout.inputs), (small.outputs, small.inputs))
+
+    @classmethod
+    def by_ratio(cls, role: Role, layout: MatrixLayout | None, fan_in: float, fan_out: float) -> "WidthRatio":
+        """The ratios of a parameter of a model whose matrices have all grown by one ratio."""
+        if layout is not None and layout.channels == 1:
+            fan_in = 1.0  # each filter of a depthwise convolution has one channel at every width
+        if role == "head":
+            return cls("head", fan_in, 1.0)
+        if layout is None or role not in MATRICES or fan_in == 1.0:
+            return cls("input", 1.0, fan_out)
+        fan_out = 1.0 if role == "router" else fan_out  # the number of experts does not grow
+        rows, columns = layout.outputs, layout.inputs
+        return cls("hidden", fan_in, fan_out, (rows, columns), (rows / fan_out, columns / fan_in))
+
+
+def lr_factor(ratio: WidthRatio, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> float:
+    """The factor on the learning rate of a parameter; its weight decay is divided by the same factor.
+
+    | optimizer | hidden | head | head without multiplier | embedding, norm, bias |
+    |---|---|---|---|---|
+    | Adam-like | 1 / fan_in | 1 | 1 / fan_in | 1 |
+    | SGD | fan_out / fan_in | fan_in | 1 / fan_in | fan_out |
+    | Muon | see below | - | - | - |
+
+    fan_in and fan_out are those of `WidthRatio`. In muP, the spectral norm of Muon's update must grow in proportion to
+    sqrt(fan_out / fan_in). With `match_rms_adamw` it grows in proportion to sqrt(max(rows, columns)), so that the
+    factor is 1 / sqrt(r) where all sides grow by r; with `original` it does not grow then, and the factor is 1.
+
+    Args:
+        ratio: of the parameter.
+        group: the parameter group that holds it.
+        optimizer: the optimizer that holds the group.
+
+    Raises:
+        UsageError: the optimizer has no rule; MuonAdamW with `head_dim`.
+
+    Source: `MuAdam` and `MuSGD` in mup/optim.py of https://github.com/microsoft/mup; in a head without multiplier, the
+        multiplier 1 / fan_in becomes a factor on Adam's learning rate, and its square one on SGD's; Muon:
+        https://github.com/NVIDIA/Megatron-LM/pull/3715.
+    """
+    rule = rule_of(_owner(optimizer, group))
+    if rule == "adam":
+        return 1.0 if ratio.kind == "head" and ratio.multiplied else 1.0 / ratio.fan_in
+    if rule == "sgd":
+        if ratio.kind == "head":
+            return ratio.fan_in if ratio.multiplied else 1.0 / ratio.fan_in
+        return ratio.fan_out / ratio.fan_in
+    if getattr(optimizer, "_head_dim", None) is not None:
+        raise UsageError("MuP has no rule for MuonAdamW.head_dim: leave it out, or leave out mup")
+    scale = SCALES[group["adjust_lr_fn"] or "original"]
+    own, base = (float(scale(*sides)) for sides in (ratio.shape, ratio.base_shape))  # type: ignore[arg-type]
+    return math.sqrt(ratio.fan_out / ratio.fan_in) * base / own
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> Literal["adam", "sgd", "muon"]:
+    """The row of the table that an optimizer has.
+
+    Raises:
+        UsageError: the optimizer has none.
+    """
+    name = type(optimizer).__name__
+    if name in _ADAM:
+        return "adam"
+    if name in _SGD:
+        return "sgd"
+    if name == "Muon":
+        return "muon"
+    raise UsageError(
+        f"MuP has no rule for {name}: take AdamW, MuonAdamW, SGD or another of {', '.join(sorted(_ADAM - {'AdamW'}))}"
+    )
+
+
+def _owner(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """The optimizer that steps a group: in a ComposedOptimizer, the one that the group names."""
+    return optimizer.optimizers[group["optimizer"]] if isinstance(optimizer, ComposedOptimizer) else optimizer
+
+
+def split_groups(groups: list[dict[str, Any]], factors: dict[str, float]) -> list[dict[str, Any]]:
+    """Split groups by the factors of their parameters, which multiply the learning rate and divide the decay.
+
+    Args:
+        groups: from `decay_groups`; their lists have one entry a parameter.
+        factors: by name of the parameter; 1 for names that are missing. A group without factors stays as it is.
+    """
+    parts: dict[tuple[int, float], dict[str, Any]] = {}
+    for number, group in enumerate(groups):
+        lists = [key for key, value in group.items() if isinstance(value, list)]
+        for index, name in enumerate(group["param_names"]):
+            factor = factors.get(name, 1.0)
+            if (number, factor) not in parts:
+                parts[number, factor] = _part(group, lists, factor)
+            for key in lists:
+                parts[number, factor][key].append(group[key][index])
+    return list(parts.values())
+
+
+def _part(group: dict[str, Any], lists: list[str], factor: float) -> dict[str, Any]:
+    part = {**group, **{key: [] for key in lists}}
+    if factor != 1.0:
+        part["name"] = f"{group['name']}:mup*{factor:.4g}"
+        part["lr_scale"], part["weight_decay"] = group["lr_scale"] * factor, group["weight_decay"] / factor
+    return part
 
 
 @dataclass(frozen=True)
@@ -87,8 +236,8 @@ class MuP:
             )
         return at_width(config, self.base_width, head_dim)
 
-    def growth(self, module: nn.Module) -> dict[str, Growth]:
-        """How far each trainable parameter has grown from the base model to this one, by name.
+    def width_ratios(self, module: nn.Module) -> dict[str, WidthRatio]:
+        """The size of each trainable parameter over its size in the base model, by name.
 
         A module that knows its base model has a method `base_shapes()`, which returns the shapes there by name, and
         multiplies its logits by base_width / width itself. For any other module, the width is the number of inputs of
@@ -134,10 +283,10 @@ class MuP:
             optimizer: over groups of `decay_groups`; its class decides the rule for each parameter.
 
         Raises:
-            UsageError: an optimizer without a rule; initial weights that were not scaled; an error of `growth`.
+            UsageError: an optimizer without a rule; initial weights that were not scaled; an error of `width_ratios`.
         """
-        growth = self.growth(module)
-        if all(grown.is_base for grown in growth.values()):
+        ratios = self.width_ratios(module)
+        if all(ratio.is_base for ratio in ratios.values()):
             return {}
         if not hasattr(module, "base_shapes") and not any(hasattr(part, _SCALED) for part in module.modules()):
             raise UsageError(
@@ -145,7 +294,7 @@ class MuP:
                 "scale_initial_weights(model) of the MuP once, where the model is built"
             )
         factors = {
-            name: lr_factor(growth[name], group, optimizer)
+            name: lr_factor(ratios[name], group, optimizer)
             for group in optimizer.param_groups
             for name in group["param_names"]
         }
@@ -161,7 +310,7 @@ class MuP:
                 width, such as transformers' 0.02; `by_fan_in`: in proportion to 1 / sqrt(fan-in), as torch's layers do.
 
         Raises:
-            UsageError: it was called before; weights on the meta device; an error of `growth`.
+            UsageError: it was called before; weights on the meta device; an error of `width_ratios`.
         """
         name = type(module).__name__
         if any(hasattr(part, _SCALED) for part in module.modules()):
@@ -170,12 +319,12 @@ class MuP:
             raise UsageError(f"MuP.scale_initial_weights: drawn={drawn!r}: give constant or by_fan_in")
         if any(param.is_meta for param in module.parameters()):
             raise UsageError(f"MuP.scale_initial_weights: {name} is on the meta device: draw its weights first")
-        growth = self.growth(module)
+        ratios = self.width_ratios(module)
         for param_name, param, *_ in param_roles(module):
-            grown = growth[param_name]
-            if grown.kind in ("hidden", "head"):
-                factor = grown.fan_in ** (-0.5 if grown.kind == "hidden" else -1.0)
-                param.mul_(factor * (grown.fan_in**0.5 if drawn == "by_fan_in" else 1.0))
+            ratio = ratios[param_name]
+            if ratio.kind in ("hidden", "head"):
+                factor = ratio.fan_in ** (-0.5 if ratio.kind == "hidden" else -1.0)
+                param.mul_(factor * (ratio.fan_in**0.5 if drawn == "by_fan_in" else 1.0))
         setattr(module, _SCALED, True)
 
 
@@ -202,16 +351,16 @@ def _refuse_computed(module: nn.Module) -> None:
             )
 
 
-def _by_shapes(params: list[RoledParam], base: Mapping[str, Any]) -> dict[str, Growth]:
-    """The growth of each parameter by its shape in the base model; the module multiplies its logits itself."""
+def _by_shapes(params: list[RoledParam], base: Mapping[str, Any]) -> dict[str, WidthRatio]:
+    """The ratios of each parameter by its shape in the base model; the module multiplies its logits itself."""
     found = {}
     for name, param, role, _, layout in params:
         if name not in base or len(base[name]) != param.ndim:
             raise UsageError(f"MuP: base_shapes() has no shape of {param.ndim} dimensions for '{name}': add it")
-        found[name] = Growth.of(role, layout, tuple(param.shape), tuple(base[name]), multiplied=True)
+        found[name] = WidthRatio.of(role, layout, tuple(param.shape), tuple(base[name]), multiplied=True)
     return found
 
 
-def _by_role(param: RoledParam, ratio: float, fixed_input: bool) -> Growth:
-    """The growth of a parameter where all matrices grow by one ratio, but for inputs of a fixed width."""
-    return Growth.by_ratio(param.role, param.layout, 1.0 if fixed_input else ratio, ratio)
+def _by_role(param: RoledParam, ratio: float, fixed_input: bool) -> WidthRatio:
+    """The ratios of a parameter where all matrices grow by one, but for inputs of a fixed width."""
+    return WidthRatio.by_ratio(param.role, param.layout, 1.0 if fixed_input else ratio, ratio)

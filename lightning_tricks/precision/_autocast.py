@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import is_a, trainer_of
-from lightning_tricks.optim.follow_recipe import layers_of
-from lightning_tricks.optim.masters import take_masters
+from lightning_tricks.optim.bf16_step import take_masters
+from lightning_tricks.optim.keep_settings_on_load import layers_of
 
 _OWN_PRECISION = {"DeepSpeedStrategy": "DeepSpeed", "FSDPStrategy": "FSDP1", "XLAStrategy": "XLA"}
 

@@ -16,7 +16,7 @@ from lightning_tricks import RecipeCLI
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, read_folder, size_of_folder
 from lightning_tricks.cli import main
-from lightning_tricks.optim import decay_groups, follow_recipe
+from lightning_tricks.optim import decay_groups, keep_settings_on_load
 
 # as torch and Lightning name things: state by name, groups in the optimizer's order, which is not the module's
 NAMED = {
@@ -122,7 +122,7 @@ class Line(pl.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(decay_groups(self, self.hparams.weight_decay), lr=0.1)
-        return follow_recipe(optimizer) if self.hparams.recipe else optimizer
+        return keep_settings_on_load(optimizer) if self.hparams.recipe else optimizer
 
 
 def fit(model, steps, path=None, plugins=None, **kwargs) -> pl.Trainer:

@@ -11,7 +11,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.optim import Muon, MuonAdamW, build_optimizer, decay_groups
 from lightning_tricks.optim.bf16_step import BF16Step
 from lightning_tricks.optim.matrix_layout import MatrixLayout
-from lightning_tricks.optim.orthogonalize import orthogonalize
+from lightning_tricks.optim.muon import orthogonalize
 
 
 def steps(make, shapes, count=4, seed=0, before_step=None):

@@ -19,7 +19,7 @@ from foreign import CausalLM, rows
 from lightning_tricks.callbacks import SafeCheckpoint, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.optim import MuonAdamW, build_optimizer
-from lightning_tricks.optim.whole_matrices import on_whole_matrices
+from lightning_tricks.optim.muon import map_unsharded
 from lightning_tricks.strategies import FSDP2Strategy
 
 STEPS, SAVED = 20, 12  # four epochs of the data
@@ -93,7 +93,7 @@ def shards_of(rank: int) -> None:
         return matrix.float() * (number + 1)
 
     sharded = [distribute_tensor(matrix, mesh, [place]) for matrix, place in zip(matrices, placements, strict=True)]
-    found = on_whole_matrices(sharded, compute, torch.float32)
+    found = map_unsharded(sharded, compute, torch.float32)
     for number, (matrix, place) in enumerate(zip(matrices, placements, strict=True)):
         expected = distribute_tensor(matrix.float() * (number + 1), mesh, [place]).to_local()
         assert torch.equal(found[number], expected), number
@@ -110,7 +110,7 @@ def hsdp(rank: int) -> None:
     matrix = torch.randn(4, 6).bfloat16()
     sharded = distribute_tensor(matrix, mesh, [Replicate(), Shard(0)])
     both = distribute_tensor(matrix, mesh, [Shard(0), Shard(1)])
-    found = on_whole_matrices([sharded, both], lambda _, whole: whole.cumsum(0), torch.bfloat16)
+    found = map_unsharded([sharded, both], lambda _, whole: whole.cumsum(0), torch.bfloat16)
     assert torch.equal(found[0], distribute_tensor(matrix.cumsum(0), mesh, [Replicate(), Shard(0)]).to_local())
     assert torch.equal(found[1], distribute_tensor(matrix.cumsum(0), mesh, [Shard(0), Shard(1)]).to_local())
 

@@ -6,6 +6,7 @@ import inspect
 import pytest
 from jsonargparse import ArgumentParser
 
+from lightning_tricks import schedules
 from lightning_tricks._errors import UsageError
 from lightning_tricks.schedules import Schedule, WarmupCosine, WarmupStableDecay
 
@@ -50,10 +51,9 @@ def test_a_bad_value_keeps_its_one_line(parser):
         read(parser, recipe)
 
 
-@pytest.mark.parametrize(
-    "cls", [cls for cls in Schedule.__subclasses__() if cls.__module__.startswith("lightning_tricks.")]
-)
-def test_every_option_of_every_schedule_is_described(cls):
+@pytest.mark.parametrize("name", [name for name in schedules.__all__ if name.startswith(("Warmup", "Cosine", "Power"))])
+def test_every_option_of_every_schedule_is_described(name):
+    cls = getattr(schedules, name)
     described = inspect.getdoc(cls).partition("Args:")[2]
     assert all(f"\n    {field.name}: " in described for field in dataclasses.fields(cls))
 

@@ -7,7 +7,7 @@ import torch
 from lightning_tricks._errors import UsageError
 from lightning_tricks._trainer import is_a, unwrapped
 from lightning_tricks.guards.step_guard.step_guard import StepGuard
-from lightning_tricks.optim.follow_recipe import layers_of
+from lightning_tricks.optim.keep_settings_on_load import layers_of
 
 _LEAST = {"patience_steps": 1, "window_steps": 4, "snapshot_every_n_steps": 1, "keep_snapshots": 0, "max_rollbacks": 1}
 

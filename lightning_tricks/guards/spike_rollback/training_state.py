@@ -13,7 +13,7 @@ from lightning_tricks._tensors import local, sharded_like
 from lightning_tricks._trainer import unwrapped
 from lightning_tricks.checkpoints.snapshot import PinnedBuffers, snapshot
 from lightning_tricks.guards.averages.swap import drop_gathered
-from lightning_tricks.optim.follow_recipe import layers_of
+from lightning_tricks.optim.keep_settings_on_load import layers_of
 
 _ALWAYS_KEPT = {"params", "lr", "initial_lr"}
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_tricks._replaced import replaced
 from lightning_tricks.optim import skips_on_device
-from lightning_tricks.optim.follow_recipe import parts_of
 from lightning_tricks.optim.grad_scaler import add_overflow
+from lightning_tricks.optim.keep_settings_on_load import parts_of
 
 
 def skipping(optimizer: Any, scaler: Any, skip: Tensor) -> AbstractContextManager[Any]:

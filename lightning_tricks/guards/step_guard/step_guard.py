@@ -34,8 +34,8 @@ from lightning_tricks.guards.step_guard.skipped_steps import (
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1
-from lightning_tricks.optim.follow_recipe import layers_of
 from lightning_tricks.optim.grad_scaler import is_scaled, loss_scale
+from lightning_tricks.optim.keep_settings_on_load import layers_of
 
 
 class StepGuard(pl.Callback):

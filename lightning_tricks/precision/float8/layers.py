@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
-from lightning_tricks.optim.output_heads import head_weights
 from lightning_tricks.optim.param_places import Model, weight_of
+from lightning_tricks.optim.param_roles import head_weights
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 

@@ -31,7 +31,7 @@ def layers_of(optimizer: Any) -> list[Any]:
     return layers
 
 
-def follow_recipe(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def keep_settings_on_load(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Guard every later `optimizer.load_state_dict`; without Lightning too. Returns the optimizer.
 
     - The names in the checkpoint (`param_names`, which groups of `decay_groups` hold and `state_dict` stores) must be
