@@ -32,6 +32,7 @@ from lightning.pytorch.trainer.connectors.callback_connector import _CallbackCon
 
 import lightning_tricks as lt
 import lightning_tricks.monitors
+import lightning_tricks.outputs
 
 MODE, LINES, ONLY = "LIGHTNING_SUITE_MODE", "LIGHTNING_SUITE_LINES", "LIGHTNING_SUITE_ONLY"  # in the environment
 _ERROR_CHARACTERS = 400
@@ -44,14 +45,14 @@ Make = Callable[[], Sequence[pl.Callback]]
 
 
 def monitors() -> list[pl.Callback]:
-    """One of every public callback of `lightning_tricks.monitors`, except two that refuse a module without text."""
+    """One of every public callback of the monitors and the outputs, except two that refuse a module without text."""
     options: dict[str, dict[str, Any]] = {
         "BranchLineage": {"trunk": "step=8.ckpt", "trunk_step": 8, "decay_steps": 4},
         "MFUMonitor": {"peak_flops": 1e12},  # else the CPU's is measured
     }
-    room = f"{lightning_tricks.monitors.__name__}."
+    packages = tuple(f"{package.__name__}." for package in (lightning_tricks.monitors, lightning_tricks.outputs))
     classes = [
-        cls for name in dir(lt) if isinstance(cls := getattr(lt, name), type) and cls.__module__.startswith(room)
+        cls for name in dir(lt) if isinstance(cls := getattr(lt, name), type) and cls.__module__.startswith(packages)
     ]
     need_text = (lt.CompressionBaseline, lt.SampleText)
     return [cls(**options.get(cls.__name__, {})) for cls in classes if cls not in need_text]

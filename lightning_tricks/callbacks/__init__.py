@@ -1,4 +1,6 @@
-"""The public names of every callback: those of `monitors` watch, those of `guards` act."""
+"""The public names of every callback: `monitors` watch, `guards` act, `outputs` write for people."""
+
+import sys
 
 from lightning_tricks.guards.averages.ema import EMA as EMA
 from lightning_tricks.guards.averages.tail_average import TailAverage as TailAverage
@@ -17,8 +19,6 @@ from lightning_tricks.guards.spike_rollback.spike_rollback import SpikeRollback 
 from lightning_tricks.guards.step_guard.step_guard import StepGuard as StepGuard
 from lightning_tricks.guards.total_tokens import TotalTokens as TotalTokens
 from lightning_tricks.metrics.metric_buffer import MetricBuffer as MetricBuffer
-from lightning_tricks.monitors.branch_lineage import BranchLineage as BranchLineage
-from lightning_tricks.monitors.compression_baseline import CompressionBaseline as CompressionBaseline
 from lightning_tricks.monitors.dashboard.tensorboard_dashboard import TensorBoardDashboard as TensorBoardDashboard
 from lightning_tricks.monitors.goodput.goodput_monitor import GoodputMonitor as GoodputMonitor
 from lightning_tricks.monitors.grad_norm_monitor import GradNormMonitor as GradNormMonitor
@@ -28,9 +28,14 @@ from lightning_tricks.monitors.lr_monitor import LRMonitor as LRMonitor
 from lightning_tricks.monitors.memory_monitor import MemoryMonitor as MemoryMonitor
 from lightning_tricks.monitors.mfu.mfu_monitor import MFUMonitor as MFUMonitor
 from lightning_tricks.monitors.precision.precision_monitor import PrecisionMonitor as PrecisionMonitor
-from lightning_tricks.monitors.prediction_writer import PredictionWriter as PredictionWriter
 from lightning_tricks.monitors.ranks.rank_monitor import RankMonitor as RankMonitor
 from lightning_tricks.monitors.run_ledger.run_ledger import RunLedger as RunLedger
-from lightning_tricks.monitors.sample_text import SampleText as SampleText
 from lightning_tricks.monitors.training_progress_bar import TrainingProgressBar as TrainingProgressBar
 from lightning_tricks.monitors.update_monitor import UpdateMonitor as UpdateMonitor
+from lightning_tricks.outputs.branch_lineage import BranchLineage as BranchLineage
+from lightning_tricks.outputs.compression_baseline import CompressionBaseline as CompressionBaseline
+from lightning_tricks.outputs.prediction_writer import PredictionWriter as PredictionWriter
+from lightning_tricks.outputs.sample_text import SampleText as SampleText
+
+# the path that earlier versions wrote into the config.yaml of a branch
+sys.modules["lightning_tricks.monitors.branch_lineage"] = sys.modules[BranchLineage.__module__]

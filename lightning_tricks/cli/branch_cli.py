@@ -12,7 +12,6 @@ from jsonargparse import Namespace
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._trainer import chosen_version, has_versions
-from lightning_tricks.callbacks import BranchLineage
 from lightning_tricks.cli.choose_checkpoint import folder_name, short
 from lightning_tricks.cli.recipe_cli import RecipeCLI, run_command
 from lightning_tricks.commands.branch import Trunk, check_branch_options, read_trunk
@@ -56,7 +55,7 @@ class BranchCLI(RecipeCLI):
 
     def _add_lineage(self, config: Any, trunk: Trunk) -> None:
         origin = Namespace(trunk=trunk.path, trunk_step=trunk.step, decay_steps=self._decay_steps)
-        name = f"{BranchLineage.__module__}.{BranchLineage.__name__}"
+        name = "lightning_tricks.callbacks.BranchLineage"
         given = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         config.callbacks = [*given, Namespace(class_path=name, init_args=origin)]

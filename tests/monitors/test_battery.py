@@ -1,7 +1,8 @@
-"""No monitor changes training: alone or with all others, in each situation of `battery.py`, against a run without any.
+"""No monitor or output changes training: alone or with all others, in each situation of `battery.py`.
 
-A callback class in `lightning_tricks.monitors` is under the battery at once. Weights, optimizers, losses and random
-states are equal to the bit; no object, class or hook is left changed; nothing waits for a device between log steps.
+A callback class in `lightning_tricks.monitors` or `outputs` is under the battery at once. Weights, optimizers, losses
+and random states are equal to the bit; no object, class or hook is left changed; nothing waits for a device between log
+steps.
 """
 
 import copy
@@ -47,8 +48,9 @@ from battery import (
 )
 
 import lightning_tricks.monitors
+import lightning_tricks.outputs
 
-MONITORS = monitors_in(lightning_tricks.monitors)
+MONITORS = monitors_in(lightning_tricks.monitors) | monitors_in(lightning_tricks.outputs)
 # Options to try a monitor with, where its defaults are not enough or take time.
 EXAMPLES: dict[str, list[dict]] = {
     "BranchLineage": [{"trunk": "step=8.ckpt", "trunk_step": 8, "decay_steps": 4}],

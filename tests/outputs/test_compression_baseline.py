@@ -10,7 +10,7 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import CompressionBaseline
-from lightning_tricks.monitors.compression_baseline import xz_bits_per_byte, zlib_bits_per_byte
+from lightning_tricks.outputs.compression_baseline import xz_bits_per_byte, zlib_bits_per_byte
 
 WORDS = random.Random(0)
 TEXT = " ".join(WORDS.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(3000)).encode()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks import PredictionWriter
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
-from lightning_tricks.monitors.prediction_writer import rows_of
+from lightning_tricks.outputs.prediction_writer import rows_of
 
 TWO = torch.tensor([[1, 2], [3, 4]])
 BOXES = [[[1, 2], [3, 4]], [1, 2], None]
