@@ -18,10 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import fork_server
-import preloaded
 import pytest
-import rewritten
+from harness import preloaded, rewritten
 
 # What a Trainer leaves behind; a process that a later test starts would take up the port and the seed.
 LEFT_BEHIND = (
@@ -88,6 +86,7 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
     """What was imported to collect the tests is imported in the processes that they start, and is no garbage."""
     if not session.config.pluginmanager.has_plugin("dsession"):  # which runs no tests, but has them run
         import torch
+        from harness import processes
 
         gc.collect()
         gc.freeze()
@@ -95,7 +94,7 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
             capture = session.config.pluginmanager.getplugin("capturemanager")
             preloaded.measure_the_cpu()
             capture.resume_global_capture()  # as in a test: what the processes print is no part of the report
-            fork_server.start()
+            processes.start_server()
             capture.suspend_global_capture()
     return (yield)
 
