@@ -21,7 +21,7 @@ from lightning_tricks.mixins._plain_settings import from_plain
 from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
 from lightning_tricks.models import GPT2, Decoder, DecoderConfig, Llama, Sampling
 from lightning_tricks.models import generate as generate_tokens
-from lightning_tricks.models.rope import RotaryPositions
+from lightning_tricks.models.attention import RotaryPositions
 from lightning_tricks.optim import MuP
 
 DEFAULT_NEW_TOKENS = 200

@@ -5,9 +5,118 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_tricks.models.decoder_config import DecoderConfig
-from lightning_tricks.models.kv_cache import LayerCache
-from lightning_tricks.models.norm import RMSNorm
-from lightning_tricks.models.rope import rotate
+
+
+class RMSNorm(nn.RMSNorm):
+    """Divide by the root mean square of the last dimension and scale; the result keeps the input's dtype.
+
+    Args:
+        width: size of the last dimension.
+        eps: added to the mean square.
+
+    Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` of shape (..., width), normalised."""
+        # Under autocast the scale is fp32 and queries are bf16, a mixture for which torch has no fused kernel.
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def block_norm(config: DecoderConfig) -> nn.Module:
+    """The norm of the residual stream in the config's family."""
+    if config.norm == "rms":
+        return RMSNorm(config.d_model, config.norm_eps)
+    return nn.LayerNorm(config.d_model, config.norm_eps, bias=config.bias)
+
+
+class RotaryPositions(nn.Module):
+    """Tables of cosines and sines, computed in fp32 and never saved.
+
+    Dimension i of a head is rotated together with dimension i + head_dim / 2, as in Hugging Face's checkpoints (Meta's
+    own files pair neighbours). The product of a rotated query and key depends on the distance between
+    their positions alone, so documents packed into a row need no positions of their own.
+
+    Args:
+        head_dim: width of a head; even.
+        max_seq_len: number of positions.
+        theta: base of the wavelengths: pair i rotates by theta ** (-2 i / head_dim) radians a token.
+
+    Source: Su et al. 2021, https://arxiv.org/abs/2104.09864.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, max_seq_len: int, theta: float) -> None:
+        super().__init__()
+        self.theta = theta
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(max_seq_len, head_dim, dtype=torch.float32), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill the tables; call it again after `to_empty`."""
+        positions, head_dim = self.cos.shape
+        # fp32 whatever the default dtype: bf16 cannot tell position 256 from 257.
+        pair = torch.arange(0, head_dim, 2, dtype=torch.float32, device=self.cos.device)
+        frequencies = 1.0 / self.theta ** (pair / head_dim)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=self.cos.device), frequencies)
+        self.cos.copy_(angles.cos().repeat(1, 2))
+        # The table contains the minus sign of the rotation, so that `rotate` needs no negated copy.
+        self.sin.copy_(torch.cat((-angles.sin(), angles.sin()), dim=1))
+
+    def forward(self, length: int, dtype: torch.dtype, begin: int = 0) -> tuple[Tensor, Tensor]:
+        """`length` rows of both tables from `begin`, (length, head_dim), in the dtype of queries and keys."""
+        rows = slice(begin, begin + length)
+        return self.cos[rows].to(dtype), self.sin[rows].to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `x`, (..., length, head_dim), by the tables of `RotaryPositions`."""
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+
+
+class LayerCache:
+    """Keys and values of one block; the first `append` allocates the memory for `max_length` tokens."""
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length, self.length = max_length, 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys and values, (batch, kv_heads, new, head_dim); return those of all tokens so far, as views."""
+        if self._keys is None or self._values is None:
+            shape = (*k.shape[:2], self.max_length, k.shape[3])
+            self._keys, self._values = torch.empty(shape, dtype=k.dtype, device=k.device), v.new_empty(shape)
+        begin, self.length = self.length, self.length + k.shape[2]
+        self._keys[:, :, begin : self.length] = k
+        self._values[:, :, begin : self.length] = v
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+
+class KVCache:
+    """The caches of all blocks; `Decoder.forward(..., cache=cache)` reads them and adds the new tokens.
+
+    Args:
+        n_layers: number of blocks.
+        max_length: tokens of a row, prompt and continuation together. Memory: 2 * n_layers * batch * kv_heads *
+            max_length * head_dim numbers.
+    """
+
+    def __init__(self, n_layers: int, max_length: int) -> None:
+        self.layers = [LayerCache(max_length) for _ in range(n_layers)]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that the decoder has read."""
+        return self.layers[0].length
+
 
 Rope = tuple[Tensor, Tensor]
 

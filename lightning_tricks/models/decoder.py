@@ -11,12 +11,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_tricks._activation_checkpointing import Mode, check_mode, checkpointed
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import matmul_dtype
-from lightning_tricks.models.attention import Attention, Rope, document_mask
+from lightning_tricks.models.attention import (
+    Attention,
+    KVCache,
+    LayerCache,
+    Rope,
+    RotaryPositions,
+    block_norm,
+    document_mask,
+)
 from lightning_tricks.models.decoder_config import DecoderConfig
-from lightning_tricks.models.kv_cache import KVCache, LayerCache
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
-from lightning_tricks.models.norm import block_norm
-from lightning_tricks.models.rope import RotaryPositions
 
 
 class MLP(nn.Module):

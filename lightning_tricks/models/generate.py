@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.models.attention import KVCache
 from lightning_tricks.models.decoder import Decoder
-from lightning_tricks.models.kv_cache import KVCache
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_tricks.models import attention
-from lightning_tricks.models.attention import causal_attention, document_mask
-from lightning_tricks.models.norm import RMSNorm
-from lightning_tricks.models.rope import RotaryPositions, rotate
+from lightning_tricks.models.attention import RMSNorm, RotaryPositions, causal_attention, document_mask, rotate
 
 
 def test_document_mask_is_causal_within_each_document():

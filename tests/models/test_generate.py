@@ -6,8 +6,8 @@ import transformers
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.models import GPT2, Decoder, Llama, gpt2_state_from_hf, llama_state_from_hf
+from lightning_tricks.models.attention import KVCache
 from lightning_tricks.models.generate import Sampling, generate
-from lightning_tricks.models.kv_cache import KVCache
 
 SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 24}
 CONFIGS = {
