@@ -2,9 +2,8 @@
 
 from lightning_tricks.models.decoder import Decoder
 from lightning_tricks.models.decoder_config import GPT2, DecoderConfig, Llama
-from lightning_tricks.models.hf_weights import folded_state
 from lightning_tricks.models.generate import Sampling, generate
-from lightning_tricks.models.hf_weights import gpt2_state_from_hf, llama_state_from_hf
+from lightning_tricks.models.hf_weights import folded_state, gpt2_state_from_hf, llama_state_from_hf
 
 __all__ = [
     "GPT2",

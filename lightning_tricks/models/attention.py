@@ -1,4 +1,4 @@
-"""Causal self-attention, optionally within documents, and the largest logit of its softmax."""
+"""Causal self-attention with rotary positions, norms, a cache of keys and values, and the largest attention logit."""
 
 import torch
 import torch.nn.functional as F

@@ -1,14 +1,15 @@
-"""Weights from Hugging Face checkpoints, with the decoder's names and layouts."""
+"""Weights from Hugging Face checkpoints with the decoder's names and layouts, and muP folded for their programs."""
 
 import re
 from collections.abc import Mapping
-from torch import Tensor
-from lightning_tricks._errors import UsageError
-from lightning_tricks.models.decoder_config import DecoderConfig
+
 import torch
+from torch import Tensor
+
+from lightning_tricks._errors import UsageError
 from lightning_tricks.models.attention import Attention
 from lightning_tricks.models.decoder import Decoder
-
+from lightning_tricks.models.decoder_config import DecoderConfig
 
 # Modules of a block; {i} is its number. The norms of queries and keys are Qwen3's, which is a Llama with them.
 _LLAMA = {
