@@ -50,7 +50,8 @@ def run(args: list[str]) -> None:
         print(f"lightning-tricks {lightning_tricks.__version__}")
     elif args[0] in COMMANDS:
         file = importlib.import_module(f"lightning_tricks.commands.{COMMANDS[args[0]]}")
-        getattr(file, args[0].replace("-", "_"))(args[1:])
+        command = getattr(file, "run", None) or getattr(file, args[0].replace("-", "_"))
+        command(args[1:])
     else:
         # To be set before torch loads its thread pool, whose threads spin while they wait for each other. On two cores,
         # of which another program wanted one, that made tiny.yaml 8 times slower; a hundredth of the spins, 2.6 times.

@@ -12,9 +12,9 @@ A command line passes through these files, in this order; `recipe_cli` calls the
   advertisements.
 - `next_steps`: after a fit, commands to type next.
 
-Three commands have a file of their own here. `branch_cli`: a fit whose recipe gets another end. `autopsy_trainer`:
-`autopsy`, as a method of the Trainer. `coordinate_check_command`: a recipe's model at several widths. Commands that do
-without the recipe parser are in `lightning_tricks/commands`.
+Two commands have a file of their own here. `branch_cli`: a fit whose recipe gets another end.
+`coordinate_check_command`: a recipe's model at several widths. Commands that do without the recipe parser, and the
+Trainer of `autopsy`, are in `lightning_tricks/commands`.
 """
 
 from lightning_tricks.cli.branch_cli import branch

@@ -22,7 +22,6 @@ from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.callbacks import PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli import same_checkpoint
-from lightning_tricks.cli.autopsy_trainer import AutopsyTrainer
 from lightning_tricks.cli.before_launch import check_before_launch
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
 from lightning_tricks.cli.class_change import change_lines, watch_class_changes
@@ -42,6 +41,7 @@ from lightning_tricks.cli.run_errors import trainer_line, usage_errors
 from lightning_tricks.cli.run_folder import RunFolder, check_folders, expand_save_dirs
 from lightning_tricks.cli.short_names import known_names_first
 from lightning_tricks.commands import COMMANDS
+from lightning_tricks.commands.autopsy.autopsy import AutopsyTrainer
 from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin
 

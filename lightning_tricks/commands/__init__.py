@@ -11,5 +11,5 @@ COMMANDS = {
     "consolidate": "consolidate",
     "generate": "generate",
     "ledger": "ledger",
-    "verify-resume": "verify_resume_command",
+    "verify-resume": "verify_resume",
 }

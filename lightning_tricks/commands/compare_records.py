@@ -1,54 +1,60 @@
-"""Compare two runs that `ResumeRecorder` wrote down, and name the first thing that differs."""
+"""Compare two records of a run, and name the first thing that differs. Imports no torch."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-# In the order of cause and effect within a micro-batch, so that the first one that differs is the cause of the others.
-PARTS = ("data", "random state", "weights", "optimizer state", "scaler", "lr", "loss", "gradient norm")
+Record = dict[str, Any]  # what was written down about a step or a micro-batch, by the names of its parts
 
 
 @dataclass(frozen=True, order=True)
 class Difference:
-    """A part that differs, sorted by its place in the run."""
+    """A part that differs, sorted by its place in the run.
+
+    Args:
+        step: of the run.
+        micro_batch: of the step.
+        order: index of the part among those that are compared.
+        rank: whose record it is.
+        part: that differs.
+        detail: what differs within it, such as the name of a weight; may be empty.
+    """
 
     step: int
     micro_batch: int
-    order: int  # index in PARTS
+    order: int
     rank: int
-    detail: str = ""  # the first name that differs, such as a weight's
+    part: str
+    detail: str = ""
 
     @property
-    def part(self) -> str:
-        """One of PARTS."""
-        return PARTS[self.order]
+    def place(self) -> str:
+        """Such as: at step 5 (head.weight)."""
+        return f"at step {self.step}" + (f" ({self.detail})" if self.detail else "")
 
     def __str__(self) -> str:
-        """Such as: weights at step 5 (head.weight), on rank 0."""
-        return f"{self.part} at step {self.step}" + (f" ({self.detail})" if self.detail else "")
+        """Such as: weights at step 5 (head.weight)."""
+        return f"{self.part} {self.place}"
 
 
-def read(*files: Path) -> list[dict[str, Any]]:
-    """The lines of one rank; those of a run that was killed, and then those of its resume."""
-    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+def first_differences(
+    pairs: Iterable[tuple[Record, Record]], parts: Sequence[str], judge: Callable[[str, Record, Record], str | None]
+) -> list[Difference]:
+    """The first difference of each part that differs; the first of all comes first.
 
-
-def differences(straight: list[dict[str, Any]], broken: list[dict[str, Any]], rank: int) -> Iterator[Difference]:
-    """Each part of each micro-batch that differs between two runs of one rank."""
-    for one, other in zip(straight, broken, strict=False):
-        for order, part in enumerate(PARTS):
-            if one.get(part) != other.get(part):
-                detail = _first(one.get(part), other.get(part))
-                yield Difference(one["step"], one["micro_batch"], order, rank, detail)
-    if len(straight) != len(broken):  # windows of other lengths: the data were divided otherwise
-        last = min(straight, broken, key=len)[-1]
-        yield Difference(last["step"], last["micro_batch"] + 1, 0, rank, "another number of micro-batches")
-
-
-def _first(one: Any, other: Any) -> str:
-    """The first name in two mappings with different values."""
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return ""
-    return next(name for name in [*one, *other] if one.get(name) != other.get(name))
+    Args:
+        pairs: records of two runs at one place, with `step`, and with `micro_batch` and `rank` where there are several.
+            One of the two may be empty.
+        parts: in the order of cause and effect, so that the first one that differs is the cause of the others.
+        judge: called with a part and a pair; returns None where the part does not differ, else the detail.
+    """
+    found: dict[str, Difference] = {}
+    for one, other in pairs:
+        place = one or other
+        for order, part in enumerate(parts):
+            detail = judge(part, one, other)
+            if detail is None:
+                continue
+            here = Difference(place["step"], place.get("micro_batch", 0), order, place.get("rank", 0), part, detail)
+            found[part] = min(found.get(part, here), here)
+    return sorted(found.values())

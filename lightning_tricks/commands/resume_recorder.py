@@ -1,16 +1,21 @@
-"""Write down each micro-batch of a fit as checksums, save in the middle, and kill the process: for `verify-resume`."""
+"""One process of `verify-resume`: write down each micro-batch of a fit, save in the middle, and kill the process.
+
+The recipe of `verify-resume` names the callback; for the function `verify_resume` this module is the process itself.
+"""
 
 import copyreg
+import hashlib
+import importlib
 import json
 import os
+import runpy
 import signal
-import zlib
-from collections.abc import Iterator, Mapping, Set
+import sys
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
@@ -20,8 +25,8 @@ from lightning_tricks._random_state import random_state
 from lightning_tricks._tensors import local
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.checkpoints.background_writer import wait_for_write
-
-CHECKPOINT = "half.ckpt"  # in the recorder's folder
+from lightning_tricks.commands.verify_resume import CHECKPOINT
+from lightning_tricks.monitors.run_ledger.sums import salt, tensor_sum
 
 
 class ResumeRecorder(pl.Callback):
@@ -104,7 +109,7 @@ class ResumeRecorder(pl.Callback):
 
     def _write(self, trainer: Trainer, row: dict[str, Any]) -> None:
         with (self.folder / f"rank_{trainer.global_rank}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps({"rank": trainer.global_rank, **row}) + "\n")
 
 
 def state(trainer: Any, module: Module) -> dict[str, Any]:
@@ -123,40 +128,44 @@ def state(trainer: Any, module: Module) -> dict[str, Any]:
     return {"weights": weights, "optimizer state": optimizer_state, "scaler": scaler}
 
 
-def checksum(value: Any, start: int = 0, inside: tuple[int, ...] = ()) -> int:
-    """CRC-32 of tensors and NumPy arrays, with type and shape, and of other values, in any nesting.
+def checksum(value: Any) -> int:
+    """64 bits that depend on every bit of a value, in any nesting: of tensors their sum, with type and shape.
 
     Args:
         value: an object of another class counts as what pickle would rebuild it from.
-        start: checksum of what comes before the value.
-        inside: `id` of each object around the value, which may refer back to them.
 
     Raises:
         UsageError: something in it cannot be pickled.
     """
+    return salt(" ".join(_words(value, ())))
+
+
+def _words(value: Any, inside: tuple[int, ...]) -> Iterator[str]:
+    """The text of which a checksum is made; `inside` are the `id` of the objects around the value."""
     if isinstance(value, Tensor):
-        here = local(getattr(value, "ds_tensor", value)).detach().cpu().contiguous()
-        start = zlib.crc32(f"{here.dtype}{tuple(here.shape)}".encode(), start)
-        return zlib.crc32(here.reshape(-1).view(torch.uint8).numpy().data, start) if here.numel() else start
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        return zlib.crc32(value.tobytes(), zlib.crc32(f"{value.dtype}{value.shape}".encode(), start))
-    if isinstance(value, Mapping):
+        here = local(getattr(value, "ds_tensor", value)).detach()
+        yield f"{here.dtype}{tuple(here.shape)}{tensor_sum(here).item() if here.numel() else 0}"
+    elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        yield f"{value.dtype}{value.shape}{hashlib.blake2b(value.tobytes()).hexdigest()}"
+    elif isinstance(value, Mapping):
         for key, part in value.items():
-            start = checksum(part, zlib.crc32(repr(key).encode(), start), inside)
-        return start
-    if isinstance(value, list | tuple):
+            yield repr(key)
+            yield from _words(part, inside)
+        yield f"{len(value)} entries"
+    elif isinstance(value, list | tuple):
         for part in value:
-            start = checksum(part, start, inside)
-        return zlib.crc32(bytes(len(value)), start)
-    if isinstance(value, Set):
-        return zlib.crc32(repr(sorted(checksum(part, 0, inside) for part in value)).encode(), start)
-    if isinstance(value, bool | int | float | complex | str | bytes | None):
-        return zlib.crc32(repr(value).encode(), start)
-    if hasattr(value, "__qualname__"):  # a function or a class
-        return zlib.crc32(f"{value.__module__}.{value.__qualname__}".encode(), start)
-    if id(value) in inside:
-        return zlib.crc32(b"itself", start)
-    return checksum(_parts(value), start, (*inside, id(value)))
+            yield from _words(part, inside)
+        yield f"{len(value)} parts"
+    elif isinstance(value, Set):
+        yield repr(sorted(salt(" ".join(_words(part, inside))) for part in value))
+    elif isinstance(value, bool | int | float | complex | str | bytes | None):
+        yield repr(value)
+    elif hasattr(value, "__qualname__"):
+        yield f"{value.__module__}.{value.__qualname__}"  # a function or a class
+    elif id(value) in inside:
+        yield "itself"
+    else:
+        yield from _words(_parts(value), (*inside, id(value)))
 
 
 def _parts(value: Any) -> Any:
@@ -171,3 +180,38 @@ def _parts(value: Any) -> Any:
             f"{name} has no checksum: leave it out of the batch, or let it be pickled ({error})"
         ) from error
     return [list(part) if isinstance(part, Iterator) else part for part in parts] if isinstance(parts, tuple) else parts
+
+
+def run_phase(settings: dict[str, Any]) -> None:
+    """Train one phase of `verify_resume`; the recorder ends the process.
+
+    Args:
+        settings: from `verify_resume`: where the function is, and the fields of a Phase.
+    """
+    sys.path += [place for place in settings["sys_path"] if place not in sys.path]
+    make = _find(settings)
+    pl.seed_everything(0, workers=True, verbose=False)
+    module, data, arguments = make()
+    recorder = ResumeRecorder(*(settings[name] for name in ("folder", "steps", "first_step", "kill")))
+    callbacks = arguments.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    own = {"callbacks": [*callbacks, recorder], "logger": pl.loggers.CSVLogger(settings["folder"])}
+    if not any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks):
+        own["enable_progress_bar"] = False
+    trainer = pl.Trainer(**{**arguments, **own, "default_root_dir": settings["folder"]})
+    is_module = isinstance(data, pl.LightningDataModule)
+    loaders = {"datamodule": data} if is_module else {"train_dataloaders": data}
+    trainer.fit(module, ckpt_path=settings["ckpt_path"], **loaders)
+
+
+def _find(settings: dict[str, Any]) -> Callable[[], Any]:
+    if settings["file"]:  # a script: its part under `if __name__ == "__main__":` is not run
+        return runpy.run_path(settings["file"], run_name="__mp_main__")[settings["name"]]
+    found: Any = importlib.import_module(settings["module"])
+    for name in settings["name"].split("."):
+        found = getattr(found, name)
+    return found
+
+
+if __name__ == "__main__":
+    run_phase(json.loads(sys.argv[1]))

@@ -1,4 +1,8 @@
-"""Train straight, and again with kill -9 and a resume in the middle, and name the first thing that differs."""
+"""`verify-resume`: whether a run that is killed and resumed trains as if nothing had happened. Imports no torch.
+
+Train straight, and again with kill -9 and a resume in the middle, and name the first thing that differs. The function
+`verify_resume` does so for any module, the command for a recipe.
+"""
 
 import contextlib
 import json
@@ -10,14 +14,20 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import BACKEND
-from lightning_tricks.commands.compare_records import PARTS, Difference, differences, read
-from lightning_tricks.commands.resume_recorder import CHECKPOINT
+from lightning_tricks.commands.command_parser import CommandParser
+from lightning_tricks.commands.compare_records import Difference, Record, first_differences
 
+NAME = "verify-resume"
+HELP = "train some steps straight, and with kill -9 and a resume: are they equal?"
+# In the order of cause and effect within a micro-batch, so that the first one that differs is the cause of the others.
+PARTS = ("data", "random state", "weights", "optimizer state", "scaler", "lr", "loss", "gradient norm")
+CHECKPOINT = "half.ckpt"  # in the folder of the run that is killed
+_RECORDER = "lightning_tricks.commands.resume_recorder"
 DEFAULT_STEPS = 8
 LEAST_STEPS = 4
 
@@ -61,8 +71,7 @@ class ResumeReport:
     def __str__(self) -> str:
         """A line for each part, and one for all."""
         found = {difference.part: difference for difference in self.differences}
-        lines = [f"{part}: differs first {str(found[part])[len(part) + 1 :]}" if part in found else f"{part}: equal"
-                 for part in PARTS]  # fmt: skip
+        lines = [f"{part}: " + (f"differs first {found[part].place}" if part in found else "equal") for part in PARTS]
         return "\n".join([*lines, self._verdict()])
 
     def _verdict(self) -> str:
@@ -102,7 +111,7 @@ def verify_resume(make: Callable[[], tuple[Any, Any, dict[str, Any]]], steps: in
     target = _target(make)
 
     def command(phase: Phase) -> list[str]:
-        return [sys.executable, "-m", "lightning_tricks.commands.run_phase", json.dumps(target | asdict(phase))]
+        return [sys.executable, "-m", _RECORDER, json.dumps(target | asdict(phase))]
 
     return compare_phases(command, steps)
 
@@ -140,13 +149,27 @@ def compare_phases(command: Callable[[Phase], list[str]], steps: int) -> ResumeR
         shutil.rmtree(os.path.join(killed, "log"), ignore_errors=True)
         _run(command, Phase(resumed, steps - before, first_step=before, ckpt_path=checkpoint), "the resume")
         names = sorted(path.name for path in folders[0].glob("rank_*.jsonl"))
-        found = [
-            difference
-            for rank, name in enumerate(names)
-            for difference in differences(read(folders[0] / name), read(folders[1] / name, folders[2] / name), rank)
-        ]
-    first = {difference.part: difference for difference in sorted(found, reverse=True)}
-    return ResumeReport(steps, before, len(names), tuple(sorted(first.values())))
+        pairs: list[tuple[Record, Record]] = []
+        for name in names:
+            pairs += zip_longest(_read(straight, name), _read(killed, name) + _read(resumed, name), fillvalue={})
+        found = first_differences(pairs, PARTS, judge)
+    return ResumeReport(steps, before, len(names), tuple(found))
+
+
+def _read(folder: str, name: str) -> list[Record]:
+    return [json.loads(line) for line in Path(folder, name).read_text(encoding="utf-8").splitlines()]
+
+
+def judge(part: str, one: Record, other: Record) -> str | None:
+    """The first name within a part that differs, empty for one without names; None if the part is equal."""
+    if not (one and other):  # windows of other lengths: the data were divided otherwise
+        return "another number of micro-batches" if part == "data" else None
+    a, b = one.get(part), other.get(part)
+    if a == b:
+        return None
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return ""
+    return next(name for name in [*a, *b] if a.get(name) != b.get(name))
 
 
 def _run(command: Callable[[Phase], list[str]], phase: Phase, what: str) -> None:
@@ -155,6 +178,8 @@ def _run(command: Callable[[Phase], list[str]], phase: Phase, what: str) -> None
     Raises:
         UsageError: it did not end as it should, with the last line that it wrote.
     """
+    from lightning_tricks._lightning import BACKEND  # here, as it loads torch
+
     words = command(phase)
     environment = {**os.environ, "LIGHTNING_TRICKS_BACKEND": BACKEND}
     with Path(phase.folder, "output.txt").open("w+", encoding="utf-8") as output:
@@ -171,8 +196,44 @@ def _run(command: Callable[[Phase], list[str]], phase: Phase, what: str) -> None
     if not Path(phase.folder, "rank_0.jsonl").exists() or code != (-signal.SIGKILL if phase.kill else 0):
         last = next((line for line in reversed(said) if "rror" in line), said[-1] if said else "it wrote nothing")
         raise UsageError(f"verify-resume: {what} failed with exit code {code}: {last.removeprefix('error: ')}")
-    done = read(Path(phase.folder, "rank_0.jsonl"))[-1]["step"]
+    done = _read(phase.folder, "rank_0.jsonl")[-1]["step"]
     expected = phase.first_step + phase.steps
     if done < expected:
         remedy = f"give --steps {done} or fewer" if done >= LEAST_STEPS else "lengthen it by --trainer.max_steps"
         raise UsageError(f"verify-resume: the run ended after {done} steps, and {expected} were asked for: {remedy}")
+
+
+def run(args: list[str]) -> None:
+    """Print a line for each part of a recipe's training, and exit with 1 if a resume changes one.
+
+    Raises:
+        UsageError: see `verify_resume`; no recipe.
+    """
+    parser = CommandParser(
+        "lightning-tricks verify-resume",
+        description="Train a recipe for N steps, and again with kill -9 and a resume in the middle, in processes of "
+        "their own and in a temporary folder; compare data, random state, weights, optimizer state, scaler, lr, loss "
+        "and gradient norm to the bit. Other options are those of fit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="optimizer steps; default %(default)s")
+    options, recipe = parser.parse_known_args(args)
+    if not recipe:
+        raise UsageError("verify-resume: give a recipe with --config RECIPE.yaml")
+
+    def command(phase: Phase) -> list[str]:
+        file = Path(phase.folder, "verify.json")  # JSON is YAML
+        file.write_text(json.dumps(_settings(phase)), encoding="utf-8")
+        return [sys.executable, "-m", "lightning_tricks", "fit", *recipe, "--config", str(file)]
+
+    report = compare_phases(command, options.steps)
+    print(report)
+    sys.exit(0 if report.equal else 1)
+
+
+def _settings(phase: Phase) -> dict[str, Any]:
+    """The settings that a phase lays over the recipe."""
+    recorder = {"class_path": f"{_RECORDER}.ResumeRecorder", "init_args": phase.recorder()}
+    logger = {"class_path": "ResumingCSVLogger", "init_args": {"save_dir": phase.folder, "name": "log"}}
+    trainer = {"logger": logger, "default_root_dir": phase.folder, "callbacks+": [recorder]}
+    return {"ckpt_path": phase.ckpt_path or "none", "trainer": trainer}

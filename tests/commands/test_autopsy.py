@@ -22,9 +22,8 @@ from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks.checkpoints.load_weights import load_weights
-from lightning_tricks.cli.autopsy_trainer import AutopsyTrainer
 from lightning_tricks.commands.autopsy import autopsy as autopsy_module
-from lightning_tricks.commands.autopsy.autopsy import autopsy
+from lightning_tricks.commands.autopsy.autopsy import AutopsyTrainer, autopsy
 from lightning_tricks.commands.autopsy.documents import documents_of, joined, rows_of
 from lightning_tricks.data.shards import HEADER_INTS
 from lightning_tricks.optim import build_optimizer
@@ -191,7 +190,7 @@ def test_a_planted_corrupt_document_is_ranked_first_20_of_20_before_and_after_a_
     for seed, step in enumerate(steps):
         garbage = (noise, one_token, two_tokens)[seed % 3]
         planted = plant(trained, step, seed, garbage)
-        first = trained.report(step, (TWO, ALL)[seed % 2]).findings[0].document
+        first = trained.report(step, (TWO, ALL)[seed % 2]).documents[0].document
         found.append((first.sample, first.first) == planted)
         shard()
     assert found == [True] * 20
@@ -199,7 +198,7 @@ def test_a_planted_corrupt_document_is_ranked_first_20_of_20_before_and_after_a_
 
 def test_a_document_s_figures_are_those_of_the_batch_computed_without_it(trained):
     report = trained.report(12, 12)
-    finding = report.findings[0]
+    finding = report.documents[0]
     data = text_data(trained.folder)
     data.setup()
     module = loaded(trained.checkpoint(12))
@@ -212,12 +211,12 @@ def test_a_document_s_figures_are_those_of_the_batch_computed_without_it(trained
     (nats, both), (own_nats, own), (_, without) = (gradient_of(module, batch) for batch in (whole, only, rest))
     cosine = torch.nn.functional.cosine_similarity
     assert report.loss == pytest.approx(nats / tokens)
-    assert finding.figures.loss == pytest.approx(own_nats / document.tokens)
-    assert finding.figures.norm == pytest.approx(float(own.norm()) / tokens, rel=1e-4)
-    assert finding.figures.norm_without == pytest.approx(float(without.norm()) / (tokens - document.tokens), rel=1e-4)
-    assert finding.figures.cosine == pytest.approx(float(cosine(both, without, dim=0)), rel=1e-4)
-    assert finding.figures.share == pytest.approx(float(own @ both / both.square().sum()), rel=1e-3)
-    assert sum(other.figures.share for other in report.findings) == pytest.approx(1.0, rel=1e-4)
+    assert finding.effect.loss == pytest.approx(own_nats / document.tokens)
+    assert finding.effect.norm == pytest.approx(float(own.norm()) / tokens, rel=1e-4)
+    assert finding.effect.norm_without == pytest.approx(float(without.norm()) / (tokens - document.tokens), rel=1e-4)
+    assert finding.effect.cosine == pytest.approx(float(cosine(both, without, dim=0)), rel=1e-4)
+    assert finding.effect.share == pytest.approx(float(own @ both / both.square().sum()), rel=1e-3)
+    assert sum(other.effect.share for other in report.documents) == pytest.approx(1.0, rel=1e-4)
 
 
 def loaded(path: Path) -> LanguageModel:
@@ -241,15 +240,15 @@ def test_the_update_is_the_one_that_torch_s_adamw_makes_after_the_clip(trained, 
     report = autopsy(model(), text_data(trained.folder), trained.checkpoint(12), 12, **options)
     data = text_data(trained.folder)
     data.setup()
-    document = report.findings[0].document
+    document = report.documents[0].document
     whole = joined([data.training_rows()[sample] for sample in samples(report)], torch.device("cpu"))
     rest = {**whole, "labels": whole["labels"].clone()}
     rest["labels"][samples(report).index(document.sample), document.first : document.stop] = -100
     before, after = (adamw_step(trained.checkpoint(12), batch, value, algorithm) for batch in (whole, rest))
-    figures = report.findings[0].figures
+    effect = report.documents[0].effect
     assert report.update == pytest.approx(float(before.norm()), rel=1e-3)
-    assert figures.update_without == pytest.approx(float(after.norm()), rel=1e-3)
-    assert figures.update_change == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-2)
+    assert effect.update_without == pytest.approx(float(after.norm()), rel=1e-3)
+    assert effect.update_change == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-2)
 
 
 def adamw_step(path: Path, batch: Any, clip: float, algorithm: str) -> torch.Tensor:
@@ -277,7 +276,7 @@ def test_without_a_state_of_adamw_there_is_no_update(trained, tmp_path):
     content = torch.load(trained.checkpoint(12), weights_only=True)
     torch.save(content | {"optimizer_class": "Muon"}, tmp_path / "other.ckpt")
     report = autopsy(model(), text_data(trained.folder), tmp_path / "other.ckpt", 11)
-    assert report.update is report.findings[0].figures.update_without is None
+    assert report.update is report.documents[0].effect.update_without is None
     assert "update" not in report.table(2)
 
 
@@ -294,19 +293,19 @@ def test_a_folder_of_shards_gives_the_report_of_the_file(trained, tmp_path):
 def test_documents_whose_gradient_is_not_finite_come_first_and_the_rest_is_measured_without_them(trained, tmp_path):
     clean = trained.report(11, 12)
     token = next(  # one that a single document of the batch reads
-        token for token in range(1, 300) if sum(token in finding.document.ids for finding in clean.findings) == 1
+        token for token in range(1, 300) if sum(token in finding.document.ids for finding in clean.documents) == 1
     )
     content = torch.load(trained.checkpoint(12), weights_only=True)
     content["state_dict"]["decoder.embed.weight"][token] = math.inf
     torch.save(content, tmp_path / "broken.ckpt")
     report = autopsy(model(), text_data(trained.folder), tmp_path / "broken.ckpt", 11, clip_val=CLIP)
-    broken = [finding for finding in report.findings if finding.suspicion.reason == "not finite"]
-    assert 1 <= len(broken) < len(report.findings)
-    assert report.findings[: len(broken)] == broken
+    broken = [finding for finding in report.documents if finding.suspicion.reason == "not finite"]
+    assert 1 <= len(broken) < len(report.documents)
+    assert report.documents[: len(broken)] == broken
     assert any(token in finding.document.ids for finding in broken)
     assert math.isfinite(report.loss)
     assert math.isfinite(report.norm)
-    assert sum(f.figures.share for f in report.findings[len(broken) :]) == pytest.approx(1.0, rel=1e-4)
+    assert sum(f.effect.share for f in report.documents[len(broken) :]) == pytest.approx(1.0, rel=1e-4)
     assert f"{len(broken)} documents have a gradient that is not finite" in report.table(1)
     written = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert written["documents"][0]["score"] is None
@@ -316,14 +315,14 @@ def test_each_document_is_found_in_its_shard_and_its_file(trained):
     report = trained.report(16, 22)
     data = text_data(trained.folder)
     data.setup()
-    for finding in report.findings:
+    for finding in report.documents:
         path, index = finding.shard
         tokens = np.fromfile(path, dtype="<u2", offset=4 * HEADER_INTS)[index : index + finding.document.tokens]
         assert tokens.tolist() == finding.document.ids.tolist()
         text = data.tokenizer.decode(tokens.tolist())
         with finding.file.open() as file:
             assert any(text in json.loads(line)["text"] for line in file)
-    assert {finding.file.name for finding in report.findings} == {"a.jsonl", "b.jsonl"}
+    assert {finding.file.name for finding in report.documents} == {"a.jsonl", "b.jsonl"}
 
 
 @pytest.fixture
@@ -451,5 +450,5 @@ def test_shards_without_a_tokenizer_show_token_ids_and_each_row_is_a_document_wi
     state = {"samples": 96, "micro_batches": 1, "history": [span], **identity}
     path = changed(trained, tmp_path, TextData=None, TokenData=state)
     report = autopsy(model(), bare, path, 2)
-    assert [finding.document.tokens for finding in report.findings] == [64] * 8
-    assert all(finding.text.startswith("token ids ") and finding.file is None for finding in report.findings)
+    assert [finding.document.tokens for finding in report.documents] == [64] * 8
+    assert all(finding.text.startswith("token ids ") and finding.file is None for finding in report.documents)

@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks.commands.autopsy.adam_update import moments_of
 from lightning_tricks.commands.autopsy.documents import Document, documents_of
-from lightning_tricks.commands.autopsy.gradients import Gradients
-from lightning_tricks.commands.autopsy.report import visible
-from lightning_tricks.commands.autopsy.suspicion import standard, suspicions
+from lightning_tricks.commands.autopsy.gradients import Gradients, moments_of
+from lightning_tricks.commands.autopsy.report import standard, suspicions, visible
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.data.order import WindowOrder
 
@@ -60,11 +58,11 @@ def gradients(*rows: list[int]) -> Gradients:
 
 def test_of_a_row_with_a_document_that_is_not_finite_the_others_count():
     found = gradients([1, 2, 3], [2, 1, 1])
-    whole = found.whole()
+    whole = found.of_batch()
     assert (whole.left_out, whole.tokens, whole.nats) == ({1}, 5, 1 + 4 + 4 + 1 + 1)
     # two of each weight, over five tokens
     assert whole.gradient[0].tolist() == pytest.approx([0, 3 * 2 * 1 / 5, 2 * 2 * 2 / 5, 0])
-    first, left_out = found.figures(0, whole), found.figures(1, whole)
+    first, left_out = found.effect(0, whole), found.effect(1, whole)
     assert (first.loss, first.norm) == pytest.approx((2.5, math.hypot(2, 4) / 5))
     assert (left_out.loss, left_out.norm_without) == (math.inf, whole.norm)
     assert math.isnan(left_out.norm)
@@ -72,7 +70,7 @@ def test_of_a_row_with_a_document_that_is_not_finite_the_others_count():
 
 def test_the_only_document_of_a_batch_is_all_of_its_gradient_and_nothing_is_left_without_it():
     found = gradients([1, 2, 3])
-    only = found.figures(0, found.whole())
+    only = found.effect(0, found.of_batch())
     assert (only.norm, only.share) == pytest.approx((math.hypot(1, 2), 1.0))
     assert math.isnan(only.norm_without)
     assert math.isnan(only.cosine)

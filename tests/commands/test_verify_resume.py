@@ -23,10 +23,11 @@ from lightning_tricks import verify_resume
 from lightning_tricks._errors import UsageError
 from lightning_tricks._random_state import random_state, set_random_state
 from lightning_tricks.callbacks import TrainingProgressBar
-from lightning_tricks.commands import run_phase
+from lightning_tricks.commands import resume_recorder
 from lightning_tricks.commands import verify_resume as verify_module
-from lightning_tricks.commands.compare_records import PARTS, differences
+from lightning_tricks.commands.compare_records import first_differences
 from lightning_tricks.commands.resume_recorder import ResumeRecorder, checksum
+from lightning_tricks.commands.verify_resume import PARTS, judge
 from lightning_tricks.precision import FP16Mixed
 from lightning_tricks.strategies import FSDP2Strategy
 
@@ -236,8 +237,8 @@ def test_a_function_of_a_script_is_found_again_and_the_script_s_main_part_is_not
     made = SimpleNamespace(__qualname__="make", __module__="__main__")
     main = SimpleNamespace(__name__="__main__", __file__=str(tmp_path / "train.py"))
     monkeypatch.setitem(sys.modules, "__main__", main)
-    assert run_phase._find(verify_module._target(made))() == "made"
-    assert run_phase._find(verify_module._target(make)) is make
+    assert resume_recorder._find(verify_module._target(made))() == "made"
+    assert resume_recorder._find(verify_module._target(make)) is make
 
 
 def test_savers_are_led_to_the_recorders_folder_and_what_is_no_saver_is_left_alone(tmp_path):
@@ -269,7 +270,7 @@ DIFFERENT = [
     np.zeros(3), np.ones(3), np.zeros(3, np.float32), np.zeros((3, 1)), np.array([None, 1]), np.array([None, 2]),
     np.float32(1), np.float32(2), np.int64(2), 1j, 2j, {1, 2}, {1, 3}, frozenset(), range(3), range(4),
     deque([1]), deque([2]), datetime.date(2020, 1, 1), datetime.date(2020, 1, 2), bytearray(b"a"), bytearray(b"b"),
-    torch.float32, torch.float16, Row("a"), Row("b"), PARTS, differences, re.compile("a"), re.compile("b"),
+    torch.float32, torch.float16, Row("a"), Row("b"), PARTS, judge, re.compile("a"), re.compile("b"),
 ]  # fmt: skip
 
 
@@ -284,8 +285,17 @@ def test_every_other_type_is_compared_by_its_value():
 
 def test_windows_of_other_lengths_are_a_difference_of_data():
     row = {"step": 1, "micro_batch": 0, "data": 1}
-    (found,) = differences([row, {**row, "micro_batch": 1}], [row], rank=0)
+    (found,) = first_differences([(row, row), ({**row, "micro_batch": 1}, {})], PARTS, judge)
     assert str(found) == "data at step 1 (another number of micro-batches)"
+
+
+def test_the_first_difference_of_each_part_is_by_place_then_cause_then_rank():
+    def row(step, rank, **parts):
+        return {"step": step, "rank": rank, "a": 1, "b": 1, "c": 1} | parts
+
+    pairs = [(row(2, 0), row(2, 0, b=2, c=2)), (row(1, 1), row(1, 1, c=2)), (row(1, 0), row(1, 0, c=2))]
+    found = first_differences(pairs, "abc", lambda part, one, other: None if one[part] == other[part] else part * 2)
+    assert [(str(each), each.rank) for each in found] == [("c at step 1 (cc)", 0), ("b at step 2 (bb)", 0)]
 
 
 RECIPE = """\

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks.monitors.run_ledger.batch_sum import BatchSum
-from lightning_tricks.monitors.run_ledger.random_sum import torch_random_sum
-from lightning_tricks.monitors.run_ledger.weight_sum import WeightSum
+from lightning_tricks.monitors.run_ledger.sums import BatchSum, WeightSum, torch_random_sum
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

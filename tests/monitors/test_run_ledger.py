@@ -13,9 +13,8 @@ import two_processes
 from ledger_run import ROWS, STEPS, Plant, Rows, fit, flip_a_bit
 
 from lightning_tricks import RunLedger
-from lightning_tricks.commands.compare_ledgers import NAMES, compare, compare_steps
-from lightning_tricks.commands.ledger import print_check
-from lightning_tricks.monitors.run_ledger import weight_sum
+from lightning_tricks.commands.ledger import NAMES, compare, compare_steps, print_check
+from lightning_tricks.monitors.run_ledger import sums
 from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
 
 TWENTY = range(20)
@@ -172,7 +171,7 @@ def test_rows_are_compared_over_world_sizes_and_windows(clean, two, tmp_path):
         assert sum(found.parts["torch_random"].not_compared.values()) == STEPS
         assert sum(found.parts["weights"].not_compared.values()) == STEPS
     swapped = diff(clean, two / "swap")
-    assert swapped.parts["batch"].differs == (3, "")
+    assert swapped.parts["batch"].differs.place == "at step 3"
     text = "\n".join(swapped.lines())
     assert "weights: not compared at 6 steps (processes: 1 and 2)" in text
 
@@ -188,18 +187,18 @@ def test_the_loss_is_compared_within_the_tolerance_over_world_sizes(clean, two, 
     lines = list(near.lines())
     assert "loss: within 1e-05 at 6 steps" in lines
     assert lines[-1] == "ledger diff: no difference in what was compared"
-    assert diff(clean, two / "clean").parts["loss"].differs[0] == 0  # dropout draws another mask on each rank
+    assert diff(clean, two / "clean").parts["loss"].differs.step == 0  # dropout draws another mask on each rank
 
 
 def test_a_fault_of_one_process_is_named_with_its_rank(two):
     assert not diff(two / "clean", two / "again").differs
     bit = diff(two / "clean", two / "bit")
     assert bit.first() == (2, ["weights"])
-    assert bit.parts["weights"].differs == (2, " (rank 1)")
+    assert bit.parts["weights"].differs.place == "at step 2 (rank 1)"
     line = "the ranks hold different weights from step 2 on: rank 1 differs from the others"
     assert problems(two / "bit") in ([line], [line.replace("rank 1", "rank 0")])  # of two, either may be right
     seed = diff(two / "clean", two / "seed")
-    assert seed.parts["torch_random"].differs == (1, " (rank 1)")
+    assert seed.parts["torch_random"].differs.place == "at step 1 (rank 1)"
     assert problems(two / "clean") == []
 
 
@@ -214,8 +213,8 @@ def test_after_a_failure_the_last_lines_hold_rank_0_alone(two):
 
 
 def test_a_part_of_the_weights_is_summed_at_each_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_sum, "LEAST", 50)
-    monkeypatch.setattr(weight_sum, "PER_TENSOR", 0)
+    monkeypatch.setattr(sums, "LEAST", 50)
+    monkeypatch.setattr(sums, "PER_TENSOR", 0)
     found = {}
     for cover in (100, 1):
         for name, plants in (("clean", []), ("bit", [FlipUnused(2)])):
@@ -246,13 +245,13 @@ def test_parts_are_compared_where_two_runs_can_be_equal():
     parts = compare_steps([(line, windows)], 0.01)
     assert parts["batch"].not_compared == {"micro batches: 1 and 2": 1}
     assert parts["loss"].near == 1
-    assert compare_steps([(line, windows)], 1e-4)["loss"].differs == (1, " (1.0 and 1.001)")
+    assert compare_steps([(line, windows)], 1e-4)["loss"].differs.place == "at step 1 (1.0 and 1.001)"
     sharded = {**line, "start": {**start, "strategy": "T"}, "weights": "6"}
     parts = compare_steps([(line, sharded)], 0.01)
     assert (parts["batch"].equal, parts["weights"].not_compared) == (1, {"strategy: S and T": 1})
     nan = {**line, "loss": "nan"}
     assert compare_steps([(nan, nan)], 0.01)["loss"].equal == 1
-    assert compare_steps([(nan, line)], 0.01)["loss"].differs[0] == 1
+    assert compare_steps([(nan, line)], 0.01)["loss"].differs.step == 1
 
 
 def test_a_line_holds_what_ranks_share_once(clean, two):

@@ -18,16 +18,24 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lightning_tricks import RunLedger
 from lightning_tricks._errors import UsageError
-from lightning_tricks.commands.compare_ledgers import compare
-from lightning_tricks.commands.ledger import print_check
-from lightning_tricks.monitors.run_ledger import batch_sum as batch_sum_module
-from lightning_tricks.monitors.run_ledger import random_sum
-from lightning_tricks.monitors.run_ledger.batch_sum import BASE, BatchSum, step_sum
-from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, odd_factors, salt
+from lightning_tricks.commands.ledger import compare, print_check
+from lightning_tricks.monitors.run_ledger import sums as sums_module
 from lightning_tricks.monitors.run_ledger.ledger_file import LedgerFile, read_ledger
-from lightning_tricks.monitors.run_ledger.random_sum import other_random_sum, torch_random_sum
-from lightning_tricks.monitors.run_ledger.step_line import RankValues, step_line
-from lightning_tricks.monitors.run_ledger.weight_sum import LEAST, PER_TENSOR, WeightSum, leading_dims
+from lightning_tricks.monitors.run_ledger.run_ledger import RankValues, step_line
+from lightning_tricks.monitors.run_ledger.sums import (
+    BASE,
+    LEAST,
+    MODULUS,
+    PER_TENSOR,
+    BatchSum,
+    WeightSum,
+    leading_dims,
+    odd_factors,
+    other_random_sum,
+    salt,
+    step_sum,
+    torch_random_sum,
+)
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -132,7 +140,7 @@ def test_a_large_tensor_is_summed_in_slices_without_a_factor_for_each_value(monk
         for tensor in (x, x.double(), x.to(torch.bfloat16), x.transpose(0, -1)):
             whole = batch_sum([x, tensor])
             with monkeypatch.context() as patch:
-                patch.setattr(batch_sum_module, "SLICE", 64)
+                patch.setattr(sums_module, "SLICE", 64)
                 sums = BatchSum()
                 (first, total), _ = sums.of_micro_batch([x, tensor])
                 assert sums._factors == {}
@@ -289,16 +297,6 @@ def test_numpys_other_generators_have_a_state_as_well():
 # --------------------------------------------------------------------------------------------------------------- lines
 
 
-def test_what_a_rank_tells_survives_its_way():
-    for rank in (
-        RankValues(MODULUS - 1, 2**32 - 1, 7, 0.1, 2**63),
-        RankValues(None, 0, 0, None, None),
-        RankValues(0, 1, 2, 0.0, 0),
-    ):
-        numbers = torch.tensor(rank.packed(), dtype=torch.int64)
-        assert RankValues.unpacked(numbers.tolist()) == rank
-
-
 def test_a_line_of_ranks_that_differ_or_are_silent():
     one, other = RankValues(MODULUS - 1, 1, 2, 1.5, 7), RankValues(3, 1, 9, float("nan"), 7)
     line = step_line(4, [(0, 7), (9, 9)], [one, other], [0, 1])
@@ -431,9 +429,9 @@ def test_pythons_random_state_is_the_same_read_in_memory_and_asked_for(monkeypat
         for _ in range(draws):
             random.random()
         in_memory = other_random_sum()
-        assert random_sum._end_of_python_state() == random.getstate()[1][-9:]
+        assert sums_module._end_of_python_state() == random.getstate()[1][-9:]
         with monkeypatch.context() as patch:
-            patch.setattr(random_sum, "_is_as_read", lambda: False)
+            patch.setattr(sums_module, "_is_as_read", lambda: False)
             assert other_random_sum() == in_memory
 
 

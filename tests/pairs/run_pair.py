@@ -45,7 +45,7 @@ from lightning_tricks import (
     WarmupStableDecay,
 )
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.commands.compare_ledgers import compare
+from lightning_tricks.commands.ledger import compare
 from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
 

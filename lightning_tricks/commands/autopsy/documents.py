@@ -1,15 +1,90 @@
-"""The documents in the rows of a batch."""
+"""The samples that an optimizer step took, by what the checkpoints of its run tell, and the documents in their rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
+from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.data.batches import IGNORED, Batch, TrainBatches, document_ids
+
+Runs = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a step, and the checkpoint that tells them.
+
+    Args:
+        runs: first and last position of each unbroken run of samples.
+        told_by: a checkpoint that has done the step; None where there is none, and the samples are those of a
+            run that goes on from the given checkpoint with the same global batch.
+    """
+
+    runs: Runs
+    told_by: Path | None
+
+
+def samples_of_step(data: Any, checkpoint: Mapping[str, Any], path: Path, step: int, max_steps: int) -> Samples:
+    """The samples that a step took, of all ranks and micro-batches together.
+
+    A checkpoint from before the step cannot know whether the run went on with another global batch. Then the later ones
+    in its folder are asked.
+
+    Args:
+        data: TextData or TokenData, set up.
+        checkpoint: the content of `path`.
+        path: the checkpoint.
+        step: as the logs count, from 0.
+        max_steps: of the recipe, -1 for no end.
+
+    Raises:
+        UsageError: the checkpoint has no state of the data, or of other data; the run has no such step.
+    """
+    kind = type(data).__qualname__
+    state = checkpoint.get(kind)
+    if not isinstance(state, dict) or "samples" not in state:
+        raise UsageError(
+            f"ckpt_path={path}: it holds no state of {kind}, so nothing tells which samples a step took: give a "
+            "checkpoint of a run on these data that was saved whole (not save_weights_only)"
+        )
+    runs = data.samples_of_step(step, state)
+    done = int(checkpoint.get("global_step", 0))
+    if step < done:
+        return Samples(runs, path)
+    begun = [span for span in state["history"] if span["step"] <= done]  # without the stages to come of a growing batch
+    for other, later in _later_states(path, kind, step):
+        if _begins_with(later.get("history", []), begun):
+            return Samples(data.samples_of_step(step, later), other)
+    if 0 <= max_steps <= step:
+        last = max(max_steps, done) - 1
+        raise UsageError(f"step={step}: the run ends with step {last}, counted from 0 (trainer.max_steps={max_steps})")
+    return Samples(runs, None)
+
+
+def _later_states(path: Path, kind: str, step: int) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The data's state in each checkpoint of the folder that has done the step."""
+    for other in sorted(other for other in path.parent.glob("*.ckpt") if not other.is_symlink()):
+        try:
+            content = load_file(other / TRAINER_STATE if other.is_dir() else other, weights_only=True)
+        except (UsageError, OSError):
+            continue  # this one is not the one that was asked for
+        state = content.get(kind) if isinstance(content, dict) and content.get("global_step", 0) > step else None
+        if isinstance(state, dict):
+            yield other, state
+
+
+def _begins_with(history: list[Any], beginning: list[Any]) -> bool:
+    """Whether a run with this history may have gone on from a checkpoint with that one."""
+    return bool(beginning) and history[: len(beginning)] == beginning
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +123,8 @@ class Document:
         return {**batch, "labels": labels}
 
 
-def rows_of(rows: TrainBatches, runs: Sequence[tuple[int, int]]) -> tuple[list[int], list[Batch]]:
-    """The sample positions of a step and their rows, each a batch of one row.
-
-    Args:
-        rows: the training rows by sample position.
-        runs: first and last position of each unbroken run of samples.
-    """
+def rows_of(rows: TrainBatches, runs: Runs) -> tuple[list[int], list[Batch]]:
+    """The sample positions of a step, by their unbroken runs, and their rows, each a batch of one row."""
     samples = [sample for first, last in runs for sample in range(first, last + 1)]
     return samples, [rows[sample] for sample in samples]
 
@@ -62,14 +132,7 @@ def rows_of(rows: TrainBatches, runs: Sequence[tuple[int, int]]) -> tuple[list[i
 def documents_of(
     rows: TrainBatches, samples: Sequence[int], batches: Sequence[Batch], eot: int | None
 ) -> list[Document]:
-    """The documents of a batch, row by row; without an end-of-text token each row is one.
-
-    Args:
-        rows: as for `rows_of`.
-        samples: of `rows_of`.
-        batches: of `rows_of`.
-        eot: the end-of-text token.
-    """
+    """The documents of a batch, row by row; without an end-of-text token `eot` each row is one."""
     found = []
     for row, (sample, batch) in enumerate(zip(samples, batches, strict=True)):
         labels, start = batch["labels"].numpy(), int(rows.starts(sample)[0])

@@ -1,4 +1,4 @@
-"""The gradient of a batch and of each of its documents, and that of the batch without the document.
+"""The gradient of a batch and of each of its documents, that of the batch without the document, and AdamW's updates.
 
 Losses add up over tokens, so the gradient of the batch is the sum of the gradients of its documents, exactly: that of
 one document is a backward pass in which the labels of all others are ignored. Sums of nats are added; a step's gradient
@@ -6,30 +6,34 @@ is their sum over the number of its tokens.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks._find_modules import clean_name
 from lightning_tricks.commands.autopsy.documents import Document, joined
 from lightning_tricks.data.batches import Batch
 
 Gradient = list[Tensor]
 Sums = Callable[[Batch], tuple[Tensor, Tensor]]  # nats and number of tokens of a batch
 Update = Callable[[Gradient, float], Iterator[Tensor]]  # an optimizer's step from a gradient and its norm
+_ADAM = ("AdamW", "Adam")
+_ADAM_STATE = {"exp_avg", "exp_avg_sq", "step"}
 
 
 @dataclass(frozen=True)
-class Whole:
-    """The whole batch.
+class BatchGradient:
+    """The gradient of the whole batch.
 
     Args:
         nats: summed loss.
         tokens: with a loss.
         gradient: of the mean over its tokens, one tensor for each parameter.
         norm: of the gradient.
-        left_out: documents whose gradient is not finite, and which are in none of these figures.
+        left_out: documents whose gradient is not finite, and which are in none of these values.
     """
 
     nats: float
@@ -40,8 +44,8 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """One document in its batch.
+class DocumentEffect:
+    """The effect of one document on its batch.
 
     Args:
         loss: nats per token.
@@ -81,19 +85,19 @@ class Gradients:
         self.device = self.parameters[0].device
         self.rows_at_once = rows_at_once
 
-    def whole(self) -> Whole:
-        """The batch without documents whose own gradient is not finite."""
-        found = self._whole(frozenset())
+    def of_batch(self) -> BatchGradient:
+        """The gradient of the batch without documents whose own gradient is not finite."""
+        found = self._of_batch(frozenset())
         if math.isfinite(found.norm):
             return found
         broken = (i for i, document in enumerate(self.documents) if not math.isfinite(norm(self._of(document)[1])))
-        return self._whole(frozenset(broken))
+        return self._of_batch(frozenset(broken))
 
-    def _whole(self, left_out: frozenset[int]) -> Whole:
+    def _of_batch(self, left_out: frozenset[int]) -> BatchGradient:
         nats, gradient = self._sum(self._batches(left_out))
         tokens = sum(d.tokens for i, d in enumerate(self.documents) if i not in left_out)
         torch._foreach_div_(gradient, max(tokens, 1))
-        return Whole(nats, tokens, gradient, norm(gradient), left_out)
+        return BatchGradient(nats, tokens, gradient, norm(gradient), left_out)
 
     def _batches(self, left_out: frozenset[int]) -> Iterator[Batch]:
         """The rows, some at once; of a row with a document that is left out, each other document alone."""
@@ -123,24 +127,18 @@ class Gradients:
     def _of(self, document: Document) -> tuple[float, Gradient]:
         return self._sum([self._alone(document)])
 
-    def figures(self, index: int, whole: Whole, update: Update | None = None) -> Figures:
-        """What a document does to the batch; the figures of one whose gradient is not finite are NaN.
-
-        Args:
-            index: among the documents.
-            whole: of `whole`.
-            update: the optimizer's.
-        """
+    def effect(self, index: int, whole: BatchGradient, update: Update | None = None) -> DocumentEffect:
+        """The effect of the document `index` on the batch; NaN for one whose gradient is not finite."""
         document = self.documents[index]
         nats, gradient = self._of(document)
         loss = nats / document.tokens
         if index in whole.left_out:
-            return Figures(loss, math.nan, math.nan, whole.norm, math.nan)
+            return DocumentEffect(loss, math.nan, math.nan, whole.norm, math.nan)
         torch._foreach_div_(gradient, whole.tokens)
         own, share = norm(gradient), dot(gradient, whole.gradient) / whole.norm**2 if whole.norm else math.nan
         rest = whole.tokens - document.tokens
         if not rest:
-            return Figures(loss, own, share, math.nan, math.nan)
+            return DocumentEffect(loss, own, share, math.nan, math.nan)
         without = gradient  # in its memory: there is no third gradient
         torch._foreach_mul_(without, -1.0)
         torch._foreach_add_(without, whole.gradient)
@@ -149,9 +147,9 @@ class Gradients:
         both = whole.norm * norm_without
         cosine = dot(whole.gradient, without) / both if both else math.nan
         if update is None:
-            return Figures(loss, own, share, norm_without, cosine)
+            return DocumentEffect(loss, own, share, norm_without, cosine)
         pairs = zip(update(whole.gradient, whole.norm), update(without, norm_without), strict=True)
-        return Figures(loss, own, share, norm_without, cosine, *_update_change(pairs))
+        return DocumentEffect(loss, own, share, norm_without, cosine, *_update_change(pairs))
 
 
 def _update_change(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
@@ -174,3 +172,86 @@ def dot(one: Gradient, other: Gradient) -> float:
 def _total(parts: list[Tensor]) -> float:
     """The sum, in float64 on the host: one transfer."""
     return math.fsum(torch.stack(parts).tolist()) if parts else 0.0
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The state of one parameter.
+
+    Args:
+        mean: AdamW's `exp_avg`.
+        square: AdamW's `exp_avg_sq`.
+        steps: done.
+        group: its betas, eps and `lr_scale`, the factor of its learning rate.
+    """
+
+    mean: Tensor
+    square: Tensor
+    steps: int
+    group: Mapping[str, Any]
+
+    def update(self, gradient: Tensor) -> Tensor:
+        """The step that AdamW takes against a gradient, in units of the learning rate, which may be 0 just now.
+
+        Without the weight decay, which no document changes.
+        """
+        (beta1, beta2), steps = self.group["betas"], self.steps + 1
+        mean = self.mean.lerp(gradient, 1 - beta1) / (1 - beta1**steps)
+        square = (beta2 * self.square + (1 - beta2) * gradient.square()) / (1 - beta2**steps)
+        return self.group.get("lr_scale", 1.0) * mean / (square.sqrt() + self.group["eps"])
+
+
+@dataclass(frozen=True)
+class AdamUpdate:
+    """The update of all parameters, after the clip of the recipe.
+
+    Args:
+        moments: of each parameter.
+        clip_val: the Trainer's `gradient_clip_val`; None or 0 for no clip.
+        clip_algorithm: the Trainer's `gradient_clip_algorithm`: `value`, or by norm.
+    """
+
+    moments: Sequence[Moments]
+    clip_val: float | None
+    clip_algorithm: str | None
+
+    def __call__(self, gradient: Sequence[Tensor], norm: float) -> Iterator[Tensor]:
+        """Each parameter's update, one after the other: all together would need the memory of a gradient.
+
+        Args:
+            gradient: of the mean over the batch's tokens.
+            norm: of the gradient.
+        """
+        by_value = self.clip_algorithm == "value"
+        factor = min(1.0, self.clip_val / (norm + 1e-6)) if self.clip_val and not by_value else 1.0
+        for part, moments in zip(gradient, self.moments, strict=True):
+            clipped = part.clamp(-self.clip_val, self.clip_val) if self.clip_val and by_value else part * factor
+            yield moments.update(clipped)
+
+
+def moments_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[Moments] | None:
+    """The state of each trainable parameter, on its device in fp32.
+
+    Returns:
+        None where the checkpoint holds no plain state of AdamW or Adam for exactly these parameters.
+    """
+    states = checkpoint.get("optimizer_states") or []
+    if len(states) != 1 or checkpoint.get("optimizer_class") not in _ADAM:
+        return None
+    found: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+    for group in states[0]["param_groups"]:
+        for name, number in zip(group.get("param_names", ()), group["params"], strict=False):
+            found[clean_name(name)] = states[0]["state"].get(number, {}), group
+    moments = []
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        state, group = found.get(clean_name(name), ({"unknown": 0}, {}))
+        if (state and set(state) != _ADAM_STATE) or group.get("amsgrad") or group.get("maximize"):
+            return None
+        mean, square = (
+            state[key].to(parameter.device, torch.float32) if state else torch.zeros_like(parameter.data)
+            for key in ("exp_avg", "exp_avg_sq")
+        )
+        moments.append(Moments(mean, square, int(state.get("step", 0)), group))
+    return moments

@@ -1,31 +1,98 @@
-"""The answer of `autopsy`: a table of the most suspicious documents, and all figures as JSON."""
+"""The answer of `autopsy`: documents ranked by how far each stands out, as a table and as JSON."""
 
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from lightning_tricks.commands.autopsy.documents import Document
-from lightning_tricks.commands.autopsy.gradients import Figures
-from lightning_tricks.commands.autopsy.samples import Samples
-from lightning_tricks.commands.autopsy.suspicion import Suspicion
+from lightning_tricks.commands.autopsy.documents import Document, Samples
+from lightning_tricks.commands.autopsy.gradients import DocumentEffect
 
 SHOWN = 100  # characters of a document's text
 SCORE = (
     "score: how far loss or gradient, for the document's length, lies above the batch's median, in robust standard "
     "deviations"
 )
+_NORMAL = 1.4826  # median distance from the median of a normal distribution, to its standard deviation
 
 
 @dataclass(frozen=True)
-class Finding:
+class Suspicion:
+    """The score of one document: how far it stands out of its batch.
+
+    Two things are measured, each in a form that does not grow with the length of a document: how surprising its tokens
+    are, and how strongly they pull the weights. Each is compared with the median of the batch, in units of the usual
+    distance from it, so that no outlier hides itself or another one by widening the scale. The larger is the score.
+
+    One alone does not suffice. In a trained model, tokens in a wrong order have a high loss and a gradient like others;
+    a token that is repeated has a low loss soon, and a gradient that all of its positions share. The norm of a
+    document's part of the gradient, by itself, ranks long documents first.
+
+    Args:
+        loss: of the tokens' surprise: (loss - median loss) * sqrt(tokens), in units of its usual distance.
+        gradient: of the pull: log(norm / sqrt(tokens)), likewise.
+    """
+
+    loss: float
+    gradient: float
+
+    @property
+    def score(self) -> float:
+        """The larger of the two; infinite where the loss or the gradient is not finite."""
+        return max(self.loss, self.gradient)
+
+    @property
+    def reason(self) -> str:
+        """The one that it is."""
+        if math.isinf(self.score):
+            return "not finite"
+        return "loss" if self.loss >= self.gradient else "gradient"
+
+
+def suspicions(losses: Sequence[float], norms: Sequence[float], tokens: Sequence[int]) -> list[Suspicion]:
+    """How far each document of a batch stands out.
+
+    Args:
+        losses: nats per token.
+        norms: of each document's part of the gradient, in any one unit; NaN where it is not finite.
+        tokens: of each document.
+    """
+    finite = [i for i, pair in enumerate(zip(losses, norms, strict=True)) if all(map(math.isfinite, pair))]
+    usual = median(losses[i] for i in finite) if finite else 0.0
+    surprise = standard([(losses[i] - usual) * math.sqrt(tokens[i]) for i in finite])
+    smallest = min((norms[i] for i in finite if norms[i] > 0), default=1.0)  # a norm of 0 has no logarithm
+    pull = standard([math.log(max(norms[i], smallest) / math.sqrt(tokens[i])) for i in finite])
+    found = dict(zip(finite, map(Suspicion, surprise, pull), strict=True))
+    return [found.get(i, Suspicion(math.inf, math.inf)) for i in range(len(losses))]
+
+
+def standard(values: Sequence[float]) -> list[float]:
+    """Distance of each value from the median, in units of the median distance (scaled as a standard deviation).
+
+    Where more than half of the values are equal, in units of the mean distance; 0 where all are.
+
+    Example:
+        >>> standard([1.0, 2.0, 3.0, 4.0, 100.0])[2:4]
+        [0.0, 0.6744907594765952]
+    """
+    if not values:
+        return []
+    middle = median(values)
+    distances = [abs(value - middle) for value in values]
+    unit = _NORMAL * median(distances) or math.fsum(distances) / len(distances) or 1.0
+    return [(value - middle) / unit for value in values]
+
+
+@dataclass(frozen=True)
+class RankedDocument:
     """All that is known of one document.
 
     Args:
         document: the tokens, and where they stand.
-        figures: what it does to the batch.
+        effect: on the batch.
         suspicion: how far it stands out.
         text: of its first tokens, with control characters made visible.
         shard: the file that holds it, and the index of its first token there.
@@ -33,7 +100,7 @@ class Finding:
     """
 
     document: Document
-    figures: Figures
+    effect: DocumentEffect
     suspicion: Suspicion
     text: str
     shard: tuple[Path, int]
@@ -41,7 +108,7 @@ class Finding:
 
     def __str__(self) -> str:
         """Its cells in the table, and two lines of place and text."""
-        f, d = self.figures, self.document
+        f, d = self.effect, self.document
         update = "" if f.update_without is None else f"{f.update_without:16.4g}  {_percent(f.update_change)}"
         place = f"sample {d.sample}, tokens {d.first + 1} to {d.stop}; {self.shard[0]}, token {self.shard[1]}"
         place += f"; {self.file}" if self.file else ""
@@ -55,7 +122,7 @@ class Finding:
         d, s = self.document, self.suspicion
         place = {"sample": d.sample, "first_token": d.first + 1, "last_token": d.stop, "stream_token": d.token}
         source = {"shard": str(self.shard[0]), "shard_token": self.shard[1], "file": self.file and str(self.file)}
-        numbers = {"score": s.score, "score_of_loss": s.loss, "score_of_gradient": s.gradient, **asdict(self.figures)}
+        numbers = {"score": s.score, "score_of_loss": s.loss, "score_of_gradient": s.gradient, **asdict(self.effect)}
         return {**place, **source, "tokens": d.tokens, "text": self.text, "reason": s.reason, **_finite(numbers)}
 
 
@@ -72,7 +139,7 @@ class Report:
         update: norm of AdamW's update in units of the learning rate, without weight decay; None where not computed.
         checkpoint: whose weights were used.
         checkpoint_step: optimizer steps done in it.
-        findings: of all documents, the most suspicious first.
+        documents: all of them, the most suspicious first.
     """
 
     step: int
@@ -83,23 +150,23 @@ class Report:
     update: float | None
     checkpoint: Path
     checkpoint_step: int
-    findings: Sequence[Finding]
+    documents: Sequence[RankedDocument]
 
     def table(self, top: int) -> str:
         """The batch in a few lines, and the `top` most suspicious documents."""
         head = "      score  reason        loss  tokens   gradient  share    norm without  cosine"
         head += "  update without  change" if self.update is not None else ""
-        rows = [f"{place:4d}  {finding}" for place, finding in enumerate(self.findings[:top], start=1)]
+        rows = [f"{place:4d}  {document}" for place, document in enumerate(self.documents[:top], start=1)]
         return "\n".join([*self._summary(), *(["", head, *rows, "", SCORE] if rows else [])])
 
     def _summary(self) -> list[str]:
         runs = " and ".join(f"{first} to {last}" for first, last in self.samples.runs)
         count = sum(last - first + 1 for first, last in self.samples.runs)
         update = "" if self.update is None else f", AdamW's update {self.update:.4g} learning rates"
-        broken = sum(math.isinf(finding.suspicion.score) for finding in self.findings)
+        broken = sum(math.isinf(each.suspicion.score) for each in self.documents)
         lines = [
             f"step {self.step} took the samples {runs}: {count} rows, "
-            f"{len(self.findings)} documents, {sum(finding.document.tokens for finding in self.findings)} tokens",
+            f"{len(self.documents)} documents, {sum(each.document.tokens for each in self.documents)} tokens",
             f"weights: {self.checkpoint}, {self._distance()}",
             f"batch: {self.loss:.4f} nats per token, gradient norm {self.norm:.4g}{update}",
         ]
@@ -127,7 +194,7 @@ class Report:
             "checkpoint": str(self.checkpoint),
             "checkpoint_step": self.checkpoint_step,
             **_finite({"loss": self.loss, "gradient_norm": self.norm, "update_norm": self.update}),
-            "documents": [finding.to_json() for finding in self.findings],
+            "documents": [document.to_json() for document in self.documents],
         }
 
     def write(self, file: Path) -> None:

@@ -1,29 +1,85 @@
 """Write one line a step about data, random state, loss and weights, by which `ledger diff` compares two runs."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_tricks import _samples
 from lightning_tricks._accumulation import accumulation
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
-from lightning_tricks._trainer import data_rank, is_a, is_accumulating, logging_step
+from lightning_tricks._random_state import gather
+from lightning_tricks._samples import step_samples
+from lightning_tricks._trainer import is_accumulating, logging_step
+from lightning_tricks._trainer.run_facts import RunFacts, run_facts
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
-from lightning_tricks.monitors.run_ledger.batch_sum import BatchSum, step_sum
-from lightning_tricks.monitors.run_ledger.exact_sum import MODULUS, read
 from lightning_tricks.monitors.run_ledger.ledger_file import NAME, LedgerFile
-from lightning_tricks.monitors.run_ledger.random_sum import other_random_sum, torch_random_sum
-from lightning_tricks.monitors.run_ledger.step_line import RankValues, step_line
-from lightning_tricks.monitors.run_ledger.weight_sum import WeightSum
+from lightning_tricks.monitors.run_ledger.sums import (
+    MODULUS,
+    BatchSum,
+    WeightSum,
+    other_random_sum,
+    read,
+    step_sum,
+    torch_random_sum,
+)
 
 _DONE, _LOSS = "_ledger/done", "_ledger/loss"
+
+
+class RankValues(NamedTuple):
+    """The values of one step on one rank; None for a value that it does not have."""
+
+    batch: int | None
+    torch_random: int
+    other_random: int
+    loss: float | None
+    weights: int | None
+
+
+def step_line(
+    step: int, samples: list[tuple[int, int]] | None, ranks: Sequence[RankValues | None], counted: Sequence[int]
+) -> dict[str, Any]:
+    """The line of a step, without its chain.
+
+    Args:
+        step: 0 for the first optimizer step, as the logs count.
+        samples: first and last position of each run of consecutive samples, of all ranks.
+        ranks: the values of each rank; None for a rank that could not be asked.
+        counted: the ranks whose batches together are the global batch, each row once.
+    """
+    shares = [rank and rank.batch for rank in map(ranks.__getitem__, counted)]
+    known = [share for share in shares if share is not None]
+    batch = sum(known) % MODULUS if len(known) == len(counted) else None
+    return {
+        "step": step,
+        "samples": None if samples is None else [list(run) for run in samples],
+        "batch": _hex(batch, 16),
+        "torch_random": _once([_hex(rank and rank.torch_random, 8) for rank in ranks]),
+        "other_random": _once([_hex(rank and rank.other_random, 8) for rank in ranks]),
+        "loss": _once([_number(rank and rank.loss) for rank in ranks]),
+        "weights": _once([_hex(rank and rank.weights, 16) for rank in ranks]),
+    }
+
+
+def _once(values: list[Any]) -> Any:
+    """The value that all ranks have in common, or else the list of their values."""
+    return values[0] if all(value == values[0] for value in values) else values
+
+
+def _hex(number: int | None, digits: int) -> str | None:
+    return None if number is None else f"{number:0{digits}x}"
+
+
+def _number(value: float | None) -> float | str | None:
+    """A float with all its digits; NaN and infinities, which JSON does not have, as text."""
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 @dataclass
@@ -86,7 +142,7 @@ class RunLedger(pl.Callback):
 
     def _begin(self) -> None:
         """Reset the state that belongs to one fit."""
-        self._started = False
+        self._facts: RunFacts | None = None  # once the line `start` is written
         self._file: LedgerFile | None = None  # on rank 0
         self._weights: WeightSum | None = None
         self._counted: list[int] = []  # ranks whose batches make the global batch
@@ -120,11 +176,11 @@ class RunLedger(pl.Callback):
         """Sum the batch; before the first one, write the line `start`."""
         if self._off:
             return
-        if not self._started:
+        if self._facts is None:
             self._start(trainer, pl_module)
         number = logging_step(trainer)
         if number not in self._steps:
-            self._steps[number] = _Step(_samples.step_samples(trainer))
+            self._steps[number] = _Step(step_samples(trainer))
         step = self._steps[number]
         sums, rows = self._batch.of_micro_batch(batch)
         step.rows = step.rows or rows
@@ -151,28 +207,23 @@ class RunLedger(pl.Callback):
             step.weights = self._weights.of_part(logging_step(trainer) % self._weights.parts, device)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Forget the fit."""
+        """Reset the state of this fit."""
         self._begin()
 
     def _start(self, trainer: Any, pl_module: Any) -> None:
         """Open the file and write the line `start`; reads the device once."""
-        self._started = True
-        self._find_weights(trainer, pl_module)
-        device = trainer.strategy.root_device
-        total = torch.zeros((), dtype=torch.int64, device=device)
-        if self._weights is not None:
-            total = self._weights.of_all(device)
-        rank, world = self._data_rank = data_rank(trainer)
+        facts = self._facts = run_facts(trainer)
+        self._find_weights(pl_module, facts)
+        total = 0 if self._weights is None else int(self._weights.of_all(trainer.strategy.root_device))
         place = _place(self.path, trainer)
-        error = self._open(place) if trainer.is_global_zero else ""
-        tables = self._gather(torch.stack([total, *(torch.full_like(total, number) for number in (rank, bool(error)))]))
-        if any(table[2] for table in tables):
-            raise UsageError(error or f"RunLedger.path={place}: rank 0 cannot write it")
-        ranks = [int(table[1]) for table in tables]
-        self._counted = [ranks.index(each) for each in range(world)]
+        everyones = self._gather((total, facts.data_rank, self._open(place) if facts.rank == 0 else ""))
+        totals, ranks, errors = zip(*everyones, strict=True)
+        if errors[0]:
+            raise UsageError(errors[0])
+        self._counted = [ranks.index(each) for each in range(facts.data_ranks)]
         if self._file is not None:
-            weights = sum(int(table[0]) for table in tables) % MODULUS
-            self._file.append([self._start_line(trainer, f"{weights:016x}" if self._weights is not None else None)])
+            weights = f"{sum(totals) % MODULUS:016x}" if self._weights is not None else None
+            self._file.append([self._start_line(trainer, facts, weights)])
 
     def _open(self, path: Path) -> str:
         """Open the file. Returns the error line, which every rank raises; empty if there is no error."""
@@ -184,25 +235,25 @@ class RunLedger(pl.Callback):
             return f"RunLedger.path={path}: cannot be written ({error.strerror or error}): name another file"
         return ""
 
-    def _find_weights(self, trainer: Any, pl_module: Any) -> None:
-        if is_a(trainer.strategy, "FSDPStrategy"):
-            rank_zero_warn("RunLedger: FSDPStrategy holds no parameter whole: the ledger has no weights")
+    def _find_weights(self, pl_module: Any, facts: RunFacts) -> None:
+        if facts.layout == "flat":
+            rank_zero_warn(f"RunLedger: {facts.strategy} holds no parameter whole: the ledger has no weights")
             return
-        weights = WeightSum(pl_module, self.cover_weights_in_steps, trainer.global_rank)
+        weights = WeightSum(pl_module, self.cover_weights_in_steps, facts.rank)
         self._weights = weights if weights.recorded else None
-        if (missing := weights.left_out) and not trainer.global_rank:
+        if missing := weights.left_out:
             names = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
             rank_zero_warn(f"RunLedger: {len(missing)} parameters cannot be read and are not in the ledger: {names}")
 
-    def _start_line(self, trainer: Any, weights: str | None) -> dict[str, Any]:
+    def _start_line(self, trainer: Any, facts: RunFacts, weights: str | None) -> dict[str, Any]:
         device = trainer.strategy.root_device
         return {
             "start": logging_step(trainer),
-            "processes": trainer.world_size,
-            "data_ranks": self._data_rank[1],
+            "processes": facts.world,
+            "data_ranks": facts.data_ranks,
             "micro_batches": accumulation(trainer).micro_batches[-1],
-            "strategy": type(trainer.strategy).__name__,
-            "precision": str(trainer.precision),
+            "strategy": facts.strategy,
+            "precision": facts.precision,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "parts": self._weights and self._weights.parts,
@@ -211,38 +262,37 @@ class RunLedger(pl.Callback):
             "weights": weights,
         }
 
-    def _gather(self, own: Tensor) -> list[Any]:
-        """A tensor of each rank as nested lists, by rank; after a failure, only the tensor of this rank."""
-        if self._trainer.world_size == 1 or self._buffer.failed:
-            return [own.tolist()]
-        tables: list[Any] = self._trainer.strategy.all_gather(own.to(self._trainer.strategy.root_device)).tolist()
-        return tables
+    def _gather(self, own: Any) -> list[Any]:
+        """What each rank gives, by rank; after a failure, only what this rank gives."""
+        return [own] if self._buffer.failed else gather(own)
 
     def _write(self, rows: list[Row]) -> dict[str, float]:
         """Write the lines of an interval."""
         rows = [row for row in rows if _DONE in row.values and row.step in self._steps]
         if not rows:
             return {}
+        assert self._facts is not None
         steps = [self._steps.pop(row.step) for row in rows]
-        own = self._own_values(rows, steps)
-        ranks: list[list[RankValues | None]] = [[values] for values in own]
-        if self._trainer.world_size > 1:
-            tables = self._gather(torch.tensor([values.packed() for values in own], dtype=torch.int64))
-            silent = [None] * (self._trainer.world_size - len(tables))
-            ranks = [[*(RankValues.unpacked(table[i]) for table in tables), *silent] for i in range(len(own))]
+        everyones = self._gather(self._own_values(rows, steps, self._facts))
         if self._file is not None:
-            lines = zip(rows, steps, ranks, strict=True)
-            self._file.append([step_line(row.step, step.samples, each, self._counted) for row, step, each in lines])
+            silent = [None] * (self._facts.world - len(everyones))
+            lines = zip(rows, steps, zip(*everyones, strict=True), strict=True)
+            self._file.append(
+                step_line(row.step, step.samples, [*ranks, *silent], self._counted) for row, step, ranks in lines
+            )
         return {}
 
-    def _own_values(self, rows: list[Row], steps: list[_Step]) -> list[RankValues]:
+    @staticmethod
+    def _own_values(rows: list[Row], steps: list[_Step], facts: RunFacts) -> list[RankValues]:
         """The values of this rank; reads the device once."""
         waiting = [own for step in steps for own in (*chain(*step.batch), step.weights) if own is not None]
         numbers = iter(read(waiting))
         found = []
         for row, step in zip(rows, steps, strict=True):
             sums = [sum(next(numbers) for _ in of_tensors) for of_tensors in step.batch]
-            batch = step_sum(sums, step.rows, *self._data_rank) if any(step.batch) else None
+            batch = None
+            if any(step.batch):
+                batch = step_sum(sums, step.rows, facts.data_rank, facts.data_ranks)
             weights = None if step.weights is None else next(numbers)
             found.append(RankValues(batch, *step.random, row.values.get(_LOSS), weights))
         return found
