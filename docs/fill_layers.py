@@ -1,18 +1,11 @@
-"""Write the table of docs/parameter_roles.md: role and layout of the parameters of real layers.
+"""The table of docs/parameter_roles.md, for `fill.py`: role and layout of the parameters of real layers."""
 
-python docs/fill_layers.py
-"""
-
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from fill_page import DOCS, between_markers
 from torch import nn
 from torch.nn.utils import parametrizations
-
-sys.path.insert(0, str(DOCS.parent))  # the package of this checkout
 
 from lightning_tricks.optim import MatrixLayout, MuonAdamW, RoledParam, decay_groups, param_roles
 from lightning_tricks.optim.mup import WidthRatio
@@ -231,17 +224,12 @@ def _rate(param: RoledParam) -> str:
     return "lr" if WidthRatio.by_ratio(param.role, param.layout, 4.0, 4.0).fan_in == 1 else "lr / r"
 
 
-def table() -> str:
-    """The table of the page."""
+def texts(_: None) -> dict[str, str]:
+    """The table by the name of its place in the page."""
     lines = ["| layer | parameter | shape | role | decays | MuonAdamW | matrices: outputs from inputs | muP, Adam |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     before = None
     for layer, *cells in rows():
         lines.append(f"| {'' if layer == before else layer} | {' | '.join(cells)} |")
         before = layer
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    page = DOCS / "parameter_roles.md"
-    page.write_text(between_markers(page.read_text(encoding="utf-8"), {"layers": table()}), encoding="utf-8")
+    return {"layers": "\n".join(lines)}

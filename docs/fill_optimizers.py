@@ -1,11 +1,6 @@
-"""Write the tables of docs/optimizers.md from what `python -m benchmarks.optimizers` measured.
-
-python docs/fill_optimizers.py benchmarks/results/optimizers-DATE-cpu.json
-"""
+"""The tables of docs/optimizers.md, for `fill.py`, from what `python -m benchmarks.optimizers` measured."""
 
 from typing import Any
-
-from fill_page import between_markers, rewrite
 
 PLACES = ("fsdp2", "deepspeed", "compile", "bf16_true", "tensor lr")
 # Largest differences that count as the same: of a loss in the small runs, of a weight after compiled steps.
@@ -102,10 +97,6 @@ def refusals(result: dict[str, Any]) -> dict[str, str]:
     return {"refusals": "```text\n" + "\n".join(dict.fromkeys(said)) + "\n```"}
 
 
-def fill(page: str, result: dict[str, Any]) -> str:
-    """`page` with the tables and lines of this result."""
-    return between_markers(page, {**tables(result), **refusals(result)})
-
-
-if __name__ == "__main__":
-    rewrite("optimizers.md", fill)
+def texts(result: dict[str, Any]) -> dict[str, str]:
+    """Tables and lines by the name of their place in the page."""
+    return tables(result) | refusals(result)

@@ -1,12 +1,7 @@
-"""Write the tables of docs/strategies.md from what `python -m benchmarks.strategies` measured.
-
-python docs/fill_strategies.py benchmarks/results/strategies-DATE-cpu.json
-"""
+"""The tables of docs/strategies.md, for `fill.py`, from what `python -m benchmarks.strategies` measured."""
 
 import re
 from typing import Any
-
-from fill_page import between_markers, rewrite
 
 TITLES = {
     "one": "one process",
@@ -108,10 +103,6 @@ def refusals(result: dict[str, Any]) -> dict[str, str]:
     return {"refusals": "```text\n" + "\n".join(dict.fromkeys(said)) + "\n```"}
 
 
-def fill(page: str, result: dict[str, Any]) -> str:
-    """`page` with the tables and lines of this result."""
-    return between_markers(page, {**tables(result), **refusals(result)})
-
-
-if __name__ == "__main__":
-    rewrite("strategies.md", fill)
+def texts(result: dict[str, Any]) -> dict[str, str]:
+    """Tables and lines by the name of their place in the page."""
+    return tables(result) | refusals(result)

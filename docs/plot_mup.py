@@ -1,20 +1,8 @@
-"""Draw loss over learning rate at each width, with muP and without, and write the table into docs/mup.md.
-
-python docs/plot_mup.py benchmarks/results/mup-transfer-DATE-cpu.json
-"""
+"""The table and the plot of docs/mup.md, for `fill.py`: the best learning rate at each width, with muP and without."""
 
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
-
-import matplotlib as mpl
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
-from fill_page import DOCS, between_markers, rewrite
-
-sys.path.insert(0, str(DOCS.parent))  # the benchmark is found from the root of the checkout
 
 from benchmarks.mup_transfer import best, shift
 
@@ -26,8 +14,8 @@ def widths_of(result: dict[str, Any]) -> list[int]:
     return sorted({run["width"] for run in result["runs"]})
 
 
-def table(result: dict[str, Any]) -> str:
-    """The best learning rate at each width, and its loss."""
+def texts(result: dict[str, Any]) -> dict[str, str]:
+    """The best learning rate at each width, and its loss, by the name of the place in the page."""
     runs, widths = result["runs"], widths_of(result)
     lines = ["| width | best lr without muP | loss | best lr with muP | loss |", "|--:|--:|--:|--:|--:|"]
     for width in widths:
@@ -41,16 +29,16 @@ def table(result: dict[str, Any]) -> str:
         f"without muP and by {moved[True]} with it. {steps} training steps, loss on held-out text in nats a token, "
         f"seeds: {seeds}; torch {machine['versions']['torch']}, {machine['cpu']}, {machine['date'][:10]}."
     )
-    return "\n".join([*lines, "", note])
-
-
-def fill(page: str, result: dict[str, Any]) -> str:
-    """`page` with the table of this result."""
-    return between_markers(page, {"transfer": table(result)})
+    return {"transfer": "\n".join([*lines, "", note])}
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
     """Loss over learning rate: a line a width, its best one marked; without muP on the left, with it on the right."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
     runs, base = result["runs"], result["base_width"]
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     for axis, mup in zip(axes, (False, True), strict=True):
@@ -72,7 +60,3 @@ def draw(result: dict[str, Any], file: Path) -> None:
     figure.tight_layout()
     mpl.rcParams["svg.hashsalt"] = "mup"
     figure.savefig(file, metadata={"Date": None})
-
-
-if __name__ == "__main__":
-    draw(rewrite("mup.md", fill), DOCS / "images" / "mup.svg")

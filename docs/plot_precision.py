@@ -1,16 +1,7 @@
-"""Draw the loss curves of every number format and write their tables into docs/precision.md.
-
-python docs/plot_precision.py benchmarks/results/precision-DATE-cpu.json
-"""
+"""The tables and the plot of docs/precision.md, for `fill.py`: loss curves of every number format."""
 
 from pathlib import Path
 from typing import Any
-
-import matplotlib as mpl
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
-from fill_page import DOCS, between_markers, rewrite
 
 TITLES = {
     "fp32": "fp32",
@@ -32,7 +23,7 @@ TITLES = {
 HEAD = ["| format | validation, bits/byte | against fp32 | weights that never moved |", "|---|--:|--:|--:|"]
 
 
-def tables(result: dict[str, Any]) -> dict[str, str]:
+def texts(result: dict[str, Any]) -> dict[str, str]:
     """Markdown by the name of its place in the page."""
     runs, steps = result["runs"], result["steps"]
     peak = runs[0]["lr"]
@@ -65,13 +56,13 @@ def rows(at: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def fill(page: str, result: dict[str, Any]) -> str:
-    """`page` with the tables of this result."""
-    return between_markers(page, tables(result))
-
-
 def draw(result: dict[str, Any], file: Path) -> None:
     """How far each format's training loss lies from fp32's; and the runs at the small learning rate."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
     runs, steps = result["runs"], result["steps"]
     peak, small = runs[0]["lr"], min(run["lr"] for run in runs)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
@@ -94,7 +85,3 @@ def draw(result: dict[str, Any], file: Path) -> None:
     figure.tight_layout()
     mpl.rcParams["svg.hashsalt"] = "precision"
     figure.savefig(file, metadata={"Date": None})
-
-
-if __name__ == "__main__":
-    draw(rewrite("precision.md", fill), DOCS / "images" / "precision.svg")

@@ -172,3 +172,12 @@ def test_a_link_that_leads_nowhere_is_found(link):
     assert broken(ROOT / "docs/flops.md", link)
     assert not broken(ROOT / "docs/flops.md", "mfu.md#does-not-combine-with")
     assert not broken(ROOT / "docs/flops.md", "#use")
+
+
+def test_each_row_of_the_page_on_faults_names_what_is_lost_and_a_test_that_exists():
+    lines = re.findall(r"^\| (?!fault |change )(.+) \|$", (ROOT / "docs/what_survives.md").read_text("utf-8"), re.M)
+    assert len(lines) >= 20
+    for line in lines:
+        fault, lost, file, test = re.fullmatch(r"(.+?) +\| (.+?) +\| `(test_\w+\.py)::(test_\w+)` *", line).groups()
+        (path,) = (ROOT / "tests").rglob(file)
+        assert re.search(rf"^def {test}\(", path.read_text(encoding="utf-8"), re.M), (fault, lost)

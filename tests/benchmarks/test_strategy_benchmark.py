@@ -1,83 +1,23 @@
-"""The tables of docs/strategies.md are those of the committed measurement, which holds what is promised."""
+"""The comparison of strategies finds each broken promise, and takes what is right."""
 
-import copy
 import dataclasses
 import json
 import math
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
+from fill import result_of
 
 from benchmarks import strategies, strategy_rows, strategy_runs
 from benchmarks.strategy_rows import BATCH, CONFIG, LENGTH, ROWS, TRIALS, batches
 from lightning_tricks.accounting import training_flops_per_token
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = runpy.run_path(str(ROOT / "docs/fill_strategies.py"))
 SMALL = dataclasses.replace(CONFIG, d_model=32, n_layers=1)
-RESULTS = sorted((ROOT / "benchmarks/results").glob("strategies-*-cpu.json"))
 
 
-@pytest.fixture(scope="module")
-def newest():
-    return json.loads(RESULTS[-1].read_text(encoding="utf-8"))
-
-
-@pytest.fixture
-def row_of(newest):
-    """A copy of a row, to spoil."""
-    return lambda name: copy.deepcopy(next(row for row in newest["rows"] if row["row"] == name))
-
-
-def test_the_tables_are_those_of_the_newest_measurement(newest):
-    page = (ROOT / "docs/strategies.md").read_text(encoding="utf-8")
-    assert PAGE["fill"](page, newest) == page
-    assert RESULTS[-1].name in page
-    for name in (*PAGE["HEADS"], "refusals"):
-        begin = page.index(f"<!-- {name} -->\n") + len(f"<!-- {name} -->\n")
-        assert PAGE["fill"](page[:begin] + "spoilt\n" + page[begin:], newest) == page, f"{name} is not filled"
-
-
-def test_every_strategy_was_measured_and_keeps_what_is_promised(newest):
-    assert [row["row"] for row in newest["rows"]] == list(ROWS) == list(PAGE["TITLES"])
-    assert not newest["left_out"]
-    assert newest["steps"] == 10
-    for row in newest["rows"]:
-        assert strategies.misses(row) == [], row["row"]
-        assert row["processes"] == ROWS[row["row"]].processes
-
-
-def test_losses_norms_and_resumes_are_within_these_bounds(newest):
-    for row in newest["rows"]:
-        adamw, sgd, foreign = (row["trials"][trial] for trial in ("adamw", "sgd", "foreign"))
-        assert max(adamw["loss"], sgd["loss"], foreign["loss"]) <= 1e-5
-        assert max(adamw["first_norm"], sgd["norm"], foreign["norm"]) <= 1e-6
-        assert row["resume"]["loss"] == row["resume"]["differing_tensors"] == 0
-        assert row["resume"]["tensors"] > 0
-
-
-def test_sharding_shows_in_the_bytes_of_a_process(newest):
-    held = {row["row"]: row["bytes"] for row in newest["rows"]}
-    one = held["one"]
-    assert one["weights"] == one["gradients"] == 4 * newest["parameters"]
-    assert one["optimizer"] == pytest.approx(2 * one["weights"], rel=1e-3)  # and a step count for each tensor
-    for name in ("fsdp2", "fsdp2_compiled", "hsdp", "fsdp1"):
-        for part in ("weights", "gradients", "optimizer", "total"):
-            assert held[name][part] == pytest.approx(one[part] / 2, rel=0.01), (name, part)
-    assert held["ddp"]["total"] == pytest.approx(20 / 16 * one["total"], rel=0.01)
-    for stage in (1, 2):  # weights 4 + optimizer state 4 + gradients 2 + a copy of half the weights 2
-        assert held[f"zero{stage}"]["total"] == pytest.approx(12 / 16 * one["total"], rel=0.01)
-    assert held["zero3"]["total"] == pytest.approx(10 / 16 * one["total"], rel=0.04)  # vectors whole
-
-
-def test_what_the_series_show_is_training(newest):
-    one = newest["rows"][0]["trials"]
-    assert one["adamw"]["series"]["loss"][-1] < 0.5 * one["adamw"]["series"]["loss"][0]
-    assert one["adamw"]["series"]["tokens"] == [BATCH * LENGTH] * 9  # the first step has no rate
-    for trial, figures in one.items():
-        assert min(figures["series"]["norm"]) > TRIALS[trial].clip
+def row_of(name):
+    """A row of the newest result, to spoil."""
+    return next(row for row in result_of("strategies")["rows"] if row["row"] == name)
 
 
 SPOILT = {
@@ -104,13 +44,13 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("spoil", SPOILT)
-def test_a_row_that_misses_one_bound_is_told(row_of, spoil):
+def test_a_row_that_misses_one_bound_is_told(spoil):
     row = row_of("fsdp2")
     SPOILT[spoil](row)
     assert len(strategies.misses(row)) == 1
 
 
-def test_of_deepspeed_refusing_another_layout_is_the_promise(row_of):
+def test_of_deepspeed_refusing_another_layout_is_the_promise():
     row = row_of("zero3")
     row["into"]["one"] = "failed: KeyError"
     assert strategies.misses(row) == ["into one: failed: KeyError"]
@@ -144,13 +84,13 @@ def misses_of(found, one, row):
     return strategies.misses(row)
 
 
-def test_a_clip_that_is_wrong_by_a_percent_shows_and_the_right_one_does_not(train, right, row_of):
+def test_a_clip_that_is_wrong_by_a_percent_shows_and_the_right_one_does_not(train, right):
     assert misses_of(train("sgd"), right, row_of("fsdp2")) == []
     (missed, *_) = misses_of(train("sgd", clip=0.99 * TRIALS["sgd"].clip), right, row_of("fsdp2"))
     assert missed.startswith("sgd: loss ")
 
 
-def test_gradients_that_are_wrong_in_scale_show_in_the_norm(train, right, row_of):
+def test_gradients_that_are_wrong_in_scale_show_in_the_norm(train, right):
     class Halved(TRIALS["sgd"].module):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) / 2
@@ -159,7 +99,7 @@ def test_gradients_that_are_wrong_in_scale_show_in_the_norm(train, right, row_of
     assert "sgd: norm 5.0e-01" in found
 
 
-def test_another_learning_rate_or_a_clip_that_does_not_bite_shows(train, right, row_of):
+def test_another_learning_rate_or_a_clip_that_does_not_bite_shows(train, right):
     faster = train("sgd", optimizer=lambda groups: torch.optim.SGD(groups, lr=0.31))
     assert any(missed.startswith("sgd: lr ") for missed in misses_of(faster, right, row_of("fsdp2")))
     loose = train("sgd", clip=100.0)

@@ -1,0 +1,154 @@
+"""Write the tables and the plots of the pages from the newest results in benchmarks/results.
+
+    python docs/fill.py                      # every page
+    python docs/fill.py optimizers mup       # these
+    python docs/fill.py --check              # write nothing; a page that is not what its results give is named
+
+A text stands in a page between `<!-- NAME -->` and the next `<!-- end -->`.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "benchmarks/results"
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]  # scripts beside this one; the benchmarks and the package of this checkout
+
+
+class Filler(NamedTuple):
+    """What fills places of a page.
+
+    Args:
+        page: in docs.
+        texts: gives Markdown by the name of its place, from the result of a benchmark.
+        draw: draws the plot, from the result, into `images/NAME.svg`.
+        measured: whether there is a result to fill it from.
+    """
+
+    page: str
+    texts: Callable[[Any], Mapping[str, str]]
+    draw: Callable[[Any, Path], None] | None = None
+    measured: bool = True
+
+
+def checkpoints(result: dict[str, Any]) -> dict[str, str]:
+    """What saves and loads cost."""
+    from benchmarks.checkpoints import table
+
+    described = result["machine"]
+    packages = ", ".join(f"{name} {described['versions'][name]}" for name in ("torch", "lightning"))
+    text = (
+        f"{table(result)}\n\nTimes are in those of `torch.save` with fsync, or of `torch.load`, in the same round, "
+        f"memory in sizes of the checkpoint: {result['parameters'] / 1e6:.0f}M parameters with AdamW's state, "
+        f"{result['gib']:.2f} GiB. One thread, measured {described['date'][:10]} on a CPU with {described['cores']} "
+        f"cores, load average {result['load_average'][0]:.1f} at the start: {packages}."
+    )
+    return {"checkpoints": text}
+
+
+def foreign(result: dict[str, Any]) -> dict[str, str]:
+    """Models that are not ours."""
+    from benchmarks.foreign import table
+
+    versions = result["machine"]["versions"]
+    packages = ", ".join(f"{name} {versions[name]}" for name in sorted(versions))
+    return {"foreign": f"{table(result['rows'])}\n\nMeasured {result['machine']['date'][:10]} on a CPU: {packages}."}
+
+
+def lightning_suite(result: dict[str, Any]) -> dict[str, str]:
+    """Lightning's own tests."""
+    from benchmarks.lightning_suite import page_text
+
+    return {"lightning": page_text(result)}
+
+
+def _of(script: str, function: str) -> Callable[..., Any]:
+    """A function of a script beside this one, which is imported when it is called."""
+    return lambda *args: getattr(importlib.import_module(script), function)(*args)
+
+
+FILLERS = {  # by the name with which the files of the results begin
+    "checkpoints": Filler("checkpoints.md", checkpoints),
+    "foreign": Filler("existing_projects.md", foreign),
+    "layers": Filler("parameter_roles.md", _of("fill_layers", "texts"), measured=False),
+    "lightning-suite": Filler("existing_projects.md", lightning_suite),
+    "mup-transfer": Filler("mup.md", _of("plot_mup", "texts"), _of("plot_mup", "draw")),
+    "optimizers": Filler("optimizers.md", _of("fill_optimizers", "texts")),
+    "precision": Filler("precision.md", _of("plot_precision", "texts"), _of("plot_precision", "draw")),
+    "strategies": Filler("strategies.md", _of("fill_strategies", "texts")),
+}
+
+
+def newest(name: str) -> Path:
+    """The file of the newest result of a benchmark on a CPU."""
+    return max(RESULTS.glob(f"{name}-*-cpu.json"))
+
+
+def result_of(name: str) -> Any:
+    """The newest result of a filler, None for one that needs none."""
+    return json.loads(newest(name).read_text(encoding="utf-8")) if FILLERS[name].measured else None
+
+
+def between_markers(page: str, texts: Mapping[str, str]) -> str:
+    """`page` with each text in its place.
+
+    Raises:
+        ValueError: the page has no such place.
+    """
+    for name, text in texts.items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
+        page, found = place.subn(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", page, count=1)
+        if not found:
+            raise ValueError(f"no place <!-- {name} -->")
+    return page
+
+
+def problems(name: str, page: str) -> list[str]:
+    """What of a page is not as its results give it."""
+    found = []
+    for place, text in FILLERS[name].texts(result_of(name)).items():
+        try:
+            same = between_markers(page, {place: text}) == page
+        except ValueError as error:
+            found.append(str(error))
+            continue
+        if not same:
+            found.append(f"<!-- {place} --> is another text: run python docs/fill.py {name}")
+    if FILLERS[name].measured:
+        named = set(re.findall(rf"{name}-[\d-]+-cpu\.json", page)) - {newest(name).name}
+        found += [f"names {other}, and {newest(name).name} is newer" for other in sorted(named)]
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns 1 where a check finds a difference."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FILLERS)}")
+    parser.add_argument("--check", action="store_true", help="write nothing, and name the pages that would change")
+    options = parser.parse_args(argv)
+    if unknown := [name for name in options.names if name not in FILLERS]:
+        parser.error(f"unknown name {unknown[0]}: give some of {', '.join(FILLERS)}")
+    found = []
+    for name in options.names or FILLERS:
+        filler = FILLERS[name]
+        path = DOCS / filler.page
+        page = path.read_text(encoding="utf-8")
+        if options.check:
+            found += [f"docs/{filler.page}: {problem}" for problem in problems(name, page)]
+            continue
+        result = result_of(name)
+        path.write_text(between_markers(page, filler.texts(result)), encoding="utf-8")
+        if filler.draw is not None:
+            filler.draw(result, DOCS / f"images/{path.stem}.svg")
+    print("\n".join(found))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

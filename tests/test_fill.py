@@ -1,0 +1,34 @@
+"""The tables of the pages are those of the committed measurements: `python docs/fill.py --check`, and what it finds."""
+
+import fill
+import pytest
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_each_page_is_what_the_newest_results_give(capsys):
+    assert fill.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda page: page.replace("<!-- cost -->\n", "<!-- cost -->\nspoilt\n"), "<!-- cost --> is another text"),
+        (lambda page: page.replace("<!-- refusals -->", ""), "no place <!-- refusals -->"),
+        (lambda page: page + "optimizers-2000-01-01-cpu.json", "names optimizers-2000-01-01-cpu.json, and optimizers-"),
+    ],
+)
+def test_a_page_that_is_not_is_named(spoil, says, tmp_path, monkeypatch, capsys):
+    page = (fill.DOCS / "optimizers.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(fill, "DOCS", tmp_path)
+    (tmp_path / "optimizers.md").write_text(spoil(page), encoding="utf-8")
+    assert fill.main(["--check", "optimizers"]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"docs/optimizers.md: {says}")
+
+
+def test_filling_mends_it(tmp_path, monkeypatch):
+    page = (fill.DOCS / "optimizers.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(fill, "DOCS", tmp_path)
+    (tmp_path / "optimizers.md").write_text(page.replace("| AdamW |", "| spoilt |"), encoding="utf-8")
+    assert fill.main(["optimizers"]) == 0
+    assert (tmp_path / "optimizers.md").read_text(encoding="utf-8") == page
