@@ -165,27 +165,34 @@ def test_replicas_of_hsdp_start_alike_where_ranks_have_other_seeds(alone, monkey
 
 
 class Normalized(pl.LightningModule):
-    """Batch norm, whose statistics follow each rank's own rows."""
+    """Batch norm, whose statistics follow each rank's own rows; a table; a queue that grows faster on rank 1."""
 
     def __init__(self):
         super().__init__()
         self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.register_buffer("table", torch.arange(1000.0))
+        self.register_buffer("queue", torch.zeros(0))
         self.seen = {}
 
     def mean_of_both(self):
         return self.trainer.strategy.reduce(self.norm.running_mean.clone(), reduce_op="mean")
 
     def training_step(self, batch, batch_idx):
+        self.queue = torch.cat([self.queue, torch.full((1 + self.global_rank,), float(self.global_rank))])
         return self.head(self.norm(batch)).square().mean()
 
     def validation_step(self, batch, batch_idx):
         self.seen["validated"] = (self.norm.running_mean.clone(), self.mean_of_both())
+        self.seen["queue"] = self.queue.clone()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Save(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.seen["writes"] = pl_module.table._version
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == 1:
             trainer.save_checkpoint(f"{trainer.default_root_dir}/saved")
@@ -208,6 +215,8 @@ def with_statistics(rank, folder):
     assert not torch.equal(*model.seen["trained"])  # each rank has its own
     assert torch.equal(*model.seen["saved"])
     assert torch.equal(*model.seen["validated"])
+    assert model.table._version == model.seen["writes"], "StepGuard copies, from then on, a buffer that is written"
+    assert model.seen["queue"].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_a_checkpoint_and_a_validation_have_rank_0s_running_statistics(tmp_path):

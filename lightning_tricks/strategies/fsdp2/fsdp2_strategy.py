@@ -271,13 +271,20 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     def _take_buffers_of_rank_0(self) -> None:
         """Let running statistics and other saved buffers be rank 0's on every rank; every rank must call."""
-        buffers = [
-            buffer
-            for part in self._module.modules()
-            for name, buffer in part._buffers.items()
-            if buffer is not None and name not in part._non_persistent_buffers_set
-        ]
-        broadcast(buffers, self.root_device)
+        owners = {
+            (path, name): part
+            for path, part in self._module.named_modules()
+            for name in part._buffers
+            if name not in part._non_persistent_buffers_set
+        }
+        own = {key: part._buffers[key[1]] for key, part in owners.items() if part._buffers[key[1]] is not None}
+        there = self.broadcast({key: (buffer.shape, buffer.dtype) for key, buffer in own.items()})
+        for (path, name), (shape, dtype) in there.items():  # a buffer that grows has a shape of each rank's own
+            here = own.get((path, name))
+            if here is None or (here.shape, here.dtype) != (shape, dtype):
+                part = self._module.get_submodule(path)
+                part._buffers[name] = own[path, name] = torch.empty(shape, dtype=dtype, device=self.root_device)
+        broadcast([own[key] for key in there], self.root_device)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights, named as on one device: each rank's shards, or all of them on rank 0."""
