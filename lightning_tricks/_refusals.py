@@ -20,7 +20,8 @@ class Refusal:
     line: str
 
 
-_NOT_OURS: tuple[Layout, ...] = ("engine", "flat", "foreign shards")
+_UNREADABLE: tuple[Layout, ...] = ("engine", "foreign engine", "flat")
+_NOT_OURS: tuple[Layout, ...] = (*_UNREADABLE, "foreign shards")
 _DDP_OR_FSDP2 = "train on one device, with ddp or with FSDP2Strategy"
 
 REFUSALS = {
@@ -28,16 +29,31 @@ REFUSALS = {
         _NOT_OURS, f"{{strategy}} keeps weights in a form that cannot be averaged and saved: {_DDP_OR_FSDP2}"
     ),
     "GradNormMonitor.per": Refusal(
-        ("engine", "flat"), "under {strategy}, which holds no parameter whole: leave it out, or use FSDP2Strategy"
+        _UNREADABLE, "under {strategy}, which holds no parameter whole: leave it out, or use FSDP2Strategy"
+    ),
+    "a precision plugin": Refusal(
+        _UNREADABLE,
+        "does not work under {strategy}, which has a precision of its own: remove the plugin and set "
+        "trainer.precision, or shard with FSDP2 (FSDP2Strategy)",
     ),
     "InitFrom": Refusal(_NOT_OURS, f"{{strategy}} takes no weights from it: {_DDP_OR_FSDP2}"),
     "ScheduleFree": Refusal(
         _NOT_OURS, f"{{strategy}} keeps weights in a form that cannot be exchanged for their average: {_DDP_OR_FSDP2}"
     ),
     "SpikeRollback": Refusal(
-        ("engine", "flat"),
+        _UNREADABLE,
         "{strategy} keeps weights and optimizer state where they cannot be put back: take SpikeRollback out, or shard "
         "with FSDP2Strategy",
+    ),
+    "StepGuard": Refusal(
+        ("foreign engine",),
+        "{strategy} leaves clip and step to DeepSpeed's engine, which asks nobody in between: take "
+        "DeepSpeedZeROStrategy, or leave StepGuard out",
+    ),
+    "TokenMeanMixin": Refusal(
+        ("foreign engine",),
+        "{strategy} leaves the gradients to DeepSpeed's engine, where nobody can scale them: take "
+        "DeepSpeedZeROStrategy",
     ),
 }
 

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-from lightning_tricks import FP16Mixed, FSDP2Strategy
+from lightning_tricks import DeepSpeedZeROStrategy, FP16Mixed, FSDP2Strategy
 from lightning_tricks._errors import UsageError
 from lightning_tricks._refusals import REFUSALS, refuse
 from lightning_tricks._trainer import around_saves, run_facts, weights_layout
@@ -42,7 +42,8 @@ def test_the_scaler_of_fp16_is_a_fact_only_where_it_scales():
         (FSDP2Strategy(), "shards"),
         (ModelParallelStrategy(), "foreign shards"),
         (FSDPStrategy(), "flat"),
-        (type("DeepSpeedStrategy", (), {})(), "engine"),
+        (DeepSpeedZeROStrategy(), "engine"),
+        (type("DeepSpeedStrategy", (), {})(), "foreign engine"),
     ],
 )
 def test_the_layout_of_the_weights_follows_from_the_strategy_and_decides_on_refusals(strategy, layout):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning_tricks._trainer.package import is_a
 
-Layout = Literal["whole", "shards", "foreign shards", "flat", "engine"]
+Layout = Literal["whole", "shards", "foreign shards", "flat", "engine", "foreign engine"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class RunFacts:
         data_rank: of this process, of `data_ranks`.
         layout: the form in which this rank holds the weights: "whole"; "shards", DTensors that FSDP2Strategy saves and
             loads by name; "foreign shards", DTensors of Lightning's ModelParallelStrategy; "flat", FSDP1's parameters
-            without their shapes; "engine", DeepSpeed, which also does the backward pass, the clip and the step.
+            without their shapes; "engine", DeepSpeed, which also does the backward pass, the clip and the step: under
+            DeepSpeedZeROStrategy, whose step can be scaled and refused; "foreign engine", under Lightning's.
         strategy: class name of the strategy, for messages.
         precision: the Trainer's, for messages, such as "bf16-mixed".
         plugin: class name of the precision plugin, for messages.
@@ -51,7 +52,7 @@ class RunFacts:
     @property
     def has_engine(self) -> bool:
         """Whether DeepSpeed's engine does the backward pass, the clip and the step, between no hooks of Lightning."""
-        return self.layout == "engine"
+        return self.layout in ("engine", "foreign engine")
 
 
 def run_facts(trainer: Any) -> RunFacts:
@@ -76,7 +77,7 @@ def run_facts(trainer: Any) -> RunFacts:
 def weights_layout(strategy: Any) -> Layout:
     """See `RunFacts.layout`."""
     if is_a(strategy, "DeepSpeedStrategy"):
-        return "engine"
+        return "engine" if is_a(strategy, "DeepSpeedZeROStrategy") else "foreign engine"
     if is_a(strategy, "FSDPStrategy"):
         return "flat"
     if is_a(strategy, "FSDP2Strategy"):

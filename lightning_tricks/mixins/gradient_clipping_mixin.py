@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._trainer import is_a
+from lightning_tricks._trainer import enabled_scaler, weights_layout
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, clip_grad_value
 from lightning_tricks.optim.grad_scaler import is_scaled
@@ -42,13 +42,14 @@ class GradientClippingMixin(Mixin):
     ) -> None:
         """Clip the gradients of `optimizer`; Lightning calls it once before each optimizer step, after unscaling."""
         strategy: Any = self.trainer.strategy
-        if is_a(strategy, "DeepSpeedStrategy"):
+        layout = weights_layout(strategy)
+        if layout in ("engine", "foreign engine"):
             return
         self._refuse_unreadable_gradients(optimizer)
         by_value = gradient_clip_algorithm == "value" and bool(gradient_clip_val)
         max_norm = None if by_value else gradient_clip_val or None  # 0: no clipping, as in Lightning
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if is_a(strategy, "FSDPStrategy"):
+        if layout == "flat":
             self.grad_norm = clip_grad_norm_fsdp1(strategy.model, max_norm)
         else:
             self.grad_norm = clip_grad_norm(parameters, max_norm)
@@ -56,10 +57,10 @@ class GradientClippingMixin(Mixin):
             clip_grad_value(parameters, gradient_clip_val or 0.0)
 
     def _refuse_unreadable_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
+        scaler = enabled_scaler(self.trainer.precision_plugin)
         # Lightning lets such an optimizer unscale in its own step: until then its gradients carry the scale
         unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
-        if unscales and scaler.is_enabled() and is_scaled(scaler, optimizer):
+        if unscales and is_scaled(scaler, optimizer):
             raise UsageError(
                 f"fused {type(optimizer).__name__} under fp16 (trainer.precision={self.trainer.precision}) cannot be "
                 "clipped: set plugins to FP16Mixed instead of the precision, set fused to false, or train in bf16"

@@ -7,14 +7,16 @@ from typing import Any
 import torch
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import rank_zero_info
+from lightning_tricks._lightning import pl, rank_zero_info
+from lightning_tricks._trainer import is_a, weights_layout
 from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
-from lightning_tricks.mixins._chosen_optimizer import log_cleared_gradients, name_of, refuse_for_run, refuse_other
 from lightning_tricks.mixins._plain_settings import from_plain, rules_from_plain, to_plain
 from lightning_tricks.mixins._run_length import ScheduleLength, check_length, schedule_lr
 from lightning_tricks.optim import (
+    ComposedOptimizer,
     LayerwiseLRDecay,
+    MuonAdamW,
     MuP,
     ParamRule,
     build_optimizer,
@@ -24,6 +26,8 @@ from lightning_tricks.optim import (
 )
 from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.optim.decay_groups import expanded
+from lightning_tricks.optim.keep_settings_on_load import parts_of
+from lightning_tricks.optim.limits import Place, refuse_limits
 from lightning_tricks.schedules import Schedule, ScheduleLR, WarmupConstant
 
 # keys of a checkpoint
@@ -96,7 +100,7 @@ class OptimizerMixin(Mixin):
             return
         optimizer = check_settings(self.optimizer, self.mup)
         if optimizer is not None:
-            refuse_for_run(optimizer, trainer, self)
+            _refuse_for_run(optimizer, trainer, self)
         rules = [rule for rule in self.param_rules or () if isinstance(rule, ParamRule)]
         if optimizer is not None and not any(rule.schedule for rule in rules):
             check_constant(optimizer, [self.schedule] * len(optimizer.param_groups))
@@ -114,9 +118,14 @@ class OptimizerMixin(Mixin):
             )
         settings = (self.weight_decay, self.decay_embeddings, self.param_rules, self.mup)
         optimizer = build_optimizer(self, self.optimizer, *settings)
-        refuse_for_run(optimizer, self.trainer, self)
-        log_cleared_gradients(optimizer)
-        self._optimizer_class = name_of(optimizer)
+        _refuse_for_run(optimizer, self.trainer, self)
+        for part in parts_of(optimizer):
+            if getattr(part, "consume_grad", False):  # as heavyball's do by default
+                rank_zero_info(
+                    f"{type(part).__name__} clears each gradient in its step (consume_grad): monitors read them before "
+                    "it; a hook of yours that comes after the step finds None"
+                )
+        self._optimizer_class = _name_of(optimizer)
         self._check_optimizer_class()
         self._refuse_missing_callback(optimizer)
         rank_zero_info(f"{self._optimizer_class}\n{groups_table(optimizer.param_groups, lr=0.0)}")
@@ -183,5 +192,32 @@ class OptimizerMixin(Mixin):
         """Compare with the checkpoint, which Lightning loads before or after it builds the optimizer."""
         here, there = self._optimizer_class, self._class_in_checkpoint
         self._class_in_checkpoint = None if here else there
-        if here and there:
-            refuse_other(here, there)
+        if here and there and here != there:
+            raise UsageError(
+                f"the checkpoint holds the state of {there}, which {here} cannot take up: set the optimizer to "
+                f"{there}, or start a new run from it with --init_from (InitFrom from Python), which keeps the weights "
+                "and drops the optimizer's state, the schedule and the step"
+            )
+
+
+def _refuse_for_run(optimizer: torch.optim.Optimizer, trainer: Any, module: Any) -> None:
+    """Refuse an optimizer that is known not to work with the Trainer's strategy or precision, or with the module."""
+    layout, places = weights_layout(trainer.strategy), list[Place]()
+    if layout != "whole":
+        places.append("shards" if layout in ("shards", "foreign shards") else "flat parameters")
+    if is_a(trainer.precision_plugin, "BF16True"):
+        places.append("BF16True")
+    if module.automatic_optimization and type(module).backward is pl.LightningModule.backward:
+        places.append("first derivatives")
+    refuse_limits(optimizer, *places)
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of an optimizer in checkpoints: its class, its package, and the optimizers that it is composed of.
+
+    The package matters: two libraries have a SOAP each, and neither can load the state of the other's.
+    """
+    package, name = type(optimizer).__module__.partition(".")[0], type(optimizer).__name__
+    if isinstance(optimizer, ComposedOptimizer) and not isinstance(optimizer, MuonAdamW):
+        return f"{name}({', '.join(f'{key}={_name_of(part)}' for key, part in optimizer.optimizers.items())})"
+    return name if package in ("torch", "lightning_tricks") else f"{package}.{name}"

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tricks._refusals import refuse
 from lightning_tricks._tensors import local
-from lightning_tricks._trainer import is_accumulating
+from lightning_tricks._trainer import is_accumulating, weights_layout
 from lightning_tricks.mixins._base import Mixin
 
 
@@ -32,8 +33,9 @@ class TokenMeanMixin(Mixin):
     _scaled = True  # whether the accumulated gradients are those of the mean already
 
     def on_fit_start(self) -> None:
-        """Forget an earlier fit of the same module."""
+        """Refuse a strategy whose gradients cannot be scaled; reset the state of an earlier fit."""
         super().on_fit_start()
+        refuse("TokenMeanMixin", self.trainer.strategy, "TokenMeanMixin:")
         self._capacity = self._batch_sums = self._step_sums = None
         self._scaled = True
 
@@ -91,7 +93,7 @@ class TokenMeanMixin(Mixin):
         assert self._capacity is not None
         factor = self._capacity * self._splits() / self._over_ranks(self._step_sums[1]).clamp(min=1)
         strategy: Any = self.trainer.strategy
-        if hasattr(strategy, "scale_gradients"):  # DeepSpeed's engine holds them
+        if weights_layout(strategy) == "engine":  # which holds them
             strategy.scale_gradients(factor)
         else:
             scale_gradients([p.grad for p in self.parameters() if p.grad is not None], factor)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks.accounting.peak_flops import available_cores, seconds_of
-from lightning_tricks.precision._autocast import AutocastPrecision
+from lightning_tricks.precision.bf16_mixed import AutocastPrecision
 
 # bf16 below this share of the time of fp32: casts cost time beside the products, and a tie must not be decided by noise
 FASTER = 0.9

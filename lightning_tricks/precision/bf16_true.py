@@ -14,7 +14,7 @@ from lightning_tricks._find_modules import bound_to_buffers
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks.optim.bf16_step import BF16Step, StateType, Update
 from lightning_tricks.optim.limits import refuse_limits
-from lightning_tricks.precision._autocast import AutocastPrecision
+from lightning_tricks.precision.bf16_mixed import AutocastPrecision
 
 
 def to_bf16(module: nn.Module) -> None:

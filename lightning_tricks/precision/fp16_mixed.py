@@ -11,7 +11,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import trainer_of, unwrapped
 from lightning_tricks.optim.grad_scaler import has_overflowed, unscale
-from lightning_tricks.precision._autocast import AutocastPrecision
+from lightning_tricks.precision.bf16_mixed import AutocastPrecision
 
 
 class FP16Mixed(AutocastPrecision):

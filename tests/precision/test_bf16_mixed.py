@@ -4,15 +4,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from monitored import LLAMA, fit
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
 from lightning_tricks.models import Decoder
-from lightning_tricks.precision import AutoPrecision, BF16Mixed, FP16Mixed
+from lightning_tricks.precision import BF16Mixed, FP16Mixed
 
 
 class Two(pl.LightningModule):
@@ -102,15 +101,6 @@ def test_a_block_that_is_run_again_casts_again(checkpointing):
 def test_the_policy_gathers_in_bf16_and_reduces_in_fp32():
     assert BF16Mixed().fsdp2_policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     assert FP16Mixed().fsdp2_policy == MixedPrecisionPolicy(torch.float16, torch.float32)
-
-
-@pytest.mark.parametrize("plugin", [BF16Mixed(), AutoPrecision()], ids=repr)
-def test_a_strategy_with_a_precision_of_its_own_is_refused(plugin):
-    class Attached(nn.Module):
-        _trainer = type("Trainer", (), {"strategy": DeepSpeedStrategy.__new__(DeepSpeedStrategy)})()
-
-    with pytest.raises(UsageError, match=rf"^plugins: {type(plugin).__name__} does not work under DeepSpeed, .*FSDP2"):
-        plugin.convert_module(Attached())
 
 
 def test_a_precision_beside_the_plugin_is_refused_with_both_names():

@@ -369,16 +369,6 @@ def test_lbfgs_is_refused_in_one_line():
         fit(model, BF16True())
 
 
-@pytest.mark.parametrize(("name", "said"), [("FSDPStrategy", "FSDP1"), ("DeepSpeedStrategy", "DeepSpeed")])
-def test_a_strategy_with_a_precision_of_its_own_is_refused(name, said):
-    model = Model()
-    strategy = type(name, (), {"root_device": torch.device("cpu")})()
-    model._trainer = type("T", (), {"strategy": strategy})()
-    with pytest.raises(UsageError, match=rf"^plugins: BF16True does not work under {said},"):
-        BF16True().convert_module(model)
-    assert model.layers[0].weight.dtype == torch.float32
-
-
 # two processes
 
 

@@ -3,6 +3,7 @@
 import functools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that the tests start
 from foreign import PLUGINS, CausalLM, ShardedCausalLM, differing, rows, tensors, train
 
+from lightning_tricks._errors import UsageError
+from lightning_tricks.precision import AutoPrecision
 from lightning_tricks.strategies import FSDP2Strategy
 
 PLUGINS["mxfp8"]()  # what it imports takes long: here it is done once for all processes
@@ -41,6 +44,19 @@ def alone(tmp_path_factory):
         return Run(model.losses, tensors(trainer, model), plugin.state_dict() if plugin else {}, folder)
 
     return run
+
+
+@pytest.mark.parametrize("strategy", ["DeepSpeedStrategy", "FSDPStrategy"])
+@pytest.mark.parametrize("name", [*PLUGINS, "auto"])
+def test_a_strategy_with_a_precision_of_its_own_is_refused(name, strategy):
+    plugin, module = {**PLUGINS, "auto": AutoPrecision}[name](), torch.nn.Linear(32, 32)
+    module._trainer = SimpleNamespace(strategy=type(strategy, (), {"root_device": torch.device("cpu")})())
+    said = (
+        rf"^plugins: {type(plugin).__name__} does not work under {strategy}, which has a precision of its own: [^\n]*$"
+    )
+    with pytest.raises(UsageError, match=said):
+        plugin.convert_module(module)
+    assert module.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", PLUGINS)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from monitored import GPT, SHAPE, CountsFlops, Decoding, decoding, fit, same_training
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -22,7 +21,7 @@ from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama, MFUMonitor
 from lightning_tricks._errors import UsageError
 from lightning_tricks.models import Decoder
 from lightning_tricks.optim import param_roles
-from lightning_tricks.precision.float8 import linear as linear_module
+from lightning_tricks.precision.float8 import float8 as float8_module
 from lightning_tricks.precision.float8.layers import choose_layers, too_small
 from lightning_tricks.precision.float8.linear import e4m3_scale, underflow
 
@@ -686,16 +685,6 @@ def test_torchao_missing_or_too_old(monkeypatch, found, recipe, message):
             raise importlib.metadata.PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(linear_module, "version", version)
+    monkeypatch.setattr(float8_module, "version", version)
     with pytest.raises(UsageError, match=message):
         Float8(recipe)
-
-
-def test_a_strategy_with_its_own_precision_is_refused():
-    class Trainer:
-        strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
-
-    module = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    module._trainer = Trainer
-    with pytest.raises(UsageError, match=r"^plugins: Float8 does not work under DeepSpeed"):
-        plugin().convert_module(module)

@@ -29,8 +29,7 @@ from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama
 from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting import training_flops_per_token
 from lightning_tricks.models import Decoder
-from lightning_tricks.precision.float8 import torchao_linear  # noqa: F401  takes long: once for all processes
-from lightning_tricks.precision.float8.linear import layer_stats
+from lightning_tricks.precision.float8.linear import layer_stats  # takes long: once for all processes
 from lightning_tricks.strategies import FSDP2Strategy
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from monitored import LLAMA, Decoding, Memory
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -701,16 +701,6 @@ def test_weights_in_fp16_are_refused_by_name_but_not_for_validation_or_where_the
         fit(Half(), scaled())
     fit(Half(trained=False), scaled())
     trainer_of(scaled(), 1).validate(Half(), DataLoader([0]), verbose=False)
-
-
-def test_a_strategy_with_its_own_precision_is_refused():
-    model = Model()
-    trainer = trainer_of(scaled(), 1)
-    trainer.strategy.__class__ = type("DeepSpeedStrategy", (type(trainer.strategy),), {})
-    assert DeepSpeedStrategy.__name__ == type(trainer.strategy).__name__
-    model._trainer = trainer
-    with pytest.raises(UsageError, match=r"^plugins: FP16Mixed does not work under DeepSpeed[^\n]*$"):
-        trainer.precision_plugin.convert_module(model)
 
 
 # --- a plugin as an object

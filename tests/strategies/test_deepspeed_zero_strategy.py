@@ -44,14 +44,18 @@ from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.mixins import GradientClippingMixin
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
-from lightning_tricks.precision import AutoPrecision, BF16Mixed, BF16True, Float8, FP16Mixed
-from lightning_tricks.precision._autocast import refuse_strategy
+from lightning_tricks.precision import BF16True
 from lightning_tricks.schedules import WarmupCosine, WarmupStableDecay
 from lightning_tricks.strategies import DeepSpeedZeROStrategy, consolidate_deepspeed
-from lightning_tricks.strategies.deepspeed import load_deepspeed as loading
+from lightning_tricks.strategies.deepspeed import settings as loading
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
-from lightning_tricks.strategies.deepspeed.load_deepspeed import compiling, load_deepspeed
-from lightning_tricks.strategies.deepspeed.settings import differing_weights, fitting_sizes, refuse_settings
+from lightning_tricks.strategies.deepspeed.settings import (
+    compiling,
+    differing_weights,
+    fitting_sizes,
+    load_deepspeed,
+    refuse_settings,
+)
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 pytestmark = pytest.mark.slow
@@ -790,16 +794,8 @@ def refused(match, strategy=None, **options):
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(
-    "plugin",
-    [AutoPrecision, BF16Mixed, BF16True, FP16Mixed, lambda: Float8(emulate=True)],
-    ids=["auto", "bf16_mixed", "bf16_true", "fp16_mixed", "float8"],
-)
-def test_precision_plugins_are_refused(plugin):
-    refused(r"plugins: \w+ does not work under DeepSpeed.*trainer\.precision", plugin=plugin())
-
-
 def test_settings_that_deepspeed_has_not_are_refused():
+    refused(r"^plugins: BF16True does not work under DeepSpeedZeROStrategy, .*trainer\.precision", plugin=BF16True())
     refused("trainer.precision=16-mixed on a CPU", precision="16-mixed")
     refused("gradient_clip_algorithm=value", gradient_clip_algorithm="value")
 
@@ -809,16 +805,6 @@ def test_another_device_than_deepspeeds_is_refused(monkeypatch):
     accelerator = load_deepspeed().accelerator.get_accelerator()
     monkeypatch.setattr(accelerator, "device_name", lambda index=None: "cuda")
     refused("DS_ACCELERATOR=cpu")
-
-
-def test_a_plugins_own_check_knows_the_strategy_too():
-    class Trainer:
-        strategy = DeepSpeedZeROStrategy(2)
-
-    module = CausalLM()
-    module._trainer = Trainer
-    with pytest.raises(UsageError, match="does not work under DeepSpeed"):
-        refuse_strategy(BF16Mixed(), module)
 
 
 def test_wrong_options_are_refused():

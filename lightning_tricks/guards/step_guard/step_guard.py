@@ -14,9 +14,10 @@ from torch import Tensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._random_state import gather
+from lightning_tricks._refusals import refuse
 from lightning_tricks._replaced import replaced
 from lightning_tricks._samples import step_samples
-from lightning_tricks._trainer import is_a, logging_step, optimizer_index, unwrapped
+from lightning_tricks._trainer import is_a, logging_step, optimizer_index, unwrapped, weights_layout
 from lightning_tricks.guards.step_guard.judgement import Judgement, any_rank
 from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers
 from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow
@@ -165,10 +166,10 @@ class StepGuard(pl.Callback):
         if self._is_deepspeed:
             strategy: Any = trainer.strategy
 
-            def refuses(norm: Tensor) -> bool:
+            def veto(norm: Tensor) -> bool:
                 return bool(self._judge(trainer, pl_module, index, norm))
 
-            self._enter(strategy.judged_step(refuses))
+            self._enter(strategy.step_with_veto(veto))
             return
         scaler = self._scaler
         _refuse_scaled(trainer, optimizer, scaler)
@@ -301,14 +302,9 @@ class StepGuard(pl.Callback):
 
 def _refuse(trainer: Any, pl_module: Any, recheck: bool) -> None:
     """Refuse a run whose steps cannot be skipped, or not be computed again."""
-    if is_a(trainer.strategy, "DeepSpeedStrategy"):
-        if not hasattr(trainer.strategy, "judged_step"):
-            raise UsageError(
-                f"StepGuard: {type(trainer.strategy).__name__} leaves clip and step to DeepSpeed's engine, which asks "
-                "nobody in between: take DeepSpeedZeROStrategy, or leave StepGuard out"
-            )
-        if recheck:
-            raise UsageError("StepGuard.recheck=True: DeepSpeed's engine cannot repeat a step; set it to false")
+    refuse("StepGuard", trainer.strategy, "StepGuard:")
+    if recheck and weights_layout(trainer.strategy) == "engine":
+        raise UsageError("StepGuard.recheck=True: DeepSpeed's engine cannot repeat a step; set it to false")
     layers = [layer for optimizer in trainer.optimizers for layer in layers_of(unwrapped(optimizer))]
     if any(isinstance(layer, torch.optim.LBFGS) for layer in layers):
         raise UsageError("StepGuard: LBFGS computes several losses a step; take StepGuard out, or use AdamW")

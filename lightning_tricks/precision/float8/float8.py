@@ -1,8 +1,12 @@
 """fp8 matrix products over bf16: the large layers, converted in place before the model is compiled and sharded."""
 
+import logging
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -13,13 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info
+from lightning_tricks._refusals import refuse
 from lightning_tricks._trainer import trainer_of
-from lightning_tricks.precision._autocast import refuse_strategy
 from lightning_tricks.precision.bf16_mixed import BF16Mixed
 from lightning_tricks.precision.float8 import layers as choosing
-from lightning_tricks.precision.float8 import linear
 
 Base = Literal["bf16-mixed", "bf16-true"]
+_LINEAR = "lightning_tricks.precision.float8.linear"
 
 
 class Float8(pl.plugins.Precision):
@@ -79,7 +83,9 @@ class Float8(pl.plugins.Precision):
         self.peak_dtype = None if emulate else "fp8"
         self.fp8_layers: dict[str, nn.Linear] = {}
         self.converted_share = 0.0
-        self._template = linear.load_template(recipe, emulate)
+        _refuse_torchao(recipe)
+        linear = _load_linear()
+        self._template = linear.template(recipe, emulate)
         self._settings = linear.LayerSettings(
             recipe, choosing.MULTIPLE[recipe], evaluate_in_bf16, needs_compile=not (emulate or allow_eager)
         )
@@ -104,17 +110,14 @@ class Float8(pl.plugins.Precision):
 
         Only weights of layers that are converted before sharding can be gathered in fp8. Works on the meta device too.
         """
-        from lightning_tricks.precision.float8.torchao_linear import gather_in_fp8
-
         converted = self._convert(module)
         if self._gather_in_fp8:
-            gather_in_fp8(converted, self.emulate)
+            _load_linear().gather_in_fp8(converted, self.emulate)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the layers that are not converted yet; show the table; then do what the base does."""
-        from lightning_tricks.precision.float8.torchao_linear import Scales, gathers_in_fp8, unwrap_unsharded
-
-        refuse_strategy(self, module)
+        linear = _load_linear()
+        refuse("a precision plugin", getattr(trainer_of(module), "strategy", None), "plugins: Float8")
         self._refuse_device(module)
         self._convert(module)
         linears = choosing.named_linears(module)
@@ -123,10 +126,10 @@ class Float8(pl.plugins.Precision):
         self.fp8_layers = {name: layer for name, layer in linears.items() if self._is_mine(layer)}
         if not self.fp8_layers:
             raise choosing.nothing_to_convert(self.recipe, [self._skipped.get(layer, "") for layer in linears.values()])
-        unwrap_unsharded(linears.values())
+        linear.unwrap_unsharded(linears.values())
         module = self._base.convert_module(module)
-        gathered = [layer for layer in self.fp8_layers.values() if gathers_in_fp8(layer)]
-        self._scales = Scales(gathered) if gathered else None
+        gathered = [layer for layer in self.fp8_layers.values() if linear.gathers_in_fp8(layer)]
+        self._scales = linear.Scales(gathered) if gathered else None
         sizes = {name: layer.out_features * layer.in_features for name, layer in linears.items()}
         self.converted_share = sum(sizes[name] for name in self.fp8_layers) / sum(sizes.values())
         rank_zero_info(self._summary(linears, len(gathered)))
@@ -187,13 +190,14 @@ class Float8(pl.plugins.Precision):
             rank's shard; while it is not gathered, every rank must call.
         """
         shard = None if self._scales is None else self._scales.shards.get(layer)
-        return linear.layer_stats(layer, input, shard, self.recipe)
+        return _load_linear().layer_stats(layer, input, shard, self.recipe)
 
     def _is_mine(self, layer: nn.Module) -> bool:
-        return isinstance(layer, linear.CheckedLinear) and layer.fp8 is self._settings
+        return getattr(layer, "fp8", None) is self._settings
 
     def _convert(self, module: nn.Module) -> list[nn.Linear]:
         """Convert the chosen layers that are not converted yet, and return them."""
+        linear = _load_linear()
         for name, layer in choosing.named_linears(module).items():
             # another plugin converted it, or its longer name in the whole module is excluded
             stays = self._is_mine(layer) and not choosing.excludes(self.exclude, name)
@@ -240,3 +244,36 @@ class Float8(pl.plugins.Precision):
         }
         share = f"{self.converted_share:.1%} of the linear layers' multiply-adds in fp8"
         return f"Float8: {share} ({'; '.join(facts)})\n{choosing.layers_table(notes)}"
+
+
+def _refuse_torchao(recipe: str) -> None:
+    """Refuse a torchao that is missing or too old."""
+    needed = "0.18" if recipe == "mxfp8" else "0.17"
+    try:
+        found = version("torchao")
+    except PackageNotFoundError:
+        raise UsageError("plugins: Float8 needs torchao: pip install 'lightning_tricks[fp8]'") from None
+    if _numbers(found) < _numbers(needed):
+        raise UsageError(
+            f"plugins: Float8(recipe={recipe!r}) needs torchao {needed} or later, found {found}: "
+            "pip install -U 'lightning_tricks[fp8]'"
+        )
+
+
+def _load_linear() -> Any:
+    """The module `linear`, which imports torchao."""
+    if _LINEAR in sys.modules:
+        return sys.modules[_LINEAR]
+    # torchao warns about its own kernels that this machine cannot load; its float8 layers use torch's
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("torchao", "torch.utils._pytree"))}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        return import_module(_LINEAR)
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

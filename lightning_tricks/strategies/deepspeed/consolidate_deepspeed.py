@@ -1,18 +1,29 @@
-"""Make one plain file of a checkpoint folder that DeepSpeed wrote, on one machine and without its processes."""
+"""DeepSpeed's checkpoint folders: written so that a kill leaves the older one, and made one plain file.
+
+DeepSpeed's engine writes in place. So it is asked for its states by a checkpoint engine that writes nothing, and no
+rank fails, or waits for one that did, while the engine communicates; then all ranks write, and agree on the outcome.
+"""
 
 import contextlib
 import io
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints.swap_in import write_file
+from lightning_tricks._replaced import replaced
+from lightning_tricks.checkpoints.checksummed_file import open_checksummed
+from lightning_tricks.checkpoints.record import checksum_of
+from lightning_tricks.checkpoints.swap_in import fsync_path, write_file
 from lightning_tricks.checkpoints.verify_checkpoint import check_bytes
-from lightning_tricks.strategies.deepspeed.load_deepspeed import load_deepspeed
-from lightning_tricks.strategies.deepspeed.save_deepspeed import TAG
+from lightning_tricks.strategies.deepspeed.settings import load_deepspeed
 
+TAG = "checkpoint"  # the subfolder that Lightning has DeepSpeed write to
+_NOWHERE = "unwritten"  # the folder that the engine is given, and that nobody makes
 # The entries that DeepSpeed adds, and Lightning's state of a run; the other entries are the module's own.
 _DEEPSPEED_KEYS = [
     "module",
@@ -133,3 +144,60 @@ def read_weights(layout: Layout) -> dict[str, Any]:
 
 def _to_fp32(value: Any) -> Any:
     return value.float() if torch.is_tensor(value) and value.is_floating_point() else value
+
+
+def states_to_save(engine: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank's engine would write, by the names of its files in the folder; every rank must call.
+
+    Args:
+        engine: DeepSpeed's, which is trained.
+        checkpoint: of Lightning; its weights and optimizer state are those of the engine.
+    """
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    states: dict[str, Any] = {}
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+
+    class Collect(TorchCheckpointEngine):
+        """Keeps each state under the name of its file."""
+
+        def save(self, state_dict: Any, path: str) -> None:
+            states[str(Path(path).relative_to(_NOWHERE))] = state_dict
+
+        def makedirs(self, path: str, exist_ok: bool = False) -> None:
+            """Make no folder: `write_states` does."""
+
+    no_script = replaced(engine, "_copy_recovery_script", lambda save_path: None)
+    with no_script, replaced(engine, "checkpoint_engine", Collect()):
+        engine.save_checkpoint(_NOWHERE, tag=TAG, client_state=rest, save_latest=False)
+    return states
+
+
+def write_states(states: Mapping[str, Any], folder: Path, group: Any) -> dict[str, int]:
+    """Write this rank's files; for a FolderWriter, which tells the ranks of each other's errors.
+
+    Args:
+        states: of `states_to_save`.
+        folder: to write to.
+        group: the process group of the writing threads; None for the default one.
+
+    Returns:
+        The CRC-32 of each file, by its name.
+
+    Raises:
+        OSError: what the file system says of this rank's files.
+    """
+    checksums = {}
+    for name, state in states.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        with open_checksummed(folder / name) as file:
+            torch.save(state, file)  # type: ignore[arg-type]
+        checksums[name] = file.checksum
+    if dist.get_rank(group) == 0:
+        tools = Path(load_deepspeed().__file__).parent / "utils"
+        shutil.copy(tools / "zero_to_fp32.py", folder)  # DeepSpeed's program that makes one file of the folder
+        (folder / "latest").write_text(TAG)  # in which DeepSpeed looks for the name of the subfolder
+        for name in ("zero_to_fp32.py", "latest"):
+            fsync_path(folder / name)
+            checksums[name] = checksum_of(folder / name)
+    return checksums

@@ -3,11 +3,12 @@
 import argparse
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
@@ -17,10 +18,14 @@ from lightning_tricks._trainer import configured_optimizers, is_accumulating
 from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.strategies.broadcast import broadcast
 from lightning_tricks.strategies.deepspeed import settings
-from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import Layout, read_layout, read_weights
-from lightning_tricks.strategies.deepspeed.judged_step import judged_step
-from lightning_tricks.strategies.deepspeed.load_deepspeed import check_installed, compiling, load_deepspeed
-from lightning_tricks.strategies.deepspeed.save_deepspeed import states_to_save, write_states
+from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import (
+    Layout,
+    read_layout,
+    read_weights,
+    states_to_save,
+    write_states,
+)
+from lightning_tricks.strategies.deepspeed.settings import check_installed, compiling, load_deepspeed
 from lightning_tricks.strategies.verify_together import read_together, verify_together
 from lightning_tricks.strategies.write_folder import FolderWriter
 
@@ -203,9 +208,44 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         wrapped.external_loss_scale = wrapped.loss_scale / factor
         wrapped.custom_loss_scaler = True
 
-    def judged_step(self, refuses: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
-        """Inside the `with`, skip the step if `refuses(its gradient norm)` returns True, see `judged_step.py`."""
-        return judged_step(self.deepspeed_engine, self.optimizers[0], refuses)
+    @contextmanager
+    def step_with_veto(self, veto: Callable[[Tensor], bool]) -> Iterator[None]:
+        """Inside the `with`, skip each step for which `veto` returns True: weights and state stay, a scheduler goes on.
+
+        DeepSpeed clips and steps in one call, and skips only a step that overflowed: it takes this one for an overflow.
+
+        Args:
+            veto: called once a step, on every rank, with the norm of all gradients before the clip and without the loss
+                scale, a scalar fp32 tensor; infinite if a gradient is infinite or NaN, or if DeepSpeed found an
+                overflow.
+        """
+        engine, zero = self.deepspeed_engine, cast(Any, self.optimizers[0])
+        measure = "scaled_global_norm" if hasattr(zero, "scaled_global_norm") else "_get_norm_groups"  # stages 1, 2; 3
+        measured, update_scale = getattr(zero, measure), zero._update_scale
+        norms: list[Any] = []
+
+        def measure_and_keep(*args: Any, **kwargs: Any) -> Any:
+            result = measured(*args, **kwargs)
+            norms[:] = result if isinstance(result, list | tuple) else [result]
+            return result
+
+        def ask_and_update_scale(overflow: bool) -> None:
+            scale = zero.loss_scale
+            update_scale(overflow)
+            parts = torch.stack(
+                [torch.as_tensor(norm, dtype=torch.float32, device=engine.device) for norm in norms or [-1]]
+            )
+            norms.clear()
+            # DeepSpeed writes -1 for a norm that is not finite
+            fine = (parts >= 0).all() & torch.tensor(not overflow, device=parts.device)
+            norm = torch.where(fine, torch.linalg.vector_norm(parts) / scale, torch.inf)
+            if veto(norm) and not zero.overflow:
+                zero.overflow = True
+                if engine.lr_scheduler is not None:
+                    engine.lr_scheduler.step()  # which DeepSpeed leaves out after an overflow
+
+        with replaced(zero, measure, measure_and_keep), replaced(zero, "_update_scale", ask_and_update_scale):
+            yield
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Let the engine clip and step."""

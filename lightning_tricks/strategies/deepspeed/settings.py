@@ -1,19 +1,25 @@
-"""DeepSpeed's settings for a run of the Trainer; runs that DeepSpeed does not support are refused."""
+"""DeepSpeed's package, imported when it is needed, its settings for a run, and the runs that it does not support."""
 
-from collections.abc import Sequence
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 from torch import nn
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._refusals import refuse
 from lightning_tricks._tensors import whole_numel
 from lightning_tricks._trainer import is_a
 from lightning_tricks.optim.limits import refuse_limits
-from lightning_tricks.strategies.deepspeed.load_deepspeed import load_deepspeed
 
 Stage = Literal[1, 2, 3]
 _MAX_BUCKET = 200_000_000  # elements of a buffer, Lightning's default
 _MAX_PERSISTENT = 100_000  # elements, DeepSpeed's default for the size below which stage 3 does not shard
+
+INSTALL = "pip install setuptools wheel && DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed>=0.19.8'"
 
 
 def zero_config(stage: int, offload_optimizer: bool, offload_parameters: bool) -> dict[str, Any]:
@@ -70,14 +76,10 @@ def refuse_settings(strategy: Any, trainer: Any) -> None:
             f"offload_parameters=True with stage={strategy.stage}, which keeps weights whole: set stage to 3"
         )
     plugin, device = strategy.precision_plugin, strategy.root_device.type
-    name = type(plugin).__name__
     if device not in ("cpu", "cuda"):
         raise UsageError(f"trainer.accelerator={device}: DeepSpeedZeROStrategy runs on cuda and cpu; use FSDP2Strategy")
     if not is_a(plugin, "DeepSpeedPrecision"):
-        raise UsageError(
-            f"plugins: {name} does not work under DeepSpeed, which has a precision of its own: remove the plugin and "
-            "set trainer.precision, or use FSDP2Strategy"
-        )
+        refuse("a precision plugin", strategy, f"plugins: {type(plugin).__name__}")
     if plugin.precision.startswith("16") and device == "cpu":
         raise UsageError(
             f"trainer.precision={plugin.precision} on a CPU: DeepSpeed has fp16 on GPUs only; set bf16-mixed"
@@ -102,3 +104,64 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers: 
             "schedulers, DeepSpeed takes one optimizer and at most one scheduler: join them, or use FSDP2Strategy"
         )
     refuse_limits(optimizers[0], "flat parameters")
+
+
+def check_installed() -> None:
+    """Refuse to go on without the package; it is not imported.
+
+    Raises:
+        UsageError: it is missing.
+    """
+    if "deepspeed" not in sys.modules and find_spec("deepspeed") is None:
+        raise UsageError(f"strategy: DeepSpeedZeROStrategy needs deepspeed: {INSTALL}")
+
+
+def load_deepspeed() -> Any:
+    """The package `deepspeed`.
+
+    Raises:
+        UsageError: it is missing, or does not import here.
+    """
+    check_installed()
+    try:
+        import deepspeed
+    except Exception as error:  # it probes compilers and devices while it is imported
+        raise UsageError(
+            f"strategy: deepspeed is installed but does not import ({_first_line(error)}): {INSTALL} --force-reinstall"
+        ) from error
+    return deepspeed
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Around code that may compile one of DeepSpeed's own optimizers.
+
+    Raises:
+        UsageError: the code failed because the machine has no C++ compiler, or not CUDA's.
+    """
+    try:
+        yield
+    except Exception as error:
+        missing = _missing_compiler(error)
+        if missing is None:
+            raise
+        raise UsageError(
+            f"the optimizer is compiled when it is made, and {missing} is not there ({_first_line(error)}): "
+            "install it, or take torch.optim.AdamW with fused: true, which needs none"
+        ) from error
+
+
+def _missing_compiler(error: Exception) -> str | None:
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    text = " ".join(f"{type(cause).__name__} {cause}" for cause in causes)
+    if "CUDA_HOME" in text or "MissingCUDA" in text:
+        return "CUDA's compiler nvcc"
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")) and ("c++" in text or "ninja" in text):
+        return "a C++ compiler"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
