@@ -86,4 +86,4 @@ def assert_equal(run: Path, other: Path, start: int, end: int) -> None:
     assert one["state_dict"].keys() == two["state_dict"].keys()
     assert all(torch.equal(one["state_dict"][name], two["state_dict"][name]) for name in one["state_dict"])
     assert str(one["optimizer_states"]) == str(two["optimizer_states"])
-    assert str(one["lightning_tricks"]["rng"]) == str(two["lightning_tricks"]["rng"])
+    assert str(one["random_states"]) == str(two["random_states"])

@@ -9,8 +9,9 @@ import torch
 from two_processes import run
 
 from lightning_tricks._random_state import (
-    gather_random_states,
     random_state,
+    save_random_states,
+    saved_random_states,
     seed_numpy,
     set_random_state,
     set_random_state_of,
@@ -73,7 +74,8 @@ def test_a_rank_that_the_saved_run_did_not_have_gets_a_stream_of_its_own():
 def check_gathering(rank: int) -> None:
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(rank)
-    states = gather_random_states()
+    save_random_states(checkpoint := {})
+    states = saved_random_states(checkpoint)
     assert [state["torch"].equal(torch.Generator().manual_seed(r).get_state()) for r, state in enumerate(states)] == [
         True,
         True,
@@ -81,5 +83,18 @@ def check_gathering(rank: int) -> None:
 
 
 def test_every_process_gets_the_states_of_all():
-    assert len(gather_random_states()) == 1
     run(check_gathering)
+
+
+def test_the_states_are_saved_once_unless_a_callback_gives_its_own():
+    checkpoint = {}
+    assert saved_random_states(checkpoint) is None
+    save_random_states(checkpoint)
+    states = saved_random_states(checkpoint)
+    torch.rand(1)
+    save_random_states(checkpoint)
+    assert len(states) == 1
+    assert saved_random_states(checkpoint) is states
+    own = random_state()
+    save_random_states(checkpoint, own)
+    assert saved_random_states(checkpoint) == [own]

@@ -278,6 +278,16 @@ def test_a_loader_with_a_state_goes_on_after_the_batch_that_was_trained(tmp_path
     assert first + rest == whole
 
 
+def test_random_states_are_found_where_version_0_1_kept_them(tmp_path):
+    whole, _ = fit(tmp_path / "whole", DataLoader(Rows(6), shuffle=True))
+    first, _ = fit(tmp_path, DataLoader(Rows(6), shuffle=True), stop_at=4)
+    checkpoint = torch.load(tmp_path / "step=3.ckpt", weights_only=True)
+    checkpoint["callbacks"]["ExactResume"]["ranks"][0]["random"] = checkpoint.pop("random_states")[0]
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    rest, _ = fit(tmp_path, DataLoader(Rows(6), shuffle=True), ckpt_path=tmp_path / "old.ckpt")
+    assert first + rest == whole
+
+
 def test_passing_over_rows_loads_none_of_them(tmp_path):
     class Counted(Rows):
         loaded = 0

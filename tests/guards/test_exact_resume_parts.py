@@ -15,14 +15,18 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_tricks._random_state import random_state
+from lightning_tricks._random_state import own_randomness, random_state
 from lightning_tricks.guards.exact_resume.exact_resume import _ignored
-from lightning_tricks.guards.exact_resume.order import sampler_state, set_sampler_state
-from lightning_tricks.guards.exact_resume.other_run import describe, transfer
-from lightning_tricks.guards.exact_resume.replay import Position, can_be_replayed, replayed
-from lightning_tricks.guards.exact_resume.seeds import generators_of, number_of, own_randomness
-from lightning_tricks.guards.exact_resume.served_loader import ServedLoader, StatefulLoader
-from lightning_tricks.guards.exact_resume.workers import Worker
+from lightning_tricks.guards.exact_resume.loaders import ServedLoader, StatefulLoader, Worker, can_be_replayed, replayed
+from lightning_tricks.guards.exact_resume.order import (
+    Position,
+    describe,
+    generators_of,
+    number_of,
+    sampler_state,
+    set_sampler_state,
+    transfer,
+)
 
 
 def bits(batches) -> list[str]:

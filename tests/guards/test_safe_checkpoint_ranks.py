@@ -12,7 +12,7 @@ from two_processes import run
 
 from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import SafeCheckpoint
-from lightning_tricks.checkpoints.record import KEY, read_record
+from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.data import ShardWriter, TokenData
 
 
@@ -69,7 +69,7 @@ def two_ranks(rank: int, folder: Path, data: Path) -> None:
     trainer, whole = fit(data, saver, 6, log_every_n_steps=2, **ddp)
     assert sorted(read_record(path).step for path in (folder / "a").glob("step*")) == [2, 3, 4, 6]
     assert saver.last_model_path == str(folder / "a" / "last.ckpt")  # on each rank
-    states = torch.load(folder / "a" / "step=3.ckpt", weights_only=True)[KEY]["rng"]
+    states = torch.load(folder / "a" / "step=3.ckpt", weights_only=True)["random_states"]
     assert len(states) == 2
     _, resumed = fit(data, SafeCheckpoint(folder / "b"), 6, folder / "a" / "step=3.ckpt", **ddp)
     assert resumed.losses == whole.losses[3:]  # with each rank's own dropout

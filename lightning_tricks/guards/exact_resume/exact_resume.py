@@ -14,7 +14,13 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._random_state import gather, random_state, set_random_state_of
+from lightning_tricks._random_state import (
+    gather,
+    random_state,
+    save_random_states,
+    saved_random_states,
+    set_random_state_of,
+)
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import (
     batch_progress,
@@ -31,15 +37,20 @@ from lightning_tricks._trainer import (
 from lightning_tricks.guards.exact_resume.left_out import (
     catch_up,
     follow_accumulation,
+    hold_back_savers,
     left_out,
     put_back,
     warn_of_epoch_means,
 )
-from lightning_tricks.guards.exact_resume.other_run import describe, say, transfer
-from lightning_tricks.guards.exact_resume.replay import Replay, can_be_replayed, replayed
-from lightning_tricks.guards.exact_resume.served_loader import ServedLoader, StatefulLoader
-from lightning_tricks.guards.exact_resume.whole_steps import hold_back_savers
-from lightning_tricks.guards.exact_resume.workers import has_state
+from lightning_tricks.guards.exact_resume.loaders import (
+    Replay,
+    ServedLoader,
+    StatefulLoader,
+    can_be_replayed,
+    has_state,
+    replayed,
+)
+from lightning_tricks.guards.exact_resume.order import describe, say, transfer
 
 _CANNOT_FOLLOW = (
     "it cannot be resumed in mid-epoch and starts again; give a DataLoader over a dataset that is no iterator, or a "
@@ -82,7 +93,9 @@ class ExactResume(pl.Callback):
         self._followed: list[Replay | StatefulLoader | None] = []  # in the order of the training loaders
         self._names: list[str] = []
         self._loaded: dict[str, Any] | None = None  # the state of a checkpoint
-        self._at_end: dict[str, Any] | None = None  # of this process, when training ended
+        self._random: list[dict[str, Any]] = []  # of the checkpoint's processes
+        self._at_end: dict[str, Any] | None = None  # state of this process when training ended
+        self._random_at_end: dict[str, Any] | None = None
         self._more_batches = 0  # to add to those done, where batches have another size now
         self._resumed_at = 0  # batches of the epoch that another process has trained
         self._has_trained = False  # a batch, in this fit
@@ -148,8 +161,7 @@ class ExactResume(pl.Callback):
             catch_up(self._trainer, state)
 
     def _set_random_state(self) -> None:
-        assert self._loaded is not None
-        set_random_state_of(self._trainer.global_rank, [rank["random"] for rank in self._loaded["ranks"]])
+        set_random_state_of(self._trainer.global_rank, self._random)
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """On resume, count in this run's batches and restore the random state."""
@@ -204,7 +216,7 @@ class ExactResume(pl.Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Keep the state for a checkpoint that is saved after `fit`, when Lightning has let its loaders go."""
-        self._at_end = self._own_state()
+        self._at_end, self._random_at_end = self._own_state(), random_state()
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Put the replaced methods back."""
@@ -231,7 +243,7 @@ class ExactResume(pl.Callback):
     def _own_state(self) -> dict[str, Any]:
         over = self._epoch_is_over()
         loaders = [None if f is None else self._loader_state(f, over) for f in self._followed]
-        return {"random": random_state(), "loaders": loaders, "left_out": left_out(self._trainer)}
+        return {"loaders": loaders, "left_out": left_out(self._trainer)}
 
     def _loader_state(self, follower: Replay | StatefulLoader, over: bool) -> dict[str, Any]:
         if isinstance(follower, StatefulLoader):
@@ -240,7 +252,7 @@ class ExactResume(pl.Callback):
         return describe(follower.loader, data_rank(self._trainer)[1]) | {"position": dict(vars(position))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Of every process: where its loaders are, from the start of a step, and its random state. Every rank calls."""
+        """Of every process: where its loaders are, from the start of a step. Every rank calls."""
         if self._trainer is None:
             return {}
         ranks = gather(self._at_end or self._own_state())
@@ -248,6 +260,7 @@ class ExactResume(pl.Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """A save within a step, as after an exception, is written as one from the step's start: its data come again."""
+        save_random_states(checkpoint, self._random_at_end)
         if self._at_end is None:
             rewind_to_step(checkpoint, *self._within_step())
 
@@ -257,7 +270,11 @@ class ExactResume(pl.Callback):
         if not self._resumes:
             return
         state = checkpoint["callbacks"].get(self.state_key)
-        if state is not None and not state["epoch_over"]:
+        if state is None:
+            return
+        # a checkpoint of version 0.1 has the random states here
+        self._random = saved_random_states(checkpoint) or [rank["random"] for rank in state["ranks"]]
+        if not state["epoch_over"]:
             reopen_epoch(checkpoint)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ import torch
 import lightning_tricks
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._random_state import gather_random_states
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import is_a
 from lightning_tricks.checkpoints.other_weights import other_weights
@@ -22,16 +21,16 @@ _recipes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # YAML by SaveConfi
 
 
 def content(trainer: Trainer, module: Module, record: Record) -> dict[str, Any]:
-    """The value of `checkpoint[KEY]`, plain types and tensors; every rank must call.
+    """The value of `checkpoint[KEY]`, plain types.
 
-    Its entries: `record`, the fields of a Record without checksums; `rng`, the random state of each rank; `recipe`, the
-    command line's settings as YAML, None in a run from Python; `versions`; `module`, the LightningModule's class.
+    Its entries: `record`, the fields of a Record without checksums; `recipe`, the command line's settings as YAML, None
+    in a run from Python; `versions`; `module`, the LightningModule's class. The checkpoints of version 0.1 also have
+    `rng`, the random state of each rank, which now is the checkpoint's own entry: see `save_random_states`.
     """
     fields = asdict(record)
     del fields["checksums"]
     return {
         "record": fields,
-        "rng": gather_random_states(),
         "recipe": recipe_of(trainer),
         "versions": versions(),
         "module": class_name(module),

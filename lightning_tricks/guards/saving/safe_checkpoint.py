@@ -9,7 +9,7 @@ from weakref import proxy
 import torch
 
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
-from lightning_tricks._random_state import set_random_state_of
+from lightning_tricks._random_state import save_random_states, saved_random_states, set_random_state_of
 from lightning_tricks._trainer import batch_progress, is_accumulating, is_last_step, logging_step, validation_follows
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.record import KEY, Record, record_of
@@ -168,7 +168,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if run := record_of(checkpoint).run:
             self._run = self._folder.run = run
             self._is_new_run = False
-        self._rng = checkpoint.get(KEY, {}).get("rng")
+        self._rng = saved_random_states(checkpoint) or checkpoint.get(KEY, {}).get("rng")
         if self._rng:
             set_random_state_of(trainer.global_rank, self._rng)
         if trainer.ckpt_path:
@@ -312,6 +312,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if KEY not in checkpoint:
             saving = next((one._saving for one in savers_of(trainer, SafeCheckpoint) if one._saving), None)
             checkpoint[KEY] = content(trainer, pl_module, saving or self._new_record(trainer, permanent=True))
+        save_random_states(checkpoint)
 
     def _on_update(self, records: Records) -> None:
         """Show Lightning and the loggers what is in the folder; on rank 0, in the thread that wrote a checkpoint."""

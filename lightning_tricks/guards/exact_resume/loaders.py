@@ -1,25 +1,38 @@
-"""A DataLoader that knows where it is, and goes on from there: the rows in their order, and their random numbers.
+"""Training loaders that know where they are, and go on from there: the rows in their order, and their random numbers.
 
-A pass is one iteration over the loader. Its order follows from the samplers' state at its start, its random numbers
-from one seed, the number of the pass and the number of the batch. So three numbers say where the loader is. Rows with
-an index are passed over in the sampler, without loading them. An IterableDataset is read again and the batches are
-dropped, unless it has `state_dict` and `load_state_dict`.
+A pass is one iteration over a loader. Its order follows from the samplers' state at its start, its random numbers from
+one seed, the number of the pass and the number of the batch. So three numbers say where a DataLoader is. Rows with an
+index are passed over in the sampler, without loading them. An IterableDataset is read again and the batches are
+dropped, unless it has `state_dict` and `load_state_dict`. A loader of another kind is served as it is, and followed if
+it has these two methods itself.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
+from lightning_tricks import _random_state
+from lightning_tricks._random_state import own_randomness, seed_process
 from lightning_tricks._trainer import is_a
-from lightning_tricks.guards.exact_resume.order import Order, sampler_state, set_sampler_state
-from lightning_tricks.guards.exact_resume.seeds import generators_of, number_of, own_randomness
-from lightning_tricks.guards.exact_resume.served_loader import Places
-from lightning_tricks.guards.exact_resume.workers import Worker, has_state, is_iterable
+from lightning_tricks.guards.exact_resume.order import (
+    Order,
+    Position,
+    generators_of,
+    is_iterable,
+    number_of,
+    sampler_state,
+    set_sampler_state,
+)
 
 _END = object()
+
+
+def has_state(owner: Any) -> bool:
+    """Whether an object says where it is, and can be put there."""
+    return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
 
 
 def can_be_replayed(loader: Any) -> bool:
@@ -30,27 +43,164 @@ def can_be_replayed(loader: Any) -> bool:
     return not own_way and (has_state(loader.dataset) or not hasattr(loader.dataset, "__next__"))
 
 
-@dataclass(frozen=True)
-class Position:
-    """The next batch of a loader.
+class Places:
+    """Where a loader was before each of the batches that it has served in an epoch, from the running step on."""
 
-    Args:
-        number: of the pass, from 0.
-        batches: taken in this pass.
-        order: `sampler_state` at the start of the pass.
-        rounds: batches that each worker had made when the dataset's states in `datasets` were taken.
-        datasets: state of the dataset in each worker; None for a dataset without one.
-        cycles: passes that ended since the epoch began, of a loader that is shorter than another one.
-        seed: that of the loader.
+    def __init__(self) -> None:
+        self._places: list[Any] = []
+        self._forgotten = 0
+
+    def begin_epoch(self) -> None:
+        """Count batches from 0 again."""
+        self._places, self._forgotten = [], 0
+
+    def add(self, place: Any) -> None:
+        """Note the place before the next batch."""
+        self._places.append(place)
+
+    def forget_before(self, batch: int) -> None:
+        """Forget the places before the batches that come before one of the epoch."""
+        number = min(max(batch - self._forgotten, 0), len(self._places))
+        del self._places[:number]
+        self._forgotten += number
+
+    def before(self, batch: int, now: Callable[[], Any]) -> Any:
+        """The place before a batch of the epoch; for one that was not served yet, what `now` returns."""
+        index = batch - self._forgotten
+        return self._places[index] if 0 <= index < len(self._places) else now()
+
+
+class ServedLoader:
+    """Serves the batches of any iterable and calls `fetched` after each; in all else it answers as the loader does."""
+
+    def __init__(self, loader: Any, fetched: Callable[[], None]) -> None:
+        self._loader, self._fetched = loader, fetched
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # of a copy that is still empty
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self._fetched()
+            yield batch
+
+
+class StatefulLoader(ServedLoader):
+    """Keeps the states of a loader that says where it is, by `state_dict` and `load_state_dict`, before its batches.
+
+    Lightning's own way saves the state as of the batch that it has fetched ahead, which is then left out.
     """
 
-    number: int = -1
-    batches: int = 0
-    order: list[dict[str, Any]] = field(default_factory=list)
-    rounds: int = 0
-    datasets: list[Any] | None = None
-    cycles: int = 0
-    seed: int = 0
+    state_dict = load_state_dict = None  # for Lightning, which would save and load it as well
+
+    def __init__(self, loader: Any, fetched: Callable[[], None]) -> None:
+        super().__init__(loader, fetched)
+        self.places = Places()
+        self.resumed: dict[str, Any] | None = None  # place from which the next iteration goes on
+        self.at_first_batch: Callable[[], None] | None = None
+        self._cycles = 0  # passes that ended since the epoch began, of a loader that is shorter than another one
+
+    def begin_epoch(self) -> None:
+        """Forget the passes of the epoch before."""
+        self._cycles = 0
+        self.places.begin_epoch()
+
+    def place_before(self, batch: int) -> dict[str, Any]:
+        """The loader's state before a batch of this epoch, and the passes that ended before."""
+        return self.resumed or self.places.before(batch, self._place)
+
+    def next_epoch(self) -> dict[str, Any]:
+        """The place from which the next epoch begins."""
+        return {**self._place(), "cycles": 0, "at_end": True}
+
+    def _place(self) -> dict[str, Any]:
+        return {"state": self._loader.state_dict(), "cycles": self._cycles, "at_end": False}
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed, self.resumed = self.resumed, None
+        if resumed is not None:
+            self._loader.load_state_dict(resumed["state"])
+            self._cycles = resumed.get("cycles", 0)
+        served = yield from self._pass()
+        if not served and resumed is not None and resumed.get("at_end"):  # some loaders then have no batch left
+            self._cycles = 0
+            yield from self._pass()
+
+    def _pass(self) -> Generator[Any, None, int]:
+        """Serve one pass; returns the number of batches."""
+        number = 0
+        iterator = iter(self._loader)  # a loader may begin its pass, or go on from a state, no earlier than here
+        while True:
+            place = self._place()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                self._cycles += 1
+                return number
+            self.places.add(place)
+            number += 1
+            if self.at_first_batch is not None:
+                self.at_first_batch()
+                self.at_first_batch = None
+            self._fetched()
+            yield batch
+
+
+class Worker:
+    """`worker_init_fn` and `collate_fn` of a loader: both are called in the worker, around the making of each batch.
+
+    Each batch is made under a seed of its own. With workers the seed of the next batch is set when one is finished; in
+    the main process the caller sets it.
+
+    Args:
+        loader: whose own two functions are called as well.
+        key: parts of the seed: the run's seed, rank and pass.
+        first: number of the first batch that the workers make together; with an IterableDataset, that each makes.
+        states: of the IterableDataset, for each worker; None to read it from its start.
+    """
+
+    def __init__(self, loader: DataLoader, key: tuple[Any, ...], first: int, states: list[Any] | None) -> None:
+        self.init: Callable[[int], Any] | None = loader.worker_init_fn
+        self.collate: Callable[[Any], Any] = loader.collate_fn
+        self.workers, self.iterable = loader.num_workers, is_iterable(loader)
+        self.rows = loader.batch_size or 1
+        self.key, self.first, self.states = key, first, states
+        self.stateful = self.iterable and has_state(loader.dataset)
+        self.dataset: Any = None if self.workers else loader.dataset
+        self.number = self.worker = 0
+        self.generators: list[_random_state.Generator] = []
+
+    def start(self, worker: int) -> None:
+        """In a worker, before its first batch."""
+        if self.init is not None:
+            self.init(worker)
+        info: Any = get_worker_info()
+        self.dataset, self.worker = info.dataset, worker
+        self.number = self.first + (0 if self.iterable else worker)
+        self.generators = [] if self.stateful else generators_of(self.dataset)
+        if self.states is not None:
+            self.dataset.load_state_dict(self.states[worker])
+        self._seed()
+
+    def finish(self, samples: Any) -> Any:
+        """Collate a batch; of a dataset with a state, (batch, worker, state, whether the data are at their end)."""
+        batch = self.collate(samples)
+        if self.workers:
+            self.number += 1 if self.iterable else self.workers
+            self._seed()
+        if not self.stateful:
+            return batch
+        ended = isinstance(samples, list) and len(samples) < self.rows
+        return batch, self.worker, self.dataset.state_dict(), ended
+
+    def _seed(self) -> None:
+        place = (self.worker, self.number) if self.iterable else (self.number,)
+        seed_process(number_of(*self.key, *place), self.generators)
 
 
 class Replay:
