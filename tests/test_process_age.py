@@ -12,7 +12,7 @@ from lightning_tricks import _process_age
 from lightning_tricks._process_age import process_age, start_ticks
 from lightning_tricks.guards.hang_watchdog.place import started_at
 from lightning_tricks.guards.preemption import time_limit
-from lightning_tricks.monitors.goodput import process_start
+from lightning_tricks.monitors import goodput_monitor
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the age comes from /proc")
 
@@ -60,10 +60,10 @@ def test_without_a_start_everything_counts_from_the_import(tmp_path, monkeypatch
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "stat").write_text(text)
     monkeypatch.setattr(_process_age, "_PROC", tmp_path)
-    monkeypatch.setattr(process_start, "_has_fitted", False)
+    monkeypatch.setattr(goodput_monitor, "_has_fitted", False)
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     assert process_age() is None
-    assert process_start.fit_start() == process_start._imported_at
+    assert goodput_monitor.fit_start() == goodput_monitor._imported_at
     assert time_limit.process_start() == time_limit._imported < time.monotonic()
     minutes = (time.monotonic() - time_limit._imported) / 60 + 5  # a run with five minutes left goes on
     assert time.monotonic() < time_limit.deadline(minutes, 5.0)

@@ -11,7 +11,7 @@ from lightning_tricks.callbacks import TotalTokens
 from lightning_tricks.checkpoints.find_checkpoint import Candidate
 from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, short
 from lightning_tricks.language_model import LanguageModel
-from lightning_tricks.monitors.dashboard.tensorboard_dashboard import PAGE
+from lightning_tricks.monitors.tensorboard_dashboard import PAGE
 
 _LENGTHS = ("--trainer.max_steps", "--trainer.max_epochs", "--total_tokens")
 _START = ("--ckpt_path", "--resume", "--init_from")  # the options that say where a run starts

@@ -17,7 +17,7 @@ from lightning_tricks.callbacks import (
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama
 from lightning_tricks.models.attention import max_logit
-from lightning_tricks.monitors.goodput.device_wait import device_wait_on
+from lightning_tricks.monitors._clock import device_wait_on
 from lightning_tricks.monitors.memory_monitor import device_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -22,10 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks.accounting.goodput import PARTS
 from lightning_tricks.callbacks import GoodputMonitor, MetricBuffer, SafeCheckpoint, StepGuard
-from lightning_tricks.monitors import _stopwatch
-from lightning_tricks.monitors.goodput import goodput_monitor, process_start
-from lightning_tricks.monitors.goodput.device_wait import DeviceWait
-from lightning_tricks.monitors.goodput.goodput_monitor import SKIPPED, newly_skipped
+from lightning_tricks.monitors import _clock, goodput_monitor
+from lightning_tricks.monitors._clock import DeviceWait
+from lightning_tricks.monitors.goodput_monitor import SKIPPED, newly_skipped
 
 AGE = 10.0  # seconds of each process before its first fit
 
@@ -40,10 +39,10 @@ class Clock:
         return self.now
 
     def rule(self, setattr=setattr):
-        setattr(_stopwatch, "clock", self)
-        setattr(process_start, "wall_clock", self)
-        setattr(process_start, "process_age", lambda: AGE)
-        setattr(process_start, "_has_fitted", False)
+        setattr(_clock, "clock", self)
+        setattr(goodput_monitor, "wall_clock", self)
+        setattr(goodput_monitor, "process_age", lambda: AGE)
+        setattr(goodput_monitor, "_has_fitted", False)
         return self
 
 
@@ -377,7 +376,7 @@ def test_a_clock_that_was_set_back_takes_no_time_away(clock, tmp_path):
 
 def test_a_process_older_than_its_checkpoint_counts_no_second_twice(clock, tmp_path, monkeypatch):
     fit(clock, None, save_every(3, tmp_path), max_steps=3)  # from 990 to 1017
-    monkeypatch.setattr(process_start, "_has_fitted", False)
+    monkeypatch.setattr(goodput_monitor, "_has_fitted", False)
     clock.now += 4.0
     # as a process that started 10 seconds ago, within the first one's time, and waited for the checkpoint
     monitor, _ = fit(clock, None, max_steps=5, ckpt_path=tmp_path / "step=3.ckpt")
@@ -651,14 +650,14 @@ def test_the_file_is_written_with_a_save_and_on_log_steps_ten_seconds_apart(cloc
 
 
 def test_a_notebook_counts_from_now(monkeypatch):
-    monkeypatch.setattr(process_start, "_has_fitted", False)
+    monkeypatch.setattr(goodput_monitor, "_has_fitted", False)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before = time.time()
-    assert before <= process_start.fit_start() <= time.time()
+    assert before <= goodput_monitor.fit_start() <= time.time()
 
 
 def test_a_real_run_adds_up_to_the_time_outside(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(process_start, "_has_fitted", True)  # so that it counts from the fit on
+    monkeypatch.setattr(goodput_monitor, "_has_fitted", True)  # so that it counts from the fit on
 
     class Inner(pl.Callback):
         """Lies within the time that is counted."""
@@ -692,7 +691,7 @@ def train_two(rank, folder):
     clock = Clock().rule()
     if rank:
         clock.now += 1.0
-        process_start.process_age = lambda: 500.0  # another rank's times do not count
+        goodput_monitor.process_age = lambda: 500.0  # another rank's times do not count
     monitor = GoodputMonitor()
     trainer = trainer_with(
         clock, monitor, save_every(3, folder), devices=2, strategy="ddp", use_distributed_sampler=False

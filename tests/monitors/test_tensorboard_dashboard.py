@@ -1,6 +1,5 @@
 """The dashboard: its charts, link, cards, picture and result; and that training does not notice it."""
 
-import copy
 import functools
 import html
 import importlib
@@ -10,12 +9,12 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import short_run
 import torch
@@ -32,9 +31,8 @@ from torch.optim import lr_scheduler
 
 from lightning_tricks.callbacks import MetricBuffer, PrecisionMonitor, TensorBoardDashboard
 from lightning_tricks.loggers import ResumingTensorBoardLogger
-from lightning_tricks.monitors.dashboard.lr_curve import CURVE, LONGEST_WALK, draw_curve, planned_lrs
-from lightning_tricks.monitors.dashboard.parts import facts, flat, layout, pinned_link, table
-from lightning_tricks.schedules import ScheduleLR, WarmupLinear
+from lightning_tricks.monitors.tensorboard_dashboard import facts, flat, layout, pinned_link, planned_lrs, table
+from lightning_tricks.schedules import ScheduleLR, WarmupConstant, WarmupLinear
 
 CPU = torch.device("cpu")
 SETTINGS = ["max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val"]
@@ -55,13 +53,13 @@ def test_each_chart_shows_its_series_and_no_other():
     names = [
         "train/loss", "train/loss_of_aux", "xtrain/loss", "val/loss", "train/grad_norm", "train/grad_norm/0",
         "train/clip_norm", "train/lr", "train/lr/1", "train/lr_scale", "throughput/tokens_per_second",
-        "throughput/tokens_per_second_per_device", "throughput/mfu", "throughput/hfu", "memory/peak_rss_gib",
+        "throughput/tokens_per_second_per_device", "throughput/mfu", "throughput/hfu", "memory/peak_rss_gib", "plan/lr",
         "memory/allocation_retries",
     ]  # fmt: skip
     assert charts(layout("train/loss", "val/loss", names), names) == {
         "loss": ["train/loss", "val/loss"],
         "gradient norm before the clip": ["train/grad_norm", "train/clip_norm"],
-        "learning rate": ["train/lr", "train/lr/1"],
+        "learning rate": ["train/lr", "train/lr/1", "plan/lr"],
         "tokens per second": ["throughput/tokens_per_second"],
         "MFU": ["throughput/mfu", "throughput/hfu"],
         "memory, GiB": ["memory/peak_rss_gib"],
@@ -182,112 +180,44 @@ def test_the_facts_count_parameters_of_which_fsdp1_has_left_a_shard_as_a_whole(t
     two_processes.run(_count_under_fsdp1, f"file://{tmp_path}/store")
 
 
-SCHEDULERS = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "partial": lambda o: lr_scheduler.LambdaLR(o, functools.partial(pow, 0.9)),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 30),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=[0.3, 0.4], total_steps=31),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=5), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[5]
-    ),
-    "ScheduleLR": lambda o: ScheduleLR(o, WarmupLinear(warmup_steps=5), 30),
-}
-
-
-def optimizer(**options) -> torch.optim.Optimizer:
+def optimizer() -> torch.optim.Optimizer:
     groups = [{"params": [torch.nn.Parameter(torch.ones(3))]}, {"params": [torch.nn.Parameter(torch.ones(2))]}]
-    return torch.optim.AdamW(groups, lr=0.2, **options)
+    return torch.optim.AdamW(groups, lr=0.2)
 
 
-@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS.keys())
 @pytest.mark.parametrize("done", [0, 7])
-def test_the_planned_learning_rates_are_those_of_the_run(make, done):
-    driven = optimizer()
-    scheduler = make(driven)
+def test_the_planned_learning_rates_are_those_of_the_run(done):
+    driven, own = optimizer(), WarmupConstant(warmup_steps=9)
+    scheduler = ScheduleLR(driven, WarmupLinear(warmup_steps=5), 30, group_schedules=[own, None])
+    scheduler.scale_by(lambda step: 2.0 if step < 10 else 1.0)
     used = []
     for step in range(30):
         if step == done:
-            before = copy.deepcopy((scheduler.state_dict(), [dict(g, params=0) for g in driven.param_groups]))
-            planned = dict(planned_lrs(scheduler, 30))
-            assert (scheduler.state_dict(), [dict(g, params=0) for g in driven.param_groups]) == before
-        used.append(driven.param_groups[0]["lr"])
+            planned = planned_lrs(scheduler, 30)
+        used.append((step, driven.param_groups[0]["lr"]))
         driven.step()
         scheduler.step()
-    first = 0 if isinstance(scheduler, ScheduleLR) else done
-    assert planned == pytest.approx({step: used[step] for step in range(first, 30)})
+    assert planned == [(step, pytest.approx(lr)) for step, lr in used]
 
 
-def test_long_runs_are_drawn_at_chosen_steps_with_the_first_and_the_last():
-    scheduler = lr_scheduler.LambdaLR(optimizer(), lambda step: step)
-    planned = planned_lrs(scheduler, 1001, points=5)
-    assert [step for step, _ in planned] == [0, 250, 500, 750, 1000]
-    assert [lr for _, lr in planned] == pytest.approx([0, 50, 100, 150, 200])
-
-
-def test_the_groups_own_scale_is_taken_out():
+def test_the_plan_of_a_long_run_has_chosen_steps_with_the_first_and_the_last_and_no_groups_scale():
     driven = optimizer()
     driven.param_groups[0].update(lr=0.8, lr_scale=4.0)
-    assert planned_lrs(ScheduleLR(driven, WarmupLinear(warmup_steps=1), 10), 10)[0] == (0, pytest.approx(0.2))
-    driven = optimizer()
-    driven.param_groups[0].update(lr=0.8, lr_scale=4.0)
-    assert planned_lrs(lr_scheduler.ConstantLR(driven, 1.0), 10)[0] == (0, pytest.approx(0.2))
-
-
-class Mine(lr_scheduler.LambdaLR):
-    pass
-
-
-class Callable:
-    def __call__(self, step):
-        raise AssertionError("asked beforehand")
-
-    def method(self, step):
-        raise AssertionError("asked beforehand")
-
-
-def test_what_cannot_be_known_or_copied_safely_is_left_alone():
-    driven = optimizer()
-    assert planned_lrs(lr_scheduler.ReduceLROnPlateau(driven), 10) == []
-    assert planned_lrs(Mine(driven, lambda step: 1.0), 10) == []
-    scheduler = lr_scheduler.LambdaLR(driven, lambda step: 1.0)
-    for function in (Callable(), Callable().method):
-        scheduler.lr_lambdas = [function, function]
-        assert planned_lrs(scheduler, 10) == []
-    scheduler.lr_lambdas = [lambda step: 1.0] * 2
-    assert planned_lrs(scheduler, 1) == planned_lrs(scheduler, -1) == planned_lrs(scheduler, LONGEST_WALK + 1) == []
-    assert len(planned_lrs(scheduler, 10)) == 10
-
-
-def test_a_curve_that_draws_at_random_gives_the_numbers_back():
-    scheduler = lr_scheduler.LambdaLR(optimizer(), lambda step: float(torch.rand(())))
-    state = torch.get_rng_state()
-    planned_lrs(scheduler, 10)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def curve_height(picture: np.ndarray, column: int) -> float:
-    return float(np.mean(np.nonzero((picture[:, column] == CURVE).all(axis=-1))[0]))
-
-
-def test_the_picture_shows_the_curve_between_zero_and_its_highest_value():
-    picture = draw_curve([(step, 2.0 - step / 50) for step in range(101)], "lr", width=500, height=300)
-    assert picture.shape == (300, 500, 3)
-    assert picture.dtype == np.uint8
-    # the frame: 80 left, 20 right, 30 above and below
-    assert curve_height(picture, 81) == pytest.approx(30, abs=2)
-    assert curve_height(picture, 280) == pytest.approx(150, abs=2)
-    assert curve_height(picture, 478) == pytest.approx(270, abs=2)
-    assert draw_curve([(0, 0.0), (1, 0.0)], "lr").shape == (320, 720, 3)
+    planned = planned_lrs(ScheduleLR(driven, WarmupLinear(warmup_steps=1), 1001), 1001, points=5)
+    assert planned == [(step, pytest.approx(0.2 * (1 - max(step - 1, 0) / 1000))) for step in range(0, 1001, 250)]
+    assert planned_lrs(ScheduleLR(driven, WarmupLinear(warmup_steps=1), 5), 0) == []
 
 
 class Scheduled(Model):
+    curve = WarmupLinear(warmup_steps=2)
+
     def __init__(self, **options):
         super().__init__(**options)
         self.save_hyperparameters({"depth": 3, "data": {"name": "text"}})
 
     def configure_optimizers(self):
         driven = super().configure_optimizers()
-        return [driven], [{"scheduler": lr_scheduler.LambdaLR(driven, lambda step: 1 - step / 20), "interval": "step"}]
+        return [driven], [{"scheduler": ScheduleLR(driven, self.curve, 20), "interval": "step"}]
 
 
 class Record(pl.Callback):
@@ -314,6 +244,10 @@ def texts(folder: Path) -> list[tuple[int, str]]:
     ]
 
 
+def plan(folder: Path) -> list[tuple[int, float]]:
+    return points(folder / "run/plan", "plan/lr")
+
+
 def layouts(folder: Path) -> list[layout_pb2.Layout]:
     return [
         layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
@@ -334,9 +268,7 @@ def test_a_run_gets_its_cards(tmp_path, make):
     assert step == 0
     for said in ("| module | Scheduled |", "| parameters | 3 |", "| max_steps | 12 |", "| depth | 3 |"):
         assert said in text
-    run = events(tmp_path / "run")
-    assert [image.step for image in run.Images("schedule")] == [0]
-    assert (run.Images("schedule")[0].width, run.Images("schedule")[0].height) == (720, 320)
+    assert plan(tmp_path) == [(step, pytest.approx(Scheduled.curve.lr(0.1, step, 20))) for step in range(12)]
     (drawn,) = layouts(tmp_path)
     assert [category.title for category in drawn.category] == ["Run", "Inside the model"]
     assert [chart.title for chart in drawn.category[0].chart][:2] == ["loss", "gradient norm before the clip"]
@@ -381,7 +313,7 @@ def test_without_hyperparameters_of_lightnings_the_module_is_named(tmp_path):
     assert points(tmp_path / "run", "hp/val_loss") == [(5, 1004.0)]
     run = events(tmp_path / "run")
     assert "hp_metric" not in run.Tags()["scalars"]
-    assert run.Tags()["images"] == []  # no scheduler
+    assert not (tmp_path / "run/plan").exists()  # no schedule
     assert "train/clip_norm" not in run.Tags()["scalars"]  # no clip
     metadata = run.SummaryMetadata("_hparams_/experiment").plugin_data.content
     shown = plugin_data_pb2.HParamsPluginData.FromString(metadata).experiment.metric_infos
@@ -491,28 +423,37 @@ def test_the_layout_waits_for_the_first_interval_and_is_written_once(tmp_path):
     assert len(layouts(tmp_path)) == 1
 
 
-def test_each_optimizers_schedule_is_drawn_over_the_steps_that_it_takes(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        "lightning_tricks.monitors.dashboard.tensorboard_dashboard.draw_curve",
-        lambda points, title: drawn.append((title, points[0], points[-1])) or draw_curve(points, title),
-    )
+def test_a_resume_writes_the_plan_again_only_where_it_is_another_one(tmp_path):
+    run = {"callbacks": (TensorBoardDashboard(), save_every(10, tmp_path)), "enable_checkpointing": True}
+    fit(logger(tmp_path), 12, model=Scheduled(), **run)
+    run["ckpt_path"] = tmp_path / "step=10.ckpt"
+    fit(logger(tmp_path), 12, model=Scheduled(), **run)
+    (file,) = (tmp_path / "run/plan").iterdir()
+    assert [step for step, _ in plan(tmp_path)] == list(range(12))
+    other = Scheduled()
+    other.curve = WarmupLinear(warmup_steps=4)
+    time.sleep(max(0.0, int(file.name.split(".")[3]) + 1 - time.time()))  # TensorBoard sorts files by their second
+    fit(logger(tmp_path), 12, model=other, **run)
+    assert len([*(tmp_path / "run/plan").iterdir()]) == 2
+    assert plan(tmp_path) == [(step, pytest.approx(other.curve.lr(0.1, step, 20))) for step in range(12)]
 
-    class Two(Model):
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda driven: lr_scheduler.StepLR(driven, 1), {"interval": "step"}),
+        (lambda driven: ScheduleLR(driven, Scheduled.curve, 20), {"interval": "step", "frequency": 2}),
+        (lambda driven: ScheduleLR(driven, Scheduled.curve, 20), {"interval": "epoch"}),
+    ],
+)
+def test_a_curve_that_is_no_function_of_the_step_has_no_plan(tmp_path, make, options):
+    class Other(Model):
         def configure_optimizers(self):
-            both = super().configure_optimizers()
-            halving = [lr_scheduler.StepLR(one, 1, 0.5) for one in both]
-            return both, [
-                {"scheduler": halving[0], "interval": "step", "frequency": 3},
-                {"scheduler": halving[1], "interval": "epoch"},
-            ]
+            driven = super().configure_optimizers()
+            return [driven], [{"scheduler": make(driven), **options}]
 
-    fit(logger(tmp_path), 12, model=Two(manual=True), callbacks=(TensorBoardDashboard(),), max_epochs=2)
-    assert events(tmp_path / "run").Tags()["images"] == ["schedule/0", "schedule/1"]
-    assert drawn == [
-        ("learning rate over steps", (0, 0.1), (9, pytest.approx(0.0125))),
-        ("learning rate over epochs", (0, 0.1), (1, 0.05)),
-    ]
+    fit(logger(tmp_path), 3, model=Other(), callbacks=(TensorBoardDashboard(),))
+    assert not (tmp_path / "run/plan").exists()
 
 
 def test_foreign_names_reach_the_layout_the_link_and_the_result(tmp_path, capsys):

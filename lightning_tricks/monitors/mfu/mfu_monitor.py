@@ -1,8 +1,8 @@
 """Log how fast training goes, and which fraction of the device's peak that is."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
-from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import data_rank, is_accumulating, logging_step
 from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, counting_real_step
 from lightning_tricks.accounting.peak_flops import device_peak
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
-from lightning_tricks.monitors._stopwatch import Stopwatch, compilations_timed
+from lightning_tricks.monitors._clock import Stopwatch, compilations_timed, fence, saves_timed
 from lightning_tricks.monitors.mfu.batch_flops import BatchFlops, contents_of, flops_of_batch, known_batch_flops
 
 _MOST_TRIES = 100  # micro-batches to wait for a first backward pass
@@ -114,7 +113,7 @@ class MFUMonitor(pl.Callback):
         self._counting_scope, self._fit_scope = ExitStack(), ExitStack()  # replaced methods of that time
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Find the buffer, and time checkpoints from now on."""
+        """Find the buffer."""
         self._release()
         self._trainer: Any = trainer
         self._buffer = MetricBuffer.of(trainer)
@@ -122,8 +121,6 @@ class MFUMonitor(pl.Callback):
         self._tries = self._passes = 0  # micro-batches that may still be counted; backward passes of this one
         self._passes_seen = self._above_peak = False
         self._clear()
-        save = self._checkpoint_timed()(trainer.save_checkpoint)
-        self._fit_scope.enter_context(replaced(trainer, "save_checkpoint", save))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Count the batch now: `training_step` may take it apart."""
@@ -204,8 +201,8 @@ class MFUMonitor(pl.Callback):
         else:
             known.passes = int(pl_module.automatic_optimization)
             self._use_flops(known)
-        self._fence = None if device.type == "cpu" else torch.zeros((), device=device)
-        self._watch = Stopwatch("first_step")
+        self._fence, self._watch = fence(device), Stopwatch("first_step")
+        self._fit_scope.enter_context(saves_timed(trainer, self._watch, before=lambda path: self._buffer.flush()))
         self._fit_scope.enter_context(compilations_timed(self._watch))
 
     def _finish_counting(self) -> None:
@@ -238,9 +235,7 @@ class MFUMonitor(pl.Callback):
 
     def _record(self) -> None:
         """Record all micro-batches of the step."""
-        if self._fence is not None:
-            # A device copies it in the order of its stream, so the buffer's transfer waits until the step is done.
-            self._buffer.record("_fence", self._fence)
+        self._buffer.record("_fence", self._fence)
         if self._trainer.world_size > 1:
             self._buffer.record("_tokens", self._tokens, "sum")
             counts = torch.tensor(list(self._counts.values()), dtype=torch.float64)
@@ -276,20 +271,6 @@ class MFUMonitor(pl.Callback):
                 f"TFLOP/s, the peak is taken to be {self._peak / 1e12:.3g} (a CPU that was busy when it was measured, "
                 "a wrong peak_flops, or wrong FLOPs); give peak_flops"
             )
-
-    @contextmanager
-    def _checkpoint_timed(self) -> Iterator[None]:
-        """Leave the seconds that are spent inside out of the training time."""
-        watch = self._watch
-        if watch is None:
-            yield
-            return
-        self._buffer.flush()
-        watch.enter("checkpoint")
-        try:
-            yield
-        finally:
-            watch.leave()
 
     def _release(self) -> None:
         """Stop the clock, end all replacements, and forget what cannot be pickled."""

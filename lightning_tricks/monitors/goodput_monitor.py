@@ -1,26 +1,54 @@
 """Log which share of a run's wall time made progress, and where the rest went, over restarts too."""
 
+import json
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_info
 from lightning_tricks._on_exception import only_warn
+from lightning_tricks._process_age import process_age
 from lightning_tricks._trainer import is_accumulating
-from lightning_tricks.accounting.goodput import bill, fractions
+from lightning_tricks.accounting.goodput import PARTS, Interval, bill, fractions, lost_to_restart
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
-from lightning_tricks.monitors._stopwatch import compilations_timed
-from lightning_tricks.monitors.goodput.device_wait import DeviceWait, device_wait_on
-from lightning_tricks.monitors.goodput.history import History, places_for
-from lightning_tricks.monitors.goodput.process_start import fit_start
-from lightning_tricks.monitors.goodput.run_time import RunTime
-from lightning_tricks.monitors.goodput.timed import fetches_timed, saves_timed
+from lightning_tricks.monitors._clock import (
+    DeviceWait,
+    Stopwatch,
+    compilations_timed,
+    device_wait_on,
+    fence,
+    fetches_timed,
+    saves_timed,
+)
 
+FILE = "goodput.json"
 WRITE_SECONDS = 10.0  # at least, between two writes of the file at log steps
 SKIPPED = "guard/skipped_steps"  # number of steps so far that changed nothing, in each row or in the last row only
+_SAVES = 8  # number of saves in the file: a run resumes from one of its newest checkpoints
+
+wall_clock = time.time
+_imported_at = wall_clock()
+_has_fitted = False
+
+
+def fit_start() -> float:
+    """Seconds since 1970: the start of the process for its first fit; now for a later fit, and in a notebook.
+
+    Where the system does not tell when the process started, it is the time at which this file was imported.
+    """
+    global _has_fitted
+    is_first, _has_fitted = not _has_fitted, True
+    if not is_first or hasattr(sys, "ps1"):  # a notebook may have been open for hours
+        return wall_clock()
+    age = process_age()
+    return _imported_at if age is None else wall_clock() - age
 
 
 def newly_skipped(counts: list[float], before: float) -> tuple[int, float]:
@@ -30,6 +58,139 @@ def newly_skipped(counts: list[float], before: float) -> tuple[int, float]:
         found += count - before if count >= before else count
         before = count
     return round(found), before
+
+
+class RunTime:
+    """Counts every second since the start of the run, over this process and those before it, to one of `PARTS`.
+
+    Args:
+        started_at: time of day from which this process counts. The time since then is set-up.
+    """
+
+    def __init__(self, started_at: float) -> None:
+        self.run = uuid.uuid4().hex  # from the system's randomness: no random state changes
+        self.watch = Stopwatch("setup")
+        self.started_at = started_at
+        self._before_watch = max(wall_clock() - started_at, 0.0)  # seconds before the stopwatch
+        self._corrections = dict.fromkeys(PARTS, 0.0)  # added to the stopwatch's seconds of each part
+        self._corrections["setup"] = self._before_watch
+        self._steps_before = 0.0  # seconds of steps when the last interval ended
+        self._end: tuple[dict[str, float], float] | None = None
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each part so far."""
+        if self._end is not None:
+            return dict(self._end[0])
+        watched = self.watch.read()
+        return {part: correction + watched.get(part, 0.0) for part, correction in self._corrections.items()}
+
+    def now(self) -> float:
+        """The time of day, or that of `end`. It advances by the steady clock, which nobody can set back."""
+        if self._end is not None:
+            return self._end[1]
+        return self.started_at + self._before_watch + math.fsum(self.watch.read().values())
+
+    def end(self) -> None:
+        """Count no longer."""
+        self._end = self._end or (self.seconds(), self.now())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `end` was called."""
+        return self._end is not None
+
+    def resume(self, state: Mapping[str, Any], processes: Iterable[Interval], saves: Iterable[Interval]) -> None:
+        """Take over a checkpoint's `state` of the run, and count the time that was lost since it was saved.
+
+        Args:
+            processes: when earlier processes ran.
+            saves: when they waited for saves.
+        """
+        saved_at: float = state["saved_at"]
+        # This process may have started before the save: its time until then is in the checkpoint already.
+        overlap = min(max(saved_at - self.started_at, 0.0), self._before_watch)
+        self.started_at, self._before_watch = self.started_at + overlap, self._before_watch - overlap
+        self._corrections["setup"] -= overlap
+        lost = lost_to_restart(saved_at, self.started_at, processes, saves)
+        for part in PARTS:
+            self._corrections[part] += state["seconds"].get(part, 0.0) + lost.get(part, 0.0)
+        self.run = state["run"]
+        self._steps_before = self.seconds()["steps"]
+
+    def state(self) -> dict[str, Any]:
+        """The state for a checkpoint: numbers and text only."""
+        return {"run": self.run, "seconds": self.seconds(), "saved_at": self.now()}
+
+    def end_interval(self, steps: int, skipped: int, data: float) -> None:
+        """End a logging interval: take waits for data and skipped steps out of the time of its `steps`.
+
+        Args:
+            skipped: number of steps that changed nothing; each is taken to have the mean step's time.
+            data: seconds of the steps in which the device waited for data.
+        """
+        seconds = self.seconds()["steps"] - self._steps_before
+        data = min(data, seconds)
+        wasted = (seconds - data) * min(skipped / steps, 1.0) if steps else 0.0
+        for part, spent in (("data", data), ("skipped", wasted)):
+            self._corrections["steps"] -= spent
+            self._corrections[part] += spent
+        self._steps_before = self.seconds()["steps"]
+
+
+def places_for(checkpoint: Any) -> list[Path]:
+    """Where the file of a run lies, by the path of a checkpoint: the place of today, then that of earlier versions.
+
+    It is the run's folder where the checkpoint is in `checkpoints`, its folder there, else the checkpoint's own folder.
+    """
+    folder = Path(checkpoint).absolute().parent
+    return [folder.parent / FILE, folder / FILE] if folder.name == "checkpoints" else [folder / FILE]
+
+
+class History:
+    """When the processes of a run ran and when they waited for saves: a small file, read after a kill.
+
+    Args:
+        run: identifier of the run, so that another run's file is not taken for its own.
+        places: where the file may lie; the first of this run's is read.
+    """
+
+    def __init__(self, run: str, places: Iterable[Path] = ()) -> None:
+        self.run = run
+        self.path: Path | None = None  # of the file; None until the first save
+        self.earlier: Sequence[Interval] = ()  # of the processes before this one
+        self.saves: list[Interval] = []
+        self._warn_once = WarnOnce()
+        for path in places:
+            try:
+                found: dict[str, Any] = json.loads(path.read_text())
+                if found["run"] == run:
+                    self.earlier, self.saves = ([(a, b) for a, b in found[name]] for name in ("processes", "saves"))
+                    self.path = places_for(path)[0]  # the file of an earlier version moves
+                    return
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # missing, of another program, or cut off: then lost work counts as down time
+
+    def place_by(self, checkpoint: Any) -> None:
+        """Choose the file's place by a checkpoint, unless it has one already or the checkpoint is not local."""
+        if self.path is None and "://" not in str(checkpoint):
+            self.path = places_for(checkpoint)[0]
+
+    def add_save(self, save: Interval) -> None:
+        """Note a save."""
+        self.saves = [*self.saves, save][-_SAVES:]
+
+    def write(self, process: Interval) -> None:
+        """Replace the file, with this process in it. A kill leaves the old file; a full disk gives one warning."""
+        if self.path is None or not self.path.parent.is_dir():
+            return
+        content = {"run": self.run, "processes": [*self.earlier, process], "saves": self.saves}
+        part = self.path.with_name(f".{FILE}.part")
+        try:
+            part.write_text(json.dumps(content))
+            os.replace(part, self.path)
+        except OSError as error:
+            part.unlink(missing_ok=True)  # written above
+            self._warn_once("file", f"GoodputMonitor: {self.path} cannot be written: {error.strerror}")
 
 
 class GoodputMonitor(pl.Callback):
@@ -90,10 +251,8 @@ class GoodputMonitor(pl.Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Time saves, waits for data and compilations from now on."""
-        device = trainer.strategy.root_device
-        self._fence = 0.0 if device.type == "cpu" else torch.zeros((), device=device)
-        self._device_wait = device_wait_on(device)
-        watch = self._time.watch
+        device, watch = trainer.strategy.root_device, self._time.watch
+        self._fence, self._device_wait = fence(device), device_wait_on(device)
         self._fit_scope.enter_context(fetches_timed(trainer, watch, self._device_wait))
         self._fit_scope.enter_context(saves_timed(trainer, watch, self._before_save, self._after_save))
         self._fit_scope.enter_context(compilations_timed(watch))
@@ -155,7 +314,7 @@ class GoodputMonitor(pl.Callback):
         places = places_for(self._trainer.ckpt_path)  # first, because the folder may have been moved
         if state["file"]:
             places.append(Path(state["file"]))
-        self._history = History.read(state["run"], places if self._trainer.is_global_zero else [])
+        self._history = History(state["run"], places if self._trainer.is_global_zero else [])
         self._time.resume(state, self._history.earlier, self._history.saves)
         self._skipped = state["skipped_steps"]
         self._write()
@@ -181,7 +340,6 @@ class GoodputMonitor(pl.Callback):
         """Count the step, and record something that is read when the step is done."""
         if is_accumulating(trainer):
             return
-        # A device copies it in the order of its stream, so the buffer's transfer waits until the step is done.
         self._buffer.record("_goodput", self._fence)
         if self._time.watch.phase == "setup":
             self._time.watch.switch("steps")

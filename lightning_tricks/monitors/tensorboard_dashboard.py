@@ -1,0 +1,292 @@
+"""Lay out TensorBoard for a pretraining run: the charts to watch, the recipe, the planned curve and the result."""
+
+import contextlib
+import html
+import json
+import math
+import os
+import re
+import shlex
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import fsspec
+import yaml
+from torch.utils.tensorboard.summary import hparams as hparams_summaries
+
+from lightning_tricks._lightning import BACKEND, Module, Trainer, pl
+from lightning_tricks._tensors import whole_numel
+from lightning_tricks._trainer import is_a, logging_step, run_length, shows_hp_metric
+from lightning_tricks.loggers.resuming_tensorboard_logger import ResumingTensorBoardLogger
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.metrics.row import Row
+from lightning_tricks.schedules import ScheduleLR
+
+PAGE = "dashboard.html"
+PLAN = "plan/lr"
+CLIP_NORM, RESULT = "train/clip_norm", "hp/val_loss"
+INSIDE = ("activations", "updates", "attention")
+# Charts of metrics that only some precisions record.
+OF_LOSS_SCALING = {"loss scale": ["precision/loss_scale"], "skipped steps": ["precision/skipped_steps"]}
+OF_FP8 = {
+    "fp8: share": ["precision/fp8_share"],
+    "fp8: underflow": ["precision/fp8_underflow_max", "fp8/(.*/)?(input|weight)_underflow"],
+    "fp8: amax": ["fp8/(.*/)?(input|weight)_amax"],
+}
+
+
+def layout(train_loss: str, val_loss: str, names: Iterable[str]) -> dict[str, dict[str, list]]:
+    """The layout of the custom-scalars tab: charts that every run has, and those for which `names` has a metric.
+
+    It maps category -> chart -> `["Multiline", [regular expression, ...]]`, as torch's `add_custom_scalars` takes it.
+    """
+    names = list(names)
+    charts = {
+        "loss": [re.escape(train_loss), re.escape(val_loss)],
+        "gradient norm before the clip": ["train/grad_norm", CLIP_NORM],
+        "learning rate": [r"train/lr(/\d+)?", PLAN],
+        "tokens per second": ["throughput/tokens_per_second"],
+        "MFU": ["throughput/[mh]fu"],
+        "memory, GiB": ["memory/.*_gib"],
+        **_recorded(OF_LOSS_SCALING, names),
+    }
+    kinds = sorted({(name.split("/")[0], name.split("/")[-1]) for name in names if name.split("/")[0] in INSIDE})
+    inside = {f"{part}: {kind}": [f"{part}/(.*/)?{re.escape(kind)}"] for part, kind in kinds}
+    inside |= _recorded(OF_FP8, names)
+    return {
+        category: {title: ["Multiline", [f"^{tag}$" for tag in tags]] for title, tags in content.items()}
+        for category, content in {"Run": charts, "Inside the model": inside}.items()
+        if content
+    }
+
+
+def _recorded(charts: dict[str, list[str]], names: Iterable[str]) -> dict[str, list[str]]:
+    """The charts that show at least one of `names`."""
+    return {title: tags for title, tags in charts.items() if any(re.fullmatch("|".join(tags), name) for name in names)}
+
+
+def pinned_link(tags: Iterable[str], port: int = 6006) -> str:
+    """Address of TensorBoard's first page with the cards of `tags` pinned on top, their curves not smoothed.
+
+    Source: `dashboard_deeplink_provider.ts`,
+    https://github.com/tensorflow/tensorboard/blob/master/tensorboard/webapp/routes/dashboard_deeplink_provider.ts
+    """
+    cards = json.dumps([{"plugin": "scalars", "tag": tag} for tag in tags], separators=(",", ":"))
+    return f"http://localhost:{port}/?pinnedCards={quote(cards, safe='')}&smoothing=0#timeseries"
+
+
+def redirect_page(address: str) -> str:
+    """An HTML page that leads a browser to an address which is too long to print."""
+    target = html.escape(address)
+    return (
+        f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={target}">\n'
+        f'<title>TensorBoard</title><a href="{target}">The run in TensorBoard</a>, once TensorBoard is started\n'
+    )
+
+
+def facts(trainer: Any, pl_module: Any) -> dict[str, Any]:
+    """Settings that every run has, for the recipe text."""
+    wrapped = getattr(trainer.strategy, "model", None)
+    sizes = list(_sizes(pl_module if wrapped is None else wrapped))
+    return {
+        "module": type(pl_module).__name__,
+        "parameters": f"{sum(size for size, _ in sizes):,}",
+        "trainable parameters": f"{sum(size for size, trained in sizes if trained):,}",
+        "max_steps": trainer.max_steps,
+        "precision": trainer.precision,
+        "strategy": type(trainer.strategy).__name__,
+        "devices": trainer.num_devices * trainer.num_nodes,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        BACKEND: pl.__version__,
+    }
+
+
+def _sizes(root: Any) -> Iterator[tuple[int, bool]]:
+    """Number of elements of each parameter as a whole, and whether it is trained; `root` as the strategy wrapped it."""
+    for param in root.parameters():
+        # a lazy parameter has no size yet; FSDP1's are shards, also where they look like the module's own
+        if not hasattr(param, "materialize") and not getattr(param, "_fsdp_flattened", False):
+            yield whole_numel(param), param.requires_grad
+    for part in root.modules():
+        if (handle := getattr(part, "_handle", None)) is not None and hasattr(handle, "flat_param"):
+            flat_param = handle.flat_param  # read from torch/distributed/fsdp/_flat_param.py
+            owners = flat_param._params or [flat_param] * len(flat_param._shapes)  # None without use_orig_params
+            yield from zip(map(math.prod, flat_param._shapes), (p.requires_grad for p in owners), strict=True)
+
+
+def table(values: Mapping[str, Any]) -> str:
+    """`values` as a Markdown table."""
+    rows = (f"| {name} | {str(value).replace('|', '&#124;')} |".replace("\n", " ") for name, value in values.items())
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def flat(values: Any, before: str = "") -> dict[str, Any]:
+    """Numbers and short strings of nested mappings, by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in dict(values).items():
+        if hasattr(value, "items"):
+            found |= flat(value, f"{before}{name}.")
+        elif isinstance(value, (bool, int, float, str)) and len(str(value)) < 100:
+            found[before + str(name)] = value
+    return found
+
+
+def recipe_of(trainer: Any) -> tuple[str, Any] | None:
+    """The YAML and the parsed values of the recipe if LightningCLI runs it: its SaveConfigCallback holds them."""
+    for callback in trainer.callbacks:
+        if hasattr(callback, "parser") and hasattr(callback, "config"):
+            text = callback.parser.dump(callback.config, skip_none=False)  # as in config.yaml
+            return yaml.safe_dump(_given(yaml.safe_load(text)), sort_keys=False), callback.config.as_dict()
+    return None
+
+
+def _given(values: Any) -> Any:
+    """Nested settings without those that are null."""
+    if isinstance(values, dict):
+        return {name: _given(value) for name, value in values.items() if value is not None}
+    return [_given(value) for value in values] if isinstance(values, list) else values
+
+
+def planned_lrs(scheduler: ScheduleLR, steps: int, points: int = 600) -> list[tuple[int, float]]:
+    """(step, lr) of the first parameter group, as `train/lr` has it, at up to `points` of a run's `steps`."""
+    scale = scheduler.optimizer.param_groups[0].get("lr_scale") or 1.0
+    curve, peak, total = scheduler.group_curves[0], scheduler._peaks[0] / scale, scheduler.total_steps
+    chosen = sorted({round(i * (steps - 1) / (points - 1)) for i in range(points)}) if steps > 0 else []
+    return [(step, curve.lr(peak, step, total) * scheduler.factor(step)) for step in chosen]
+
+
+def write_plan(folder: str, lrs: list[tuple[int, float]]) -> None:
+    """Write a curve to the run `plan` in a run's folder, where no resume drops its points; the same one only once.
+
+    Where a resume has another curve, it takes the earlier one's place.
+    """
+    mark = f".{zlib.crc32(repr(lrs).encode()):08x}"  # at the end of the file's name
+    plan = ResumingTensorBoardLogger(folder, name="plan", version="", filename_suffix=mark)
+    fs, path = fsspec.core.url_to_fs(plan.log_dir)
+    names = [os.path.basename(file) for file in fs.ls(path, detail=False)] if fs.isdir(path) else []
+    if max(names, default="").endswith(mark):
+        return
+    plan.resume_at(0)
+    for step, lr in lrs:
+        plan.log_metrics({PLAN: lr}, step)
+    plan.finalize("written")
+
+
+class TensorBoardDashboard(pl.Callback):
+    """Make TensorBoard a dashboard of the run: charts, recipe, schedule and result. Never changes training.
+
+    For each TensorBoardLogger of the Trainer, Lightning's or ours, it writes
+
+    - the custom-scalars tab: training and validation loss in one chart, the gradient norm before the clip with the
+      clip's line (`train/clip_norm`), learning rate, tokens/s, MFU, memory, and what monitors record of loss scaling,
+      activations, updates, attention and fp8;
+    - the text `recipe`: the facts of the run, the module's hyper-parameters, and the YAML where LightningCLI runs it;
+    - the series `plan/lr`, in a run of its own beside it: the learning rate from the first step to the last, where a
+      schedule of this collection gives it (`ScheduleLR`);
+    - the HParams tab: the hyper-parameters, and `hp/val_loss`, the last validation's loss, also if training fails.
+
+    At fit start it prints the command that starts TensorBoard, and the name of a page to open in a browser, which leads
+    to the five charts to watch: `dashboard.html`, written beside the logger's files with the first batch. It records
+    nothing else: the curves are those that the monitors and your module log.
+
+    Args:
+        train_loss: name under which the training loss is logged.
+        val_loss: name under which the validation loss is logged.
+    """
+
+    def __init__(self, train_loss: str = "train/loss", val_loss: str = "val/loss") -> None:
+        self.train_loss = train_loss
+        self.val_loss = val_loss
+        self._loggers: list[Any] = []
+        self._clip: float | None = None
+        self._result: float | None = None
+        self._started = self._laid_out = False
+        self._first = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Find the TensorBoardLoggers, and print how to open the dashboard."""
+        found: list[Any] = [logger for logger in trainer.loggers if is_a(logger, "TensorBoardLogger")]
+        self._loggers = found if trainer.is_global_zero else []
+        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        self._clip = trainer.gradient_clip_val if by_norm and found else None
+        self._result, self._started, self._laid_out = None, False, False
+        MetricBuffer.of(trainer).at_flush(self._clip_line)
+        if trainer.is_global_zero and not self._loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            print("TensorBoardDashboard: the Trainer has no TensorBoardLogger, so there is no dashboard")
+        for logger in self._loggers:
+            page = shlex.quote(os.path.join(logger.log_dir, PAGE))
+            print(f"TensorBoard: tensorboard --logdir {shlex.quote(str(logger.root_dir))}   then open {page}")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        """Write the cards at the run's first step, and the layout an interval later: then the metrics are known."""
+        step = logging_step(trainer)
+        if not self._started:
+            self._started, self._first = True, step
+            for logger in self._loggers:
+                self._write_cards(logger, trainer, pl_module, step)
+        elif not self._laid_out and step >= self._first + trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            self._write_layout(trainer)
+
+    def _write_cards(self, logger: Any, trainer: Any, pl_module: Any, step: int) -> None:
+        writer = logger.experiment
+        tags = [self.train_loss, self.val_loss, "train/grad_norm", "train/lr", "throughput/tokens_per_second"]
+        with fsspec.open(os.path.join(logger.log_dir, PAGE), "w", encoding="utf-8") as file:
+            file.write(redirect_page(pinned_link(tags)))
+        recipe, hparams = recipe_of(trainer), dict(getattr(pl_module, "hparams", {}))
+        text = [table(facts(trainer, pl_module)), *([table(hparams)] if hparams else [])]
+        writer.add_text("recipe", "\n\n".join([*text, *([f"```yaml\n{recipe[0]}\n```"] if recipe else [])]), step)
+        by_step = (
+            each.scheduler for each in trainer.lr_scheduler_configs if (each.interval, each.frequency) == ("step", 1)
+        )
+        scheduler = next((each for each in by_step if isinstance(each, ScheduleLR)), None)
+        lrs = planned_lrs(scheduler, run_length(trainer) or 0) if scheduler is not None else []
+        if lrs:
+            write_plan(logger.log_dir, lrs)
+        known = flat(recipe[1] if recipe else {"module": type(pl_module).__name__, **hparams})
+        for summary in hparams_summaries(known, {RESULT: 0.0})[:2]:  # the third says how it ended
+            writer._get_file_writer().add_summary(summary, step)
+        if self._clip:
+            logger.log_metrics({CLIP_NORM: float(self._clip)}, step)
+
+    def _write_layout(self, trainer: Any) -> None:
+        self._laid_out = True
+        for logger in self._loggers:
+            logger.experiment.add_custom_scalars(layout(self.train_loss, self.val_loss, trainer.callback_metrics))
+
+    def _clip_line(self, rows: list[Row]) -> dict[str, float]:
+        return {CLIP_NORM: float(self._clip)} if self._clip else {}
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """Remember the loss."""
+        value = trainer.callback_metrics.get(self.val_loss)
+        if value is not None and not trainer.sanity_checking:
+            self._result = float(value)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """Write the result."""
+        self._finish(trainer)
+        for logger in self._loggers:
+            logger.experiment._get_file_writer().add_summary(hparams_summaries({}, {})[2])  # the status: success
+            logger.save()
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        """Write the result so far; an error here must not keep other callbacks from saving theirs."""
+        with contextlib.suppress(Exception):
+            self._finish(trainer)
+
+    def _finish(self, trainer: Any) -> None:
+        if not self._started:
+            return
+        self._started = False
+        if not self._laid_out:
+            self._write_layout(trainer)
+        step = max(logging_step(trainer) - 1, 0)
+        for logger in self._loggers:
+            if self._result is not None:
+                # where Lightning has written the module's hyper-parameters itself, it is `hp_metric` that is shown
+                names = [RESULT, "hp_metric"] if shows_hp_metric(logger) else [RESULT]
+                logger.log_metrics(dict.fromkeys(names, self._result), step)
+            logger.save()
