@@ -10,7 +10,7 @@ import torch
 import two_processes
 from monitored import CountsFlops, Memory
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 
@@ -510,12 +510,10 @@ def test_meta_parameters_without_a_way_to_fill_them_are_refused():
 
 
 def test_fsdp1_inside_is_refused():
-    class FullyShardedDataParallel(nn.Linear):
-        pass
-
     class Old(CausalLM):
         def configure_model(self):
-            self.old = FullyShardedDataParallel(2, 2)
+            self.old = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+            nn.Module.__init__(self.old)
 
     refused(Old(), r"^Old wraps parts of itself in FullyShardedDataParallel \(FSDP1\)")
 

@@ -34,8 +34,12 @@ from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 from lightning_tricks.strategies import DeepSpeedZeROStrategy
 from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
 from lightning_tricks.strategies.broadcast import broadcast
-from lightning_tricks.strategies.fsdp2.save_shards import shards_to_save, write_shards
-from lightning_tricks.strategies.fsdp2.sharded_checkpoint import load_optimizers, state_by_name
+from lightning_tricks.strategies.fsdp2.sharded_checkpoint import (
+    load_optimizers,
+    shards_to_save,
+    state_by_name,
+    write_shards,
+)
 from lightning_tricks.strategies.verify_together import check_together, verify_together
 from lightning_tricks.strategies.write_folder import FolderWriter
 

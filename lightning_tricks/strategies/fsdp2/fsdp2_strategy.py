@@ -15,17 +15,17 @@ from lightning_tricks._activation_checkpointing import Mode, check_mode, checkpo
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import match_modules, repeated_blocks
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._random_state import random_state, set_random_state
 from lightning_tricks._trainer import set_device_mesh, unwrapped
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.read_file import read_file
 from lightning_tricks.checkpoints.record import record_of
-from lightning_tricks.strategies.agreement import on_rank_0
+from lightning_tricks.optim.limits import refuse_limits
+from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
 from lightning_tricks.strategies.broadcast import broadcast
-from lightning_tricks.strategies.fsdp2 import initial_values, shard, sharded_checkpoint
-from lightning_tricks.strategies.fsdp2.initial_values import has_meta
+from lightning_tricks.strategies.fsdp2 import shard, sharded_checkpoint
 from lightning_tricks.strategies.fsdp2.manual_optimization import GatherOnCall
-from lightning_tricks.strategies.fsdp2.save_shards import shards_to_save, write_shards
 from lightning_tricks.strategies.verify_together import check_together, verify_together
 from lightning_tricks.strategies.write_folder import FolderWriter
 
@@ -39,7 +39,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     precision plugin convert them, checkpoints and compiles them, and shards them one by one, then the rest with the
     LightningModule itself, whose steps gather it. `configure_optimizers` comes later and sees the sharded parameters.
     A module that calls `fully_shard` itself is left as it is. Losses, clip and norm are those of one process with the
-    whole batch. One device is a case like any other.
+    whole batch. It also runs on one device.
 
     Ranks start with rank 0's weights and buffers. In training each rank has running statistics (batch norm) and other
     buffers of its own; at each validation and each save all ranks take rank 0's, which are those of the checkpoint. A
@@ -143,40 +143,39 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.barrier()
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
-            shard.refuse_optimizers(self.optimizers)
+            for optimizer in self.optimizers:
+                refuse_limits(optimizer, "shards")
             if not sharded:
                 shard.refuse_late_parameters(module, module._scalars.names)
         self.setup_precision_plugin()
 
     def _shard_and_fill(self, module: Any, sharded: bool) -> None:
         # rank 0 has no values either if the module itself builds on the meta device, to be filled by `init_weights`
-        from_rank_0 = self.init_on_rank_0 and self.world_size > 1 and not self.broadcast(has_meta(module))
+        from_rank_0 = self.init_on_rank_0 and self.world_size > 1 and not self.broadcast(shard.has_meta(module))
         if not from_rank_0:
-            initial_values.refuse_unfillable(module)
+            shard.refuse_unfillable(module)
         if not sharded:
             self._shard(module, from_rank_0)
-        elif from_rank_0 and self.broadcast(has_meta(module), src=1):
+        elif from_rank_0 and self.broadcast(shard.has_meta(module), src=1):
             raise UsageError(
                 f"{type(module).__name__} shards itself in configure_model, where rank 0's values cannot reach the "
                 "others: leave fully_shard to the strategy, or set init_on_rank_0 to false"
             )
         if from_rank_0:  # rank 0 has drawn weights and the others have not, so random states differ
-            state = torch.get_rng_state()
-            broadcast([state], self.root_device)
-            torch.set_rng_state(state)
-        if has_meta(module):
-            initial_values.init_weights(module, self.root_device)
+            set_random_state(on_rank_0(random_state))
+        if shard.has_meta(module):
+            shard.init_weights(module, self.root_device)
         if self._offloads and not sharded:
             module.to("cpu")  # values drawn on the device, so that they are those of a run without offloading
 
     def _shard(self, module: Any, from_rank_0: bool) -> None:
         blocks = self._find_blocks(module)
-        shard.refuse_unshardable(module, blocks)
-        initial_values.refuse_other_modules(module)
+        on_all_ranks(lambda: shard.refuse_unshardable(module, blocks))
+        shard.refuse_other_modules(module)
         elements = sum(parameter.numel() for parameter in module.parameters())
         gathered = shard.largest_group(module, blocks.values())
-        state = initial_values.Rank0State(module) if from_rank_0 else None
-        if state is None and not has_meta(module):
+        state = shard.Rank0State(module) if from_rank_0 else None
+        if state is None and not shard.has_meta(module):
             broadcast([*module.parameters(), *module.buffers()], self.root_device)
         if hasattr(self.precision_plugin, "convert_before_sharding"):
             self.precision_plugin.convert_before_sharding(module)
@@ -314,8 +313,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         elif "://" in str(path):
             raise UsageError(f"{path}: shards go to a file system; set save_distributed_checkpoint to False")
         else:
-            state, record = shards_to_save(checkpoint), record_of(checkpoint)
-            self._folder_writer.save(Path(path), state, write_shards, record, self.checkpoint_io)
+            state, record = sharded_checkpoint.shards_to_save(checkpoint), record_of(checkpoint)
+            self._folder_writer.save(Path(path), state, sharded_checkpoint.write_shards, record, self.checkpoint_io)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a folder's shards of this rank, or a whole file of which each rank then takes its part."""

@@ -1,16 +1,21 @@
-"""Put the state of a sharded module and its optimizers into the form of a checkpoint, and load any checkpoint.
+"""Checkpoints of a sharded module and its optimizers: saved as a folder, each rank its shards, and loaded from any.
 
 A folder names the optimizer's state by parameter; a file, and torch, number it through the optimizer's groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -21,7 +26,10 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks.checkpoints.averages import AVERAGES
+from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
+from lightning_tricks.checkpoints.checksummed_file import open_checksummed
 from lightning_tricks.checkpoints.read_folder import KeyPath, by_index, read_by_name
+from lightning_tricks.checkpoints.record import checksum_of, save_with_record
 from lightning_tricks.optim.low_bit_state import LOW_BIT, empty_state, owners_of, plain_values, to_low_bit
 from lightning_tricks.strategies.agreement import on_all_ranks
 
@@ -69,6 +77,78 @@ def _refuse_local_state(module: nn.Module, optimizer: Optimizer) -> None:
                     "rank's own, which no checkpoint of shards can hold: make it by torch.zeros_like(parameter), which "
                     "is sharded as the parameter is"
                 )
+
+
+def shards_to_save(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's part of a checkpoint with shards and optimizer state by name.
+
+    Returns:
+        The shards by key, in nested dicts, and everything else; on other ranks than 0 only tensors that are sharded.
+    """
+    rest = dict(checkpoint)
+    shards = {key: rest.pop(key) for key in ("state_dict", AVERAGES) if key in rest}
+    shards |= {f"optimizer_{number}": state for number, state in enumerate(rest.pop("optimizer_states", []))}
+    return (shards, rest) if dist.get_rank() == 0 else (_only_sharded(shards), {})
+
+
+def _only_sharded(tree: Any) -> Any:
+    """The DTensors of a nested dict."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: _only_sharded(value) for key, value in tree.items() if isinstance(value, DTensor | dict)}
+
+
+def write_shards(state: tuple[dict[str, Any], dict[str, Any]], folder: Path, group: Any) -> dict[str, int]:
+    """Write this rank's files; every rank must call. For a FolderWriter, which tells the ranks of each other's errors.
+
+    Args:
+        state: of `shards_to_save`.
+        folder: to write to.
+        group: None: shards are on their device, and the default process group communicates. A process group of gloo:
+            they are on the host already, and no device is used.
+
+    Returns:
+        The CRC-32 of each file, by its name.
+
+    Raises:
+        OSError: what the file system says of this rank's files.
+    """
+    shards, trainer_state = state
+    files = _Files()
+    copied_ahead = 10_000_000 if group is None else 0  # bytes; torch's default, or no stream of a device
+    writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=copied_ahead)
+    writer.fs = files
+    try:
+        dcp.save(shards, storage_writer=writer, process_group=group)
+    except CheckpointException as error:  # raised on all ranks; the caller tells the others of this rank's failure
+        failure = error.failures.get(dist.get_rank(group))
+        if failure is None:
+            return {}
+        raise failure[0] from None
+    if dist.get_rank(group) == 0:
+        # with a record of its own, by which a folder is known to need `record.json` too
+        save_with_record(trainer_state, folder / TRAINER_STATE)
+        files.checksums[TRAINER_STATE] = checksum_of(folder / TRAINER_STATE)
+    return files.checksums
+
+
+class _Files(FileSystem):
+    """The files that torch writes for this rank: all on the disk when they are closed, with their checksums."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, int] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open for writing."""
+        with open_checksummed(Path(path)) as stream:
+            yield stream
+        self.checksums[Path(path).name] = stream.checksum
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Give a file its name."""
+        super().rename(path, new_path)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
 
 def read_shards(
