@@ -52,11 +52,7 @@ def rules_from_plain(rules: Any) -> Any:
 
 
 def build(name: str, settings: dict[str, Any], base: type, option: str) -> Any:
-    """An object of the class called `name`: `base` or a subclass that is imported.
-
-    Raises:
-        UsageError: there is no such class, or it does not take the settings.
-    """
+    """An object of the class called `name`: `base` or a subclass that is imported."""
     found = [cls for cls in (base, *subclasses(base)) if cls.__name__ == name]
     if len(found) != 1:
         raise UsageError(

@@ -147,12 +147,7 @@ def _to_fp32(value: Any) -> Any:
 
 
 def states_to_save(engine: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank's engine would write, by the names of its files in the folder; every rank must call.
-
-    Args:
-        engine: DeepSpeed's, which is trained.
-        checkpoint: of Lightning; its weights and optimizer state are those of the engine.
-    """
+    """What this rank's engine would write, by the names of its files in the folder; every rank must call."""
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
     states: dict[str, Any] = {}
@@ -174,19 +169,7 @@ def states_to_save(engine: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]
 
 
 def write_states(states: Mapping[str, Any], folder: Path, group: Any) -> dict[str, int]:
-    """Write this rank's files; for a FolderWriter, which tells the ranks of each other's errors.
-
-    Args:
-        states: of `states_to_save`.
-        folder: to write to.
-        group: the process group of the writing threads; None for the default one.
-
-    Returns:
-        The CRC-32 of each file, by its name.
-
-    Raises:
-        OSError: what the file system says of this rank's files.
-    """
+    """Write this rank's files, `states` of `states_to_save`; see `write_folder`."""
     checksums = {}
     for name, state in states.items():
         (folder / name).parent.mkdir(exist_ok=True)

@@ -107,21 +107,13 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers: 
 
 
 def check_installed() -> None:
-    """Refuse to go on without the package; it is not imported.
-
-    Raises:
-        UsageError: it is missing.
-    """
+    """Refuse to go on without the package; it is not imported."""
     if "deepspeed" not in sys.modules and find_spec("deepspeed") is None:
         raise UsageError(f"strategy: DeepSpeedZeROStrategy needs deepspeed: {INSTALL}")
 
 
 def load_deepspeed() -> Any:
-    """The package `deepspeed`.
-
-    Raises:
-        UsageError: it is missing, or does not import here.
-    """
+    """The package `deepspeed`, unless it is missing or does not import here."""
     check_installed()
     try:
         import deepspeed
@@ -134,11 +126,7 @@ def load_deepspeed() -> Any:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Around code that may compile one of DeepSpeed's own optimizers.
-
-    Raises:
-        UsageError: the code failed because the machine has no C++ compiler, or not CUDA's.
-    """
+    """Around code that may compile one of DeepSpeed's own optimizers: name the compiler that is missing."""
     try:
         yield
     except Exception as error:

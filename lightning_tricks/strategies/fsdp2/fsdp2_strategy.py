@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -169,7 +168,13 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             module.to("cpu")  # values drawn on the device, so that they are those of a run without offloading
 
     def _shard(self, module: Any, from_rank_0: bool) -> None:
-        blocks = self._find_blocks(module)
+        if self.blocks is not None:
+            blocks = match_modules(module, self.blocks, "FSDP2Strategy.blocks")
+        elif not (blocks := repeated_blocks(module)):
+            rank_zero_warn(
+                f"FSDP2Strategy: {type(module).__name__} has no repeated blocks, so all of it is gathered at once: "
+                "name parts of it by blocks"
+            )
         on_all_ranks(lambda: shard.refuse_unshardable(module, blocks))
         shard.refuse_other_modules(module)
         elements = sum(parameter.numel() for parameter in module.parameters())
@@ -197,17 +202,6 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             state.scatter(module, self.root_device)
         rank_zero_info(shard.summary(self.device_mesh, blocks, elements, gathered, module))
 
-    def _find_blocks(self, module: nn.Module) -> dict[str, nn.Module]:
-        if self.blocks is not None:
-            return match_modules(module, self.blocks, "FSDP2Strategy.blocks")
-        found = repeated_blocks(module)
-        if not found:
-            rank_zero_warn(
-                f"FSDP2Strategy: {type(module).__name__} has no repeated blocks, so all of it is gathered at once: "
-                "name parts of it by blocks"
-            )
-        return found
-
     @property
     def _module(self) -> Any:
         return self.lightning_module
@@ -215,6 +209,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     @property
     def _offloads(self) -> bool:
         return self.cpu_offload and self.root_device.type == "cuda"
+
+    @property
+    def _gather_on_call(self) -> GatherOnCall | None:
+        return vars(self._module).get("_gather_on_call")
 
     def model_to_device(self) -> None:
         """Move the tensors that are not sharded; shards are on their device already."""
@@ -225,10 +223,6 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
                 tensor.data = tensor.to(self.root_device)
         else:
             self.model.to(self.root_device)
-
-    @property
-    def _gather_on_call(self) -> GatherOnCall | None:
-        return vars(self._module).get("_gather_on_call")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own."""

@@ -79,11 +79,7 @@ class GatherOnCall:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around `training_step`: gather parameters at its start, and shard them after it.
-
-        Raises:
-            UsageError: the step uses a parameter while it is sharded.
-        """
+        """Around `training_step`: gather parameters at its start, and shard them after it."""
         self.reshard()
         self._gather()
         try:

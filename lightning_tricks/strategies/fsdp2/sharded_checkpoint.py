@@ -99,19 +99,13 @@ def _only_sharded(tree: Any) -> Any:
 
 
 def write_shards(state: tuple[dict[str, Any], dict[str, Any]], folder: Path, group: Any) -> dict[str, int]:
-    """Write this rank's files; every rank must call. For a FolderWriter, which tells the ranks of each other's errors.
+    """Write this rank's files, and return the CRC-32 of each by its name; see `write_folder`. Every rank must call.
 
     Args:
         state: of `shards_to_save`.
         folder: to write to.
         group: None: shards are on their device, and the default process group communicates. A process group of gloo:
             they are on the host already, and no device is used.
-
-    Returns:
-        The CRC-32 of each file, by its name.
-
-    Raises:
-        OSError: what the file system says of this rank's files.
     """
     shards, trainer_state = state
     files = _Files()
