@@ -7,7 +7,9 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from harness import runs
+from harness.models import Small, batches
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_tricks._errors import UsageError
@@ -15,23 +17,22 @@ from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.optim import ParamRule
 from lightning_tricks.schedules import Schedule, WarmupConstant, WarmupCosine, WarmupLinear, WarmupStableDecay
 
+DATA = batches(torch.ones(100, 1, 2))
 
-class Plain(LightningModule):
+
+class Plain(Small):
     """A LightningModule that knows nothing of ours, with an optimizer of its own that must lose."""
 
     def __init__(self, width: int = 2):
-        super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(width, 2), torch.nn.LayerNorm(2))
-        self.seen = []
-
-    def training_step(self, batch, _):
-        return self.net(batch).square().sum() * 0.01
+        super().__init__(net=torch.nn.Sequential(torch.nn.Linear(width, 2), torch.nn.LayerNorm(2)))
+        self.decays = []
 
     def configure_optimizers(self):
         raise AssertionError("the mixin owns this method")
 
     def on_before_optimizer_step(self, optimizer):
-        self.seen.append([(float(group["lr"]), group["weight_decay"]) for group in optimizer.param_groups])
+        super().on_before_optimizer_step(optimizer)
+        self.decays.append([group["weight_decay"] for group in optimizer.param_groups])
 
 
 class Model(OptimizerMixin, Plain):
@@ -42,24 +43,12 @@ def adamw(lr=1.0, **settings):
     return lambda groups: torch.optim.AdamW(groups, lr=lr, **settings)
 
 
-def trainer(max_steps, **settings):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(max_steps=max_steps, accelerator="cpu", enable_model_summary=False, **{**quiet, **settings})
-
-
-def batches(count=100):
-    return torch.utils.data.DataLoader(torch.ones(count, 2), batch_size=1)
-
-
-def fit(model, max_steps, resume=None, **settings):
-    torch.manual_seed(0)
-    run = trainer(max_steps, **settings)
-    run.fit(model, batches(), ckpt_path=resume)
-    return run
+def fit(model, max_steps, resume=None, **options):
+    return runs.fit(model, data=DATA, ckpt_path=resume, max_steps=max_steps, **options).trainer
 
 
 def lrs(model):
-    return [groups[0][0] for groups in model.seen]
+    return [groups[0] for groups in model.lrs]
 
 
 def test_every_step_trains_with_the_schedules_learning_rate():
@@ -87,7 +76,7 @@ def test_without_settings_it_is_adamw_with_a_constant_learning_rate():
     model = Model()
     run = fit(model, 3)
     assert type(run.optimizers[0]) is torch.optim.AdamW
-    assert model.seen == [[(3e-4, 0.1), (3e-4, 0.0)]] * 3
+    assert (model.lrs, model.decays) == ([[3e-4, 3e-4]] * 3, [[0.1, 0.0]] * 3)
     assert run.lr_scheduler_configs == []
 
 
@@ -102,7 +91,7 @@ def test_settings_reach_the_groups():
         optimizer=adamw(0.5), weight_decay=0.2, decay_embeddings=False, param_rules=[ParamRule("bias", lr_scale=0.5)]
     )
     model.embed = torch.nn.Embedding(2, 2)
-    run = trainer(1)
+    run = runs.trainer_with()
     run.strategy.connect(model)
     model.trainer = run
     groups = model.configure_optimizers()["optimizer"].param_groups
@@ -133,9 +122,7 @@ def checkpoint(tmp_path):
     """A run of 4 of 10 steps, stopped."""
     model = Model(optimizer=adamw(1.0, betas=(0.5, 0.6)), schedule=WarmupLinear(warmup_steps=2), weight_decay=0.3)
 
-    run = trainer(10, limit_train_batches=4, max_epochs=1)
-    torch.manual_seed(0)
-    run.fit(model, batches())
+    run = fit(model, 10, limit_train_batches=4, max_epochs=1)
     assert run.global_step == 4
     run.save_checkpoint(tmp_path / "run.ckpt")
     return tmp_path / "run.ckpt"
@@ -146,48 +133,32 @@ def test_the_checkpoint_holds_the_step_and_no_curve(checkpoint):
     assert state["lr_schedulers"] == [{"last_epoch": 4}]
 
 
-def test_a_resume_with_the_same_recipe_goes_on(checkpoint):
-    model = Model(optimizer=adamw(1.0), schedule=WarmupLinear(warmup_steps=2), weight_decay=0.3)
-    fit(model, 10, resume=checkpoint)
-    assert lrs(model) == [0.75, 0.625, 0.5, 0.375, 0.25, 0.125]
+LINEAR = WarmupLinear(warmup_steps=2)
+BRANCH = WarmupStableDecay(warmup_steps=2, decay_start=4, decay_shape="linear")
 
 
-def test_a_resume_follows_the_recipes_learning_rate(checkpoint):
-    model = Model(optimizer=adamw(0.5), schedule=WarmupLinear(warmup_steps=2))
-    fit(model, 10, resume=checkpoint)
-    assert lrs(model) == [0.375, 0.3125, 0.25, 0.1875, 0.125, 0.0625]
-
-
-def test_a_resume_follows_the_recipes_length(checkpoint):
-    model = Model(optimizer=adamw(1.0), schedule=WarmupLinear(warmup_steps=2))
-    fit(model, 6, resume=checkpoint)
-    assert lrs(model) == [0.5, 0.25]
-
-
-def test_a_resume_follows_the_recipes_shape(checkpoint):
-    branch = WarmupStableDecay(warmup_steps=2, decay_start=4, decay_shape="linear")
-    model = Model(optimizer=adamw(1.0), schedule=branch)
-    fit(model, 6, resume=checkpoint)
-    assert lrs(model) == [1.0, 0.5]
+@pytest.mark.parametrize(
+    ("lr", "schedule", "steps", "expected"),
+    [
+        (1.0, LINEAR, 10, [0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),  # as it was saved
+        (0.5, LINEAR, 10, [0.375, 0.3125, 0.25, 0.1875, 0.125, 0.0625]),
+        (1.0, LINEAR, 6, [0.5, 0.25]),
+        (1.0, BRANCH, 6, [1.0, 0.5]),
+        (0.25, None, 6, [0.25, 0.25]),
+    ],
+)
+def test_a_resume_follows_the_recipes_learning_rate_shape_and_length(checkpoint, lr, schedule, steps, expected):
+    model = Model(optimizer=adamw(lr), schedule=schedule)
+    run = fit(model, steps, resume=checkpoint)
+    assert lrs(model) == expected
+    assert {state["step"].item() for state in run.optimizers[0].state.values()} == {steps}
 
 
 def test_a_resume_follows_the_recipes_decay_and_betas(checkpoint):
-    model = Model(optimizer=adamw(1.0, betas=(0.7, 0.8)), schedule=WarmupLinear(warmup_steps=2), weight_decay=0.05)
+    model = Model(optimizer=adamw(1.0, betas=(0.7, 0.8)), schedule=LINEAR, weight_decay=0.05)
     run = fit(model, 6, resume=checkpoint)
-    assert [[decay for _, decay in groups] for groups in model.seen] == [[0.05, 0.0]] * 2
+    assert model.decays == [[0.05, 0.0]] * 2
     assert run.optimizers[0].param_groups[0]["betas"] == (0.7, 0.8)
-
-
-def test_a_resume_without_a_schedule_follows_the_recipes_learning_rate(checkpoint):
-    model = Model(optimizer=adamw(0.25))
-    fit(model, 6, resume=checkpoint)
-    assert lrs(model) == [0.25, 0.25]
-
-
-def test_a_resume_keeps_the_optimizers_state(checkpoint):
-    model = Model(optimizer=adamw(1.0), schedule=WarmupLinear(warmup_steps=2))
-    run = fit(model, 6, resume=checkpoint)
-    assert {state["step"].item() for state in run.optimizers[0].state.values()} == {6.0}
 
 
 def test_a_resume_of_a_changed_model_is_refused(checkpoint):
@@ -196,8 +167,8 @@ def test_a_resume_of_a_changed_model_is_refused(checkpoint):
             super().__init__(**settings)
             self.other, self.net = self.net, None
 
-        def training_step(self, batch, _):
-            return self.other(batch).sum()
+        def forward(self, batch):
+            return self.other(batch)
 
     model = Renamed(optimizer=adamw(1.0))
     model.strict_loading = False  # as after a rename: the weights alone would load without a word
@@ -206,13 +177,6 @@ def test_a_resume_of_a_changed_model_is_refused(checkpoint):
 
 
 # ---- refusals
-
-
-def test_a_missing_length_is_refused_before_training():
-    model = Model(schedule=WarmupCosine(warmup_steps=1))
-    with pytest.raises(UsageError, match=r"trainer\.max_steps \(now -1\), trainer\.max_epochs or total_tokens"):
-        fit(model, -1, max_epochs=-1)
-    assert model.seen == []
 
 
 def test_a_warmup_as_long_as_the_run_is_refused_before_training():
@@ -277,7 +241,7 @@ def test_a_recipe_sets_optimizer_schedule_and_rules(parser):
     assert model.schedule == WarmupCosine(warmup_steps=7)
     own = ParamRule(role="matrix", schedule=WarmupLinear(warmup_steps=2))
     assert model.param_rules == [ParamRule("bias", lr_scale=0.5), own]
-    model.trainer = trainer(100)
+    model.trainer = runs.trainer_with(max_steps=100)
     optimizer = model.configure_optimizers()["optimizer"]
     assert type(optimizer) is torch.optim.AdamW
     assert [(g["betas"], g["fused"], g["weight_decay"]) for g in optimizer.param_groups] == [
@@ -299,7 +263,7 @@ def test_a_resume_with_an_optimizer_of_another_class_is_refused_and_an_evaluatio
     with pytest.raises(UsageError, match="holds the state of AdamW, which SGD cannot take up: set the optimizer to"):
         fit(other, 10, resume=checkpoint)
     other.validation_step = other.training_step
-    trainer(1).validate(other, batches(1), ckpt_path=checkpoint, verbose=False)
+    runs.trainer_with().validate(other, DATA, ckpt_path=checkpoint, verbose=False)
 
 
 # ---- save_hyperparameters
@@ -362,7 +326,7 @@ def test_the_module_is_built_again_from_its_checkpoint_alone(saved, tmp_path):
     assert model.schedule == SETTINGS["schedule"]
     assert model.param_rules == SETTINGS["param_rules"]
     assert (model.net.out_features, model.weight_decay) == (3, 0.2)
-    trainer(1).validate(model, batches(1), verbose=False)
+    runs.trainer_with().validate(model, DATA, verbose=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -428,4 +392,4 @@ def test_weights_alone_are_refused_by_fit_in_one_line_and_taken_by_the_others(tm
     for stage in ("validate", "test", "predict"):
         model = Saving()
         model.test_step = model.predict_step = model.validation_step
-        getattr(trainer(1), stage)(model, batches(1), ckpt_path=path)
+        getattr(runs.trainer_with(), stage)(model, DATA, ckpt_path=path)

@@ -4,7 +4,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
+from harness import runs
+from harness.models import batches
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -85,6 +88,14 @@ class FilledLate(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class TiedAndSharded(Tied):
+    """Shards itself, too."""
+
+    def configure_model(self):
+        super().configure_model()
+        fully_shard(self.model, mesh=self.device_mesh["shard"])
+
+
 class Other(Tied):
     """Another module on each rank."""
 
@@ -95,12 +106,8 @@ class Other(Tied):
 def start_of(model, rank=0, seed=None, **options):
     torch.manual_seed(SEED + rank if seed is None else seed)
     start = Start()
-    trainer = pl.Trainer(
-        max_steps=1, accelerator="cpu", callbacks=[start], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        **{"devices": 1, **options},
-    )  # fmt: skip
-    trainer.fit(model, DataLoader(torch.arange(64).view(4, 16), batch_size=4))
+    data = DataLoader(torch.arange(64).view(4, 16), batch_size=4)
+    runs.fit(model, start, data=data, max_steps=1, use_distributed_sampler=False, **options)
     return start
 
 
@@ -137,9 +144,16 @@ def starting_in_two(rank, expected, drawn):
         model = Tied()
         start = start_of(model, rank, devices=2, strategy=FSDP2Strategy(**options))
         assert_same(start.found, expected["transformers"], options)
+        assert not options or torch.equal(start.drawn, drawn["transformers"]), (
+            "ranks that drew no weights draw the same"
+        )
         assert model.model.lm_head.weight is model.model.transformer.wte.weight
         alike = start_of(FilledLate(), seed=SEED, devices=2, strategy=FSDP2Strategy())
         assert torch.equal(alike.drawn, drawn["filled late"]), "ranks of one seed go on as one process does"
+    start = start_of(ours(), rank, devices=2, strategy=FSDP2Strategy(init_on_rank_0=True))
+    assert_same(start.found, expected["ours"], "it builds on the meta device itself")
+    with pytest.raises(UsageError, match=r"^TiedAndSharded shards itself in configure_model, where rank 0's values"):
+        start_of(TiedAndSharded(), rank, devices=2, strategy=FSDP2Strategy(init_on_rank_0=True))
     with pytest.raises(UsageError, match=r"^rank 1 has built another module than rank 0: it has no 'layer.bias'"):
         start_of(Other(), rank, devices=2, strategy=FSDP2Strategy())
 
@@ -181,6 +195,14 @@ class Normalized(pl.LightningModule):
         self.queue = torch.cat([self.queue, torch.full((1 + self.global_rank,), float(self.global_rank))])
         return self.head(self.norm(batch)).square().mean()
 
+    def on_train_start(self):
+        self.seen["writes"] = self.table._version
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/saved")
+        self.seen["saved" if batch_idx == 1 else "trained"] = self.norm.running_mean.clone(), self.mean_of_both()
+
     def validation_step(self, batch, batch_idx):
         self.seen["validated"] = (self.norm.running_mean.clone(), self.mean_of_both())
         self.seen["queue"] = self.queue.clone()
@@ -189,29 +211,14 @@ class Normalized(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Save(pl.Callback):
-    def on_train_start(self, trainer, pl_module):
-        pl_module.seen["writes"] = pl_module.table._version
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == 1:
-            trainer.save_checkpoint(f"{trainer.default_root_dir}/saved")
-        pl_module.seen["saved" if batch_idx == 1 else "trained"] = (
-            pl_module.norm.running_mean.clone(),
-            pl_module.mean_of_both(),
-        )
-
-
 def with_statistics(rank, folder):
     torch.manual_seed(rank)
     model = Normalized()
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=FSDP2Strategy(), max_epochs=1, logger=False, default_root_dir=folder,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Save()],
-        use_distributed_sampler=False, num_sanity_val_steps=0, val_check_interval=3,
-    )  # fmt: skip
     data = torch.randn(3, 8, 4) + rank
-    trainer.fit(model, DataLoader(data, batch_size=None), DataLoader(data[:1], batch_size=None))
+    runs.fit(
+        model, data=batches(data), val=batches(data[:1]), devices=2, strategy=FSDP2Strategy(), default_root_dir=folder,
+        max_epochs=1, use_distributed_sampler=False, num_sanity_val_steps=0, val_check_interval=3,
+    )  # fmt: skip
     assert not torch.equal(*model.seen["trained"])  # each rank has its own
     assert torch.equal(*model.seen["saved"])
     assert torch.equal(*model.seen["validated"])

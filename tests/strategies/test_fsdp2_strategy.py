@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
-from monitored import CountsFlops, Memory
+from harness import runs
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -80,27 +80,6 @@ class Residual(nn.Module):
         return x + self.norm(self.conv(x)).relu()
 
 
-class Late(CausalLM):
-    """Built in `configure_model`, on whatever device the strategy wants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.model
-        self.seed = 0
-
-    def configure_model(self):
-        if "model" not in self._modules:
-            self.model = CausalLM().model
-
-
-class LateAndSharded(Late):
-    """Shards itself, too."""
-
-    def configure_model(self):
-        super().configure_model()
-        fully_shard(self.model, mesh=self.device_mesh["shard"])
-
-
 def language_model(config=None, **options):
     config = config or Llama(vocab_size=64, d_model=32, n_layers=3, n_heads=2, max_seq_len=32)
     optimizer = {"optimizer": lambda groups: torch.optim.AdamW(groups, lr=1e-2)}
@@ -114,20 +93,12 @@ def batches(rank=0, world=1, count=8):
     return DataLoader(data, batch_size=None)
 
 
-def fit(model, strategy="auto", devices=1, data=None, **options):
-    memory = Memory()
-    trainer = pl.Trainer(
-        max_steps=options.pop("max_steps", 6), accelerator="cpu", devices=devices, strategy=strategy, logger=memory,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
-        use_distributed_sampler=False, gradient_clip_val=0.5, **options,
-    )  # fmt: skip
+def fit(model, strategy="auto", devices=1, data=None, *callbacks, **options):
+    options = {"max_steps": 6, "log_every_n_steps": 1, "gradient_clip_val": 0.5, **options}
     torch.manual_seed(0)
-    trainer.fit(model, data)
-    return trainer, memory
-
-
-def series(memory, name):
-    return [values[name] for _, values in memory.rows if name in values]
+    return runs.fit(
+        model, *callbacks, data=data, devices=devices, strategy=strategy, use_distributed_sampler=False, **options
+    )
 
 
 def whole(model):
@@ -157,23 +128,20 @@ def foreign_in_two(rank: int, expected: dict) -> None:
             model = cls()
             # the image model sees the same rows on both ranks, as batch norm's statistics are a rank's own
             data = rows(0, 1) if kind == "image" else rows(rank, 2)
-            monitors = [GradNormMonitor()]
-            trainer, memory = fit(model, FSDP2Strategy(**given), 2, data, callbacks=monitors, max_steps=3)
+            run = fit(model, FSDP2Strategy(**given), 2, data, GradNormMonitor(), max_steps=3)
             mean = torch.tensor(model.losses)
             torch.distributed.all_reduce(mean)
             torch.testing.assert_close(mean / 2, torch.tensor(losses), rtol=1e-5, atol=1e-6, msg=f"{kind} {name}")
             for at, weight in whole(model).items():
                 torch.testing.assert_close(weight, weights[at], rtol=1e-4, atol=1e-5, msg=f"{kind} {name} {at}")
             if rank == 0:
-                found = series(memory, "train/grad_norm")
+                found = run.of("train/grad_norm")
                 assert found[0] == pytest.approx(norms[0], rel=1e-6), f"{kind} {name}"
-                assert found == pytest.approx(norms, rel=1e-3), (
-                    f"{kind} {name}"
-                )  # of weights that drift apart by digits
+                assert found == pytest.approx(norms, rel=1e-3), f"{kind} {name}"  # weights drift apart by digits
             held = sum(p.to_local().numel() for p in model.parameters())
             assert held <= 0.6 * sum(p.numel() for p in model.parameters()), "nothing was sharded"
             assert isinstance(model, FSDPModule)
-            state = trainer.optimizers[0].state
+            state = run.trainer.optimizers[0].state
             assert all(
                 isinstance(s, DTensor) for v in state.values() for s in v.values() if torch.is_tensor(s) and s.ndim
             )
@@ -185,8 +153,8 @@ def test_foreign_modules_train_as_in_one_process(monkeypatch):
     expected = {}
     for kind, cls in (("llama", CausalLM), ("encoder", Encoder), ("image", Image)):
         model = cls()
-        _, memory = fit(model, data=rows(), callbacks=[GradNormMonitor()], max_steps=3)
-        expected[kind] = (model.losses, whole(model), series(memory, "train/grad_norm"))
+        run = fit(model, "auto", 1, rows(), GradNormMonitor(), max_steps=3)
+        expected[kind] = (model.losses, whole(model), run.of("train/grad_norm"))
     two_processes.run(foreign_in_two, expected)
 
 
@@ -199,15 +167,15 @@ CONFIGS = {
 def ours_in_two(rank: int, expected: dict) -> None:
     for (name, compiled), (weights, metrics, names) in expected.items():
         model = language_model(CONFIGS[name], compile_blocks=compiled)
-        trainer, memory = fit(model, FSDP2Strategy(), 2, batches(rank, 2), max_steps=4)
+        run = fit(model, FSDP2Strategy(), 2, batches(rank, 2), max_steps=4)
         for at, weight in whole(model).items():
             torch.testing.assert_close(weight, weights[at], rtol=1e-4, atol=2e-5, msg=f"{name} {at}")
         if name == "tied":
             assert model.decoder.head.weight is model.decoder.embed.weight
         if rank == 0:
             for key, values in metrics.items():
-                assert series(memory, key) == pytest.approx(values, rel=1e-5), key
-        groups = trainer.optimizers[0].param_groups
+                assert run.of(key) == pytest.approx(values, rel=1e-5), key
+        groups = run.trainer.optimizers[0].param_groups
         assert [group["name"] for group in groups] == names
 
 
@@ -217,25 +185,23 @@ def test_the_language_model_has_the_same_groups_schedule_norm_and_flops(monkeypa
     expected = {}
     for name, compiled in (("llama", False), ("tied", False)):
         model = language_model(CONFIGS[name])
-        trainer, memory = fit(model, data=batches(), max_steps=4)
-        metrics = {key: series(memory, key) for key in ("train/loss", "train/lr", "train/grad_norm")}
-        names = [group["name"] for group in trainer.optimizers[0].param_groups]
+        run = fit(model, data=batches(), max_steps=4)
+        metrics = {key: run.of(key) for key in ("train/loss", "train/lr", "train/grad_norm")}
+        names = [group["name"] for group in run.trainer.optimizers[0].param_groups]
         expected[name, compiled] = (whole(model), metrics, names)
     two_processes.run(ours_in_two, expected)
 
 
 def gradients_in_two(rank: int, expected: dict) -> None:
-    class Gradients(pl.Callback):
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            self.found = {name: full(p.grad) for name, p in pl_module.named_parameters()}
-
     # traced and partitioned as by the default backend, whose C++ compiler takes most of a minute
     nn.Module.compile = functools.partialmethod(nn.Module.compile, backend="aot_eager")
     for compiled in (False, True):
-        seen, model = Gradients(), CausalLM()
+        found, model = {}, CausalLM()
         strategy = FSDP2Strategy(compile_blocks=compiled)
-        fit(model, strategy, 2, rows(rank, 2), callbacks=[seen], max_steps=1, max_epochs=-1)
-        for name, gradient in seen.found.items():
+        note = lambda _, module, __: found.update((n, full(p.grad)) for n, p in module.named_parameters())  # noqa: B023, E731
+        seen = runs.On(on_before_optimizer_step=note)
+        fit(model, strategy, 2, rows(rank, 2), seen, max_steps=1)
+        for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=f"{compiled} {name}")
 
 
@@ -250,15 +216,16 @@ def test_every_gradient_is_that_of_one_process_compiled_or_not(monkeypatch):
 
 def on_four(rank: int, losses: list[float]) -> None:
     model = CausalLM()
-    trainer, _ = fit(model, FSDP2Strategy(replicate_size=2), 4, rows(rank, 4), max_steps=3)
+    strategy = FSDP2Strategy(replicate_size=2)
+    fit(model, strategy, 4, rows(rank, 4), max_steps=3)
     mean = torch.tensor(model.losses)
     torch.distributed.all_reduce(mean)
     torch.testing.assert_close(mean / 4, torch.tensor(losses), rtol=1e-5, atol=1e-6)
     weight = model.model.lm_head.weight
     assert weight.placements == (Replicate(), Shard(0))
     assert weight.to_local().numel() * 2 == weight.numel()
-    assert trainer.strategy.device_mesh.mesh_dim_names == ("replicate", "shard")
-    assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": rank}
+    assert strategy.device_mesh.mesh_dim_names == ("replicate", "shard")
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": rank}
 
 
 @pytest.mark.slow
@@ -269,49 +236,7 @@ def test_hsdp_shards_over_two_and_copies_over_two(monkeypatch):
     two_processes.run(on_four, model.losses, world=4)
 
 
-class Start(pl.Callback):
-    """What training begins with: the weights, and the next random numbers."""
-
-    def on_train_start(self, trainer, pl_module):
-        self.weights, self.drawn = whole(pl_module), torch.rand(4)
-        self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}  # not in the state dict
-
-
-def start_of(model, strategy="auto", devices=1, data=None):
-    start = Start()
-    fit(model, strategy, devices, data, callbacks=[start], max_steps=2, max_epochs=-1)
-    return start
-
-
-def starting_in_two(rank: int, weights: dict, buffers: dict, drawn: torch.Tensor, ours: dict) -> None:
-    other = CausalLM()
-    if rank == 1:
-        with torch.no_grad():
-            other.model.lm_head.weight.mul_(2)
-    cases = [(Late(), {"init_on_rank_0": True}), (Late(), {}), (other, {})]
-    for model, options in cases:
-        start = start_of(model, FSDP2Strategy(**options), 2, rows(rank, 2))
-        assert start.weights.keys() == weights.keys()
-        assert all(torch.equal(start.weights[name], weights[name]) for name in weights), (type(model), options)
-        assert start.buffers.keys() == buffers.keys() != set()
-        assert all(torch.equal(start.buffers[name], buffers[name]) for name in buffers), (type(model), options)
-        if isinstance(model, Late):
-            assert torch.equal(start.drawn, drawn), "ranks that drew no weights must not draw other numbers after"
-    start = start_of(language_model(), FSDP2Strategy(init_on_rank_0=True), 2, batches(rank, 2))
-    assert all(torch.equal(start.weights[name], ours[name]) for name in ours), "it builds on the meta device itself"
-    with pytest.raises(UsageError, match=r"^LateAndSharded shards itself in configure_model, where rank 0's values"):
-        start_of(LateAndSharded(), FSDP2Strategy(init_on_rank_0=True), 2, rows(rank, 2))
-
-
-@pytest.mark.slow
-def test_every_rank_starts_with_rank_0s_values_wherever_they_were_made(monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    start = start_of(Late(), data=rows())
-    ours = start_of(language_model(), data=batches()).weights
-    two_processes.run(starting_in_two, start.weights, start.buffers, start.drawn, ours)
-
-
-def test_one_device_is_a_case_like_any_other(tmp_path):
+def test_one_device_trains_and_resumes_too(tmp_path):
     alone, sharded, resumed = CausalLM(), CausalLM(), CausalLM()
     train(alone)
     train(sharded, strategy=FSDP2Strategy(), folder=tmp_path)
@@ -401,15 +326,15 @@ def test_the_start_is_told(caplog):
 def test_the_flops_of_a_foreign_module_are_counted_as_without_the_strategy(mode, compiled, monkeypatch):
     monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager"))
 
-    counts, alone = CountsFlops(), CountsFlops()
+    counts, alone = runs.CountsFlops(), runs.CountsFlops()
     model = CausalLM()
     for layer in model.model.model.layers:
         checkpoint_block(layer, mode)
-    fit(model, "auto", 1, rows(), callbacks=[alone], max_steps=1)
+    fit(model, "auto", 1, rows(), alone, max_steps=1)
     assert (alone.found[1] > 0) == (mode != "none")
     model = CausalLM()
     strategy = FSDP2Strategy(activation_checkpointing=mode, compile_blocks=compiled)
-    fit(model, strategy, 1, rows(), callbacks=[counts], max_steps=1)
+    fit(model, strategy, 1, rows(), counts, max_steps=1)
     assert counts.found == alone.found
 
 
@@ -472,13 +397,39 @@ def test_a_pattern_that_matches_nothing_is_refused():
     refused(CausalLM(), r"^FSDP2Strategy.blocks: pattern 'layer' matches no submodule", FSDP2Strategy(blocks=["layer"]))
 
 
-def test_a_parameter_made_after_sharding_is_refused_by_name():
-    class Grows(CausalLM):
-        def configure_optimizers(self):
-            self.late = nn.Parameter(torch.ones(3))
-            return super().configure_optimizers()
+class Grows(CausalLM):
+    def configure_optimizers(self):
+        self.late = nn.Parameter(torch.ones(3))
+        return super().configure_optimizers()
 
-    refused(Grows(), r"^parameter 'late' was made after sharding: make it in __init__ or configure_model")
+
+class Factored(CausalLM):
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters())
+
+
+class OnMeta(CausalLM):
+    def configure_model(self):
+        self.model = self.model.to("meta")
+
+
+class Old(CausalLM):
+    def configure_model(self):
+        self.old = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+        nn.Module.__init__(self.old)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Grows, "^parameter 'late' was made after sharding: make it in __init__ or configure_model"),
+        (Factored, "^Adafactor does not work on sharded parameters: take AdamW"),
+        (OnMeta, "^OnMeta builds parameters on the meta device and has no method init_weights"),
+        (Old, r"^Old wraps parts of itself in FullyShardedDataParallel \(FSDP1\)"),
+    ],
+)
+def test_a_module_that_fsdp2_cannot_train_is_refused_by_name(model, message):
+    refused(model(), message)
 
 
 def test_files_elsewhere_are_read_and_options_of_a_store_are_refused(tmp_path):
@@ -491,31 +442,6 @@ def test_files_elsewhere_are_read_and_options_of_a_store_are_refused(tmp_path):
     assert resumed.losses == pytest.approx(whole.losses[3:], rel=1e-6)
     with pytest.raises(UsageError, match=r"^storage_options={'key': 1}: FSDP2Strategy writes to a file system and tak"):
         trainer.save_checkpoint(tmp_path / "run.ckpt", storage_options={"key": 1})
-
-
-def test_an_optimizer_that_takes_no_dtensors_is_refused_by_name():
-    class Factored(CausalLM):
-        def configure_optimizers(self):
-            return torch.optim.Adafactor(self.parameters())
-
-    refused(Factored(), r"^Adafactor does not work on sharded parameters: take AdamW")
-
-
-def test_meta_parameters_without_a_way_to_fill_them_are_refused():
-    class OnMeta(CausalLM):
-        def configure_model(self):
-            self.model = self.model.to("meta")
-
-    refused(OnMeta(), r"^OnMeta builds parameters on the meta device and has no method init_weights")
-
-
-def test_fsdp1_inside_is_refused():
-    class Old(CausalLM):
-        def configure_model(self):
-            self.old = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-            nn.Module.__init__(self.old)
-
-    refused(Old(), r"^Old wraps parts of itself in FullyShardedDataParallel \(FSDP1\)")
 
 
 @pytest.mark.parametrize("word", ["ful", True, "", 1])
