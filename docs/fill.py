@@ -68,6 +68,14 @@ def lightning_suite(result: dict[str, Any]) -> dict[str, str]:
     return {"lightning": page_text(result)}
 
 
+def commands(_: Any) -> dict[str, str]:
+    """The commands, as their registry has them."""
+    from lightning_tricks.commands import COMMANDS
+
+    rows = [f"| `{command.name}` | {command.needs} | {command.help} |" for command in COMMANDS.values()]
+    return {"commands": "\n".join(["| command | needs | |", "|---|---|---|", *rows])}
+
+
 def _of(script: str, function: str) -> Callable[..., Any]:
     """A function of a script beside this one, which is imported when it is called."""
     return lambda *args: getattr(importlib.import_module(script), function)(*args)
@@ -75,6 +83,7 @@ def _of(script: str, function: str) -> Callable[..., Any]:
 
 FILLERS = {  # by the name with which the files of the results begin
     "checkpoints": Filler("checkpoints.md", checkpoints),
+    "commands": Filler("command_line.md", commands, measured=False),
     "foreign": Filler("existing_projects.md", foreign),
     "layers": Filler("parameter_roles.md", _of("fill_layers", "texts"), measured=False),
     "lightning-suite": Filler("existing_projects.md", lightning_suite),

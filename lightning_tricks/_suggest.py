@@ -75,15 +75,6 @@ _WORDS_FOR = {
     "WandbLogger": "wandb",
     "ModelCheckpoint": "checkpoint_callback save_checkpoint",
     "TrainingProgressBar": "progress_bar",
-    # Commands.
-    "fit": "train pretrain run",
-    "validate": "eval evaluate val",
-    "predict": "infer",
-    "prepare": "tokenize",
-    "ls": "list",
-    "cp": "copy",
-    "consolidate": "export",
-    "verify-resume": "verify check_resume",
 }
 
 

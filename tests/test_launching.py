@@ -25,7 +25,7 @@ import torch
 from preloaded import python
 
 from lightning_tricks.checkpoints.read_file import load_file
-from lightning_tricks.commands.consolidate import consolidate
+from lightning_tricks.commands.consolidate import run as consolidate
 from lightning_tricks.data import ShardWriter
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc")]

@@ -12,13 +12,9 @@ A command line passes through these files, in this order; `recipe_cli` calls the
   advertisements.
 - `next_steps`: after a fit, commands to type next.
 
-Two commands have a file of their own here. `branch_cli`: a fit whose recipe gets another end.
-`coordinate_check_command`: a recipe's model at several widths. Commands that do without the recipe parser, and the
-Trainer of `autopsy`, are in `lightning_tricks/commands`.
+The commands themselves, but for Lightning's own, are in `lightning_tricks/commands`.
 """
 
-from lightning_tricks.cli.branch_cli import branch
-from lightning_tricks.cli.coordinate_check_command import coordinate_check_command
 from lightning_tricks.cli.recipe_cli import RecipeCLI, load_recipe, main
 
-__all__ = ["RecipeCLI", "branch", "coordinate_check_command", "load_recipe", "main"]
+__all__ = ["RecipeCLI", "load_recipe", "main"]

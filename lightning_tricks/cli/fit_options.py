@@ -27,19 +27,20 @@ FIT_OPTIONS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-def check_fit_options(args: Sequence[str], command: str | None) -> None:
+def check_fit_options(args: Sequence[str], command: str | None, options: Any) -> None:
     """Refuse these options on the command line of another command, or together with a checkpoint to go on from.
 
     Args:
         args: the command line.
         command: in it; None where a recipe is only built.
+        options: of the command, parsed.
 
     Raises:
         UsageError: see above.
     """
     typed = {arg.partition("=")[0].removeprefix("--") for arg in args if arg.startswith("--")}
     for name in FIT_OPTIONS.keys() & typed if command not in ("fit", None) else ():
-        start = command != "prepare" and name != "total_tokens"
+        start = "ckpt_path" in options and name != "total_tokens"
         remedy = f"; {command} takes --ckpt_path FILE or last" if start else ""
         raise UsageError(f"--{name} is an option of fit{remedy}")
     if {"init_from", "ckpt_path"} <= typed and _value("ckpt_path", args) != "none":

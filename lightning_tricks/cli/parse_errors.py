@@ -51,8 +51,8 @@ _LINES = [
      "--config: `{got}` is no recipe: it holds no settings, such as `trainer: {{max_steps: 100}}`"),
     (r"(?:Parser key \"[^\"]*\": )?Unable to load config ['\"](?P<got>.*)['\"]",
      "{key}={got}: neither settings nor a file of settings at this path"),
-    (r"expected \"subcommand\" to be one of",
-     "no command: write fit, validate, test, predict, prepare or autopsy before the options"),
+    (r"expected \"subcommand\" to be one of \{(?P<names>.*)\}",
+     "no command: write one of {names} before the options"),
 ]  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def one_line(error: ParseError, options: Iterable[str], classes: Mapping[str, It
         near = did_you_mean(unknown, classes) or "; a class of your own is named with its module, as my_module.MyClass"
         return f"{error.key}: no class named {unknown!r}{near}"
     at, said = f"{error.key}: " if error.key else "", error.complaints[0]
-    if missing := re.match(r"the following arguments are required: (?:(\w+)\.)?(\w+)", said):
+    if missing := re.match(r"the following arguments are required: (?:([\w-]+)\.)?(\w+)", said):
         command, name = missing.groups()
         if error.class_name:
             return f"{at}{error.class_name} needs {name!r}: set it under init_args"

@@ -1,13 +1,14 @@
-"""`fit`, `validate`, `test`, `predict`, `prepare`, `autopsy` on a recipe: LightningCLI, with one line for a mistake.
+"""Commands on a recipe, Lightning's and our own: LightningCLI, with one line for a mistake.
 
 The module owns its optimizer, and a checkpoint never overrides the recipe. Methods stand in the order of their calls.
 """
 
 import faulthandler
+import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +19,6 @@ from jsonargparse import Namespace
 from lightning_tricks._errors import UsageError, one_line_and_exit
 from lightning_tricks._exit import end_within
 from lightning_tricks._lightning import pl, rank_zero_info
-from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.callbacks import PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli import same_checkpoint
@@ -40,28 +40,45 @@ from lightning_tricks.cli.recipe_text import check_values
 from lightning_tricks.cli.run_errors import trainer_line, usage_errors
 from lightning_tricks.cli.run_folder import RunFolder, check_folders, expand_save_dirs
 from lightning_tricks.cli.short_names import known_names_first
-from lightning_tricks.commands import COMMANDS
-from lightning_tricks.commands.autopsy.autopsy import AutopsyTrainer
+from lightning_tricks.commands import COMMANDS, FitChange, Needs
 from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin
 
+_ON_RECIPES = [one for one in COMMANDS.values() if one.module and one.needs in ("a recipe", "a Trainer")]
+# What a Trainer of one process needs of the recipe: the places of its checkpoints, its length and its clip.
+_KEPT = ("logger", "default_root_dir", "max_steps", "gradient_clip_val", "gradient_clip_algorithm")
 
-class RecipeTrainer(AutopsyTrainer):
-    """Lightning's Trainer, `autopsy`, and our own `prepare`, which needs no object of this class."""
+
+class RecipeTrainer(pl.Trainer):
+    """Lightning's Trainer, with our commands on recipes as static methods, from which LightningCLI takes options."""
 
     # The class stands before `str`, so that jsonargparse takes `FSDP2Strategy` for a class and `ddp` for a name.
     def __init__(self, *args: Any, strategy: pl.strategies.Strategy | str = "auto", **kwargs: Any) -> None:
         super().__init__(*args, strategy=strategy, **kwargs)
 
-    @staticmethod
-    def prepare(model: "pl.LightningModule", datamodule: "pl.LightningDataModule | None" = None) -> None:
-        """Turn the recipe's text into token shards, and stop."""
-        if datamodule is None:
-            raise UsageError("prepare: the recipe has no data")
-        datamodule.prepare_data()
-        datamodule.setup("fit")
-        if hasattr(datamodule, "data_summary"):
-            print(datamodule.data_summary())
+    @classmethod
+    def of_one_process(cls, settings: Mapping[str, Any]) -> "RecipeTrainer":
+        """A Trainer of one process on a CPU or GPU of this machine, whatever devices the recipe asks for.
+
+        Args:
+            settings: the Trainer's arguments in the recipe, with classes as objects.
+        """
+        environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
+        callbacks = settings.get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        return cls(
+            accelerator="cpu" if settings.get("accelerator") == "cpu" else "auto",
+            devices=1,
+            plugins=[environments.LightningEnvironment(), AtomicCheckpointIO()],  # no job of SLURM, no torchrun
+            callbacks=[callback for callback in callbacks if isinstance(callback, pl.callbacks.Checkpoint)],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **{name: settings[name] for name in _KEPT if settings.get(name) is not None},
+        )
+
+
+for _command in _ON_RECIPES:
+    setattr(RecipeTrainer, _command.name, staticmethod(_command.load().run))
 
 
 class RecipeCLI(lightning_cli.LightningCLI):
@@ -73,18 +90,18 @@ class RecipeCLI(lightning_cli.LightningCLI):
     Args:
         model_class: As in LightningCLI; None for any that the recipe names.
         datamodule_class: As in LightningCLI; None for any that the recipe names.
+        change: What makes a `fit` another command of ours.
         **kwargs: The other arguments of LightningCLI.
     """
-
-    own_folder = False
-    """Whether a fit that goes on from a checkpoint has a folder of its own, and not the folder of that run."""
 
     def __init__(
         self,
         model_class: Callable[..., pl.LightningModule] | None = None,
         datamodule_class: Callable[..., pl.LightningDataModule] | None = None,
+        change: FitChange | None = None,
         **kwargs: Any,
     ) -> None:
+        self._change = change
         usage = "%(prog)s --config RECIPE.yaml [--config MORE.yaml] [--key.subkey VALUE ...]"
         commands = {name: {"usage": usage, "allow_abbrev": False} for name in self.subcommands()}
         kwargs.setdefault("parser_kwargs", {"allow_abbrev": False, "prog": program(), **commands})
@@ -104,9 +121,14 @@ class RecipeCLI(lightning_cli.LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's commands, `prepare` and `autopsy`."""
-        own = {"prepare": {"model", "datamodule"}, "autopsy": {"model", "datamodule"}}
+        """Lightning's commands and ours on recipes, and their parameters that are no options."""
+        own = {command.name: {"model", "datamodule", "trainer"} for command in _ON_RECIPES}
         return {**lightning_cli.LightningCLI.subcommands(), **own}
+
+    @property
+    def _needs(self) -> Needs | None:
+        """What a command of ours needs; None for Lightning's, and where a recipe is only built."""
+        return next((command.needs for command in _ON_RECIPES if command.name == self.subcommand), None)
 
     def add_default_arguments_to_parser(self, parser: Any) -> None:
         """Lightning's `seed_everything`, and options of `fit` that may stand in a recipe, which other commands read."""
@@ -137,14 +159,17 @@ class RecipeCLI(lightning_cli.LightningCLI):
                     sys.exit(0)
                 check_values(given)
                 self.config = parser.parse_args(given)
-                check_fit_options(given, self.config.get("subcommand"))
-        config = self.config.get(self.config.get("subcommand") or "", self.config)
+        command = self.config.get("subcommand")
+        config = self.config.get(command or "", self.config)
+        check_fit_options(given, command, config)
         check_options(config)
         expand_save_dirs(config.get("trainer") or {})
         if line := choose_length(config, given):
             rank_zero_info(line)
         for line in change_lines(changes, config.as_dict()):
             rank_zero_info(line)
+        if self._change is not None:
+            self._change.change(config)
 
     def _parse_ckpt_path(self) -> None:
         """Leave the recipe alone: LightningCLI would let a checkpoint's hyper-parameters override it silently."""
@@ -168,12 +193,12 @@ class RecipeCLI(lightning_cli.LightningCLI):
             raise UsageError(parse_message(str(error)).complaints[0]) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Lightning's Trainer with our callbacks and with checkpoints in folders; `prepare` needs none."""
-        if self.subcommand == "prepare":
-            return self.trainer_class  # a class will do: the recipe's devices need not exist here
+        """Lightning's Trainer with our callbacks and with checkpoints in folders."""
         config = self._get(self.config_init, "trainer")
-        if self.subcommand == "autopsy":
-            return AutopsyTrainer.of_recipe(config)
+        if self._needs == "a recipe":
+            return RecipeTrainer  # a class will do: the recipe's devices need not exist here
+        if self._needs == "a Trainer":
+            return RecipeTrainer.of_one_process(config)
         self._add_callbacks(config)
         try:
             trainer: Any = super().instantiate_trainer(**kwargs)
@@ -223,26 +248,32 @@ class RecipeCLI(lightning_cli.LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Choose checkpoint and folder, and refuse what cannot run, before any data are prepared."""
-        if subcommand == "autopsy":
-            given = self.config_init[subcommand]
-            given["ckpt_path"] = choose_checkpoint(subcommand, given["ckpt_path"], self.trainer)
-        elif subcommand != "prepare":
-            trainer: Any = self.trainer
-            given = self.config_init[subcommand]
+        given = self.config_init[subcommand]
+        trainer: Any = self.trainer
+        if self._needs == "a Trainer" and "ckpt_path" in given:
+            given["ckpt_path"] = choose_checkpoint(subcommand, given["ckpt_path"], trainer)
+        elif self._needs is None:
             given["ckpt_path"] = same_checkpoint.choose_once(subcommand, given, trainer)
             if subcommand == "fit":
                 trainer.callbacks[:0] = option_callbacks(given, self.model)
             check_folders(trainer)
             check_before_launch(trainer, self.model, self.datamodule, subcommand, given["trainer"]["accelerator"])
             if not trainer.fast_dev_run:
-                self._run_folder.choose(subcommand, None if self.own_folder else given["ckpt_path"], trainer)
+                self._run_folder.choose(subcommand, None if self._change else given["ckpt_path"], trainer)
+            if self._change is not None:
+                self._change.check(trainer)
             if subcommand == "predict" and given.get("return_predictions") is None:
                 given["return_predictions"] = False  # they are in the file; all of them would fill the memory
-        return super()._prepare_subcommand_kwargs(subcommand)
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if self._needs is not None:
+            kwargs |= {"trainer": given["trainer"] if self._needs == "a recipe" else trainer}
+            kwargs.setdefault("datamodule", None)
+        return kwargs
 
     def _options(self) -> list[str]:
         """The options of `fit` as typed; none where the recipe was given from Python."""
-        return self._given[self._given.index("fit") + 1 :] if isinstance(self._given, list) else []
+        more = self._change.options() if self._change is not None else []
+        return [*self._given[self._given.index("fit") + 1 :], *more] if isinstance(self._given, list) else []
 
     def after_fit(self) -> None:
         """Say where the results are and what to do with them."""
@@ -275,26 +306,20 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
 
 
 def main(args: list[str]) -> None:
-    """Run `args` (a subcommand and its options); a user's mistake becomes a UsageError."""
-    if args and args[0] not in RecipeCLI.subcommands() and not args[0].startswith("-"):
-        near = did_you_mean(args[0], [*RecipeCLI.subcommands(), *COMMANDS, "branch", "coordinate-check"])
-        raise UsageError(f"unknown command {args[0]!r}{near}: --help lists them")
-    run_command(args, RecipeCLI, args)
+    """Run a command on a recipe, of which `args` are the words; its process group ends with it.
 
-
-def run_command(typed: Sequence[str], cli: Callable[..., Any], args: Sequence[str]) -> None:
-    """Run a RecipeCLI as a whole command; its process group ends with it.
-
-    Args:
-        typed: the command line, which other ranks are started with.
-        cli: makes the RecipeCLI.
-        args: for it.
+    Raises:
+        UsageError: a user's mistake.
     """
-    sys.argv[1:] = typed
+    sys.argv[1:] = args  # with which other ranks are started
     for noise in (".*isinstance.treespec, LeafSpec.*", "Precision .* is not supported by the model summary"):
         warnings.filterwarnings("ignore", message=noise)  # Lightning's own, and nothing that a user could mend
+    given, change = list(args), None
+    if (command := COMMANDS.get(args[0])) is not None and command.needs == "a fit":
+        recipe, change = command.load().run(given[1:])
+        given = ["fit", *recipe]
     try:
-        cli(args=list(args))
+        RecipeCLI(args=given, change=change)
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             if sys.exc_info()[0] is not None:

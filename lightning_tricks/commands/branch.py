@@ -1,11 +1,20 @@
-"""Where a decay may branch off: the step of a checkpoint, and whether it lies in the stable part of its run."""
+"""`branch`: start the decay of a WarmupStableDecay run from a checkpoint of its stable part.
 
+`read_trunk` and `Trunk.check` decide from where a decay may start; `Branch` makes the `fit` out of the recipe.
+"""
+
+import os
+import pkgutil
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
+
 from lightning_tricks._errors import UsageError
+from lightning_tricks._trainer import chosen_version, has_versions
 from lightning_tricks.checkpoints.check_checkpoint import (
     TRAINER_STATE,
     check_checkpoint,
@@ -14,9 +23,18 @@ from lightning_tricks.checkpoints.check_checkpoint import (
 )
 from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.checkpoints.record import read_record
+from lightning_tricks.commands.command_parser import CommandParser
 from lightning_tricks.mixins._plain_settings import from_plain
 from lightning_tricks.mixins.optimizer_mixin import SCHEDULE_KEY
 from lightning_tricks.schedules import Schedule, WarmupConstant, WarmupStableDecay
+
+NAME = "branch"
+HELP = "start a decay from a checkpoint of the stable part of a run: --ckpt_path FILE --decay_steps N"
+NEEDS = "a fit"
+
+_SET_BY_BRANCH = re.compile(
+    r"--(trainer\.max_(?:steps|epochs)|total_tokens|init_from|[\w.]*\.decay_(?:start|steps|fraction))(?:=|$)"
+)
 
 
 @dataclass(frozen=True)
@@ -80,23 +98,6 @@ def _name(schedule: Any) -> str:
     return "null" if schedule is None else type(schedule).__name__
 
 
-def check_branch_options(ckpt_path: str | None, decay_steps: int | None) -> None:
-    """Refuse a branch that does not name one checkpoint, or has no length.
-
-    Raises:
-        UsageError: see above.
-    """
-    if not ckpt_path or ckpt_path in ("none", "last", "best", "hpc"):
-        given = f"ckpt_path={ckpt_path}: " if ckpt_path else ""
-        raise UsageError(
-            f"branch: {given}name the checkpoint of the stable part from which the decay shall start: --ckpt_path FILE"
-        )
-    if decay_steps is None:
-        raise UsageError("branch: give the length of the decay in optimizer steps: --decay_steps N")
-    if decay_steps < 1:
-        raise UsageError(f"branch: decay_steps={decay_steps}: give the optimizer steps of the decay, 1 or more")
-
-
 def read_trunk(ckpt_path: str, weights_only: bool | None = None) -> Trunk:
     """The step of a checkpoint and the schedule of its run; of a folder no tensor is read.
 
@@ -126,3 +127,124 @@ def read_trunk(ckpt_path: str, weights_only: bool | None = None) -> Trunk:
     total_steps = followed.pop("total_steps", None)
     schedule = from_plain(followed, Schedule, f"ckpt_path={path}: schedule") if followed else None
     return Trunk(str(path.resolve()), int(state["global_step"]), schedule, total_steps)
+
+
+class Branch:
+    """The change of `fit` into a branch: the recipe with another end, in a folder of its own.
+
+    Args:
+        ckpt_path: of the checkpoint to branch off.
+        decay_steps: length of the decay in optimizer steps.
+    """
+
+    def __init__(self, ckpt_path: str, decay_steps: int) -> None:
+        self.ckpt_path = ckpt_path
+        self.decay_steps = decay_steps
+        self.start = 0
+
+    def change(self, config: Any) -> None:
+        """Look at the checkpoint, and let the decay start at its step.
+
+        Raises:
+            UsageError: see `read_trunk`, `Trunk.check` and `_start_decays`.
+        """
+        trunk = read_trunk(self.ckpt_path, config.get("weights_only"))
+        settings, trainer = config.model.get("init_args") or {}, config.trainer
+        trunk.check(_built(settings.get("schedule")), trainer.get("max_steps"))
+        _start_decays(settings, "model", trunk.step)
+        self.start = trunk.step
+        trainer.max_steps = trunk.step + self.decay_steps
+        trainer.max_epochs = None
+        if "total_tokens" in config:  # another length in the recipe
+            config.total_tokens = None
+        config.ckpt_path = self.ckpt_path
+        origin = Namespace(trunk=trunk.path, trunk_step=trunk.step, decay_steps=self.decay_steps)
+        lineage = Namespace(class_path="lightning_tricks.callbacks.BranchLineage", init_args=origin)
+        given = trainer.get("callbacks") or []
+        trainer.callbacks = [*(given if isinstance(given, list) else [given]), lineage]
+
+    def check(self, trainer: Any) -> None:
+        """Refuse to write the branch's checkpoints beside that of the trunk: each would take the other's for its own.
+
+        Raises:
+            UsageError: see above.
+        """
+        versions = [(logger.root_dir, chosen_version(logger)) for logger in trainer.loggers if has_versions(logger)]
+        runs = [os.path.join(root, name if isinstance(name, str) else f"version_{name}") for root, name in versions]
+        runs += [] if trainer.loggers else [str(trainer.default_root_dir)]
+        places = [os.path.join(run, "checkpoints") for run in runs]
+        places += [saver.dirpath for saver in trainer.checkpoint_callbacks if getattr(saver, "dirpath", None)]
+        for place in places if trainer.checkpoint_callbacks else []:
+            if os.path.realpath(place) == str(Path(self.ckpt_path).resolve().parent):
+                raise UsageError(
+                    f"branch: its checkpoints would go to {place.removeprefix(os.getcwd() + os.sep)}, where that of "
+                    "the trunk lies: give the logger another version or name, or the saver another dirpath"
+                )
+
+    def options(self) -> list[str]:
+        """The options of a `fit` that goes on with the branch."""
+        return ["--model.schedule.decay_start", str(self.start)]
+
+
+def _start_decays(settings: Any, place: str, step: int) -> None:
+    """Let each WarmupStableDecay in the settings decay from a step on: that of the run, and those of parameter rules.
+
+    Raises:
+        UsageError: another schedule depends on the length of the run: before the branch, it was another curve.
+    """
+    if isinstance(settings, list):
+        for number, entry in enumerate(settings):
+            _start_decays(entry, f"{place}[{number}]", step)
+    if not isinstance(settings, Namespace):
+        return
+    curve = _built(settings)
+    if isinstance(curve, WarmupStableDecay):
+        settings.init_args.update(Namespace(decay_start=step, decay_steps=None, decay_fraction=None))
+    elif getattr(curve, "needs_total", False):
+        raise UsageError(
+            f"{place}={type(curve).__name__}: it depends on the length of the run, which a branch changes: give "
+            "WarmupStableDecay, or a schedule without an end"
+        )
+    for name, entry in vars(settings).items():
+        _start_decays(entry, f"{place}.{name}".removesuffix(".init_args"), step)
+
+
+def _built(spec: Any) -> Any:
+    """The schedule of a parsed recipe; None where it has none, or has something else than a Schedule."""
+    cls = pkgutil.resolve_name(spec["class_path"]) if spec and "class_path" in spec else None
+    settings = vars(spec.get("init_args") or Namespace()) if cls else {}
+    return cls(**settings) if isinstance(cls, type) and issubclass(cls, Schedule) else None
+
+
+def run(args: list[str]) -> tuple[list[str], Branch]:
+    """The `fit` that a branch is, in words and as a change of its recipe.
+
+    Raises:
+        UsageError: no checkpoint is named, or no length; an option that the command sets itself.
+    """
+    parser = CommandParser(
+        "lightning-tricks branch",
+        description="Start the decay of a WarmupStableDecay run from a checkpoint of its stable part, in a folder "
+        "of its own: a fit that goes on from the checkpoint, with decay_start at its step and max_steps N steps later. "
+        "Other options are those of fit; the recipe's learning rate and shape of the decay hold, not the checkpoint's.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ckpt_path", metavar="FILE", help="file, or folder of shards")
+    parser.add_argument("--decay_steps", type=int, metavar="N", help="length of the decay in optimizer steps")
+    options, recipe = parser.parse_known_args(args)
+    path, steps = options.ckpt_path, options.decay_steps
+    if not path or path in ("none", "last", "best", "hpc"):
+        given = f"ckpt_path={path}: " if path else ""
+        raise UsageError(
+            f"branch: {given}name the checkpoint of the stable part from which the decay shall start: --ckpt_path FILE"
+        )
+    if steps is None:
+        raise UsageError("branch: give the length of the decay in optimizer steps: --decay_steps N")
+    if steps < 1:
+        raise UsageError(f"branch: decay_steps={steps}: give the optimizer steps of the decay, 1 or more")
+    for arg in recipe:
+        if found := _SET_BY_BRANCH.match(arg):
+            raise UsageError(
+                f"branch: {found[1]} follows from the checkpoint and --decay_steps: leave it out of the command line"
+            )
+    return recipe, Branch(path, steps)

@@ -11,8 +11,13 @@ from lightning_tricks.checkpoints.swap_in import write_file
 from lightning_tricks.commands.command_parser import CommandParser
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import consolidate_deepspeed
 
+NAME = "consolidate"
+HELP = "make one checkpoint file of a sharded one: consolidate FOLDER FILE"
+NEEDS = "nothing"
+WORDS = "export"
 
-def consolidate(args: list[str]) -> None:
+
+def run(args: list[str]) -> None:
     """Write FILE from FOLDER.
 
     Raises:

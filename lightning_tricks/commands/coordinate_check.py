@@ -1,19 +1,37 @@
-"""Whether activations keep their size while a model grows wider and trains: the check of a parametrization."""
+"""`coordinate-check`: whether activations keep their size while a model grows wider and trains.
+
+First the check of any parametrization, from Python; then the command, of a recipe's decoder.
+"""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from json import dumps
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import named_submodules, repeated_blocks
-from lightning_tricks.optim import param_roles
+from lightning_tricks._writable import check_file
+from lightning_tricks.data.base import ShardData
+from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.optim import build_optimizer, param_roles
+from lightning_tricks.optim.mup import at_width
 
+NAME = "coordinate-check"
+HELP = "do activations keep their size at widths 64 to 1024? Flat with muP"
+NEEDS = "a recipe"
+
+DEFAULT_WIDTHS = (64, 128, 256, 512, 1024)
 DEFAULT_TOLERANCE = 0.3
+_TOKENS = 256  # in a batch of the command: sizes of activations are means over many numbers already
+_LONGEST_ROW = 128
 _LAYERS = ("embedding", "head")  # roles of parameters whose modules are layers, beside the blocks
 
 
@@ -111,7 +129,7 @@ class CoordinateReport:
 def coordinate_check(
     build: Callable[[int, int], CoordinateTrial],
     batches: Sequence[Any],
-    widths: Iterable[int] = (64, 128, 256, 512, 1024),
+    widths: Iterable[int] = DEFAULT_WIDTHS,
     seeds: int = 1,
     tolerance: float = DEFAULT_TOLERANCE,
 ) -> CoordinateReport:
@@ -207,3 +225,109 @@ def _recording(layers: Mapping[str, nn.Module], kept: dict[str, Tensor]) -> Iter
     finally:
         for handle in handles:
             handle.remove()
+
+
+def run(
+    model: Any,
+    datamodule: Any,
+    trainer: Any,
+    *,
+    widths: str = ",".join(map(str, DEFAULT_WIDTHS)),
+    steps: int = 10,
+    seeds: int = 1,
+    tolerance: float = DEFAULT_TOLERANCE,
+    json: str | None = None,
+) -> None:
+    """Train a recipe's decoder for a few steps at several widths, and print how the output of each layer grows.
+
+    Flat with muP; --model.mup null shows the same without it. The heads keep their width, the optimizer rises to its
+    peak learning rate. Exits with 1 if some layer is not flat.
+
+    Args:
+        model: of the recipe.
+        datamodule: of the recipe.
+        trainer: not used.
+        widths: with commas.
+        steps: optimizer steps.
+        seeds: models at each width.
+        tolerance: largest slope of a flat layer.
+        json: file for all figures.
+
+    Raises:
+        UsageError: no LanguageModel or no data; a width that its heads do not fit; see `coordinate_check`.
+    """
+    if json is not None:
+        check_file("coordinate-check: json", json)
+    if not isinstance(model, LanguageModel):
+        raise UsageError(
+            f"coordinate-check: model={type(model).__name__} is no LanguageModel, whose width a recipe gives: call "
+            "lightning_tricks.coordinate_check from Python"
+        )
+    if steps < 1:
+        raise UsageError(f"coordinate-check: steps={steps}: give at least 1")
+    try:
+        shapes = {int(width): _shape(model, int(width)) for width in widths.split(",")}
+    except ValueError as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"coordinate-check: widths={widths}: give whole numbers with commas") from None
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+    def build(width: int, seed: int) -> CoordinateTrial:
+        return _trial(model, shapes[width], seed, device or torch.device("cpu"))
+
+    report = coordinate_check(build, _batches(datamodule, steps), shapes, seeds, tolerance)
+    print(report)
+    if json is not None:
+        figures = {name: [sizes._asdict() for sizes in layer] for name, layer in report.layers.items()}
+        text = dumps({"widths": report.widths, "steps": report.steps, "layers": figures}, indent=1)
+        Path(json).write_text(text + "\n", encoding="utf-8")
+    sys.exit(1 if report.failed else 0)
+
+
+def _shape(module: LanguageModel, width: int) -> Any:
+    """The recipe's decoder at another width: with more heads, or with wider ones where `base_head_dim` asks for it."""
+    config, mup = module.config, module.mup
+    if mup is not None and mup.base_head_dim not in (None, config.head_dim):
+        if width < 1 or width % config.n_heads:
+            raise UsageError(
+                f"coordinate-check: widths: {width} cannot be split into the recipe's {config.n_heads} heads, which "
+                f"mup.base_head_dim={mup.base_head_dim} widens: give multiples of {config.n_heads}"
+            )
+        return at_width(config, width, width // config.n_heads)
+    if width < config.head_dim or width % config.head_dim:
+        raise UsageError(
+            f"coordinate-check: widths: {width} holds no whole number of the recipe's heads, which are "
+            f"{config.head_dim} wide: give multiples, or a recipe with other n_heads"
+        )
+    return at_width(config, width, config.head_dim)
+
+
+def _trial(module: LanguageModel, config: Any, seed: int, device: torch.device) -> CoordinateTrial:
+    """A model of the recipe with another shape, and its optimizer."""
+    torch.manual_seed(seed)
+    model = LanguageModel(config, mup=module.mup)
+    with device:
+        model.configure_model()
+    settings = (module.weight_decay, module.decay_embeddings, module.param_rules, module.mup)
+    optimizer = build_optimizer(model, module.optimizer, *settings)
+
+    def loss(batch: dict[str, Tensor]) -> Tensor:
+        here = {name: tensor.to(device) for name, tensor in batch.items()}
+        logits = model(here["input_ids"], here.get("document_ids"))
+        return F.cross_entropy(logits.flatten(0, 1).float(), here["labels"].flatten())
+
+    return CoordinateTrial(model, optimizer, loss)
+
+
+def _batches(data: Any, steps: int) -> list[dict[str, Tensor]]:
+    """The first rows of the recipe's training data, cut to a length that is enough."""
+    if not isinstance(data, ShardData):
+        kind = "none" if data is None else type(data).__name__
+        raise UsageError(f"coordinate-check: data={kind}: give the recipe TextData or TokenData")
+    data.prepare_data()
+    data.setup("fit")
+    rows, length = data.training_rows(), min(data.seq_len, _LONGEST_ROW)
+    count = max(1, _TOKENS // length)
+    batches = [[rows[step * count + row] for row in range(count)] for step in range(steps)]
+    return [{name: torch.cat([row[name][:, :length] for row in batch]) for name in batch[0]} for batch in batches]

@@ -13,7 +13,12 @@ from lightning_tricks.commands.compare_records import Difference, Record, first_
 from lightning_tricks.monitors.run_ledger.ledger_file import Ledger, read_ledger
 
 NAME = "ledger"
-HELP = "the first step, and the first thing, in which two runs with RunLedger differ; whether a ledger is whole"
+HELP = (
+    "ledger diff A B: the first step, and the first thing, in which two runs with RunLedger differ; ledger check A: "
+    "whether one is whole"
+)
+NEEDS = "nothing"
+
 TOLERANCE = 0.01  # of losses over world sizes; that of the same data elsewhere in the run differs by more
 
 # In the order of cause and effect within a step, so that the first one that differs is the cause of the others.

@@ -15,8 +15,8 @@ from preloaded import python
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.cli import RecipeCLI, load_recipe
-from lightning_tricks.cli.recipe_cli import RecipeTrainer
-from lightning_tricks.commands.recipes import cp, recipes_folder
+from lightning_tricks.commands import cp, prepare
+from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.models import GPT2, Llama
 
 TINY = recipes_folder() / "tiny.yaml"
@@ -58,10 +58,10 @@ def test_prepare_takes_any_data_module_and_prints_a_summary_where_there_is_one(c
         def setup(self, stage):
             print("set up for", stage)
 
-    RecipeTrainer.prepare(pl.LightningModule(), Data())
+    prepare.run(pl.LightningModule(), Data(), {})
     assert capsys.readouterr().out == "prepared\nset up for fit\n"
     Data.data_summary = lambda self: "two rows"
-    RecipeTrainer.prepare(pl.LightningModule(), Data())
+    prepare.run(pl.LightningModule(), Data(), {})
     assert capsys.readouterr().out == "prepared\nset up for fit\ntwo rows\n"
 
 
@@ -101,15 +101,15 @@ def test_cp_copies_a_recipe_and_overwrites_none(tmp_path):
 
 def test_cp_writes_all_files_or_none_and_leaves_a_part_that_is_there_already(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    cp(["llama7b", "a.yaml"])
+    cp.run(["llama7b", "a.yaml"])
     parts = sorted(path.name for path in Path("parts").iterdir())
     assert parts
     capsys.readouterr()
-    cp(["llama7b", "b.yaml"])
+    cp.run(["llama7b", "b.yaml"])
     assert capsys.readouterr().out == "b.yaml\n"
     Path("parts", parts[-1]).write_text("mine")
     with pytest.raises(UsageError, match=rf"^parts/{parts[-1]} exists: name another place, or remove it first$"):
-        cp(["llama7b", "c.yaml"])
+        cp.run(["llama7b", "c.yaml"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.yaml", "b.yaml", "parts"]
     assert Path("parts", parts[-1]).read_text() == "mine"
 

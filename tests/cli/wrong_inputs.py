@@ -217,7 +217,7 @@ ROWS = [
     # Words that are misspelt or come from another program.
     command("no such command", "trian --config small.yaml", "'trian'", "--help"),
     command("a command of another program", "train --config small.yaml", "'train'", "did you mean fit?"),
-    command("no command", "--config small.yaml", "no command", "fit, validate, test, predict, prepare or autopsy"),
+    command("no command", "--config small.yaml", "no command: write one of fit,validate,test,predict"),
     command("fit without a recipe", "fit", "no model", "--config RECIPE.yaml"),
     command("a recipe without --config", "fit small.yaml", "small.yaml", "--config small.yaml"),
     command("a misspelt --config", "fit --confg small.yaml", "--confg", "did you mean config?"),

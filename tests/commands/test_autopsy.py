@@ -22,8 +22,9 @@ from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks.checkpoints.load_weights import load_weights
+from lightning_tricks.cli.recipe_cli import RecipeTrainer
 from lightning_tricks.commands.autopsy import autopsy as autopsy_module
-from lightning_tricks.commands.autopsy.autopsy import AutopsyTrainer, autopsy
+from lightning_tricks.commands.autopsy.autopsy import autopsy
 from lightning_tricks.commands.autopsy.documents import documents_of, joined, rows_of
 from lightning_tricks.data.shards import HEADER_INTS
 from lightning_tricks.optim import build_optimizer
@@ -416,9 +417,9 @@ def test_modules_data_and_checkpoints_that_lack_something_are_refused(trained, t
     ],
 )
 def test_options_are_refused_before_anything_is_read(options, message):
-    trainer = AutopsyTrainer.of_recipe({"accelerator": "cpu", "logger": False})
+    trainer = RecipeTrainer.of_one_process({"accelerator": "cpu", "logger": False})
     with pytest.raises(UsageError, match=message):
-        trainer.autopsy(model(), None, **{"step": 1, "ckpt_path": "not read", **options})
+        trainer.autopsy(model(), None, trainer, **{"step": 1, "ckpt_path": "not read", **options})
 
 
 def test_a_step_that_no_checkpoint_has_done_is_that_of_a_run_that_goes_on_unchanged(trained, tmp_path):

@@ -173,5 +173,5 @@ def test_a_mistake_is_one_line(args, words, folder, monkeypatch, one_parser):  #
 
 
 def test_no_recipe_is_one_line():
-    with pytest.raises(UsageError, match=r"coordinate-check: give a recipe with --config"):
+    with pytest.raises(UsageError, match=r"^no model: give a recipe that has one, with --config RECIPE\.yaml$"):
         door.run(["coordinate-check"])

@@ -2,3 +2,60 @@
 
 From the first to the last: `documents`, `gradients`, `report`, `autopsy`.
 """
+
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._writable import check_file
+
+NAME = "autopsy"
+HELP = "rank the documents of one optimizer step: --ckpt_path FILE --step N"
+NEEDS = "a Trainer"
+
+
+def run(
+    model: Any,
+    datamodule: Any,
+    trainer: Any,
+    *,
+    step: int,
+    ckpt_path: str | None = None,
+    top: int = 5,
+    json: str | None = None,
+    weights_only: bool | None = None,
+) -> None:
+    """Rank the documents of one optimizer step's batch by how far each stands out.
+
+    Args:
+        model: of the recipe.
+        datamodule: of the recipe.
+        trainer: of one process, with the recipe's length and clip.
+        step: the optimizer step, as the logs and StepGuard count: the first is step 0.
+        ckpt_path: the weights to use, a checkpoint or last; the step began with those of a checkpoint of this step.
+        top: documents to print.
+        json: file for all figures of all documents.
+        weights_only: as in torch.load.
+    """
+    from lightning_tricks.commands.autopsy.autopsy import autopsy
+
+    if ckpt_path is None:
+        raise UsageError("ckpt_path=none: autopsy needs the checkpoint of a run, which tells the samples of a step")
+    if top < 0:
+        raise UsageError(f"top={top}: give the number of documents to print, 0 or more")
+    if json is not None:
+        check_file("json", json)
+    report = autopsy(
+        model,
+        datamodule,
+        ckpt_path,
+        step,
+        device=trainer.strategy.root_device,
+        max_steps=trainer.max_steps,
+        clip_val=trainer.gradient_clip_val,
+        clip_algorithm=trainer.gradient_clip_algorithm,
+        weights_only=weights_only,
+    )
+    print(report.table(top))
+    if json is not None:
+        report.write(Path(json))

@@ -1,0 +1,32 @@
+"""`completion`: the script by which a shell completes commands, recipes and files. Imports no torch."""
+
+from lightning_tricks.commands import COMMANDS
+from lightning_tricks.commands.command_parser import CommandParser
+from lightning_tricks.commands.recipes import recipes_folder
+
+NAME = "completion"
+HELP = 'print the completion for a shell: eval "$(lightning-tricks completion)" in ~/.bashrc or ~/.zshrc'
+NEEDS = "nothing"
+
+_SCRIPT = """\
+[ -n "$ZSH_VERSION" ] && autoload -U +X bashcompinit && bashcompinit
+_lightning_tricks() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" found=""
+    if [ "$COMP_CWORD" = 1 ]; then
+        found="{commands} --help --version"
+    elif [ "${{COMP_WORDS[COMP_CWORD-1]}}" = cp ]; then
+        found="{recipes}"
+    elif [ "${{word#-}}" != "$word" ]; then
+        found="--config --help"
+    fi
+    COMPREPLY=($(compgen -W "$found" -- "$word"))
+}}
+complete -o default -F _lightning_tricks lightning-tricks
+"""
+
+
+def run(args: list[str]) -> None:
+    """Print the script, for bash and for zsh."""
+    CommandParser("lightning-tricks completion", description="Print the completion for a shell.").parse_args(args)
+    recipes = sorted(recipe.stem for recipe in recipes_folder().glob("*.yaml"))
+    print(_SCRIPT.format(commands=" ".join(COMMANDS), recipes=" ".join(recipes)), end="")

@@ -1,0 +1,19 @@
+"""`ls`: list the recipes that come with the collection. Imports no torch."""
+
+from lightning_tricks.commands.command_parser import CommandParser
+from lightning_tricks.commands.recipes import recipes_folder
+
+NAME = "ls"
+HELP = "list the recipes that come with the collection"
+NEEDS = "nothing"
+WORDS = "list"
+
+
+def run(args: list[str]) -> None:
+    """Print one line for each recipe: its name and its title."""
+    CommandParser("lightning-tricks ls", description="List the recipes that come with the collection.").parse_args(args)
+    recipes = sorted(recipes_folder().glob("*.yaml"))
+    width = max(len(recipe.stem) for recipe in recipes)
+    for recipe in recipes:
+        with recipe.open(encoding="utf-8") as file:
+            print(f"{recipe.stem:{width}s}  {file.readline().lstrip('#').strip()}")

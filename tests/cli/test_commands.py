@@ -1,0 +1,55 @@
+"""The registry of commands: one file makes a command, and its name stands nowhere else."""
+
+import subprocess
+
+import pytest
+
+from lightning_tricks import __main__ as door
+from lightning_tricks import commands
+from lightning_tricks._errors import UsageError
+from lightning_tricks.cli import RecipeCLI
+from lightning_tricks.commands import COMMANDS, find
+
+
+def test_each_command_can_be_run_and_is_in_help_and_completion(capsys):
+    commands.COMMANDS["completion"].load().run([])
+    script, text = capsys.readouterr().out, door.help_text()
+    for name, command in COMMANDS.items():
+        assert f"\n  {name} " in text
+        assert f" {name} " in script.replace('"', " ")
+        assert command.help
+        assert command.needs in ("nothing", "a recipe", "a Trainer", "a fit")
+        assert not command.module or callable(command.load().run)
+    on_recipes = {name for name, command in COMMANDS.items() if command.needs in ("a recipe", "a Trainer")}
+    assert RecipeCLI.subcommands().keys() == on_recipes
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_a_file_with_the_constants_is_a_command_and_is_not_imported_for_it(tmp_path):
+    file = tmp_path / "plan.py"
+    file.write_text(
+        'import no_such_module\n\nNAME = "plan"\nHELP = (\n    "where "\n    "to"\n)\nNEEDS = "a recipe"\n'
+        'WORDS = "lay_out"\n\n\ndef run(): ...\n'
+    )
+    assert commands._read("plan", file) == commands.Command("plan", "where to", "a recipe", ("lay-out",), "plan")
+    (tmp_path / "helper.py").write_text("x = 1\n")
+    assert commands._read("helper", tmp_path / "helper.py") is None
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("check_resume", "verify-resume"), ("tokenize", "prepare"), ("autopsi", "autopsy")]
+)
+def test_another_word_leads_to_its_command(word, meant):
+    assert find("verify_resume").name == "verify-resume"
+    with pytest.raises(UsageError, match=rf"^unknown command '{word}'; did you mean {meant}\?: --help lists them$"):
+        find(word)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [(["va"], ["validate"]), (["cp", "llama7b_"], ["llama7b_1gpu", "llama7b_deepspeed"])]
+)
+def test_a_shell_completes_commands_and_recipes(words, found, capsys):
+    COMMANDS["completion"].load().run([])
+    line = f"COMP_WORDS=(lightning-tricks {' '.join(words)}); COMP_CWORD={len(words)}; _lightning_tricks; "
+    script = capsys.readouterr().out + line + 'echo "${COMPREPLY[@]}"'
+    assert subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split() == found
