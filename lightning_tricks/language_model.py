@@ -30,7 +30,7 @@ from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, Token
 from lightning_tricks.mixins._plain_settings import build, from_plain
 from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
 from lightning_tricks.models import Decoder, DecoderConfig
-from lightning_tricks.monitors.precision.precision_monitor import has_figures
+from lightning_tricks.monitors.precision_monitor import has_figures
 from lightning_tricks.optim import LayerwiseLRDecay, MuP, ParamRule, decay_groups, schedule_free_parts
 from lightning_tricks.optim.build_optimizer import build_optimizer, check_settings
 from lightning_tricks.schedules import Schedule

@@ -6,6 +6,8 @@ Trainer may be of either package, `lightning` or `pytorch_lightning`.
 """
 
 from lightning_tricks._trainer.around_saves import around_saves as around_saves
+from lightning_tricks._trainer.last_step import LastStep as LastStep
+from lightning_tricks._trainer.last_step import is_last_step as is_last_step
 from lightning_tricks._trainer.loop import batch_progress as batch_progress
 from lightning_tricks._trainer.loop import end_restart as end_restart
 from lightning_tricks._trainer.loop import epoch_is_over as epoch_is_over
@@ -14,7 +16,6 @@ from lightning_tricks._trainer.loop import fetch_hooks as fetch_hooks
 from lightning_tricks._trainer.loop import forget_running_batch as forget_running_batch
 from lightning_tricks._trainer.loop import go_on_with_next_epoch as go_on_with_next_epoch
 from lightning_tricks._trainer.loop import is_accumulating as is_accumulating
-from lightning_tricks._trainer.loop import is_last_step as is_last_step
 from lightning_tricks._trainer.loop import is_restarting as is_restarting
 from lightning_tricks._trainer.loop import logging_step as logging_step
 from lightning_tricks._trainer.loop import plateau_updates as plateau_updates

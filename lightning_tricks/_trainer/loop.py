@@ -14,16 +14,6 @@ def is_accumulating(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
-def is_last_step(trainer: Any) -> bool:
-    """Whether training stops after the running optimizer step, as far as that is known: at `max_steps`, or asked to.
-
-    The end of the last epoch does not count. Read from `_FitLoop.done` (loops/fit_loop.py).
-    """
-    loop = trainer.fit_loop
-    at_end = loop.max_steps != -1 and loop.epoch_loop.global_step >= loop.max_steps
-    return at_end or (trainer.should_stop and loop._can_stop_early)
-
-
 def validation_follows(trainer: Any) -> bool:
     """In `on_train_batch_end`: whether validation comes before the next batch. If by time, every rank must ask.
 

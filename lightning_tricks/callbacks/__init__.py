@@ -19,14 +19,14 @@ from lightning_tricks.guards.spike_rollback.spike_rollback import SpikeRollback 
 from lightning_tricks.guards.step_guard.step_guard import StepGuard as StepGuard
 from lightning_tricks.guards.total_tokens import TotalTokens as TotalTokens
 from lightning_tricks.metrics.metric_buffer import MetricBuffer as MetricBuffer
+from lightning_tricks.monitors.activation_monitor import ActivationMonitor as ActivationMonitor
+from lightning_tricks.monitors.attention_monitor import AttentionMonitor as AttentionMonitor
 from lightning_tricks.monitors.goodput_monitor import GoodputMonitor as GoodputMonitor
 from lightning_tricks.monitors.grad_norm_monitor import GradNormMonitor as GradNormMonitor
-from lightning_tricks.monitors.inside.activation_monitor import ActivationMonitor as ActivationMonitor
-from lightning_tricks.monitors.inside.attention_monitor import AttentionMonitor as AttentionMonitor
 from lightning_tricks.monitors.lr_monitor import LRMonitor as LRMonitor
 from lightning_tricks.monitors.memory_monitor import MemoryMonitor as MemoryMonitor
 from lightning_tricks.monitors.mfu.mfu_monitor import MFUMonitor as MFUMonitor
-from lightning_tricks.monitors.precision.precision_monitor import PrecisionMonitor as PrecisionMonitor
+from lightning_tricks.monitors.precision_monitor import PrecisionMonitor as PrecisionMonitor
 from lightning_tricks.monitors.ranks.rank_monitor import RankMonitor as RankMonitor
 from lightning_tricks.monitors.run_ledger.run_ledger import RunLedger as RunLedger
 from lightning_tricks.monitors.tensorboard_dashboard import TensorBoardDashboard as TensorBoardDashboard

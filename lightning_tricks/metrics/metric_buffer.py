@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_warn
 from lightning_tricks._on_exception import only_warn
-from lightning_tricks._trainer import is_accumulating, logging_step, steps_between_saves
-from lightning_tricks.metrics.last_step import LastStep
-from lightning_tricks.metrics.not_finite import not_finite_line
-from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_over_ranks, to_host
+from lightning_tricks._trainer import LastStep, is_accumulating, logging_step, steps_between_saves
+from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_over_ranks, not_finite_line, to_host
 
 OverRanks = Literal["sum", "max"]
 SAVE_SECONDS = 1.0  # least time between two `logger.save()`, which waits for the disk; Lightning calls it at the end
@@ -58,8 +56,7 @@ class MetricBuffer(pl.Callback):
         self._over_ranks: dict[str, OverRanks] = {}
         self._some_ranks: set[str] = set()  # names that `record_largest` was given
         self._derived: list[Callable[[list[Row]], Mapping[str, float]]] = []
-        self._without_log_metrics: list[Any] = []  # loggers that were warned of
-        self._said_not_finite = False
+        self._warn_once = WarnOnce()
         self._answered: tuple[int, bool] | None = None
         self.failed = False
         self._last_step = LastStep()
@@ -242,9 +239,8 @@ class MetricBuffer(pl.Callback):
         for derive in self._derived:
             rows[-1].values.update(derive(rows))
         logged = self._trainer.callback_metrics if self._answered == (logging_step(self._trainer), True) else {}
-        if not self._said_not_finite and (line := not_finite_line(rows, logged)):
-            self._said_not_finite = True
-            rank_zero_warn(line)
+        if line := not_finite_line(rows, logged):
+            self._warn_once("not finite", line)
         latest: dict[str, float] = {}
         for row in rows:
             no_rank_has = {name for name in self._some_ranks if row.values.get(name) == -math.inf}
@@ -258,9 +254,8 @@ class MetricBuffer(pl.Callback):
     def _log(self, rows: list[Row]) -> None:
         for logger in self._trainer.loggers:
             if not hasattr(logger, "log_metrics"):
-                if logger not in self._without_log_metrics:
-                    rank_zero_warn(f"{type(logger).__name__} has no log_metrics: it gets none of the monitors' values")
-                    self._without_log_metrics.append(logger)
+                name = type(logger).__name__
+                self._warn_once(name, f"{name} has no log_metrics: it gets none of the monitors' values")
                 continue
             for row in rows:
                 if row.values and getattr(logger, "takes_wall_time", False):

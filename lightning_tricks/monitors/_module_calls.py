@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_tricks._find_modules import clean_name
-from lightning_tricks._lightning import rank_zero_warn
+from lightning_tricks._lightning import WarnOnce
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import compiled_steps, is_accumulating
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
@@ -27,7 +27,7 @@ class ModuleWatch:
         self.found: dict[str, Any] = {}
         self.is_open = False
         self.hooks = ExitStack()  # closed by `stop`
-        self._warning, self._warned = warning, False
+        self._warning, self._warn_once = warning, WarnOnce()
 
     def start_batch(self, trainer: Any, buffer: MetricBuffer) -> None:
         """Forget the last measurements, and measure in this micro-batch if it is the last one of a log step."""
@@ -66,9 +66,7 @@ class ModuleWatch:
 
     def warn(self, reason: str) -> None:
         """Say once what is not measured."""
-        if not self._warned:
-            self._warned = True
-            rank_zero_warn(self._warning.format(reason))
+        self._warn_once("", self._warning.format(reason))
 
     def stop(self) -> None:
         """Leave the model as it was."""

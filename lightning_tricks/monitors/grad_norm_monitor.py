@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name, find_blocks
 from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._refusals import refuse
 from lightning_tricks._replaced import replaced
-from lightning_tricks._trainer import is_a, is_accumulating, optimizer_index, unwrapped
+from lightning_tricks._trainer import enabled_scaler, is_accumulating, optimizer_index, unwrapped, weights_layout
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, grad_norms_of
@@ -44,7 +45,7 @@ def clip_by_norm(trainer: Any, optimizer: Any, max_norm: float | None) -> Tensor
     Returns:
         The norm before the clip, without the scale of a scaled loss, a 0-dim tensor.
     """
-    if is_a(trainer.strategy, "FSDPStrategy"):
+    if weights_layout(trainer.strategy) == "flat":
         norm = clip_grad_norm_fsdp1(trainer.strategy.model, max_norm)
     else:
         norm = clip_grad_norm(_parameters(optimizer), max_norm)
@@ -104,18 +105,16 @@ class GradNormMonitor(pl.Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse `per` where no rank holds a parameter whole; find the buffer."""
-        if self.per and is_a(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy"):
-            raise UsageError(
-                f"GradNormMonitor: per={self.per!r} under {type(trainer.strategy).__name__}, which holds no parameter "
-                "whole: leave it out, or use FSDP2Strategy"
-            )
+        if self.per:
+            refuse("GradNormMonitor.per", trainer.strategy, f"GradNormMonitor: per={self.per!r}")
+        self._has_engine = weights_layout(trainer.strategy) == "engine"
         self._clip_val = None
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._of_interval)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """In manual optimization, measure before each clip of the batch."""
-        if pl_module.automatic_optimization or is_a(trainer.strategy, "DeepSpeedStrategy"):
+        if pl_module.automatic_optimization or self._has_engine:
             return
         plugin: Any = trainer.precision_plugin
         by_norm, by_value = plugin.clip_grad_by_norm, plugin.clip_grad_by_value
@@ -143,7 +142,7 @@ class GradNormMonitor(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Measure, or let the clip measure."""
-        if is_a(trainer.strategy, "DeepSpeedStrategy"):
+        if self._has_engine:
             return
         if pl_module.automatic_optimization:
             self._batch.close()  # optimizers such as LBFGS come here several times a step
@@ -218,10 +217,9 @@ class GradNormMonitor(pl.Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Put back the plugin's methods; under DeepSpeed, ask its engine for the norm."""
         self._end_batch()
-        strategy: Any = trainer.strategy
-        if is_a(strategy, "DeepSpeedStrategy") and not is_accumulating(trainer):
-            self._clip_val = trainer.gradient_clip_val
-            norm = strategy.deepspeed_engine.get_global_grad_norm()
+        if self._has_engine and not is_accumulating(trainer):
+            engine: Any = trainer.strategy.deepspeed_engine  # type: ignore[attr-defined]
+            self._clip_val, norm = trainer.gradient_clip_val, engine.get_global_grad_norm()
             if norm is not None:
                 self._buffer.record("train/grad_norm", norm)
 
@@ -255,8 +253,7 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 def _unscaled(norms: Tensor, trainer: Any, optimizer: Any) -> Tensor:
     """The norms without fp16's scale, which gradients still carry in manual optimization or before a fused step."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is None or not scaler.is_enabled():
+    scaler = enabled_scaler(trainer.precision_plugin)
+    if scaler is None or (scale := loss_scale(scaler)) is None or not is_scaled(scaler, unwrapped(optimizer)):
         return norms
-    scale = loss_scale(scaler)
-    return norms / scale if scale is not None and is_scaled(scaler, unwrapped(optimizer)) else norms
+    return norms / scale

@@ -74,7 +74,7 @@ def fit(
         data: for training: batches, or a data module.
         val: for validation.
     """
-    model, trainer = model or Small(), trainer_with(*callbacks, **options)
+    model, trainer = Small() if model is None else model, trainer_with(*callbacks, **options)
     trainer.fit(model, data, val, ckpt_path=ckpt_path)
     logged = trainer.logger.rows if isinstance(trainer.logger, Memory) else []
     return Run(logged, [p.detach().clone() for p in model.parameters()], torch.get_rng_state(), trainer, model)

@@ -16,7 +16,7 @@ from two_processes import run as run_in_two
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, MetricBuffer, UpdateMonitor
-from lightning_tricks.monitors.inside.activation_monitor import activation_stats, first_tensor
+from lightning_tricks.monitors.activation_monitor import activation_stats, first_tensor
 
 INF, NAN = math.inf, math.nan
 
@@ -117,7 +117,7 @@ def test_log_steps_show_the_last_micro_batch_and_the_first_run_of_the_block(agai
 
 
 def test_nothing_is_computed_but_in_the_last_micro_batch_of_log_steps(monkeypatch):
-    import lightning_tricks.monitors.inside.activation_monitor as module
+    import lightning_tricks.monitors.activation_monitor as module
 
     calls = []
     monkeypatch.setattr(module, "activation_stats", lambda x: calls.append(x) or activation_stats(x))

@@ -14,7 +14,7 @@ import lightning_tricks.models.attention as attention
 from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, UpdateMonitor
 from lightning_tricks.models import Decoder, Llama
 from lightning_tricks.models.attention import document_mask, max_logit
-from lightning_tricks.monitors.inside.attention_monitor import modules_with_max_logit
+from lightning_tricks.monitors.attention_monitor import modules_with_max_logit
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 2, 2, 2]])
 

@@ -373,8 +373,8 @@ def test_a_copy_of_the_watched_module_copies_no_trainer():
 
 
 def test_deepspeeds_norm_is_its_engines():
-    monitor = GradNormMonitor()
-    strategy = type("DeepSpeedStrategy", (), {})()
+    monitor, strategy = GradNormMonitor(), type("DeepSpeedStrategy", (), {})()
+    monitor._has_engine = True
     strategy.deepspeed_engine = SimpleNamespace(get_global_grad_norm=lambda: 2.5)
     trainer = SimpleNamespace(
         strategy=strategy,

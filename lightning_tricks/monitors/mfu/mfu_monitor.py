@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer import data_rank, is_accumulating, logging_step
 from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, counting_real_step
 from lightning_tricks.accounting.peak_flops import device_peak
@@ -119,7 +119,7 @@ class MFUMonitor(pl.Callback):
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._rates)
         self._tries = self._passes = 0  # micro-batches that may still be counted; backward passes of this one
-        self._passes_seen = self._above_peak = False
+        self._passes_seen, self._warn_once = False, WarnOnce()
         self._clear()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
@@ -264,12 +264,12 @@ class MFUMonitor(pl.Callback):
         return {f"throughput/{name}": value for name, value in found.items()}
 
     def _check_peak(self, reached: float) -> None:
-        if self._peak and reached > self._peak and not self._above_peak:
-            self._above_peak = True
-            rank_zero_warn(
+        if self._peak and reached > self._peak:
+            self._warn_once(
+                "peak",
                 f"MFUMonitor: throughput/mfu is left out while it is above 1: training reaches {reached / 1e12:.3g} "
                 f"TFLOP/s, the peak is taken to be {self._peak / 1e12:.3g} (a CPU that was busy when it was measured, "
-                "a wrong peak_flops, or wrong FLOPs); give peak_flops"
+                "a wrong peak_flops, or wrong FLOPs); give peak_flops",
             )
 
     def _release(self) -> None:

@@ -1,13 +1,23 @@
-"""Tell the last step of a run while it is running, also where several optimizers step in each batch."""
+"""The last step of a run: whether the running one is it, and whether the one that is done was it."""
 
 import math
 from typing import Any
 
-from lightning_tricks._trainer import batch_progress
+from lightning_tricks._trainer.loop import batch_progress
+
+
+def is_last_step(trainer: Any) -> bool:
+    """When an optimizer step is done: whether training stops after it, at `max_steps` or because it was asked to.
+
+    The end of the last epoch does not count. Read from `_FitLoop.done` (loops/fit_loop.py).
+    """
+    loop = trainer.fit_loop
+    at_end = loop.max_steps != -1 and loop.epoch_loop.global_step >= loop.max_steps
+    return at_end or (trainer.should_stop and loop._can_stop_early)
 
 
 class LastStep:
-    """Answers the same before, between and after the optimizer steps of a batch.
+    """Tells the last step while it runs: the same before, between and after the optimizer steps of a batch.
 
     `max_steps` counts the steps of each optimizer. How many a batch makes is known only after it, so the most that any
     batch has made counts: where batches make different numbers, a step shortly before the last may pass for it too.
