@@ -22,7 +22,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
-from monitored import Memory
+from harness import runs
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader
 
@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the 
 from foreign import CausalLM, rows, train
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import lightning_tricks
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import BatchSizeWarmup, DecayOnDemand, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
@@ -203,22 +202,16 @@ def ragged(rank=0, world=1):
 
 def fit(model, strategy="auto", devices=1, data=None, ckpt_path=None, save=None, **options):
     """Ten steps, and each series of figures by its name."""
-    memory = Memory()
-    options = {"max_steps": 10, "accumulate_grad_batches": 1, **options}
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, logger=memory, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1, use_distributed_sampler=False,
-        gradient_clip_val=0.8, **options,
-    )  # fmt: skip
+    options = {"max_steps": 10, "log_every_n_steps": 1, "use_distributed_sampler": False, **options}
+    callbacks = options.pop("callbacks", [])
     torch.manual_seed(0)
-    trainer.fit(model, data, ckpt_path=ckpt_path)
+    run = runs.fit(
+        model, *callbacks, data=data, ckpt_path=ckpt_path, strategy=strategy, devices=devices, gradient_clip_val=0.8,
+        **options,
+    )  # fmt: skip
     if save:
-        trainer.save_checkpoint(save)
-    figures: dict[str, list[float]] = {}
-    for _, values in memory.rows:
-        for name, value in values.items():
-            figures.setdefault(name, []).append(value)
-    return figures
+        run.trainer.save_checkpoint(save)
+    return {name: run.of(name) for name in run.names()}
 
 
 def growing(world: int) -> dict[str, Any]:
@@ -227,12 +220,10 @@ def growing(world: int) -> dict[str, Any]:
     return {"accumulate_grad_batches": 2, "max_epochs": 3, "max_steps": 6, "callbacks": [warmup]}
 
 
-class Asks(pl.Callback):
+def ask(trainer: pl.Trainer, *_: Any) -> None:
     """A signal to one rank, in a step."""
-
-    def on_before_zero_grad(self, trainer, *_):
-        if trainer.global_step == 3 and trainer.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGUSR2)
+    if trainer.global_step == 3 and trainer.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR2)
 
 
 def decaying(rank: int, schedule: WarmupStableDecay, *callbacks: Any, **options: Any) -> dict[str, list[float]]:
@@ -295,10 +286,10 @@ def two_process_runs(rank: int, folder: str) -> None:
 
     for stage in (1, 2, 3):
         stage_runs(case, losses, stage, rank, Path(folder))
-    wsd = WarmupStableDecay(warmup_steps=1, decay_steps=4)
+    wsd, asks = WarmupStableDecay(warmup_steps=1, decay_steps=4), runs.On(on_before_zero_grad=ask)
     case(
         "demanded",
-        lambda: decaying(rank, wsd, DecayOnDemand(decay_steps=3), Asks(), max_steps=19, default_root_dir=folder),
+        lambda: decaying(rank, wsd, DecayOnDemand(decay_steps=3), asks, max_steps=19, default_root_dir=folder),
     )
     case("in one piece", lambda: decaying(rank, wsd.decaying_from(4), max_steps=7))
     refused_runs(case, losses, Path(folder))
@@ -347,10 +338,7 @@ def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> N
     def evaluated(trainer: pl.Trainer, model: Any) -> list[float]:
         found = [trainer.validate(model, rows(rank, 2), verbose=False)[0]["loss"]]
         for other in (stage, 1 if stage == 3 else 3):
-            trainer = pl.Trainer(
-                accelerator="cpu", devices=2, strategy=DeepSpeedZeROStrategy(other), logger=False,
-                enable_progress_bar=False, use_distributed_sampler=False, enable_checkpointing=False,
-            )  # fmt: skip
+            trainer = runs.trainer_with(devices=2, strategy=DeepSpeedZeROStrategy(other), use_distributed_sampler=False)
             path = folder / f"{stage}-32-true" / "step=6.ckpt"
             found.append(trainer.validate(Decaying(), rows(rank, 2), ckpt_path=path, verbose=False)[0]["loss"])
         return found
@@ -438,10 +426,7 @@ def refused_runs(case: Any, losses: Any, folder: Path) -> None:
     case("shapes", lambda: losses(Shaped(), 2))
 
     def other_model() -> None:
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=2, strategy=DeepSpeedZeROStrategy(3), logger=False, enable_progress_bar=False,
-            enable_checkpointing=False,
-        )  # fmt: skip
+        trainer = runs.trainer_with(devices=2, strategy=DeepSpeedZeROStrategy(3))
         model = Decaying()
         model.model.lm_head = torch.nn.Linear(32, 65, bias=False)
         trainer.validate(model, rows(), ckpt_path=saved, verbose=False)
@@ -547,13 +532,12 @@ def close(found, expected, tolerance=1e-5):
 
 
 @STAGES
-def test_twelve_losses_are_those_of_one_process_and_of_rank_0s_weights(zero, one, stage):
-    close(zero(("losses", stage)), one["CausalLM"])
-
-
-@STAGES
-def test_the_clip_is_that_of_one_process(zero, one, stage):
-    close(zero(("sgd", stage)), one["Sgd"])
+@pytest.mark.parametrize(
+    ("case", "alone"), [("losses", "CausalLM"), ("sgd", "Sgd"), ("manual", "Manual"), ("window", "window")]
+)
+def test_losses_are_those_of_one_process_and_of_rank_0s_weights(zero, one, stage, case, alone):
+    """In plain steps, with a clip that shows, after two backward passes, and where a window ends with the epoch."""
+    close(zero((case, stage)), one[alone])
 
 
 @STAGES
@@ -562,16 +546,6 @@ def test_scaled_gradients_are_clipped_as_if_the_loss_had_been_scaled(zero, one, 
     if stage > 1:
         close(zero(("quartered bf16", stage)), one["Quartered"], 5e-3)
     assert max(abs(a - b) for a, b in zip(one["Quartered"], one["not quartered"], strict=True)) > 5e-2
-
-
-@STAGES
-def test_in_manual_optimization_backward_passes_add_up(zero, one, stage):
-    close(zero(("manual", stage)), one["Manual"])
-
-
-@STAGES
-def test_a_window_of_micro_batches_ends_with_the_epoch(zero, one, stage):
-    close(zero(("window", stage)), one["window"])
 
 
 @STAGES
@@ -634,21 +608,15 @@ def test_a_language_model_logs_what_one_process_logs(zero, one, stage):
 
 
 @STAGES
-def test_the_mean_over_tokens_is_that_of_one_process_in_windows_of_any_length(zero, one, stage):
-    found, expected = zero(("ragged", stage)), one["ragged"]
+@pytest.mark.parametrize("case", ["ragged", "growing"])
+def test_the_mean_over_tokens_is_that_of_one_process_in_windows_of_any_length_and_number(zero, one, stage, case):
+    found, expected = zero((case, stage)), one[case]
     for name in ("train/loss", "train/grad_norm"):
         assert len(expected[name]) == 6
         close(found[name], expected[name])
-
-
-@STAGES
-def test_a_global_batch_grows_as_in_one_process(zero, one, stage):
-    found, expected = zero(("growing", stage)), one["growing"]
-    for name in ("train/loss", "train/grad_norm"):
-        assert len(expected[name]) == 6
-        close(found[name], expected[name])
-    assert expected["train/batch_micro_batches"] == [1, 1, 1, 2, 2, 2]
-    assert found["train/batch_micro_batches"] == [2, 2, 2, 4, 4, 4]
+    if case == "growing":
+        assert expected["train/batch_micro_batches"] == [1, 1, 1, 2, 2, 2]
+        assert found["train/batch_micro_batches"] == [2, 2, 2, 4, 4, 4]
 
 
 def test_a_decay_on_demand_is_the_run_in_one_piece(zero):
@@ -697,7 +665,7 @@ def test_a_folder_becomes_one_file_of_its_weights(zero, stage):
     assert not plain.keys() & {"optimizer_states", "optimizer", "module", "ds_config", "loops", "callbacks"}
     name = "model.model.embed_tokens.weight"  # frozen
     assert torch.equal(plain["state_dict"][name], fresh.state_dict()[name])
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    trainer = runs.trainer_with()
     loss = trainer.validate(Decaying(), rows(), ckpt_path=file, verbose=False)[0]["loss"]
     assert loss == pytest.approx(zero(("resumed", "32-true", stage))["evaluated"][0], abs=1e-5)
 
@@ -747,7 +715,7 @@ def test_a_damaged_file_is_named_on_every_rank(zero):
 def test_the_file_of_a_language_model_knows_its_architecture(zero):
     file = consolidate_deepspeed(zero.folder / "lm3", zero.folder / "new" / "lm.ckpt")
     assert torch.load(file, weights_only=True)["decoder_config"]["d_model"] == 32
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    trainer = runs.trainer_with()
     other = language_model(config=Llama(**{**SHAPE, "n_layers": 2}))
     with pytest.raises(UsageError, match="n_layers"):
         trainer.test(other, batches(), ckpt_path=file, verbose=False)
@@ -812,14 +780,12 @@ def test_wrong_options_are_refused():
     refused("offload_parameters=True with stage=2", DeepSpeedZeROStrategy(2, offload_parameters=True))
 
 
-def test_no_environment_variable_replaces_the_options(monkeypatch, tmp_path):
+def test_no_environment_variable_replaces_the_options_and_the_timeout_is_the_process_groups(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text('{"zero_optimization": {"stage": 1}}')
     monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(tmp_path / "config.json"))
-    assert DeepSpeedZeROStrategy(3).config["zero_optimization"]["stage"] == 3
-
-
-def test_the_timeout_is_the_process_groups():
-    assert DeepSpeedZeROStrategy(timeout_seconds=60)._timeout.total_seconds() == 60
+    strategy = DeepSpeedZeROStrategy(3, timeout_seconds=60)
+    assert strategy.config["zero_optimization"]["stage"] == 3
+    assert strategy._timeout.total_seconds() == 60
 
 
 def test_a_missing_package_is_one_line(monkeypatch):
@@ -941,7 +907,3 @@ def test_a_recipe_is_read_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     _, _, trainer = load_recipe("--config", str(recipes_folder() / "llama7b_deepspeed.yaml"))
     assert (trainer["strategy"].stage, trainer["precision"]) == (3, "bf16-mixed")
-
-
-def test_it_is_a_public_name():
-    assert lightning_tricks.DeepSpeedZeROStrategy is DeepSpeedZeROStrategy

@@ -7,8 +7,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
+from harness import runs
 from lightning.pytorch.callbacks import ModelCheckpoint
-from monitored import Memory
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import spectral_norm
@@ -78,22 +78,19 @@ def rows(rank=0, world=1, batches=4):
 
 
 def fit(plugin, rank=0, world=1, folder=None, ckpt_path=None, **options):
-    model, memory = Mixture(), Memory()
     saver = [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)] if folder else []
     plugins = [PLUGINS[plugin]()] if "strategy" in options else [PLUGINS[plugin](), AtomicCheckpointIO()]
-    trainer = pl.Trainer(
-        max_steps=4, accelerator="cpu", devices=world, plugins=plugins, logger=memory, log_every_n_steps=1,
-        callbacks=[GradNormMonitor(), *saver], enable_checkpointing=bool(folder), enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, gradient_clip_val=0.5, accumulate_grad_batches=2,
-        **options,
+    run = runs.fit(
+        Mixture(), GradNormMonitor(), *saver, data=rows(rank, world), ckpt_path=ckpt_path, devices=world,
+        plugins=plugins, log_every_n_steps=1, use_distributed_sampler=False, gradient_clip_val=0.5,
+        accumulate_grad_batches=2, **options,
     )  # fmt: skip
-    trainer.fit(model, rows(rank, world), ckpt_path=ckpt_path)
+    model = run.model
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = {name: whole(parameter) for name, parameter in model.named_parameters()}
-    for parameter, state in trainer.optimizers[0].state.items():
+    for parameter, state in run.trainer.optimizers[0].state.items():
         found |= {f"{names[parameter]} {key}": whole(value) for key, value in state.items()}
-    norms = [row["train/grad_norm"] for _, row in memory.rows if "train/grad_norm" in row]
-    return model, found, norms
+    return model, found, run.of("train/grad_norm")
 
 
 def whole(tensor):

@@ -11,7 +11,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-import two_processes
+from harness import processes
+from harness.runs import On, trainer_with
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
@@ -89,18 +90,6 @@ def everything(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, tor
     return found
 
 
-class Look(pl.Callback):
-    """What is there after `steps` steps, before the next one."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps, self.found, self.lr = steps, {}, []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.lr.append(trainer.optimizers[0].param_groups[0]["lr"])
-        if trainer.global_step == self.steps:
-            self.found = everything(trainer, pl_module) | {"scaler": trainer.precision_plugin.state_dict()}
-
-
 def fit(
     kind: str, rank: int = 0, plugin: str | None = None, folder: Path | None = None, io: Any = None, **options: Any
 ) -> list[Any]:
@@ -109,22 +98,32 @@ def fit(
     ckpt_path = options.pop("ckpt_path", None)
     plugins: list[Any] = [PLUGINS[plugin]()] if plugin else []
     plugins += [io] if io else []
-    model, look = (MODELS.get(kind) or globals()[kind])(), Look(3)
+    model, found, lr = (MODELS.get(kind) or globals()[kind])(), {}, []
+
+    def look(trainer: Any, module: Any, *_: Any) -> None:
+        """What is there after three steps, before the next one."""
+        lr.append(trainer.optimizers[0].param_groups[0]["lr"])
+        if trainer.global_step == 3:
+            found.update(everything(trainer, module) | {"scaler": trainer.precision_plugin.state_dict()})
+
     saver = ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, enable_version_counter=False
     )
-    trainer = pl.Trainer(
-        accelerator="cpu", max_steps=5, logger=False, callbacks=[look, *([saver] if folder else [])],
-        plugins=plugins if "strategy" in options else [*plugins, AtomicCheckpointIO()],
-        enable_checkpointing=bool(folder), enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, **{"devices": 1, "gradient_clip_val": 1.0, **options},
-    )  # fmt: skip
+    plugins = plugins if "strategy" in options else [*plugins, AtomicCheckpointIO()]
+    options = {
+        "gradient_clip_val": 1.0,
+        "use_distributed_sampler": False,
+        "plugins": plugins,
+        "max_steps": 5,
+        **options,
+    }
+    trainer = trainer_with(On(on_train_batch_start=look), *([saver] if folder else []), **options)
     pl.seed_everything(0)
     trainer.fit(model, rows(rank, world), ckpt_path=ckpt_path)
     losses = torch.tensor(model.losses[-2:], dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(losses)
-    return [look.found, (losses / world).tolist(), look.lr[-2:]]
+    return [found, (losses / world).tolist(), lr[-2:]]
 
 
 def write(rank: int, folder: Path, name: str, kind: str, **options: Any) -> None:
@@ -301,7 +300,7 @@ def folder(tmp_path_factory):
     for kind in MODELS:
         write(0, folder, f"{kind}, 1", kind)
     os.environ.pop("PL_GLOBAL_SEED", None)
-    two_processes.run(written_by_two, folder)
+    processes.run(written_by_two, folder)
     return folder
 
 
@@ -315,10 +314,10 @@ def started(folder, tmp_path_factory):
             shutil.copytree(folder / f"foreign, 2, {dcp}", to)
     shutil.copytree(folder / "incomplete.ckpt", full / "foreign, 2, True" / ".step=3.ckpt.saving")
     return {
-        "killed": (two_processes.start(killed_while_saving, killed), killed),
-        "four": (two_processes.start(read_and_written_by_four, folder, world=4), folder),
-        "one": (two_processes.start(opened_and_saved_over_by_one, folder, over, world=1), over),
-        "refused": (two_processes.start(refused_by_two, folder, full), full),
+        "killed": (processes.start(killed_while_saving, killed), killed),
+        "four": (processes.start(read_and_written_by_four, folder, world=4), folder),
+        "one": (processes.start(opened_and_saved_over_by_one, folder, over, world=1), over),
+        "refused": (processes.start(refused_by_two, folder, full), full),
     }
 
 
@@ -350,7 +349,7 @@ def test_shards_that_a_thread_wrote_are_those_of_the_step(folder):
 def test_a_kill_while_saving_leaves_the_older_checkpoint_whole(started):
     processes, folder = started["killed"]
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        two_processes.end(processes)
+        processes.end(processes)
     left = folder / "foreign, 2, True" / ".step=3.ckpt.saving"
     assert len(list(left.glob("*.distcp"))) == 2
     with pytest.raises(UsageError, match=r"incomplete: .* has no \.metadata"):
@@ -361,17 +360,17 @@ def test_a_kill_while_saving_leaves_the_older_checkpoint_whole(started):
 @pytest.mark.slow
 def test_shards_of_two_open_on_four_and_those_of_hsdp_and_plain_files_on_two(started):
     processes, folder = started["four"]
-    two_processes.end(processes)
-    two_processes.run(read_by_two, folder)
+    processes.end(processes)
+    processes.run(read_by_two, folder)
 
 
 def test_shards_open_on_one_sharded_device_and_a_save_over_another_layout_leaves_no_mixture(started):
-    two_processes.end(started["one"][0])
+    processes.end(started["one"][0])
 
 
 def test_what_cannot_be_opened_or_saved_is_said_on_every_rank_and_a_full_disk_leaves_what_was_there(started):
     processes, full = started["refused"]
-    two_processes.end(processes)
+    processes.end(processes)
     for dcp in (True, False):
         read(full, f"foreign, 2, {dcp}", "foreign")
     assert not (full / "foreign, 2, True" / ".step=3.ckpt.saving").exists(), "the next save clears what a kill left"

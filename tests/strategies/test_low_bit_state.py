@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
+from harness import runs
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
@@ -57,12 +58,10 @@ def fit(folder: Path, resume: Path | None = None, module: type[Net] = Net, **opt
     net, kinds = module(), Kinds()
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
     batches = torch.randn(STEPS, 8, WIDTH, generator=torch.Generator().manual_seed(1))
-    trainer = pl.Trainer(
-        max_steps=STEPS, accelerator="cpu", logger=False, callbacks=[kinds, saver], use_distributed_sampler=False,
-        enable_progress_bar=False, enable_model_summary=False, **{"devices": 1, **options},
-    )  # fmt: skip
+    options = {"max_steps": STEPS, "use_distributed_sampler": False, **options}
+    data = DataLoader(batches[SAVED:] if resume else batches, batch_size=None)
     with torch.compiler.set_stance("force_eager"):  # torchao compiles a kernel for each shape
-        trainer.fit(net, DataLoader(batches[SAVED:] if resume else batches, batch_size=None), ckpt_path=resume)
+        trainer = runs.fit(net, kinds, saver, data=data, ckpt_path=resume, **options).trainer
     state = {name: trainer.optimizers[0].state[parameter] for name, parameter in net.named_parameters()}
     values = {f"{name} {key}": bits(value) for name, entry in state.items() for key, value in entry.items()}
     values |= {name: local(parameter).detach().clone() for name, parameter in net.named_parameters()}

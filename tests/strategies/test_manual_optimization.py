@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
-from monitored import CountsFlops
+from harness import runs
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -136,15 +136,10 @@ def batches(rank: int = 0, world: int = 1) -> DataLoader:
     )
 
 
-def fit(model, strategy="auto", devices=1, data=None, **options):
-    trainer = pl.Trainer(
-        max_epochs=2, accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=0,
-        **options,
-    )  # fmt: skip
+def fit(model, strategy="auto", devices=1, data=None, *callbacks):
     data = data or batches()
-    trainer.fit(model, data, data)
-    return model
+    options = {"max_epochs": 2, "max_steps": -1, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
+    return runs.fit(model, *callbacks, data=data, val=data, devices=devices, strategy=strategy, **options).model
 
 
 def weights(model):
@@ -180,10 +175,10 @@ def test_two_processes_train_as_one(monkeypatch):
 
 
 def test_a_second_fit_and_the_count_of_flops_find_what_the_first_has_made():
-    model, alone, counts = GAN(), GAN(), [CountsFlops(), CountsFlops()]
+    model, alone, counts = GAN(), GAN(), [runs.CountsFlops(), runs.CountsFlops()]
     for _ in range(2):
-        fit(alone, callbacks=counts[:1])
-        fit(model, FSDP2Strategy(), callbacks=counts[1:])
+        fit(alone, "auto", 1, None, counts[0])
+        fit(model, FSDP2Strategy(), 1, None, counts[1])
     assert model.losses == pytest.approx(alone.losses, rel=1e-5)
     assert counts[0].found == counts[1].found
 
