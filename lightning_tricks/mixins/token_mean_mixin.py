@@ -11,12 +11,6 @@ from lightning_tricks._trainer import is_accumulating, weights_layout
 from lightning_tricks.mixins._base import Mixin
 
 
-def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place by one scalar tensor, without reading it on the host; DTensors shard by shard."""
-    if gradients:
-        torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
-
-
 class TokenMeanMixin(Mixin):
     """Own `on_after_backward`: the step's gradient is that of (sum of nats) / (number of tokens), exactly.
 
@@ -96,7 +90,9 @@ class TokenMeanMixin(Mixin):
         if weights_layout(strategy) == "engine":  # which holds them
             strategy.scale_gradients(factor)
         else:
-            scale_gradients([p.grad for p in self.parameters() if p.grad is not None], factor)
+            gradients = [local(p.grad) for p in self.parameters() if p.grad is not None]  # DTensors shard by shard
+            if gradients:
+                torch._foreach_mul_(gradients, factor)  # on the device: the host does not read the factor
 
     def _splits(self) -> int:
         return self.trainer.accumulate_grad_batches * self.trainer.world_size

@@ -3,7 +3,8 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from monitored import fit
+from harness.models import adamw
+from harness.runs import fit
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -16,10 +17,6 @@ CONFIG = Llama(vocab_size=61, d_model=32, n_layers=2, n_heads=2, max_seq_len=16)
 IDS = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(1))
 
 
-def adamw(groups):
-    return torch.optim.AdamW(groups, lr=0.01)
-
-
 def model(mup, config=CONFIG, **options):
     return LanguageModel(config, optimizer=adamw, schedule=WarmupLinear(warmup_steps=1), mup=mup, **options)
 
@@ -29,10 +26,7 @@ def data():
 
 
 def resume(module, path):
-    trainer = pl.Trainer(max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False,
-                         enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
-    trainer.fit(module, data(), ckpt_path=path)
-    return trainer
+    return fit(module, data=data(), ckpt_path=path).trainer
 
 
 @pytest.fixture(scope="module")

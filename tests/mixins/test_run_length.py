@@ -2,13 +2,14 @@
 
 import itertools
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from harness import processes, runs
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
-from two_processes import run as in_processes
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
@@ -26,7 +27,7 @@ class Model(OptimizerMixin, pl.LightningModule):
     """A table of logits, by token or by the first number of a row; notes the lr of each step."""
 
     def __init__(self, schedule=SCHEDULE, manual=False):
-        super().__init__(optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0), schedule=schedule)
+        super().__init__(optimizer=partial(torch.optim.SGD, lr=1.0), schedule=schedule)
         self.automatic_optimization = not manual
         self.table = torch.nn.Embedding(64, 64)
         self.lrs, self.lengths, self.begun = [], [], False
@@ -62,20 +63,11 @@ def loader(batches=7):
     return DataLoader(torch.arange(batches * 2).view(-1, 2) % 64)
 
 
-def fit(data, *callbacks, resume=None, model=None, **options):
+def fit(data, *callbacks, resume=None, model=None, val=None, **options):
     torch.manual_seed(0)
-    model = model or Model()
-    bar = any(isinstance(callback, TrainingProgressBar) for callback in callbacks)
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        enable_progress_bar=bar, enable_model_summary=False, callbacks=list(callbacks),
-        **{"devices": 1, "log_every_n_steps": 1, **options},
-    )  # fmt: skip
-    if isinstance(data, pl.LightningDataModule):
-        trainer.fit(model, datamodule=data, ckpt_path=resume)
-    else:
-        trainer.fit(model, data, ckpt_path=resume)
-    return trainer, model
+    options = {"log_every_n_steps": 1, "max_steps": -1, "logger": False, **options}
+    run = runs.fit(model or Model(), *callbacks, data=data, val=val, ckpt_path=resume, **options)
+    return run.trainer, run.model
 
 
 def planned(steps, schedule=SCHEDULE):
@@ -192,11 +184,8 @@ def test_a_loader_without_a_length_is_refused_in_one_line_before_the_first_step(
 
 
 def test_a_schedule_without_an_end_needs_no_length():
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            trainer.should_stop = trainer.global_step == 3
-
-    _, model = fit(DataLoader(Endless()), Stop(), model=Model(WarmupConstant(warmup_steps=2)), max_epochs=2)
+    stop = runs.On(on_train_batch_end=lambda t, *_: setattr(t, "should_stop", t.global_step == 3))
+    _, model = fit(DataLoader(Endless()), stop, model=Model(WarmupConstant(warmup_steps=2)), max_epochs=2)
     assert model.lrs == [0.5, 1.0, 1.0]
 
 
@@ -327,7 +316,7 @@ def _fit_on_two_ranks(rank, folder, shard):
 
 
 def test_two_ranks_end_together_and_a_resume_on_one_ends_with_its_own_last_step(shards, tmp_path):
-    in_processes(_fit_on_two_ranks, tmp_path, shards)
+    processes.run(_fit_on_two_ranks, tmp_path, shards)
     trainer, model = fit(tokens(shards), resume=tmp_path / "step=3.ckpt", max_epochs=3, accumulate_grad_batches=3)
     # Three steps of 12 rows are done. Now a pass has four steps of 6: one ends the running pass, then comes another.
     assert trainer.global_step == 3 + 1 + 4
@@ -349,13 +338,8 @@ def test_a_learning_rate_that_jumps_at_a_resume_is_named_with_both_values(tmp_pa
     for steps, jumps in ((8, False), (80, True)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            _, model = fit(
-                loader(8),
-                resume=tmp_path / "step=6.ckpt",
-                model=Model(schedule),
-                max_steps=steps,
-                limit_train_batches=8,
-            )
+            options = {"resume": tmp_path / "step=6.ckpt", "max_steps": steps, "limit_train_batches": 8}
+            _, model = fit(loader(8), model=Model(schedule), **options)
         found = lines_of(caught, "in the checkpoint's run")
         assert len(found) == jumps
         if jumps:
@@ -365,17 +349,17 @@ def test_a_learning_rate_that_jumps_at_a_resume_is_named_with_both_values(tmp_pa
             assert "\n" not in found[0]
 
 
+EACH_FOURTH = {"val_check_interval": 4, "check_val_every_n_epoch": None}
+
+
 @pytest.mark.parametrize("schedule", [SCHEDULE, None])
 @pytest.mark.parametrize(
     ("options", "first"),
     [
-        ({"max_steps": 3, "val_check_interval": 4, "check_val_every_n_epoch": None}, 4),
-        (
-            {"max_steps": 3, "val_check_interval": 4, "accumulate_grad_batches": 2, "check_val_every_n_epoch": None},
-            None,
-        ),
-        ({"max_steps": 4, "val_check_interval": 4, "check_val_every_n_epoch": None}, None),
-        ({"max_steps": 3, "val_check_interval": 4, "check_val_every_n_epoch": None, "limit_val_batches": 0}, None),
+        ({"max_steps": 3, **EACH_FOURTH}, 4),
+        ({"max_steps": 3, **EACH_FOURTH, "accumulate_grad_batches": 2}, None),
+        ({"max_steps": 4, **EACH_FOURTH}, None),
+        ({"max_steps": 3, **EACH_FOURTH, "limit_val_batches": 0}, None),
         ({"max_steps": 7, "check_val_every_n_epoch": 2}, 14),
         ({"max_epochs": 1}, None),
     ],
@@ -385,11 +369,7 @@ def test_a_run_that_ends_before_its_first_validation_says_so(schedule, options, 
     model.on_validation_start = lambda: validated.append(model.global_step)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, num_sanity_val_steps=0, **options,
-        )  # fmt: skip
-        trainer.fit(model, loader(7), loader(1))
+        fit(loader(7), val=loader(1), model=model, num_sanity_val_steps=0, **options)
     found = lines_of(caught, "this run has no validation")
     assert [first is not None] == [bool(found)]
     assert bool(validated) == (first is None and options.get("limit_val_batches") != 0)

@@ -1,18 +1,17 @@
 """The mean over tokens across ranks: two processes with ragged rows take the step that one process takes."""
 
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-import two_processes
-from torch.utils.data import DataLoader
+from harness import processes, runs
+from harness.models import batches
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.mixins import TokenMeanMixin
-from lightning_tricks.mixins.token_mean_mixin import scale_gradients
 
 TARGETS = torch.randint(0, 5, (8, 6), generator=torch.Generator().manual_seed(3))
 for _row in range(8):
@@ -39,29 +38,24 @@ class Foreign(TokenMeanMixin, pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def fit(batches: list[torch.Tensor], **kwargs) -> Foreign:
+def fit(parts: list[torch.Tensor], **options) -> tuple[torch.Tensor, float]:
+    """Its weights after a step, and the step's mean."""
     model = Foreign()
-    pl.Trainer(
-        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, **kwargs,
-    ).fit(model, DataLoader(batches, batch_size=None))  # fmt: skip
-    return model
+    runs.fit(model, data=batches(parts), max_steps=1, use_distributed_sampler=False, **options)
+    return model.table.weight.detach(), model.mean
 
 
-def save_two(rank: int, folder: str) -> None:
-    model = fit([TARGETS[4 * rank : 4 * rank + 2], TARGETS[4 * rank + 2 : 4 * rank + 4]],
-                devices=2, strategy="ddp", accumulate_grad_batches=2)  # fmt: skip
-    torch.save((model.table.weight.detach(), model.mean), Path(folder) / f"{rank}.pt")
+def one_of_two(rank: int) -> tuple[torch.Tensor, float]:
+    parts = TARGETS[4 * rank : 4 * rank + 4].split(2)
+    return fit(parts, devices=2, strategy="ddp", accumulate_grad_batches=2)
 
 
 @pytest.mark.slow
-def test_two_ragged_ranks_with_accumulation_take_the_step_of_one_process(tmp_path):
-    whole = fit([TARGETS], devices=1)
-    two_processes.run(save_two, str(tmp_path))
-    for rank in range(2):
-        weight, mean = torch.load(tmp_path / f"{rank}.pt")
-        torch.testing.assert_close(weight, whole.table.weight.detach(), rtol=1e-6, atol=1e-7)
-        assert mean == pytest.approx(whole.mean, rel=1e-6)
+def test_two_ragged_ranks_with_accumulation_take_the_step_of_one_process():
+    whole, whole_mean = fit([TARGETS])
+    for weight, mean in processes.run(one_of_two):
+        torch.testing.assert_close(weight, whole, rtol=1e-6, atol=1e-7)
+        assert mean == pytest.approx(whole_mean, rel=1e-6)
 
 
 class Counter(TokenMeanMixin, pl.LightningModule):
@@ -90,11 +84,8 @@ class Counter(TokenMeanMixin, pl.LightningModule):
 def count(model: Counter, tokens: list[float], **options) -> list[float]:
     """Gradients of the steps of one fit, two batches each where nothing ends them earlier."""
     model.gradients, model.batches = [], 0
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "barebones": False}
-    pl.Trainer(
-        accelerator="cpu", accumulate_grad_batches=2, enable_model_summary=False, **quiet,
-        **{"max_epochs": 1, **options},
-    ).fit(model, DataLoader(torch.tensor(tokens), batch_size=None))  # fmt: skip
+    options = {"max_epochs": 1, "max_steps": -1, "accumulate_grad_batches": 2, **options}
+    runs.fit(model, data=batches(torch.tensor(tokens)), **options)
     return model.gradients
 
 
@@ -105,10 +96,6 @@ def fail(model: Counter) -> None:
 def stop(model: Counter) -> torch.Tensor:
     model.trainer.should_stop = True
     return model.weight * 0.0
-
-
-def skip(model: Counter) -> None:
-    return None
 
 
 def test_a_window_that_an_exception_cut_short_leaves_nothing_to_the_next_fit():
@@ -139,6 +126,7 @@ def test_a_fit_that_was_told_to_stop_in_mid_window_leaves_nothing():
 
 def test_a_micro_batch_that_the_training_step_skips_does_not_count():
     model = Counter()
+    skip = lambda model: None  # noqa: E731
     model.at = {1: skip, 4: skip}  # a window's first batch, and one that is its last
     assert count(model, [1, 2, 3, 4]) == pytest.approx([1.0, 1.0])
 
@@ -163,9 +151,8 @@ def test_behind_the_lightning_module_it_is_refused():
         type("Late", (pl.LightningModule, TokenMeanMixin), {})
 
 
-def test_gradients_are_scaled_in_place():
-    gradients = [torch.ones(2), torch.full((3,), 2.0)]
-    scale_gradients(gradients, torch.tensor(0.5))
-    assert gradients[0].tolist() == [0.5, 0.5]
-    assert gradients[1].tolist() == [1.0, 1.0, 1.0]
-    scale_gradients([], torch.tensor(0.5))
+def test_a_strategy_that_lets_nobody_scale_the_gradients_is_refused():
+    model = Counter()
+    model._trainer = SimpleNamespace(strategy=type("DeepSpeedStrategy", (), {})())
+    with pytest.raises(UsageError, match=r"^TokenMeanMixin: DeepSpeedStrategy leaves .*: take DeepSpeedZeROStrategy$"):
+        model.on_fit_start()
