@@ -1,21 +1,23 @@
 """BF16True: bf16 weights that move as fp32 ones do, on one device, in replicas and in shards; a resume is bitwise."""
 
 import dataclasses
-import io
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
+from harness import processes, runs
+from harness.models import LLAMA
+from harness.runs import On
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import HalfPrecision
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.models import Decoder
 from lightning_tricks.optim.stochastic_rounding import rounding_seed
 from lightning_tricks.precision import BF16Mixed, BF16True, Float8
 
@@ -66,21 +68,10 @@ class Model(pl.LightningModule):
         torch.manual_seed(1000 * self.global_rank + batch_idx)  # a resume draws the same rows and the same dropout
 
 
-def batches():
-    return DataLoader(range(32))
-
-
-def trainer(plugin, **options):
-    defaults = {"accelerator": "cpu", "devices": 1, "max_steps": 6, "logger": False, "use_distributed_sampler": False}
-    defaults |= {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    return pl.Trainer(plugins=[plugin] if plugin is not None else None, **{**defaults, **options})
-
-
-def fit(model, plugin, ckpt_path=None, **options):
-    torch.manual_seed(0)
-    own = trainer(plugin, **options)
-    own.fit(model, batches(), ckpt_path=ckpt_path)
-    return own
+def fit(model, plugin, *callbacks, seed=0, ckpt_path=None, **options):
+    torch.manual_seed(seed)
+    options = {"max_steps": 6, "use_distributed_sampler": False, "plugins": plugin, **options}
+    return runs.fit(model, *callbacks, data=DataLoader(range(100)), ckpt_path=ckpt_path, **options).trainer
 
 
 def all_tensors(model, own):
@@ -95,22 +86,21 @@ def same(one, other):
     )
 
 
-def saves(folder, **options):
-    callback = ModelCheckpoint(
-        folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_on_train_epoch_end=False, **options
+def saver(folder):
+    return ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_on_train_epoch_end=False
     )
-    return {"callbacks": [callback], "enable_checkpointing": True}
 
 
 def resumes_bitwise(folder, kind, optimizer="adamw", shard=False, options=dict):
     """Five steps at once against the last two from a checkpoint, by another plugin, model and optimizer."""
     whole = Model(optimizer, shard)
-    whole_trainer = fit(whole, BF16True(**kind), **saves(folder), **options(), max_steps=5)
+    whole_trainer = fit(whole, BF16True(**kind), saver(folder), **options(), max_steps=5)
     resumed = Model(optimizer, shard)
     # another seed in the air: what counts is the seed that the run began with
-    torch.manual_seed(99)
-    resumed_trainer = trainer(BF16True(**kind), **options(), max_steps=5)
-    resumed_trainer.fit(resumed, batches(), ckpt_path=folder / "step=3.ckpt")
+    resumed_trainer = fit(
+        resumed, BF16True(**kind), seed=99, ckpt_path=folder / "step=3.ckpt", **options(), max_steps=5
+    )
     assert resumed_trainer.global_step == 5
     assert resumed.losses == whole.losses[-2 * len(whole.losses) // 5 :]
     return same(all_tensors(whole, whole_trainer), all_tensors(resumed, resumed_trainer))
@@ -199,15 +189,13 @@ class Nudge(Model):
 )
 def test_updates_far_below_a_spacing_add_up_where_lightnings_bf16_stands_still(plugin, expected):
     model = Nudge()
-    trainer(plugin, max_steps=100).fit(model, DataLoader(range(100)))
+    fit(model, plugin, max_steps=100)
     spacings = (model.layers.weight.double() - 1).mean().item() * 2**7
     # 16384 weights, each of which moved with probability 0.1: a standard error of 2.3 %
     assert spacings == pytest.approx(expected, rel=0.1)
 
 
 def moved_fraction(plugin):
-    from monitored import LLAMA, Decoder
-
     class Text(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -224,7 +212,7 @@ def moved_fraction(plugin):
 
     model = Text()
     start = [p.detach().bfloat16() for p in model.parameters()]
-    trainer(plugin, max_steps=25).fit(model, DataLoader(range(25)))
+    fit(model, plugin, max_steps=25)
     ends = [p.detach().bfloat16() for p in model.parameters()]
     return sum((a != b).sum() for a, b in zip(start, ends, strict=True)).item() / sum(a.numel() for a in start)
 
@@ -241,8 +229,7 @@ def test_at_a_small_learning_rate_the_weights_that_stand_still_are_those_of_fp32
 def test_the_random_state_of_the_model_is_that_of_a_run_without():
     states = []
     for plugin in (None, BF16True()):
-        model = Model()
-        fit(model, plugin)
+        fit(Model(), plugin)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
 
@@ -293,16 +280,8 @@ def test_manual_optimization_with_two_optimizers_counts_each_and_resumes_bitwise
     own = fit(half, plugin, max_steps=6)
     assert plugin.state_dict()["steps"] == [4, 2]
     own.save_checkpoint(tmp_path / "half.ckpt")
-    fit(resumed, BF16True(), tmp_path / "half.ckpt", max_steps=12)
+    fit(resumed, BF16True(), ckpt_path=tmp_path / "half.ckpt", max_steps=12)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_state_is_of_the_kind_that_was_asked_for(kind):
-    model = Model()
-    state = fit(model, BF16True(**KINDS[kind]), max_steps=1).optimizers[0].state[model.layers[0].weight]
-    assert state["exp_avg"].dtype == (torch.bfloat16 if "bf16 state" in kind else torch.float32)
-    assert ("master" in state) is kind.startswith("masters")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -310,7 +289,7 @@ def test_a_checkpoint_of_fp32_weights_opens_with_its_optimizer_state_and_the_oth
     first, second, third = Model(), Model(), Model()
     own = fit(first, BF16Mixed(), max_steps=3)
     own.save_checkpoint(tmp_path / "fp32.ckpt")
-    there = fit(second, BF16True(**KINDS[kind]), tmp_path / "fp32.ckpt", max_steps=3)
+    there = fit(second, BF16True(**KINDS[kind]), ckpt_path=tmp_path / "fp32.ckpt", max_steps=3)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert b.dtype == torch.bfloat16
         assert torch.equal(a.bfloat16(), b)
@@ -319,21 +298,22 @@ def test_a_checkpoint_of_fp32_weights_opens_with_its_optimizer_state_and_the_oth
         assert saved["step"] == loaded["step"] == 3
         assert loaded["exp_avg"].dtype == (torch.bfloat16 if "bf16 state" in kind else torch.float32)
     there.save_checkpoint(tmp_path / "bf16.ckpt")
-    back = fit(third, BF16Mixed(), tmp_path / "bf16.ckpt", max_steps=3)
+    back = fit(third, BF16Mixed(), ckpt_path=tmp_path / "bf16.ckpt", max_steps=3)
     for a, b in zip(second.parameters(), third.parameters(), strict=True):
         assert b.dtype == torch.float32
         assert torch.equal(a.float(), b)
         saved, loaded = there.optimizers[0].state[a], back.optimizers[0].state[b]
         assert torch.equal(saved["exp_avg"].float(), loaded["exp_avg"])
     for path, plugin in ((tmp_path / "fp32.ckpt", BF16True(**KINDS[kind])), (tmp_path / "bf16.ckpt", BF16Mixed())):
-        assert fit(Model(), plugin, path, max_steps=6).global_step == 6
+        own = fit(Model(), plugin, ckpt_path=path, max_steps=6)
+        assert own.global_step == 6
+        masters = kind.startswith("masters") and isinstance(plugin, BF16True)
+        assert all(("master" in state) is masters for state in own.optimizers[0].state.values())
 
 
 def test_a_checkpoint_opens_safely(tmp_path):
-    own = fit(Model(), BF16True("fp32_masters"))
-    own.save_checkpoint(tmp_path / "a.ckpt")
-    saved = torch.load(io.BytesIO((tmp_path / "a.ckpt").read_bytes()), weights_only=True)
-    assert saved["BF16True"]["steps"] == [6]
+    fit(Model(), BF16True("fp32_masters")).save_checkpoint(tmp_path / "a.ckpt")
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["BF16True"]["steps"] == [6]
 
 
 def test_a_second_fit_with_the_same_optimizer_wraps_it_once():
@@ -358,7 +338,9 @@ def test_validation_needs_no_optimizer(tmp_path):
     fit(Model(), BF16True()).save_checkpoint(tmp_path / "a.ckpt")
     model = Model()
     model.validation_step = lambda batch, batch_idx: None
-    trainer(BF16True()).validate(model, batches(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    runs.trainer_with(plugins=BF16True()).validate(
+        model, DataLoader(range(4)), ckpt_path=tmp_path / "a.ckpt", verbose=False
+    )
     assert model.layers[0].weight.dtype == torch.bfloat16
 
 
@@ -379,12 +361,9 @@ def gathered(tensor):
 
 
 def train_replicas(rank):
-    from lightning.pytorch.strategies import DDPStrategy
-
     for kind in KINDS.values():
         model = Model()
-        torch.manual_seed(rank)  # even where each rank has a seed of its own
-        trainer(BF16True(**kind), devices=2, strategy=DDPStrategy()).fit(model, batches())
+        fit(model, BF16True(**kind), seed=rank, devices=2, strategy=DDPStrategy())
         for param in model.parameters():
             assert param.dtype == torch.bfloat16
             assert torch.equal(*gathered(param.detach()))
@@ -418,8 +397,7 @@ class Equal(Model):
 
 def shard_and_train(rank):
     model = Equal()
-    own = trainer(BF16True(), max_steps=3, **fsdp2())
-    own.fit(model, DataLoader(range(3)))
+    fit(model, BF16True(), max_steps=3, **fsdp2())
     mesh = model.device_mesh["data_parallel"]
     for placement, alike in ((Replicate(), True), (Shard(0), False)):
         one, other = gathered(torch.tensor(rounding_seed(0, 0, 0, distribute_tensor(torch.ones(4), mesh, [placement]))))
@@ -432,15 +410,8 @@ def shard_and_train(rank):
     assert set(weight.to_local().float().unique().tolist()) <= {1 + n * 2.0**-7 for n in range(4)}
     assert model.seen == (torch.bfloat16, True)  # the parameter beside the shards keeps autocast on
 
-    sharded = Model(shard=True)
-    sharded.training_step_outer = sharded.training_step
-    seen = set()
-
-    def training_step(batch, batch_idx):
-        seen.add(torch.is_autocast_enabled("cpu"))
-        return sharded.training_step_outer(batch, batch_idx)
-
-    sharded.training_step = training_step
+    sharded, seen = Model(shard=True), set()
+    sharded.layers.register_forward_pre_hook(lambda *_: seen.add(torch.is_autocast_enabled("cpu")))
     fit(sharded, BF16True(), **fsdp2())
     assert seen == {False}
     assert sharded.table.dtype == torch.float32
@@ -454,8 +425,7 @@ def shard_and_train(rank):
 def masters_in_shards(rank):
     """Sharded masters are the shards of unsharded ones, for gradients that are equal."""
     model = Equal()
-    own = trainer(BF16True("fp32_masters"), max_steps=3, **fsdp2())
-    own.fit(model, DataLoader(range(3)))
+    own = fit(model, BF16True("fp32_masters"), max_steps=3, **fsdp2())
     assert torch.equal(
         own.optimizers[0].state[model.layers.weight]["master"].to_local(), torch.full((32, 64), 1 + 3 * 2.0**-9)
     )
@@ -470,23 +440,23 @@ def resume_shards(rank, folder, full):
         assert resumes_bitwise(folder / str(place), KINDS[kind], optimizer, True, options), (kind, optimizer)
 
 
-class Loaded(pl.Callback):
-    """Keeps what a checkpoint has given: each parameter of this rank, and its running mean in the optimizer."""
-
-    def on_train_start(self, trainer, pl_module):
-        state = trainer.optimizers[0].state
-        self.tensors = [(p.to_local().clone(), state[p]["exp_avg"].to_local().clone()) for p in pl_module.parameters()]
-
-
 def cross_shards(rank, folder, full):
     kind = {"update": "fp32_masters"} if full else {"optimizer_state": "bf16"}
     for first, second in ((BF16Mixed, lambda: BF16True(**kind)), (lambda: BF16True(**kind), BF16Mixed)):
         path = folder / first().precision
-        before, loaded = Model(shard=True), Loaded()
-        saved = fit(before, first(), max_steps=3, **saves(path), **fsdp2(full)).optimizers[0].state
-        own = fit(Model(shard=True), second(), path / "step=3.ckpt", max_steps=4, callbacks=[loaded], **fsdp2(full))
+        before, loaded = Model(shard=True), []
+
+        def note(trainer, module):
+            """Each parameter of this rank, and its running mean in the optimizer."""
+            state = trainer.optimizers[0].state
+            tensors = [(p.to_local().clone(), state[p]["exp_avg"].to_local().clone()) for p in module.parameters()]
+            loaded.extend(tensors)  # noqa: B023
+
+        saved = fit(before, first(), saver(path), max_steps=3, **fsdp2(full)).optimizers[0].state
+        options = {"ckpt_path": path / "step=3.ckpt", "max_steps": 4, **fsdp2(full)}
+        own = fit(Model(shard=True), second(), On(on_train_start=note), **options)
         assert own.global_step == 4
-        for parameter, (weight, average) in zip(before.parameters(), loaded.tensors, strict=True):
+        for parameter, (weight, average) in zip(before.parameters(), loaded, strict=True):
             assert torch.equal(parameter.to_local().bfloat16(), weight.bfloat16())
             assert torch.equal(saved[parameter]["exp_avg"].to_local().bfloat16(), average.bfloat16())
 
@@ -498,9 +468,8 @@ def train_in_two(rank):
 
 
 @pytest.mark.slow
-def test_replicas_stay_equal_and_shards_round_each_in_its_own_way_without_autocast(monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    two_processes.run(train_in_two)
+def test_replicas_stay_equal_and_shards_round_each_in_its_own_way_without_autocast():
+    processes.run(train_in_two)
 
 
 def save_and_load_in_two(rank, folder, full):
@@ -510,9 +479,8 @@ def save_and_load_in_two(rank, folder, full):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [True, False], ids=["one file", "a folder of shards"])
-def test_sharded_checkpoints_resume_bitwise_and_open_across_precisions(tmp_path, monkeypatch, full):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    two_processes.run(save_and_load_in_two, tmp_path, full)
+def test_sharded_checkpoints_resume_bitwise_and_open_across_precisions(tmp_path, full):
+    processes.run(save_and_load_in_two, tmp_path, full)
 
 
 class BuiltLate(Model):

@@ -8,14 +8,14 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness import runs
+from harness.models import Decoding, batches
+from harness.processes import run
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from monitored import LLAMA, Decoding, Memory
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
-from torch.utils.data import DataLoader
-from two_processes import run
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
@@ -24,6 +24,7 @@ from lightning_tricks.precision import BF16Mixed, FP16Mixed
 from lightning_tricks.schedules import ScheduleLR, WarmupLinear
 
 INF = math.inf
+DATA = batches(torch.zeros(64, 1, 1))
 
 
 def sgd(parameters):
@@ -95,18 +96,10 @@ def weights(model):
     return [model.first.item(), model.second.item()]
 
 
-def trainer_of(plugin, steps, callbacks=(), **settings):
-    defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-    return pl.Trainer(
-        plugins=[plugin], max_steps=steps, callbacks=list(callbacks), enable_progress_bar=False,
-        enable_model_summary=False, **{**defaults, **settings},
-    )  # fmt: skip
-
-
-def fit(model, plugin, steps=None, ckpt_path=None, **settings):
-    trainer = trainer_of(plugin, len(model.factors) if steps is None else steps, **settings)
-    trainer.fit(model, DataLoader(torch.zeros(64, 1), batch_size=1), ckpt_path=ckpt_path)
-    return trainer
+def fit(model, plugin, *callbacks, steps=None, **options):
+    """One step for each of the model's factors."""
+    options = {"plugins": [plugin], "max_steps": len(model.factors) if steps is None else steps, **options}
+    return runs.fit(model, *callbacks, data=DATA, **options)
 
 
 def scaled(**options):
@@ -135,8 +128,8 @@ class OneLinear(pl.LightningModule):
 
 def test_products_are_fp16_on_a_cpu_where_lightnings_flag_gives_bf16():
     ours, lightnings = OneLinear(), OneLinear()
-    trainer = fit(ours, scaled(), steps=1)
-    trainer_of(MixedPrecision("bf16-mixed", "cpu"), 1).fit(lightnings, DataLoader([0]))
+    trainer = fit(ours, scaled(), steps=1).trainer
+    fit(lightnings, MixedPrecision("bf16-mixed", "cpu"), steps=1)
     assert (ours.dtypes, lightnings.dtypes) == ({torch.float16}, {torch.bfloat16})
     assert ours.layer.weight.dtype == ours.layer.weight.grad.dtype == torch.float32
     assert trainer.precision == "16-mixed"
@@ -168,25 +161,16 @@ def test_a_scale_that_is_too_high_costs_a_step_and_is_halved():
     assert model.layer.weight.tolist() == [[-1.0, -1.0]]
 
 
-def test_without_a_scaler_an_infinite_gradient_reaches_the_weights():
-    model, plugin = Model((1.0, INF)), scaled(loss_scaling=False)
-    fit(model, plugin)
-    assert weights(model) == [-INF, -INF]
-    assert plugin.skipped_steps == 0
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_training_is_bit_for_bit_lightnings_own_where_nothing_overflows(accumulate):
     def trained(plugin):
         torch.manual_seed(0)
-        model = Decoding(LLAMA)
-        trainer_of(plugin, 4, gradient_clip_val=0.5, accumulate_grad_batches=accumulate).fit(model)
-        return list(model.parameters())
+        return runs.fit(Decoding(), plugins=plugin, gradient_clip_val=0.5, accumulate_grad_batches=accumulate)
 
     options = {"init_scale": 256.0, "growth_interval": 2}
     ours = trained(FP16Mixed(**options))
     lightnings = trained(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **options)))
-    assert all(torch.equal(a, b) for a, b in zip(ours, lightnings, strict=True))
+    assert runs.same_training(ours, lightnings)
 
 
 # --- gradients are unscaled before anyone looks at them
@@ -234,10 +218,9 @@ class Clipping(GradientClippingMixin, Model):
 @pytest.mark.parametrize("kind", [Model, Clipping])
 @pytest.mark.parametrize("clip", [1.0, None])
 def test_the_monitor_logs_the_exact_norm(kind, optimizer, clip):
-    memory, model = Memory(), kind(optimizer=optimizer)
-    settings = {"logger": memory, "log_every_n_steps": 1, "gradient_clip_val": clip}
-    fit(model, scaled(growth_interval=1), callbacks=[GradNormMonitor()], **settings)
-    assert [row["train/grad_norm"] for _, row in memory.rows if "train/grad_norm" in row] == [5.0, 10.0, 15.0]
+    model = kind(optimizer=optimizer)
+    run = fit(model, scaled(growth_interval=1), GradNormMonitor(), log_every_n_steps=1, gradient_clip_val=clip)
+    assert run.of("train/grad_norm") == [5.0, 10.0, 15.0]
     if kind is Clipping:
         assert model.grad_norm.item() == 15.0
 
@@ -273,14 +256,10 @@ def test_the_scale_doubles_after_growth_interval_steps_in_a_row():
 
 
 def test_the_halved_scale_and_the_count_are_there_when_the_batch_ends():
-    class After(pl.Callback):
-        seen = []
-
-        def on_train_batch_end(self, trainer, *_):
-            self.seen.append((trainer.scaler.get_scale(), trainer.precision_plugin.skipped_steps))
-
-    fit(Model((1.0, INF, 1.0)), scaled(), callbacks=[after := After()])
-    assert after.seen == [(1024.0, 0), (512.0, 1), (512.0, 1)]
+    plugin, seen = scaled(), []
+    note = runs.On(on_train_batch_end=lambda *_: seen.append((plugin.scaler.get_scale(), plugin.skipped_steps)))
+    fit(Model((1.0, INF, 1.0)), plugin, note)
+    assert seen == [(1024.0, 0), (512.0, 1), (512.0, 1)]
 
 
 def test_an_overflow_in_one_micro_batch_skips_the_whole_step():
@@ -317,7 +296,7 @@ def test_an_overflowed_step_does_not_advance_the_schedule(name, accumulate):
         model = Model(factors, scheduler=SCHEDULES[name], interval="step")
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
-            trainer = fit(model, scaled(), accumulate_grad_batches=accumulate)
+            trainer = fit(model, scaled(), accumulate_grad_batches=accumulate).trainer
         return model, trainer.lr_scheduler_configs[0]
 
     model, config = trained(INF, 1.0, INF, INF, 1.0, 1.0, INF)
@@ -397,15 +376,10 @@ def test_whether_to_skip_is_the_only_read_of_the_device(monkeypatch):
 # --- checkpoints
 
 
-class At(pl.Callback):
+def at(step, path):
     """Save after a number of optimizer steps."""
-
-    def __init__(self, step, path):
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == self.step and not trainer.fit_loop._should_accumulate():
-            trainer.save_checkpoint(self.path)
+    save = lambda trainer, *_: trainer.global_step == step and trainer.save_checkpoint(path)  # noqa: E731
+    return runs.On(on_train_batch_end=save)
 
 
 RESUMED = (1.0, INF, 1.5, INF, 2.0, INF, 0.5, 1.25)
@@ -418,7 +392,7 @@ def test_resume_is_bitwise_also_right_after_an_overflow(tmp_path, step, name):
         return Model(RESUMED, fused_adamw, SCHEDULES[name], interval="step"), scaled(growth_interval=2)
 
     (straight, plugin), path = built(), str(tmp_path / "mid.ckpt")
-    fit(straight, plugin, callbacks=[At(step, path)], gradient_clip_val=1.0)
+    fit(straight, plugin, at(step, path), gradient_clip_val=1.0)
     resumed, again = built()
     fit(resumed, again, ckpt_path=path, gradient_clip_val=1.0)
     assert weights(resumed) == weights(straight)
@@ -430,14 +404,14 @@ def test_resume_is_bitwise_also_right_after_an_overflow(tmp_path, step, name):
 
 def test_what_the_checkpoint_holds(tmp_path):
     path = str(tmp_path / "end.ckpt")
-    fit(Model((1.0, INF, 1.0)), scaled(), callbacks=[At(3, path)])
+    fit(Model((1.0, INF, 1.0)), scaled(), at(3, path))
     kept = torch.load(path, weights_only=True)["FP16Mixed"]
     assert kept == {"scale": 512.0, "_growth_tracker": 1, "skipped_steps": 1}
 
 
 def test_the_growth_interval_is_the_recipes_and_not_the_checkpoints(tmp_path):
     path = str(tmp_path / "end.ckpt")
-    fit(Model((1.0,) * 5), scaled(growth_interval=100), callbacks=[At(5, path)])
+    fit(Model((1.0,) * 5), scaled(growth_interval=100), at(5, path))
     model = Model((1.0,) * 9)
     fit(model, scaled(growth_interval=2), ckpt_path=path)  # it has stood for 5 steps: longer than 2
     assert model.scales == [1024.0, 2048.0, 2048.0, 4096.0]
@@ -450,7 +424,7 @@ def test_the_growth_interval_is_the_recipes_and_not_the_checkpoints(tmp_path):
 )  # fmt: skip
 def test_a_checkpoint_opens_in_another_format(tmp_path, one, other):
     path, factors, plugin = str(tmp_path / "mid.ckpt"), (1.0, 2.0, 3.0, 4.0), other()
-    fit(Model(factors), one(), steps=2, callbacks=[At(2, path)])
+    fit(Model(factors), one(), at(2, path), steps=2)
     model = Model(factors)
     fit(model, plugin, ckpt_path=path)
     assert weights(model) == [-30.0, -40.0]
@@ -518,19 +492,17 @@ def test_only_the_optimizer_that_overflowed_is_skipped(order):
 
 def test_a_checkpoint_of_two_optimizers_holds_the_updated_scale(tmp_path):
     path = str(tmp_path / "mid.ckpt")
-    fit(Manual((INF,), "backwards first"), scaled(), steps=2, callbacks=[At(2, path)])
+    fit(Manual((INF,), "backwards first"), scaled(), at(2, path), steps=2)
     assert torch.load(path, weights_only=True)["FP16Mixed"]["scale"] == 512.0
 
 
 @pytest.mark.parametrize("optimizer", [sgd, fused_sgd])
 def test_in_manual_optimization_the_modules_clip_sees_unscaled_gradients(optimizer):
-    memory, model = Memory(), Manual((1.0, 2.0), "one by one", clip=1.0, optimizer=optimizer)
-    settings = {"logger": memory, "log_every_n_steps": 1}
-    fit(model, scaled(growth_interval=1), steps=4, callbacks=[GradNormMonitor()], **settings)
+    model = Manual((1.0, 2.0), "one by one", clip=1.0, optimizer=optimizer)
+    run = fit(model, scaled(growth_interval=1), GradNormMonitor(), steps=4, log_every_n_steps=1)
     assert model.seen == pytest.approx([1.0] * 4, rel=1e-5)
     assert weights(model) == pytest.approx([-2.0, -2.0], rel=1e-5)
-    norms = [row["train/grad_norm/0"] for _, row in memory.rows if "train/grad_norm/0" in row]
-    assert norms == [3.0, 6.0]
+    assert run.of("train/grad_norm/0") == [3.0, 6.0]
 
 
 def test_one_optimizer_with_a_closure_or_unscaled_by_the_module_itself():
@@ -610,26 +582,24 @@ CALM = ((1.0, 2.0, 3.0, 4.0), (3.0, 2.0, 1.0, 0.0))  # in the mean 2 2 2 2
 BURST = ((INF, 2.0, 3.0, 4.0), (3.0, 2.0, 1.0, 0.0))  # one element, so one rank's shard of it, is infinite
 
 
-def two_ranks(rank, kind, optimizer, plain, clip, folder):
+def two_ranks(rank, kind, optimizer, plain, clip, path):
     rows = (CALM, CALM if plain else BURST, CALM)
     strategies = {
         "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
         "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
     }
 
-    def trained(**settings):
+    def trained(*callbacks, **settings):
         model, plugin = (Sharded if kind == "fsdp2" else Wide)(rows, optimizer, plain), scaled()
         settings |= {"devices": 2, "strategy": strategies[kind](), "gradient_clip_val": clip}
-        fit(model, plugin, len(rows), use_distributed_sampler=False, **settings)
+        fit(model, plugin, *callbacks, steps=len(rows), use_distributed_sampler=False, **settings)
         weight = model.layer.weight.detach()
         weights = [weight.full_tensor() if kind == "fsdp2" else weight, *([] if not plain else [model.plain])]
         return model, {"weights": [each.tolist() for each in weights], **plugin.state_dict()}
 
-    path = str(folder / "after_the_overflow.ckpt")
-    model, straight = trained(callbacks=[At(2, path)])
+    model, straight = trained(at(2, path))
     _, resumed = trained(ckpt_path=path)
-    kept = {"straight": straight, "resumed": resumed, "dtypes": model.dtypes, "autocast": model.autocast}
-    torch.save(kept, folder / f"{rank}.pt")
+    return straight, resumed, model.dtypes, model.autocast
 
 
 @pytest.mark.slow
@@ -641,48 +611,37 @@ def two_ranks(rank, kind, optimizer, plain, clip, folder):
         ("fsdp2", sgd, 5.0, None),  # torch's fused kernels and its clip take no plain weights beside sharded ones
     ],
 )
-def test_all_ranks_skip_together_whoever_has_the_overflow_and_resume_as_one(
-    kind, optimizer, plain, clip, tmp_path, monkeypatch
-):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    run(two_ranks, kind, optimizer, plain, clip, tmp_path)
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+def test_all_ranks_skip_together_whoever_has_the_overflow_and_resume_as_one(kind, optimizer, plain, clip, tmp_path):
     # two steps of three, at learning rates 1 and 1/2; the clip makes 2 2 2 2, of norm 4, a quarter of it
     size = 1.0 if optimizer is fused_adamw else 2.0 if clip is None else 0.5
-    for rank in ranks:
-        weight, *plains = rank["straight"]["weights"]
+    for straight, resumed, dtypes, autocast in run(two_ranks, kind, optimizer, plain, clip, tmp_path / "two.ckpt"):
+        weight, *plains = straight["weights"]
         assert weight == pytest.approx([-1.5 * size] * 4, rel=1e-5)
         assert plains == ([[-7.5, -7.5]] if plain else [])
-        assert (rank["straight"]["skipped_steps"], rank["straight"]["scale"]) == (1, 512.0)
-        assert rank["resumed"] == rank["straight"]
-    if kind == "fsdp2":
-        assert ranks[0]["dtypes"] == {torch.float16}
-        assert ranks[0]["autocast"] == {bool(plain)}  # FSDP2 casts, unless it does not hold every weight
+        assert (straight["skipped_steps"], straight["scale"]) == (1, 512.0)
+        assert resumed == straight
+        if kind == "fsdp2":
+            assert dtypes == {torch.float16}
+            assert autocast == {bool(plain)}  # FSDP2 casts, unless it does not hold every weight
 
 
 # --- bad input
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -1.0, INF, math.nan, 1e39])
-def test_an_init_scale_that_is_none_is_refused(value):
-    with pytest.raises(UsageError, match=r"^init_scale=[^\n]*: give a finite number above 0[^\n]*$"):
-        FP16Mixed(init_scale=value)
+OUT_OF_RANGE = [("growth_interval", 0), ("growth_interval", -1)]
+OUT_OF_RANGE += [("init_scale", value) for value in (0, 0.0, -1.0, INF, math.nan, 1e39)]
 
 
-@pytest.mark.parametrize("value", [0, -1])
-def test_a_growth_interval_below_one_is_refused(value):
-    with pytest.raises(UsageError, match=rf"^growth_interval={value}: give [^\n]*$"):
-        FP16Mixed(growth_interval=value)
-
-
-def lbfgs(parameters):
-    return torch.optim.LBFGS(parameters)
+@pytest.mark.parametrize(("option", "value"), OUT_OF_RANGE)
+def test_an_option_out_of_its_range_is_refused(option, value):
+    with pytest.raises(UsageError, match=rf"^{option}=[^\n]*: give a [^\n]*$"):
+        FP16Mixed(**{option: value})
 
 
 def test_lbfgs_is_refused_but_for_a_run_without_a_scale():
     with pytest.raises(UsageError, match=r"^optimizer: LBFGS [^\n]*$"):
-        fit(Model((1.0,), lbfgs), scaled())
-    fit(Model((1.0,), lbfgs), scaled(loss_scaling=False))
+        fit(Model((1.0,), torch.optim.LBFGS), scaled())
+    fit(Model((1.0,), torch.optim.LBFGS), scaled(loss_scaling=False))
 
 
 def test_weights_in_fp16_are_refused_by_name_but_not_for_validation_or_where_they_are_frozen():
@@ -700,7 +659,7 @@ def test_weights_in_fp16_are_refused_by_name_but_not_for_validation_or_where_the
     with pytest.raises(UsageError, match=r"^plugins: FP16Mixed [^\n]*half\.weight \(1 of 3\) is float16: [^\n]*$"):
         fit(Half(), scaled())
     fit(Half(trained=False), scaled())
-    trainer_of(scaled(), 1).validate(Half(), DataLoader([0]), verbose=False)
+    runs.trainer_with(plugins=[scaled()]).validate(Half(), DATA, verbose=False)
 
 
 # --- a plugin as an object
@@ -724,8 +683,3 @@ def test_the_scaler_moves_to_the_device_of_the_model(monkeypatch):
     assert plugin.scaler._device == "cpu"
     assert plugin.scaler.scale(torch.ones(())).device.type == "cpu"
     assert plugin.state_dict() == {"scale": 1024.0, "_growth_tracker": 2, "skipped_steps": 0}
-
-
-def test_fsdp2_gathers_in_fp16_and_reduces_in_fp32():
-    policy = FP16Mixed().fsdp2_policy
-    assert (policy.param_dtype, policy.reduce_dtype) == (torch.float16, torch.float32)

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from harness import processes
+from harness.processes import end, run, start
 from harness.runs import On, trainer_with
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
@@ -300,7 +300,7 @@ def folder(tmp_path_factory):
     for kind in MODELS:
         write(0, folder, f"{kind}, 1", kind)
     os.environ.pop("PL_GLOBAL_SEED", None)
-    processes.run(written_by_two, folder)
+    run(written_by_two, folder)
     return folder
 
 
@@ -314,10 +314,10 @@ def started(folder, tmp_path_factory):
             shutil.copytree(folder / f"foreign, 2, {dcp}", to)
     shutil.copytree(folder / "incomplete.ckpt", full / "foreign, 2, True" / ".step=3.ckpt.saving")
     return {
-        "killed": (processes.start(killed_while_saving, killed), killed),
-        "four": (processes.start(read_and_written_by_four, folder, world=4), folder),
-        "one": (processes.start(opened_and_saved_over_by_one, folder, over, world=1), over),
-        "refused": (processes.start(refused_by_two, folder, full), full),
+        "killed": (start(killed_while_saving, killed), killed),
+        "four": (start(read_and_written_by_four, folder, world=4), folder),
+        "one": (start(opened_and_saved_over_by_one, folder, over, world=1), over),
+        "refused": (start(refused_by_two, folder, full), full),
     }
 
 
@@ -349,7 +349,7 @@ def test_shards_that_a_thread_wrote_are_those_of_the_step(folder):
 def test_a_kill_while_saving_leaves_the_older_checkpoint_whole(started):
     processes, folder = started["killed"]
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        processes.end(processes)
+        end(processes)
     left = folder / "foreign, 2, True" / ".step=3.ckpt.saving"
     assert len(list(left.glob("*.distcp"))) == 2
     with pytest.raises(UsageError, match=r"incomplete: .* has no \.metadata"):
@@ -360,17 +360,17 @@ def test_a_kill_while_saving_leaves_the_older_checkpoint_whole(started):
 @pytest.mark.slow
 def test_shards_of_two_open_on_four_and_those_of_hsdp_and_plain_files_on_two(started):
     processes, folder = started["four"]
-    processes.end(processes)
-    processes.run(read_by_two, folder)
+    end(processes)
+    run(read_by_two, folder)
 
 
 def test_shards_open_on_one_sharded_device_and_a_save_over_another_layout_leaves_no_mixture(started):
-    processes.end(started["one"][0])
+    end(started["one"][0])
 
 
 def test_what_cannot_be_opened_or_saved_is_said_on_every_rank_and_a_full_disk_leaves_what_was_there(started):
     processes, full = started["refused"]
-    processes.end(processes)
+    end(processes)
     for dcp in (True, False):
         read(full, f"foreign, 2, {dcp}", "foreign")
     assert not (full / "foreign, 2, True" / ".step=3.ckpt.saving").exists(), "the next save clears what a kill left"
