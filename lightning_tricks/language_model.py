@@ -12,7 +12,7 @@ from lightning_tricks._activation_checkpointing import Mode, check_mode
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._machine import host_bytes
-from lightning_tricks._trainer import is_a, trainer_of
+from lightning_tricks._trainer import is_a, trainer_of, weights_layout
 from lightning_tricks.accounting import Attention, recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.accounting.flops import matmul_parameters
 from lightning_tricks.callbacks import (
@@ -121,7 +121,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         if self.decoder is not None:
             return
         strategy: Any = getattr(trainer_of(self), "strategy", None)
-        strategy_shards = getattr(strategy, "shards_modules", False)
+        strategy_shards = weights_layout(strategy) == "shards"
         if self.device_mesh is not None and not strategy_shards:
             raise UsageError(
                 f"strategy={type(strategy).__name__} leaves the sharding to the module, and LanguageModel leaves it to "

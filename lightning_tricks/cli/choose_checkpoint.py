@@ -10,7 +10,7 @@ import fsspec
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import rank_zero_info
-from lightning_tricks._trainer import chosen_version, is_a
+from lightning_tricks._trainer import chosen_version, weights_layout
 from lightning_tricks.callbacks import DecayOnDemand
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import check_names_weights
@@ -139,7 +139,7 @@ def _none_found(option: str, command: str, found: Found, where: str) -> None:
 def _damage(trainer: Any, resumes: bool, path: Path) -> str | None:
     """Why a checkpoint cannot be used, in the words of the check that refused it; None where it can."""
     try:
-        if is_a(trainer.strategy, "DeepSpeedStrategy") and path.is_dir():
+        if weights_layout(trainer.strategy) == "engine" and path.is_dir():
             read_layout(path)
             check_bytes(path)
         else:
@@ -196,7 +196,7 @@ def _check(path: str, trainer: Any, resumes: bool) -> None:
     if is_remote(path):
         _check_address(path)
     ours = isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO)
-    if ours and not is_a(trainer.strategy, "DeepSpeedStrategy") and not is_remote(path):
+    if ours and weights_layout(trainer.strategy) != "engine" and not is_remote(path):
         check_names_weights(check_checkpoint(path, resumes))
 
 

@@ -1,10 +1,19 @@
-"""Options of `fit` at the top of a recipe: where a run starts, and how long it is. Other commands ignore them there."""
+"""Options and their values: those of `fit` at the top of a recipe, and what Lightning accepts and fails on later.
 
-from collections.abc import Sequence
+The options of `fit` say where a run starts, and how long it is. Other commands ignore them in a recipe.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from jsonargparse import Namespace
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import InitFrom, TotalTokens
+
+_LARGEST_SEED = 2**32 - 1  # numpy's
 
 # Type, default and help of each.
 FIT_OPTIONS: dict[str, tuple[Any, Any, str]] = {
@@ -25,6 +34,38 @@ FIT_OPTIONS: dict[str, tuple[Any, Any, str]] = {
         "fit: start a new run from the weights of this checkpoint, file of weights or folder of shards alone.",
     ),
 }
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse values among a command's parsed options that Lightning accepts and fails on later.
+
+    Raises:
+        UsageError: a seed that no generator takes; another word for `resume`; an interval of 0.
+    """
+    seed = options.get("seed_everything")
+    if not isinstance(seed, bool | None) and not 0 <= seed <= _LARGEST_SEED:
+        raise UsageError(f"seed_everything={seed}: give a whole number from 0 to {_LARGEST_SEED}")
+    if options.get("resume") not in (None, "auto", "none"):
+        raise UsageError(
+            f"resume={options['resume']}: give auto (go on from the newest checkpoint, start where there is none) or "
+            "none; to go on from a certain one, give --ckpt_path FILE, or --ckpt_path last"
+        )
+    trainer = options.get("trainer", {})
+    if not isinstance(trainer, Mapping | Namespace):
+        raise UsageError(
+            f"trainer={json.dumps(trainer)}: give settings below it, such as `trainer: {{max_steps: 100}}`, or leave "
+            "it out"
+        )
+    for option, remedy in (
+        ("accumulate_grad_batches", "the micro-batches of one optimizer step, 1 or more"),
+        ("val_check_interval", "a number above 0, or limit_val_batches: 0 for no validation"),
+        ("check_val_every_n_epoch", "1 or more, or null to count batches only"),
+    ):
+        value = trainer.get(option)
+        if isinstance(value, int | float) and (math.isnan(value) or value <= 0):
+            raise UsageError(f"trainer.{option}={value}: give {remedy}")
+    if isinstance(clip := trainer.get("gradient_clip_val"), int | float) and not clip >= 0:
+        raise UsageError(f"trainer.gradient_clip_val={clip}: give a number above 0, or null for no clipping")
 
 
 def check_fit_options(args: Sequence[str], command: str | None, options: Any) -> None:

@@ -24,22 +24,24 @@ from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli import same_checkpoint
 from lightning_tricks.cli.before_launch import check_before_launch
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
-from lightning_tricks.cli.class_change import change_lines, watch_class_changes
-from lightning_tricks.cli.fit_options import FIT_OPTIONS, check_fit_options, choose_length, option_callbacks
-from lightning_tricks.cli.lines_of_lightning import without_advertisements
+from lightning_tricks.cli.class_names import change_lines, known_names_first, watch_class_changes
+from lightning_tricks.cli.error_lines import parse_message, trainer_line, usage_errors, without_advertisements
+from lightning_tricks.cli.fit_options import (
+    FIT_OPTIONS,
+    check_fit_options,
+    check_options,
+    choose_length,
+    option_callbacks,
+)
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
-from lightning_tricks.cli.parse_errors import parse_message
 from lightning_tricks.cli.recipe_parser import (
     RecipeParser,
-    check_options,
+    check_values,
     class_list,
     join_negative_numbers,
     lightning_cli,
 )
-from lightning_tricks.cli.recipe_text import check_values
-from lightning_tricks.cli.run_errors import trainer_line, usage_errors
 from lightning_tricks.cli.run_folder import RunFolder, check_folders, expand_save_dirs
-from lightning_tricks.cli.short_names import known_names_first
 from lightning_tricks.commands import COMMANDS, FitChange, Needs
 from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin

@@ -5,8 +5,13 @@ import yaml
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._suggest import _WORDS_FOR, SYNONYMS, did_you_mean
-from lightning_tricks.cli.recipe_parser import RecipeParser, class_list, join_negative_numbers, nameable_classes
-from lightning_tricks.cli.recipe_text import load_text
+from lightning_tricks.cli.recipe_parser import (
+    RecipeParser,
+    class_list,
+    join_negative_numbers,
+    load_text,
+    nameable_classes,
+)
 
 
 @pytest.fixture(scope="module")

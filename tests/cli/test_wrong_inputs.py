@@ -149,7 +149,7 @@ def test_a_start_that_fails_says_whether_a_port_is_taken_or_others_are_missing(f
 
 def test_what_fails_in_a_run_and_can_be_mended_is_one_line_and_an_unknown_error_none():
     from lightning_tricks._errors import UsageError
-    from lightning_tricks.cli.run_errors import usage_errors
+    from lightning_tricks.cli.error_lines import usage_errors
 
     with pytest.raises(UsageError, match=r"^runs/log: No space left on device; free some space"):  # noqa: SIM117
         with usage_errors(lambda: None):

@@ -1,7 +1,9 @@
-"""Decide which settings stay when an override names another class, such as `--model.decoder GPT2`, and say so.
+"""Classes by their short names, and the settings that stay when an override names another class.
 
-jsonargparse keeps each setting of the old class whose name the new class has too, and says nothing. Here a class may
-list the settings that it takes over (`taken_over`), and each change of a class is one line.
+- Several packages have an AdamW, an SGD and a Muon; jsonargparse refuses a name that several have. Here it is the class
+  of ours, else of torch, else of Lightning.
+- With `--model.decoder GPT2`, jsonargparse keeps each setting of the old class whose name the new class has too, and
+  says nothing. Here a class may list the settings that it takes over (`taken_over`), and each change is one line.
 """
 
 import pkgutil
@@ -15,6 +17,30 @@ from jsonargparse import Namespace
 
 from lightning_tricks._lightning import pl
 from lightning_tricks._replaced import replaced
+
+ALIASES = {"WSD": "WarmupStableDecay"}
+FIRST = ("lightning_tricks", "torch", "lightning", "pytorch_lightning")
+
+
+@contextmanager
+def known_names_first() -> Iterator[None]:
+    """Inside the `with`, a short name that several classes have is that of the first of these packages; see ALIASES."""
+    original = typehints.resolve_class_path_by_name
+
+    def resolve(cls: Any, name: str) -> str:
+        name = ALIASES.get(name, name)
+        try:
+            return original(cls, name)
+        except ValueError:
+            paths = [path for path in typehints.get_all_subclass_paths(cls) if path.rpartition(".")[2] == name]
+            for package in FIRST:
+                own = [path for path in paths if path.partition(".")[0] == package]
+                if len(own) == 1:
+                    return own[0]
+            raise
+
+    with replaced(typehints, "resolve_class_path_by_name", resolve):
+        yield
 
 
 @dataclass
