@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from harness import runs
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -86,14 +87,10 @@ def train(
 ) -> pl.Trainer:
     """Train for epochs of three steps, with a checkpoint `folder/step=N.ckpt` after each where a folder is given."""
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1) if folder else None
-    settings = {"accelerator": "cpu", "devices": 1, "gradient_clip_val": 1.0, "use_distributed_sampler": False}
-    trainer = pl.Trainer(
-        max_epochs=epochs, plugins=plugin, logger=False, enable_checkpointing=folder is not None,
-        callbacks=[saver] if saver else [], enable_progress_bar=False, enable_model_summary=False,
-        **{**settings, **options},
-    )  # fmt: skip
-    trainer.fit(model, rows() if data is None else data, ckpt_path=ckpt_path)
-    return trainer
+    options = {"gradient_clip_val": 1.0, "use_distributed_sampler": False, "max_steps": -1, "logger": False, **options}
+    data, callbacks = rows() if data is None else data, [saver] if saver else []
+    run = runs.fit(model, *callbacks, data=data, ckpt_path=ckpt_path, max_epochs=epochs, plugins=plugin, **options)
+    return run.trainer
 
 
 def tensors(trainer: pl.Trainer, model: pl.LightningModule) -> dict[str, torch.Tensor]:

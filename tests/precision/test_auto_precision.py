@@ -1,11 +1,11 @@
 """bf16 exactly where this machine multiplies it faster; all ranks and every resume of a run on a CPU choose alike."""
 
-import functools
+from functools import partial
 
-import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
+from harness import processes, runs
+from harness.models import Small
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
@@ -95,41 +95,26 @@ def test_this_cpu_is_measured():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class Model(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(4, 4)
-        self.seen: list[torch.dtype] = []
-
-    def training_step(self, batch, batch_idx):
-        out = self.layer(batch)
-        self.seen.append(out.dtype)
-        return out.float().square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.1, fused=True)
-
-
 def fit(folder=None, ckpt_path=None, **options):
-    model, saver = Model(), [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2)] if folder else []
-    trainer = pl.Trainer(
-        accelerator="cpu", plugins=AutoPrecision(), gradient_clip_val=1e-3, logger=False,
-        callbacks=[*saver, MFUMonitor(flops_per_sample=1.0, peak_flops=1e9)], enable_checkpointing=bool(folder),
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        **{"devices": 1, "max_steps": 2, **options},
+    """Its Trainer, the model, and the types of its outputs."""
+    seen, callbacks = set(), [MFUMonitor(flops_per_sample=1.0, peak_flops=1e9)]
+    callbacks += [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2)] if folder else []
+    model = Small(4, 4, optimizer=partial(torch.optim.AdamW, lr=0.1, fused=True))
+    model.net.register_forward_hook(lambda *args: seen.add(args[-1].dtype))
+    run = runs.fit(
+        model, *callbacks, data=DataLoader(torch.ones(8, 4), batch_size=4), ckpt_path=ckpt_path, logger=False,
+        plugins=AutoPrecision(), gradient_clip_val=1e-3, use_distributed_sampler=False, **{"max_steps": 2, **options},
     )  # fmt: skip
-    trainer.fit(model, DataLoader(torch.ones(8, 4), batch_size=4), ckpt_path=ckpt_path)
-    return trainer, model
+    return run.trainer, model, seen
 
 
 @pytest.mark.parametrize(("found", "chosen"), [(FAST, BF16), (SLOW, FP32)])
 def test_products_run_in_the_chosen_type_and_weights_stay_fp32(ratio, capsys, found, chosen):
     AutoPrecision()  # measures nothing yet
     ratio(found)
-    trainer, model = fit()
-    assert (trainer.precision, set(model.seen)) == (chosen[0], {chosen[1]})
-    assert model.layer.weight.dtype == model.layer.weight.grad.dtype == torch.float32
+    trainer, model, seen = fit()
+    assert (trainer.precision, seen) == (chosen[0], {chosen[1]})
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
     assert sum(p.grad.square().sum() for p in model.parameters()).sqrt().item() == pytest.approx(1e-3, rel=1e-3)
 
 
@@ -150,8 +135,8 @@ def test_a_resume_goes_on_as_the_run_began_and_says_what_it_would_choose_now(
     assert line.startswith("MFUMonitor: ")
     assert line.endswith(f"; AutoPrecision: {began[0]}, as bf16 products take {first} of the time of fp32 on this CPU")
     ratio(second)
-    trainer, model = fit(ckpt_path=tmp_path / "step=2.ckpt", max_steps=4)
-    assert (trainer.precision, set(model.seen)) == (began[0], {began[1]})
+    trainer, _, seen = fit(ckpt_path=tmp_path / "step=2.ckpt", max_steps=4)
+    assert (trainer.precision, seen) == (began[0], {began[1]})
     told, line = lines(caplog)
     assert told == (
         f"AutoPrecision: the run goes on in {began[0]}, in which it began; a run that starts here would choose "
@@ -169,15 +154,13 @@ def in_two(rank, folder):
         other = FAST + SLOW - measured
         for number, strategy in enumerate((lambda: "ddp", FSDP2Strategy)):
             at = folder / f"{chosen[0]}-{number}"
-            auto_precision.bf16_time_ratio = functools.partial(dict.get, {1: (measured, other)[rank]})
-            trainer, model = fit(at, strategy=strategy(), devices=2)
-            assert (trainer.precision, set(model.seen)) == (chosen[0], {chosen[1]})
-            auto_precision.bf16_time_ratio = functools.partial(dict.get, {1: other})
-            resumed = fit(ckpt_path=at / "step=2.ckpt", max_steps=4, strategy=strategy(), devices=2)[1]
-            assert set(resumed.seen) == {chosen[1]}
+            auto_precision.bf16_time_ratio = partial(dict.get, {1: (measured, other)[rank]})
+            trainer, _, seen = fit(at, strategy=strategy(), devices=2)
+            assert (trainer.precision, seen) == (chosen[0], {chosen[1]})
+            auto_precision.bf16_time_ratio = partial(dict.get, {1: other})
+            assert fit(ckpt_path=at / "step=2.ckpt", max_steps=4, strategy=strategy(), devices=2)[2] == {chosen[1]}
 
 
 @pytest.mark.slow
-def test_all_ranks_take_what_rank_0_measured_and_resume_in_it(tmp_path, monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    two_processes.run(in_two, tmp_path)
+def test_all_ranks_take_what_rank_0_measured_and_resume_in_it(tmp_path):
+    processes.run(in_two, tmp_path)

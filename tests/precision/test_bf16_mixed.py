@@ -3,9 +3,10 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
+from harness import processes
+from harness.models import LLAMA
+from harness.runs import fit, same_training
 from lightning.pytorch.strategies import ModelParallelStrategy
-from monitored import LLAMA, fit
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
@@ -68,9 +69,8 @@ def test_a_module_without_a_trainer_is_cast_on_this_machines_device():
 def test_it_trains_as_lightnings_own_does_to_the_bit():
     ours = fit(Two(), plugins=BF16Mixed(), gradient_clip_val=0.5, max_steps=6)
     stock = fit(Two(), precision="bf16-mixed", gradient_clip_val=0.5, max_steps=6)
-    assert all(torch.equal(a, b) for a, b in zip(ours.weights, stock.weights, strict=True))
-    fp32 = fit(Two(), gradient_clip_val=0.5, max_steps=6)
-    assert not all(torch.equal(a, b) for a, b in zip(ours.weights, fp32.weights, strict=True))
+    assert same_training(ours, stock)
+    assert not same_training(ours, fit(Two(), gradient_clip_val=0.5, max_steps=6))
 
 
 class Decoding(pl.LightningModule):
@@ -95,7 +95,7 @@ class Decoding(pl.LightningModule):
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_a_block_that_is_run_again_casts_again(checkpointing):
     plain, again = (fit(Decoding(mode), plugins=BF16Mixed()) for mode in ("none", checkpointing))
-    assert all(torch.equal(a, b) for a, b in zip(plain.weights, again.weights, strict=True))
+    assert same_training(plain, again)
 
 
 def test_the_policy_gathers_in_bf16_and_reduces_in_fp32():
@@ -134,4 +134,4 @@ def under_fsdp2(rank: int) -> None:
 
 @pytest.mark.slow
 def test_under_fsdp2_nothing_is_cast_twice_and_nothing_is_left_uncast():
-    two_processes.run(under_fsdp2)
+    processes.run(under_fsdp2)

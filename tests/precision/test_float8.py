@@ -2,16 +2,16 @@
 
 import copy
 import importlib
-import logging
 import re
+from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.models import GPT, SHAPE, Decoding
+from harness.runs import CountsFlops, decoding, fit, same_training
 from lightning.pytorch.callbacks import ModelCheckpoint
-from monitored import GPT, SHAPE, CountsFlops, Decoding, decoding, fit, same_training
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.data import DataLoader
@@ -323,29 +323,11 @@ def test_a_share_counts_every_linear_layer():
 # --- training ---
 
 
-class Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.text = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text += record.getMessage() + "\n"
-
-
-@pytest.fixture
-def log():
-    handler = Log()
-    # both Lightning packages log through the one that was imported last
-    logger = pl.utilities.rank_zero.rank_zero_module.log
-    logger.addHandler(handler)
-    yield handler
-    logger.removeHandler(handler)
-
-
-def test_one_table_says_what_was_converted_and_why_the_rest_was_not(log):
+def test_one_table_says_what_was_converted_and_why_the_rest_was_not(caplog):
+    caplog.set_level("INFO")
     decoding(plugins=plugin(exclude=["attn.o"]), max_steps=1)
-    assert log.text.count("linear layers ") == 1
-    table = log.text[log.text.index("Float8: ") :].splitlines()[:9]
+    (text,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Float8: ")]
+    table = text.splitlines()[:9]
     assert table[0] == "Float8: 93.0% of the linear layers' multiply-adds in fp8 (tensorwise; BF16Mixed(); emulated)"
     assert [re.split(r"  +", line) for line in table[1:]] == [
         ["linear layers", "count", "shape", "products"],
@@ -495,17 +477,12 @@ def test_every_context_is_the_bases():
         assert not torch.is_autocast_enabled("cpu")
 
 
-def test_flops_are_counted_as_without_fp8():
-    counts = []
-    for own in (BF16Mixed(), plugin()):
-        counter = CountsFlops()
+def test_flops_are_counted_as_without_fp8_and_mfu_goes_by_the_fp8_peak_unless_it_is_emulated():
+    counts = [CountsFlops(), CountsFlops()]
+    for counter, own in zip(counts, (BF16Mixed(), plugin()), strict=True):
         decoding(counter, plugins=own, max_steps=1, config=ONE_BLOCK)
-        counts.append(counter.found)
-    assert counts[0] == counts[1]
-    assert counts[0][0] > 0
-
-
-def test_mfu_goes_by_the_fp8_peak_unless_it_is_emulated():
+    assert counts[0].found == counts[1].found
+    assert counts[0].found[0] > 0
     assert Float8().peak_dtype == "fp8"
     assert plugin().peak_dtype is None
     for emulate in (True, False):
@@ -527,12 +504,10 @@ def fit_language_model(own: Any, steps: int, folder: Any = None, ckpt_path: Any 
     torch.manual_seed(0)
     model = Fixed(WIDE)
     saves = [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)] if folder else []
-    trainer = pl.Trainer(
-        accelerator="cpu", max_steps=steps, plugins=own, callbacks=saves, logger=False, enable_progress_bar=False,
-        enable_checkpointing=bool(folder), enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(model, DataLoader(range(64), batch_size=2), ckpt_path=ckpt_path)
-    return model, trainer
+    run = fit(
+        model, *saves, data=DataLoader(range(64), batch_size=2), ckpt_path=ckpt_path, plugins=own, max_steps=steps
+    )
+    return model, run.trainer
 
 
 def equal_weights(one: nn.Module, other: nn.Module) -> bool:
@@ -614,13 +589,8 @@ def test_a_cpu_wants_emulation():
 def test_a_gpu_without_fp8_is_refused(monkeypatch, recipe, capability, works):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
-
-    class Trainer:
-        class strategy:  # noqa: N801
-            root_device = torch.device("cuda", 0)
-
     module = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    module._trainer = Trainer
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)))
     own = Float8(recipe, convert_small=True)
     if works:
         own.convert_module(module)
@@ -637,7 +607,7 @@ class OnCuda(torch.Tensor):
     is_cuda = True
 
 
-def test_training_without_compile_on_cuda_is_refused():
+def test_training_without_compile_on_cuda_is_refused(monkeypatch):
     layer, rows = converted(linear(32, 32), emulate=False), torch.randn(16, 32).as_subclass(OnCuda)
     with pytest.raises(UsageError, match=r"^Float8: part runs outside torch.compile, .* allow_eager: true$"):
         layer._refuse_eager(rows)
@@ -646,14 +616,11 @@ def test_training_without_compile_on_cuda_is_refused():
         layer._refuse_eager(rows)
     layer.eval()._refuse_eager(rows)
     converted(linear(32, 32), emulate=False, allow_eager=True)._refuse_eager(rows)
-    converted(linear(32, 32))._refuse_eager(rows)
-
-
-def test_the_refusal_stands_in_the_forward_pass(monkeypatch):
-    layer, called = converted(linear(32, 32)), []
-    monkeypatch.setattr(type(layer), "_refuse_eager", lambda self, input: called.append(input.shape))
-    layer(torch.randn(16, 32))
-    assert called == [(16, 32)]
+    emulated, called = converted(linear(32, 32)), []
+    emulated._refuse_eager(rows)
+    monkeypatch.setattr(type(emulated), "_refuse_eager", lambda self, input: called.append(input.shape))
+    emulated(torch.randn(16, 32))
+    assert called == [(16, 32)], "the forward pass asks"
 
 
 @pytest.mark.parametrize(

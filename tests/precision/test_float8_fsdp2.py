@@ -2,18 +2,18 @@
 
 import dataclasses
 import functools
+import io
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
+from harness import processes
+from harness.runs import CountsFlops, fit
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from monitored import CountsFlops
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -108,13 +108,10 @@ def sharding(**options):
 
 
 def train(model, own_plugin, steps, ckpt_path=None, folder=None, **options):
-    os.environ.pop("PL_GLOBAL_SEED", None)
     saves = [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)] if folder else []
-    defaults = {"accelerator": "cpu", "max_steps": steps, "logger": False, "enable_progress_bar": False}
-    defaults |= {"enable_model_summary": False, "enable_checkpointing": bool(folder), "callbacks": saves}
-    trainer = pl.Trainer(plugins=own_plugin, **{**defaults, **(options or sharding())})
-    trainer.fit(model, DataLoader(range(32)), ckpt_path=ckpt_path)
-    return trainer
+    callbacks, options = [*options.pop("callbacks", []), *saves], options or sharding()
+    data = DataLoader(range(32))
+    fit(model, *callbacks, data=data, ckpt_path=ckpt_path, plugins=own_plugin, max_steps=steps, logger=False, **options)
 
 
 def weights(model) -> list[torch.Tensor]:
@@ -143,26 +140,22 @@ class ByTorchao(Model):
         precompute_float8_dynamic_scale_for_fsdp(self)
 
 
-class Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.text = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text += record.getMessage() + "\n"
-
-
 def which_is_gathered_how(rank: int) -> None:
-    log = Log()
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(log)
+    log = io.StringIO()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(logging.StreamHandler(log))
+
+    def table() -> str:
+        """The lines since it was last asked for, on rank 0."""
+        text = log.getvalue()
+        log.truncate(0)
+        return text
 
     def trained(recipe: str, gathered: int, steps: int = 2, **options: Any) -> Model:
-        own, model, log.text = plugin(recipe, **options), Model(), ""
+        own, model = plugin(recipe, **options), Model()
         train(model, own, steps=steps)
         found = [hasattr(layer.weight.to_local(), "fsdp_pre_all_gather") for layer in own.fp8_layers.values()]
         assert found == [gathered == 14] * 14
-        if rank == 0:
-            assert f"{gathered} of 14 weights gathered in fp8" in log.text
+        assert rank or f"{gathered} of 14 weights gathered in fp8" in table()
         return model
 
     # converted before sharding it trains as torchao does
@@ -177,12 +170,11 @@ def which_is_gathered_how(rank: int) -> None:
     trained("tensorwise", 0, steps=1, evaluate_in_bf16=True)
 
     # a module that shards by itself: converted after that, compiled in place; in bf16, as the table says
-    own, model, log.text = plugin(exclude=ONE_LAYER), Foreign(), ""
+    own, model = plugin(exclude=ONE_LAYER), Foreign()
     train(model, own, steps=2)
     assert len(own.fp8_layers) == 2
     assert not any(hasattr(layer.weight.to_local(), "fsdp_pre_all_gather") for layer in own.fp8_layers.values())
-    if rank == 0:
-        assert "0 of 2 weights gathered in fp8" in log.text
+    assert rank or "0 of 2 weights gathered in fp8" in table()
     plain = Foreign(compiled=False)
     train(plain, BF16Mixed(), steps=2)
     torch.testing.assert_close(torch.stack(model.losses), torch.stack(plain.losses), rtol=0.03, atol=0)
@@ -195,7 +187,7 @@ def which_is_gathered_how(rank: int) -> None:
 
 
 def test_weights_are_gathered_in_fp8_where_that_is_valid_as_the_table_says_and_train_as_torchaos_do():
-    two_processes.run(which_is_gathered_how)
+    processes.run(which_is_gathered_how)
 
 
 class InShards(pl.LightningModule):
@@ -280,13 +272,11 @@ def scales_are_those_of_the_weights(rank: int, folder: str) -> None:
     assert len({scale.item() for scale in model.scales}) == 2, "a stale scale would repeat"
     assert scale_of(first_layer(model)) is None, "a scale outlived the run"
 
-    trainer = pl.Trainer(
-        accelerator="cpu", max_steps=2, accumulate_grad_batches=2, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, plugins=plugin(), val_check_interval=1,
-        limit_val_batches=1, **sharding(),
-    )  # fmt: skip
     model = Averaged()
-    trainer.fit(model, DataLoader(range(32)), DataLoader(range(2)))
+    fit(
+        model, data=DataLoader(range(32)), val=DataLoader(range(2)), max_steps=2, accumulate_grad_batches=2,
+        plugins=plugin(), val_check_interval=1, limit_val_batches=1, logger=False, **sharding(),
+    )  # fmt: skip
     assert len(model.validated) == 5  # one of them before training
     assert all(torch.allclose(found, expected) for found, expected in model.validated)
     assert model.scales[0] == model.scales[1] != model.scales[2] == model.scales[3]
@@ -331,7 +321,7 @@ def scales_are_those_of_the_weights(rank: int, folder: str) -> None:
 
 
 def test_scales_are_those_of_the_weights_as_they_are(tmp_path):
-    two_processes.run(scales_are_those_of_the_weights, str(tmp_path))
+    processes.run(scales_are_those_of_the_weights, str(tmp_path))
 
 
 def checkpoints(rank: int, folder: str) -> None:
@@ -363,4 +353,4 @@ def checkpoints(rank: int, folder: str) -> None:
 
 
 def test_checkpoints_are_those_of_the_model_without_fp8(tmp_path):
-    two_processes.run(checkpoints, str(tmp_path))
+    processes.run(checkpoints, str(tmp_path))
