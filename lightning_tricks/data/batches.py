@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_tricks.data.order import WindowOrder
-from lightning_tricks.data.skipped_samples import SkippingOrder
-from lightning_tricks.data.stream import TokenStream
+from lightning_tricks.data.order import SkippingOrder, WindowOrder
+from lightning_tricks.data.shards import TokenStream
 
 IGNORED = -100  # the ignore_index of torch's cross_entropy
 Batch = dict[str, Tensor]

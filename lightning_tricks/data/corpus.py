@@ -1,16 +1,172 @@
-"""Sources of text: the standard library, files, or a Hugging Face dataset, each as a stream of documents."""
+"""Sources of text: the standard library, files, or a Hugging Face dataset, each as a stream of documents.
 
+Files are read whole, in pieces, or row by row. Every error names its file.
+"""
+
+import glob
+import gzip
 import hashlib
 import importlib.util
+import json
 import os
 import platform
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn, TextIO
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.data.readers import check_readers, expand, is_rows, read_file, read_pieces, read_rows
+
+# the files of a folder that are read; a glob takes any name
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def is_rows(path: Path) -> bool:
+    """Whether a row of the file is a document."""
+    return _suffix(path) in (".jsonl", ".parquet")
+
+
+def check_readers(paths: list[Path]) -> None:
+    """Refuse files whose library is missing.
+
+    Raises:
+        UsageError: see above.
+    """
+    parquet = next((path for path in paths if _suffix(path) == ".parquet"), None)
+    if parquet is not None and importlib.util.find_spec("pyarrow") is None:
+        raise UsageError(f'files: {parquet} needs: pip install "lightning-tricks[parquet]"')
+
+
+def expand(patterns: list[str]) -> list[Path]:
+    """The files of paths, folders and globs: sorted, each once.
+
+    Raises:
+        UsageError: a pattern matches nothing, or a file that was named itself is empty.
+    """
+    found: set[Path] = set()
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        try:
+            files = {p.resolve() for p in _matches(path) if p.is_file() and p.stat().st_size}
+        except OSError as error:
+            why = f"{error.filename or path} cannot be read ({error.strerror or error})"
+            raise UsageError(f"files={pattern!r}: {why}; leave it out or change rights") from error
+        if not files:
+            kinds = f" ending in {' '.join(TEXT_SUFFIXES)}" if path.is_dir() else ""
+            raise UsageError(f"files: {pattern!r} matches no file with text in it{kinds}; check the path")
+        found |= files
+    return sorted(found)
+
+
+def _matches(path: Path) -> Iterator[Path]:
+    """The files of one pattern; raises OSError for a folder that cannot be read."""
+    if path.is_dir():
+        for folder, folders, names in os.walk(path, onerror=_raise):
+            folders[:] = [name for name in folders if _is_visible(name)]
+            paths = (Path(folder, name) for name in names if _is_visible(name))
+            yield from (path for path in paths if _suffix(path) in TEXT_SUFFIXES)
+    elif path.exists():
+        if path.stat().st_size == 0:
+            raise UsageError(f"files: {path} is empty; remove it from the list or fill it")
+        yield path
+    else:
+        yield from map(Path, glob.glob(str(path), recursive=True))
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".") and name != "__pycache__"
+
+
+def _lines(path: Path, limit: int = -1) -> Iterator[str]:
+    """The lines of a text file, gzipped or not; with `limit`, in parts of at most so many characters."""
+    open_text: Callable[..., TextIO] = gzip.open if path.suffix == ".gz" else Path.open
+    try:
+        with open_text(path, "rt", encoding="utf-8", newline="") as file:  # newline="" keeps the line ends
+            while line := file.readline(limit):
+                yield line
+    except UnicodeDecodeError as error:
+        raise UsageError(f"files: {path} is not UTF-8 text ({error.reason}); convert it or leave it out") from error
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"files: {path} cannot be read ({reason})") from error
+
+
+def read_file(path: Path) -> Iterator[str]:
+    """The whole file as one document."""
+    yield "".join(_lines(path))
+
+
+def read_pieces(path: Path, size: int) -> Iterator[str]:
+    """The file in pieces of about `size` characters; joined, they are the file.
+
+    A piece ends after a blank line, or if none comes within twice the size, at a line's end or within a long line.
+    """
+    piece: list[str] = []
+    length, starts_line = 0, True
+    for part in _lines(path, limit=size):  # a line, or a part of a line that is longer than the size
+        piece.append(part)
+        length += len(part)
+        blank = starts_line and not part.strip()
+        starts_line = part[-1] in "\r\n"
+        if length >= 2 * size or (length >= size and blank):
+            yield "".join(piece)
+            piece, length = [], 0
+    if piece:
+        yield "".join(piece)
+
+
+def read_rows(path: Path, text_field: str) -> Iterator[str]:
+    """The text of each row of a .jsonl or .parquet file."""
+    return _read_parquet(path, text_field) if _suffix(path) == ".parquet" else _read_jsonl(path, text_field)
+
+
+def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UsageError(f"files: {path}, line {number} is not JSON ({error})") from error
+        if isinstance(row, dict) and text_field in row and not isinstance(row[text_field], str):
+            value = json.dumps(row[text_field])[:40]
+            raise UsageError(
+                f"text_field={text_field!r}: {path}, line {number} has {value} there and no text: take the line out, "
+                "or name the key of its text"
+            )
+        if not isinstance(row, dict) or text_field not in row:
+            keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            raise UsageError(f"text_field={text_field!r}: {path}, line {number} has {keys}; name the key of its text")
+        # JSON can contain half a surrogate pair, which is no character
+        yield row[text_field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            if text_field not in schema.names:
+                raise UsageError(f"text_field={text_field!r}: {path} has {', '.join(schema.names)}")
+            kind = schema.field(text_field).type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise UsageError(f"text_field={text_field!r}: {path} holds {kind} there; name the column of its text")
+            for rows in file.iter_batches(columns=[text_field]):
+                yield from (text for text in rows.column(0).to_pylist() if text)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UsageError(f"files: {path} cannot be read as Parquet ({str(error).splitlines()[0]})") from error
+
 
 Documents = Callable[[], Iterator[str]]
 Located = Callable[[], Iterator[tuple[Path, str]]]

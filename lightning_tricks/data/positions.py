@@ -3,10 +3,14 @@
 A step takes the next global batch of rows, however that is split into processes and micro-batches, so that any split
 resumes any other. Lightning's own batch counters do not suffice: they depend on the number of processes and on how many
 micro-batches of an incomplete step were done when the checkpoint was written.
+
+A checkpoint holds the samples of each step of the run, over resumes that changed the global batch or passed over
+samples, as spans: steps in a row that took equally many samples. A run that never changed has one.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +18,78 @@ import numpy as np
 from lightning_tricks._accumulation import accumulation, micro_batches_in_step
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
-from lightning_tricks._trainer import batch_progress, data_rank, is_restarting, steps_in_epoch
-from lightning_tricks.data.batch_history import BatchHistory, Span
-from lightning_tricks.data.skipped_samples import SkippedSamples
+from lightning_tricks._trainer import batch_progress, data_rank, is_a, is_restarting, steps_in_epoch
+from lightning_tricks.data.order import SkippedSamples
+
+Runs = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Optimizer steps in a row that took equally many samples."""
+
+    step: int  # steps done before its first one
+    sample: int  # position of its first sample
+    rows: int  # samples of one step, of all ranks and micro-batches together
+    skipped: Sequence[Sequence[int]] = ()  # ranges of positions that it passed over, first and last of each
+
+    def runs(self, step: int) -> Runs:
+        """First and last position of each unbroken run of samples in a step; the first step of all is 0."""
+        skipped = SkippedSamples(self.skipped)
+        return skipped.runs(skipped.index(self.sample) + (step - self.step) * self.rows, self.rows)
+
+    def goes_on_from(self, before: "Span") -> bool:
+        """Whether `before` would have taken the same samples."""
+        ranges = [SkippedSamples(span.skipped).ranges for span in (before, self)]  # a checkpoint has lists for tuples
+        return before.rows == self.rows and ranges[0] == ranges[1] and before.runs(self.step) == self.runs(self.step)
+
+
+class BatchHistory:
+    """The spans of a run, by their first step; a step belongs to the last one that has begun."""
+
+    def __init__(self, spans: Sequence[Span] = ()) -> None:
+        self.spans = list(spans)
+
+    @classmethod
+    def of_state(cls, state: Sequence[dict[str, Any]]) -> "BatchHistory":
+        """The history in a checkpoint; see `state`."""
+        return cls([Span(**span) for span in state])
+
+    def extended(self, span: Span) -> "BatchHistory":
+        """The history of a run that went on with `span`."""
+        spans = [before for before in self.spans if before.step < span.step]
+        return BatchHistory(spans if spans and span.goes_on_from(spans[-1]) else [*spans, span])
+
+    def state(self) -> list[dict[str, Any]]:
+        """The spans in plain types, for a checkpoint."""
+        return [asdict(span) | {"skipped": [list(pair) for pair in span.skipped]} for span in self.spans]
+
+    def rows(self, steps: int) -> int | None:
+        """Samples that the first `steps` steps took; None where the spans do not begin with the first of all."""
+        if not self.spans or self.spans[0].step:
+            return None
+        ends = [*(span.step for span in self.spans[1:]), steps]
+        lengths = (min(end, steps) - span.step for span, end in zip(self.spans, ends, strict=True))
+        return sum(span.rows * max(length, 0) for span, length in zip(self.spans, lengths, strict=True))
+
+    def runs(self, step: int) -> Runs:
+        """See `Span.runs`.
+
+        Raises:
+            UsageError: no span has the step.
+        """
+        if not self.spans:
+            raise UsageError(
+                f"step={step}: the checkpoint does not tell the samples of any step: its run overfitted a few batches, "
+                "or an older version wrote it"
+            )
+        spans = [span for span in self.spans if span.step <= step]
+        if not spans:
+            first = self.spans[0].step
+            before = "before it, the run took other data" if first else "as the logs count"
+            raise UsageError(f"step={step}: the run took these data from step {first} on ({before}); give a later step")
+        return spans[-1].runs(step)
+
 
 ENDLESS = 1 << 48  # steps: more than any run takes, and a range of them costs nothing
 
@@ -46,8 +119,7 @@ def steps_done(trainer: pl.Trainer) -> int:
 class Positions:
     """First rows of this process's micro-batches up to the run's last step, which may change while they are served.
 
-    Args:
-        now: returns the positions up to the end of the run as it is known at the moment. Their first one never changes.
+    `now` returns those up to the end of the run as it is known at the moment. Their first one never changes.
     """
 
     def __init__(self, now: Callable[[], range]) -> None:
@@ -68,12 +140,8 @@ class Positions:
 def steps_to_come(trainer: pl.Trainer, pass_micro_batches: int, done: int | None = None) -> int:
     """Steps that the loader should serve: to `max_steps`; else to the end of this pass over the data; else no end.
 
-    The loader has to know the end: Lightning validates after the last batch only if it sees that batch coming.
-
-    Args:
-        trainer: of the run.
-        pass_micro_batches: micro-batches of each process in a pass; its whole steps are served, at least one.
-        done: optimizer steps from which to count; None for the steps that are done now.
+    The loader has to know the end: Lightning validates after the last batch only if it sees that batch coming. Of a
+    pass, whole steps are served, at least one. They are counted from the steps that are `done`, now if None.
     """
     done = steps_done(trainer) if done is None else done
     if trainer.max_steps >= 0 and trainer.lightning_module.automatic_optimization:
@@ -89,11 +157,8 @@ def align_accumulation(trainer: pl.Trainer, saved_micro_batches: int, in_step: i
     A checkpoint holds the number of micro-batches of an incomplete step, but not their gradients. Lightning would
     accumulate only the rest of that step, and all later steps would be out of phase. Such checkpoints exist: a resumed
     ModelCheckpoint saves again at its first micro-batch. Call it when the fit loop has loaded its state and has not yet
-    run.
-
-    Args:
-        saved_micro_batches: per step, in the run that wrote the checkpoint.
-        in_step: micro-batches of its incomplete step, if their number per step grew in that run.
+    run. The run that wrote the checkpoint had `saved_micro_batches` per step; if their number grew in that run, its
+    incomplete step had `in_step`.
     """
     progress = batch_progress(trainer)
     if trainer.max_steps > trainer.global_step and trainer.limit_train_batches == 1.0:
@@ -114,6 +179,20 @@ def align_accumulation(trainer: pl.Trainer, saved_micro_batches: int, in_step: i
         for name, number in vars(tracker).copy().items():
             # the step before an incomplete one is wholly done: Lightning shall repeat none of its hooks
             setattr(tracker, name, (ready if rest else number) + shift)
+
+
+def refuse_scheduled_accumulation(trainer: pl.Trainer) -> None:
+    """Refuse Lightning's GradientAccumulationScheduler: the step alone would not tell the rows consumed.
+
+    Raises:
+        UsageError: the Trainer has one with several numbers of micro-batches.
+    """
+    for callback in getattr(trainer, "callbacks", ()):
+        if is_a(callback, "GradientAccumulationScheduler") and len(set(callback.scheduling.values())) > 1:
+            raise UsageError(
+                f"GradientAccumulationScheduler(scheduling={callback.scheduling}): rows would be left out or come "
+                "again where the number of micro-batches changes; give BatchSizeWarmup, whose stages begin at steps"
+            )
 
 
 class DataPosition:
@@ -177,7 +256,12 @@ class DataPosition:
         self._loaded = state
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Fix where this run starts; call when the training loader is asked for."""
+        """Fix where this run starts; call when the training loader is asked for.
+
+        Raises:
+            UsageError: see `refuse_scheduled_accumulation`.
+        """
+        refuse_scheduled_accumulation(trainer)
         if (state := self._loaded) is None:
             if is_restarting(trainer):
                 # a checkpoint of other data: its steps count as if they had been made with this global batch

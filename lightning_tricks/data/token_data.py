@@ -10,8 +10,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.data.base import ShardData
 from lightning_tricks.data.bpe import end_of_text, vocabulary_size
 from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
-from lightning_tricks.data.shards import fingerprint
-from lightning_tricks.data.stream import TokenStream
+from lightning_tricks.data.shards import TokenStream, fingerprint
 
 
 class TokenData(ShardData):

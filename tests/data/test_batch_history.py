@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data import ShardWriter
 from lightning_tricks.data import positions as module
-from lightning_tricks.data.batch_history import BatchHistory, Span
-from lightning_tricks.data.positions import DataPosition
-from lightning_tricks.data.skipped_samples import SkippedSamples
-from lightning_tricks.data.stream import TokenStream
+from lightning_tricks.data.order import SkippedSamples
+from lightning_tricks.data.positions import BatchHistory, DataPosition, Span
+from lightning_tricks.data.shards import TokenStream
 
 PARTS = st.lists(
     st.tuples(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_tricks.data.batches import TrainBatches, ValidationBatches, document_ids
 from lightning_tricks.data.order import WindowOrder
-from lightning_tricks.data.stream import TokenStream
+from lightning_tricks.data.shards import TokenStream
 
 
 class Tokens(TokenStream):

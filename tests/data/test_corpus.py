@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data import TextData
-from lightning_tricks.data.corpus import hugging_face, standard_library, text_files
-from lightning_tricks.data.readers import expand, read_pieces
+from lightning_tricks.data.corpus import expand, hugging_face, read_pieces, standard_library, text_files
 
 
 def documents(*patterns: object, text_field: str = "text") -> list[str]:

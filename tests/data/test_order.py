@@ -1,12 +1,17 @@
 """The order: a shuffle that is a bijection, differs by seed and epoch, and needs no memory."""
 
+import itertools
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks.data import permute
-from lightning_tricks.data.order import WindowOrder, derive_key
+from lightning_tricks._errors import UsageError
+from lightning_tricks._samples import in_words
+from lightning_tricks.data import TokenData, permute
+from lightning_tricks.data.order import SkippedSamples, WindowOrder, derive_key
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
@@ -74,3 +79,35 @@ def test_a_text_as_long_as_one_row_and_its_target_is_enough():
     assert WindowOrder(11, 10, seed=0).starts(np.arange(3)).tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="10 tokens hold no window"):
         WindowOrder(10, 10, seed=0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6)), max_size=6), st.integers(0, 60))
+def test_positions_and_indices_are_those_of_a_list_without_the_skipped_ones(ranges, position):
+    pairs = [[first, first + more] for first, more in ranges]
+    left = [p for p in range(200) if not any(first <= p <= last for first, last in pairs)]
+    skipped = SkippedSamples(pairs)
+    assert skipped.positions(np.arange(len(left) - 90)).tolist() == left[:-90]
+    assert skipped.index(position) == sum(p < position for p in left)
+    runs = skipped.runs(5, 30)
+    assert [p for first, last in runs for p in range(first, last + 1)] == left[5:35]
+    assert all(before[1] + 1 < after[0] for before, after in itertools.pairwise(runs))
+
+
+def test_the_runs_are_written_as_the_option_takes_them():
+    assert in_words([(6496, 6503), (6510, 6510)]) == "[[6496, 6503], [6510, 6510]]"
+
+
+@pytest.mark.parametrize("wrong", [[5, 3], [-1, 2], [1], [1, 2, 3], 7, "1-2", [1.0, 2], [True, 2]])
+def test_no_range(wrong):
+    with pytest.raises(UsageError, match=r"^skip_samples: .* is no range of sample positions; give \[first, last\]"):
+        SkippedSamples([[0, 1], wrong])
+
+
+def test_a_data_module_passes_over_them(write_shard):
+    def rows(**options):
+        data = TokenData(train=str(write_shard(range(1000))), seq_len=9, micro_batch_size=4, **options)
+        data.setup()
+        return torch.cat([batch["input_ids"] for batch, _ in zip(data.train_dataloader(), range(10), strict=False)])
+
+    all_rows, some = rows(), rows(skip_samples=[[2, 3], [9, 15]])
+    assert torch.equal(some[:31], torch.cat([all_rows[:2], all_rows[4:9], all_rows[16:]])[:31])

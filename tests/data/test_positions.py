@@ -1,15 +1,18 @@
 """Which rows a step takes, as arithmetic: the same for every split of the global batch."""
 
+from contextlib import nullcontext
 from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_tricks._errors import UsageError
 from lightning_tricks.data import positions as module
+from lightning_tricks.data.order import SkippedSamples
 from lightning_tricks.data.positions import DataPosition, micro_batch_positions, steps_to_come
-from lightning_tricks.data.skipped_samples import SkippedSamples
 
 NONE = SkippedSamples(None)
 
@@ -190,3 +193,15 @@ def test_a_resumed_run_may_skip_other_samples():
     now = trainer(global_step=3, fit_loop=loop(3, 3))
     resumed.begin(now)
     assert resumed.step_samples(now) == [(10, 10), (13, 13)]
+
+
+@pytest.mark.parametrize("scheduling", [{0: 4}, {0: 1, 2: 4}])
+def test_a_number_of_micro_batches_that_changes_with_the_epoch_is_refused(scheduling):
+    now = trainer(callbacks=[GradientAccumulationScheduler(scheduling)], fit_loop=loop(0, 0))
+    now.fit_loop.restarting = False
+    with (
+        pytest.raises(UsageError, match=r"scheduling=\{0: 1, 2: 4\}\): rows would be left out .* BatchSizeWarmup")
+        if (len(scheduling) > 1)
+        else nullcontext()
+    ):
+        position().begin(now)

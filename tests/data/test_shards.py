@@ -5,8 +5,7 @@ import pytest
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data import ShardWriter, open_shard
-from lightning_tricks.data.shards import BLOCK_BYTES, SAMPLED_BLOCKS, fingerprint
-from lightning_tricks.data.stream import TokenStream
+from lightning_tricks.data.shards import BLOCK_BYTES, SAMPLED_BLOCKS, TokenStream, fingerprint
 
 
 def test_a_shard_is_llm_c_s_header_then_uint16(write_shard):

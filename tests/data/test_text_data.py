@@ -8,12 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from preloaded import python
 
 from lightning_tricks._errors import UsageError
@@ -21,6 +24,7 @@ from lightning_tricks.data import TextData, TokenData, open_shard
 from lightning_tricks.data.batches import TrainBatches
 from lightning_tricks.data.bpe import END_OF_TEXT, train_bpe
 from lightning_tricks.data.corpus import Corpus, standard_library
+from lightning_tricks.data.text_data import build_once, default_cache_dir, document_hash, validation_threshold
 
 
 @pytest.fixture
@@ -123,16 +127,6 @@ def test_the_seed_orders_the_rows(make):
     assert rows[0][0] == rows[0][1] != rows[1][0]
 
 
-def test_any_number_of_workers_gives_the_same_rows(make):
-    rows = []
-    for num_workers in (0, 1, 2):
-        data = make(num_workers=num_workers)
-        data.setup()
-        rows.append(first_rows(data, 12))
-    assert rows[0] == rows[1] == rows[2]
-    assert len({str(batch) for batch in rows[0]}) == 12
-
-
 def test_workers_do_the_fetching(make, monkeypatch):
     plain = TrainBatches.__getitem__
     monkeypatch.setattr(
@@ -187,7 +181,7 @@ def test_the_tokenizer_is_learned_from_training_documents_only(make):
 
 
 def test_a_tokenizer_is_learned_from_no_more_text_than_needed(make, monkeypatch):
-    monkeypatch.setattr("lightning_tricks.data.tokenize.BPE_BYTES", 1000)
+    monkeypatch.setattr("lightning_tricks.data.text_data.BPE_BYTES", 1000)
     data = make()
     data.setup()
     first = next(text for text in data._corpus.documents() if text in data.training_text().decode())
@@ -270,20 +264,6 @@ def test_it_tokenizes_the_standard_library_with_no_arguments(tmp_path, monkeypat
 # -- bad input
 
 
-def test_a_kill_while_tokenizing_leaves_no_half_made_set(make, monkeypatch):
-    from lightning_tricks.data import shards
-
-    if (child := os.fork()) == 0:
-        monkeypatch.setattr(shards.os, "fsync", lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        make().prepare_data()
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    data = make()
-    assert any(data.cache_dir.iterdir())
-    assert not data.folder.exists()
-    data.setup()
-    assert len(data.training_text()) > 0
-
-
 def test_a_full_disk_names_the_folder_and_leaves_nothing(make, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -293,11 +273,6 @@ def test_a_full_disk_names_the_folder_and_leaves_nothing(make, monkeypatch):
     with pytest.raises(UsageError, match=r"^cache_dir: cannot write to .*cache \(No space left on device\)"):
         data.prepare_data()
     assert list(data.cache_dir.iterdir()) == []
-
-
-def test_a_cache_that_is_no_folder_is_named(story):
-    with pytest.raises(UsageError, match=r"^cache_dir: cannot write to"):
-        TextData(str(story), cache_dir=f"{story}/cache").prepare_data()
 
 
 def test_a_damaged_cache_is_named_with_the_remedy(make):
@@ -319,15 +294,6 @@ def test_a_tokenizer_swapped_in_the_cache_is_found_out(make):
     train_bpe(["something else"], 300).save(str(data.folder / "tokenizer.json"))
     with pytest.raises(UsageError, match=r"tokenizer.json did not write the shards"):
         make().setup()
-
-
-def test_a_bad_row_found_late_is_still_named_in_one_line(tmp_path):
-    rows = [json.dumps({"text": f"document {n}"}) for n in range(300)]
-    (tmp_path / "a.jsonl").write_text("\n".join([*rows, "no json"]))
-    data = TextData(str(tmp_path / "a.jsonl"), vocab_size=300, seq_len=8, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(UsageError, match=r"^files: .*a.jsonl, line 301 is not JSON \(.+\)$"):
-        data.prepare_data()
-    assert list(data.cache_dir.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -477,3 +443,122 @@ def test_paths_may_start_with_a_tilde(story, tmp_path, monkeypatch):
     data = TextData("~/story.txt", vocab_size=300, seq_len=8, cache_dir="~/cache")
     data.setup()
     assert data.folder.parent == Path(tmp_path / "cache")
+
+
+def write_two(folder: Path) -> None:
+    (folder / "a").write_text("a")
+    (folder / "b").write_text("b")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_it_is_built_once(tmp_path):
+    builds = []
+    for _ in range(2):
+        build_once(tmp_path / "deep" / "set", lambda folder: (builds.append(folder), write_two(folder)))
+    assert len(builds) == 1
+    assert names(tmp_path / "deep" / "set") == ["a", "b"]
+    assert names(tmp_path / "deep") == ["set"]
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path):
+    def fail(folder: Path) -> None:
+        write_two(folder)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        build_once(tmp_path / "set", fail)
+    assert names(tmp_path) == []
+
+
+def test_a_build_that_is_killed_leaves_no_set(tmp_path):
+    if (child := os.fork()) == 0:
+        build_once(tmp_path / "set", lambda folder: (write_two(folder), os.kill(os.getpid(), signal.SIGKILL)))
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert not (tmp_path / "set").exists()
+    (left,) = tmp_path.iterdir()
+    build_once(tmp_path / "set", write_two)
+    assert names(tmp_path / "set") == ["a", "b"]
+    assert left.exists()  # it could be another process's, still at work
+
+
+def test_old_leftovers_are_swept(tmp_path):
+    left = tmp_path / ".set.abc"
+    left.mkdir()
+    (left / "a").touch()
+    other = tmp_path / ".other.abc"
+    other.mkdir()
+    long_ago = time.time() - 2 * 24 * 3600
+    for path in (left / "a", left, other):
+        os.utime(path, (long_ago, long_ago))
+    build_once(tmp_path / "set", write_two)
+    assert names(tmp_path) == [".other.abc", "set"]
+
+
+def test_of_two_builds_at_once_the_first_to_finish_wins(tmp_path):
+    def build(folder: Path) -> None:
+        write_two(folder)
+        build_once(tmp_path / "set", lambda other: (other / "winner").touch())
+
+    build_once(tmp_path / "set", build)
+    assert names(tmp_path) == ["set"]
+    assert names(tmp_path / "set") == ["winner"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"^cache_dir: cannot write to .*file/cache \(Not a directory\); set"):
+        build_once(tmp_path / "file" / "cache" / "set", write_two)
+
+
+def test_others_may_read_a_shared_cache(tmp_path):
+    build_once(tmp_path / "set", write_two)
+    assert (tmp_path / "set").stat().st_mode & 0o777 == 0o755
+
+
+def test_the_default_is_the_user_s_cache(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_cache_dir() == Path("/somewhere/lightning_tricks")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_dir() == Path.home() / ".cache" / "lightning_tricks"
+
+
+def held_out(documents, val_fraction):
+    threshold = validation_threshold(documents, val_fraction)
+    return {document for document in documents if document_hash(document) < threshold}
+
+
+def test_about_the_asked_share_is_held_out():
+    documents = [f"document {n}" for n in range(4000)]
+    assert len(held_out(documents, 0.1)) == pytest.approx(400, rel=0.15)
+
+
+@given(st.lists(st.text(), min_size=30, max_size=60, unique=True), st.randoms())
+def test_order_does_not_matter(documents, random):
+    shuffled = documents.copy()
+    random.shuffle(shuffled)
+    assert held_out(documents, 0.2) == held_out(shuffled, 0.2)
+
+
+@given(st.sets(st.text(), min_size=2, max_size=20), st.floats(0.001, 0.999))
+def test_both_sides_get_a_document(documents, val_fraction):
+    assert 0 < len(held_out(sorted(documents), val_fraction)) < len(documents)
+
+
+def test_a_growing_corpus_keeps_its_held_out_documents():
+    documents = [f"document {n}" for n in range(1000)]
+    assert held_out(documents[:500], 0.1) <= held_out(documents, 0.1)
+
+
+def test_reading_stops_once_both_sides_have_a_document():
+    read = []
+    validation_threshold((read.append(n) or f"document {n}" for n in range(100_000)), 0.1)
+    assert len(read) < 200
+
+
+@pytest.mark.parametrize(("documents", "found"), [([], "no text"), (["one"], "one document"), (["a", "a"], "one doc")])
+def test_fewer_than_two_documents_cannot_be_split(documents, found):
+    with pytest.raises(UsageError, match=f"^files: {found}"):
+        validation_threshold(documents, 0.1)

@@ -10,7 +10,12 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data import ShardWriter, TextData, TokenData
+from lightning_tricks.data.base import IdGuard, Loader
+from lightning_tricks.data.batches import TrainBatches
 from lightning_tricks.data.bpe import train_bpe
+from lightning_tricks.data.order import WindowOrder
+from lightning_tricks.data.positions import Positions
+from lightning_tricks.data.shards import TokenStream
 
 
 @pytest.fixture
@@ -111,16 +116,6 @@ def test_eot_id_stands_in_for_the_tokenizer(write_shard):
     assert batch["document_ids"].tolist() == [[0, 0, 0, 1]]
 
 
-def test_nanogpt_s_files_are_read_when_told_so(tmp_path):
-    np.arange(500, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    data = TokenData(train=str(tmp_path / "train.bin"), seq_len=8, shard_format="nanogpt")
-    data.setup()
-    assert len(data.streams["train"]) == 500
-    data = TokenData(train=str(tmp_path / "train.bin"), seq_len=8)
-    with pytest.raises(UsageError, match=r"train.bin: wrong magic .* set shard_format: nanogpt$"):
-        data.setup()
-
-
 def test_the_declared_vocabulary_bounds_the_tokenizer_s(text_data, tmp_path):
     shards = {"train": str(text_data.folder / "train_*.bin"), "tokenizer": str(text_data.folder / "tokenizer.json")}
     assert TokenData(**shards, vocab_size=50_304).vocab_size == 400
@@ -136,7 +131,7 @@ def test_an_id_beyond_the_declared_vocabulary_is_named_before_training(write_sha
 
 
 def test_an_id_that_the_scan_did_not_reach_is_named_at_its_batch(write_shard, monkeypatch):
-    monkeypatch.setattr("lightning_tricks.data.loader.SCANNED_TOKENS", 0)
+    monkeypatch.setattr("lightning_tricks.data.base.SCANNED_TOKENS", 0)
     ids = np.zeros(400, dtype=int)
     ids[333] = 200
     path = write_shard(ids)
@@ -150,7 +145,7 @@ def test_an_id_that_the_scan_did_not_reach_is_named_at_its_batch(write_shard, mo
 
 @pytest.mark.parametrize("sizes", [(200, 300), (300, 200)])
 def test_of_two_vocabularies_the_smaller_one_bounds_the_ids_of_batches(write_shard, monkeypatch, sizes):
-    monkeypatch.setattr("lightning_tricks.data.loader.SCANNED_TOKENS", 0)
+    monkeypatch.setattr("lightning_tricks.data.base.SCANNED_TOKENS", 0)
     data = TokenData(train=str(write_shard(np.full(9, 250))), seq_len=8, micro_batch_size=1, vocab_size=sizes[0])
     data.setup()
     data.check_ids(sizes[1], "the model")
@@ -159,7 +154,7 @@ def test_of_two_vocabularies_the_smaller_one_bounds_the_ids_of_batches(write_sha
 
 
 def test_a_batch_s_first_column_and_last_label_are_looked_at(write_shard, monkeypatch):
-    monkeypatch.setattr("lightning_tricks.data.loader.SCANNED_TOKENS", 0)
+    monkeypatch.setattr("lightning_tricks.data.base.SCANNED_TOKENS", 0)
     for position in (0, 4):  # of the only row
         ids = np.zeros(5, dtype=int)
         ids[position] = 200
@@ -194,13 +189,6 @@ def test_a_record_beside_the_shards_that_is_none_of_text_data_s_is_named(text_da
     message = rf"^tokenizer='.+': {folder}/meta.json cannot be read as the record .* \(.+\); repair it or move it away$"
     with pytest.raises(UsageError, match=message):
         data.setup()
-
-
-def test_broken_shards_are_refused_in_setup(write_shard):
-    path = write_shard(range(100))
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(UsageError, match="cut short, 99 tokens where its header says 100"):
-        TokenData(train=str(path), seq_len=8).setup()
 
 
 @pytest.mark.parametrize("option", ["train", "val"])
@@ -251,3 +239,19 @@ def test_a_module_that_optimizes_by_hand_resumes_at_its_next_batch(write_shard, 
     _, second = fit(20, ckpt_path=tmp_path / "a.ckpt")
     assert (len(first), len(second)) == (4, 6)
     assert first + second == whole
+
+
+@pytest.mark.parametrize("end_later", [10, 5, 2])  # the first is beyond all that workers have fetched by then
+def test_the_batches_are_the_same_for_any_number_of_workers_where_the_end_moves(write_shard, end_later):
+    stream = TokenStream([write_shard(np.arange(200))])
+    batches = TrainBatches(stream, WindowOrder(len(stream), 8, 0), 1, None)
+    rows = []
+    for num_workers in (0, 2):
+        end, served = 4, []
+        loader = Loader(batches, lambda: Positions(lambda: range(2, 2 + end)), num_workers, IdGuard())  # noqa: B023
+        for batch in loader:
+            served.append(batch["input_ids"].tolist())
+            if len(served) == 2:
+                end = end_later
+        rows.append(served)
+    assert rows[0] == rows[1] == [batches[2 + n]["input_ids"].tolist() for n in range(end_later)]
