@@ -1,6 +1,8 @@
 """A TensorBoardLogger whose curves go on after a resume, and which writes a step's metrics as one event."""
 
+import functools
 import os
+import struct
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +11,40 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_only
-from lightning_tricks.loggers._fast_records import use_fast_checksums
 from lightning_tricks.loggers.resume_point import ResumePoint
+
+try:
+    import google_crc32c
+except ImportError:  # an installation without dependencies uses TensorBoard's own
+    google_crc32c = None  # type: ignore[assignment]
+
+
+def masked_crc(data: bytes) -> int:
+    """CRC-32C of `data`, rotated and shifted as in TensorFlow's record format."""
+    crc = google_crc32c.value(data)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def write_record(file: Any, data: bytes) -> None:
+    """Write one record: length as uint64, checksum of the length, data, checksum of the data, all little-endian.
+
+    Source: https://www.tensorflow.org/tutorials/load_data/tfrecord
+    """
+    length = struct.pack("<Q", len(data))
+    file.write(length + struct.pack("<I", masked_crc(length)) + data + struct.pack("<I", masked_crc(data)))
+
+
+def use_fast_checksums(event_writer: Any) -> None:
+    """Let TensorBoard's EventFileWriter use `write_record`: its own checksum, in Python, takes 0.1 us for each byte.
+
+    An unknown kind of writer is left as it is.
+    """
+    if google_crc32c is None or google_crc32c.implementation != "c":
+        return
+    records = getattr(getattr(event_writer, "_async_writer", None), "_writer", None)
+    file = getattr(records, "_writer", None)
+    if records is not None and file is not None:
+        records.write = functools.partial(write_record, file)
 
 
 def as_number(value: Any) -> float | None:

@@ -1,21 +1,29 @@
 """After a resume each step stands once in TensorBoard, and a step's metrics are one event."""
 
+import io
 import os
+import runpy
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch.loggers import TensorBoardLogger
 from preloaded import python
 from short_run import Model, Raise, events, fit, points, save_every
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from lightning_tricks.loggers import ResumingTensorBoardLogger
+from lightning_tricks.loggers import resuming_tensorboard_logger as tensorboard_logger
 from lightning_tricks.loggers.resume_point import ResumePoint
+from lightning_tricks.loggers.resuming_tensorboard_logger import use_fast_checksums, write_record
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning on resuming in mid-epoch
 
@@ -266,3 +274,48 @@ assert type(trainer).__module__.startswith("pytorch_lightning"), type(trainer)
     lines = (tmp_path / "c" / "metrics.csv").read_text().splitlines()
     assert sum(",2006.0," in f"{line}," for line in lines) == 1
     assert not any("1006.0" in line for line in lines)
+
+
+@given(st.binary(max_size=300))
+def test_a_record_is_tensorboards(data):
+    ours, theirs = io.BytesIO(), io.BytesIO()
+    write_record(ours, data)
+    RecordWriter(theirs).write(data)
+    assert ours.getvalue() == theirs.getvalue()
+
+
+def test_the_logger_uses_it_and_tensorboard_reads_what_it_wrote(tmp_path, monkeypatch):
+    lengths = []
+    real = tensorboard_logger.masked_crc
+    monkeypatch.setattr(tensorboard_logger, "masked_crc", lambda data: lengths.append(len(data)) or real(data))
+    ours = logger(tmp_path)
+    for step in range(3):
+        ours.log_metrics({"train/loss": step + 0.5}, step)
+    ours.save()
+    assert len(lengths) == 6  # length and data of each event
+    ours.finalize("success")
+    ours.log_metrics({"train/loss": 3.5}, 3)  # of a second fit, which writes another file
+    ours.save()
+    assert len(lengths) == 8
+    events = [event for file in tmp_path.rglob("events*") for event in EventFileLoader(str(file)).Load()]
+    values = sorted((event.step, value.tag) for event in events for value in event.summary.value)
+    assert values == [(step, "train/loss") for step in range(4)]
+
+
+def test_a_writer_of_another_make_is_left_alone():
+    other = SimpleNamespace(_async_writer=SimpleNamespace(queue=[]))
+    use_fast_checksums(other)
+    use_fast_checksums(SimpleNamespace())
+    assert vars(other._async_writer) == {"queue": []}
+
+
+def test_without_the_package_tensorboard_writes_its_own_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorboard_logger, "google_crc32c", None)
+    with monkeypatch.context() as absent:
+        absent.setitem(sys.modules, "google_crc32c", None)
+        assert runpy.run_path(tensorboard_logger.__file__)["google_crc32c"] is None
+    ours = logger(tmp_path)
+    ours.log_metrics({"train/loss": 0.5}, 3)
+    ours.save()
+    (file,) = (path for path in tmp_path.rglob("events*"))
+    assert [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value] == [3]
