@@ -4,11 +4,14 @@ A test that fails here after an update of Lightning names the function to read a
 """
 
 import ast
+import gc
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import lightning.pytorch as pl
@@ -238,22 +241,32 @@ def test_by_the_running_hook_the_module_decides_whether_it_may_log():
     assert names == ["training_step", "on_fit_start"]
 
 
-def frames(frame: Any = None) -> Iterator[Any]:
-    frame = frame or sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def test_a_running_call_is_told_from_any_other():
+    calls, ended = [], []
+
+    def ask(*_: Any) -> Any:
+        calls.append(call := _trainer.RunningCall(lambda: ended.append(call)))
+        return call.is_current(), call.over(), calls[0].is_current(), bool(calls[0].stack())
+
+    assert set(answers(ask)) == {(True, False, True, True)}
+    assert set(answers(ask)) == {(True, False, False, False)}
+    gc.collect()
+    assert all(call.over() for call in calls)
+    assert len(ended) == len(calls)
+    assert ask()[:2] == (False, True)
 
 
-def test_running_call_finds_the_trainers_own_call():
-    def ask(trainer: Any = None) -> list[Any]:
-        return [(call, trainer) for call in map(_trainer.running_call, frames()) if call is not None]
+def test_a_running_call_is_found_in_a_process_of_spawn(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    launcher = trainer_with(strategy="ddp_spawn").strategy.launcher
 
-    ((call, trainer),) = answers(ask)[0]
-    assert call.__self__ is trainer
-    ((again, _),) = answers(ask)[0]
-    assert again != call
-    assert ask() == []
+    class Fit:
+        def run(self) -> bool:
+            return bool(_trainer.RunningCall().stack())
+
+    found = SimpleQueue()
+    launcher._wrapping_function(0, None, Fit().run, (), {}, found)
+    assert found.get()
 
 
 def test_launched_processes_are_the_ranks_that_the_trainer_has_started(monkeypatch):
@@ -712,7 +725,7 @@ def looked(tmp_path: Path, ask: Any, optimizers: int = 1, number: int = 1, mode:
     found: dict[str, Any] = {}
 
     def look(place: str) -> None:
-        found[place] = ask(list(frames(sys._getframe(1))))
+        found[place] = ask([frame for frame, _ in traceback.walk_stack(sys._getframe(1))])
 
     def forward(module: Any, _: Any) -> None:
         look("forward")
@@ -750,16 +763,9 @@ def test_running_part_is_the_place_of_a_stack(tmp_path, optimizers):
     assert found == expected | ({"optimizer": "optimizer"} if optimizers == 1 else {})
 
 
-def test_is_evaluating_in_a_validation_and_is_running_until_the_end_of_the_call(tmp_path):
-    evaluating = looked(tmp_path / "1", _trainer.is_evaluating)
+def test_is_evaluating_in_a_validation(tmp_path):
+    evaluating = looked(tmp_path, _trainer.is_evaluating)
     assert {place for place, answer in evaluating.items() if answer} == {"validation", "validation loader 0"}
-    trainers: list[Any] = []
-    ask = lambda stack: [_trainer.is_running(trainer, stack) for trainer in (*trainers, None)]  # noqa: E731
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelCheckpoint, "setup", lambda self, trainer, *_, **__: trainers.append(trainer))
-        running = looked(tmp_path / "2", ask)
-    assert running.pop("after the fit") == [False, False]
-    assert set(map(tuple, running.values())) == {(True, False)}
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -39,7 +39,6 @@ from lightning_tricks._trainer.package import is_a as is_a
 from lightning_tricks._trainer.package import lightning_file as lightning_file
 from lightning_tricks._trainer.processes import dismiss_process_observer as dismiss_process_observer
 from lightning_tricks._trainer.processes import launched_processes as launched_processes
-from lightning_tricks._trainer.processes import running_call as running_call
 from lightning_tricks._trainer.processes import signal_connector as signal_connector
 from lightning_tricks._trainer.processes import sigterm_broadcast as sigterm_broadcast
 from lightning_tricks._trainer.processes import slurm_checkpoint as slurm_checkpoint
@@ -58,11 +57,14 @@ from lightning_tricks._trainer.run_length import (
 )
 from lightning_tricks._trainer.run_length import run_length as run_length
 from lightning_tricks._trainer.run_length import step_limit as step_limit
+from lightning_tricks._trainer.running import RunningCall as RunningCall
 from lightning_tricks._trainer.running import awaited_loader as awaited_loader
+from lightning_tricks._trainer.running import describe_loader as describe_loader
 from lightning_tricks._trainer.running import evaluation_progress as evaluation_progress
 from lightning_tricks._trainer.running import is_evaluating as is_evaluating
-from lightning_tricks._trainer.running import is_running as is_running
+from lightning_tricks._trainer.running import line_of as line_of
 from lightning_tricks._trainer.running import running_part as running_part
+from lightning_tricks._trainer.running import stacks_of_threads as stacks_of_threads
 from lightning_tricks._trainer.savers_and_loggers import choose_version as choose_version
 from lightning_tricks._trainer.savers_and_loggers import chosen_version as chosen_version
 from lightning_tricks._trainer.savers_and_loggers import has_default_checkpoint_io as has_default_checkpoint_io

@@ -3,19 +3,9 @@
 import subprocess
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lightning_tricks._trainer.package import is_a
-
-
-def running_call(frame: FrameType) -> Any:
-    """The bound method behind `fit`, `validate`, `test` or `predict`, if `frame` is the one that runs it; else None.
-
-    Each such call has a bound method of its own. Every exception of the call passes this frame. Read from
-    `_call_and_handle_interrupt` (trainer/call.py).
-    """
-    return frame.f_locals.get("trainer_fn") if frame.f_code.co_name == "_call_and_handle_interrupt" else None
 
 
 def launched_processes(trainer: Any) -> list[subprocess.Popen]:

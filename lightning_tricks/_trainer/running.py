@@ -1,6 +1,12 @@
 """The place of a Trainer's thread in a run, read from its Python stack, so that a step does no work for it."""
 
-from collections.abc import Sequence
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,12 +21,82 @@ _PARTS = (  # part, Lightning's module (any module if empty) and its function; r
 )
 
 
-def is_running(trainer: Any, stack: Sequence[FrameType]) -> bool:
-    """Whether a thread with this stack is inside `fit`, `validate`, `test` or `predict` of a Trainer (`_run`)."""
-    return any(
-        frame.f_code.co_name == "_run" and _is_of(frame, "trainer.trainer") and frame.f_locals.get("self") is trainer
-        for frame in stack
-    )
+class RunningCall:
+    """The call of a Trainer's `fit`, `validate`, `test` or `predict` that the present thread is in.
+
+    Lightning makes a new bound method for each such call, which identifies it. The reference to that method is weak, so
+    that the objects of a failed fit are freed as they would be without this.
+
+    Args:
+        at_end: called when the call is over and its exception, if any, is dropped.
+    """
+
+    def __init__(self, at_end: Callable[[], None] | None = None) -> None:
+        self._thread = threading.get_ident()
+        method = _running_method()
+        self._method = None if method is None else weakref.ref(method, lambda _: at_end and at_end())
+
+    def over(self) -> bool:
+        """Whether the call has ended and its exception, if any, is dropped."""
+        return self._method is None or self._method() is None
+
+    def is_current(self) -> bool:
+        """Whether the thread that asks is in this call, and in no other one inside it."""
+        return self._method is not None and self._method() is _running_method() is not None
+
+    def stack(self) -> list[FrameType]:
+        """The stack of the call's thread, the innermost frame first; empty when the call has ended."""
+        stack = list(_outwards(sys._current_frames().get(self._thread)))
+        return stack if self._is_in(stack) else []
+
+    def raised(self, error: BaseException) -> bool:
+        """Whether an exception came out of the call."""
+        return self._is_in(frame for frame, _ in traceback.walk_tb(error.__traceback__))
+
+    def _is_in(self, frames: Iterable[FrameType]) -> bool:
+        method = None if self._method is None else self._method()
+        return method is not None and any(_called_method(frame) is method for frame in frames)
+
+
+def _called_method(frame: FrameType) -> Any:
+    """The bound method behind `fit`, `validate`, `test` or `predict`, if `frame` is one that runs it; else None.
+
+    Every exception of the call passes such a frame. Read from `_call_and_handle_interrupt` (trainer/call.py) and, in a
+    process of `ddp_spawn` or `ddp_fork`, `_wrapping_function` (strategies/launchers/multiprocessing.py).
+    """
+    names = {"_call_and_handle_interrupt": "trainer_fn", "_wrapping_function": "function"}
+    name = names.get(frame.f_code.co_name)
+    return frame.f_locals.get(name) if name else None
+
+
+def _running_method() -> Any:
+    return next(filter(None, map(_called_method, _outwards(sys._getframe()))), None)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def line_of(frame: FrameType) -> str:
+    """The file, the line and the function that a frame is in."""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+
+
+def stacks_of_threads() -> str:
+    """The stacks of all threads of this process but the one that asks, in Python's words.
+
+    No source file is read for them: a file system that does not answer may be the reason of a hang.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    blocks = []
+    for ident, innermost in sys._current_frames().items():
+        if ident != threading.get_ident():
+            code = [(frame.f_code, frame.f_lineno) for frame in _outwards(innermost)]
+            lines = [f'  File "{each.co_filename}", line {line}, in {each.co_qualname}' for each, line in code]
+            blocks.append("\n".join([f"Thread {names.get(ident, ident)} (most recent call last):", *reversed(lines)]))
+    return "\n".join(blocks)
 
 
 def running_part(stack: Sequence[FrameType]) -> str:
@@ -42,6 +118,32 @@ def running_part(stack: Sequence[FrameType]) -> str:
 def is_evaluating(stack: Sequence[FrameType]) -> bool:
     """Whether a thread is in a validation or a test (`_EvaluationLoop.run`, loops/evaluation_loop.py)."""
     return any(frame.f_code.co_name == "run" and _is_of(frame, "loops.evaluation_loop") for frame in stack)
+
+
+def describe_loader(stack: Sequence[FrameType]) -> str:
+    """The loader that a thread waits for: its class, its dataset, its workers and who of them owes the next batch.
+
+    Read from `_BaseDataLoaderIter` and `_MultiProcessingDataLoaderIter` of torch (utils/data/dataloader.py).
+    """
+    found = awaited_loader(stack)
+    text = type(found[0]).__name__ if found else "a loader"
+    if found and found[2] > 1:
+        text += f" (number {found[1]} of {found[2]}, from 0)"
+    holders = (frame.f_locals.get("self") for frame in stack)
+    iterator = next((holder for holder in holders if hasattr(holder, "_num_workers")), None)  # torch's, torchdata's
+    dataset = getattr(iterator if iterator is not None else found and found[0], "_dataset", None)
+    dataset = getattr(found[0], "dataset", None) if dataset is None and found else dataset
+    if dataset is not None:
+        text += f" over {type(dataset).__name__}"
+    workers = list(getattr(iterator, "_workers", ()))
+    if not workers:
+        return f"{text}, no workers: {line_of(stack[0])}" if stack else text
+    text += f", {len(workers)} workers, {sum(worker.is_alive() for worker in workers)} alive"
+    with suppress(AttributeError, KeyError, IndexError, TypeError):
+        worker = workers[number := iterator._task_info[iterator._rcvd_idx][0]]  # type: ignore[union-attr]
+        gone = "" if worker.is_alive() else ", which is gone"
+        text += f"; worker {number} (process {worker.pid}{gone}) has the next batch to give"
+    return text
 
 
 def awaited_loader(stack: Sequence[FrameType]) -> tuple[Any, int, int] | None:

@@ -9,7 +9,6 @@ from lightning_tricks.guards.batch_size.lr_scaling_rule import LRScalingRule as 
 from lightning_tricks.guards.decay_on_demand.decay_on_demand import DecayOnDemand as DecayOnDemand
 from lightning_tricks.guards.exact_resume.exact_resume import ExactResume as ExactResume
 from lightning_tricks.guards.gc_control import GCControl as GCControl
-from lightning_tricks.guards.hang_watchdog.hang_watchdog import HangWatchdog as HangWatchdog
 from lightning_tricks.guards.init_from import InitFrom as InitFrom
 from lightning_tricks.guards.lean_loop import LeanLoop as LeanLoop
 from lightning_tricks.guards.preemption.preemption import Preemption as Preemption
@@ -18,6 +17,8 @@ from lightning_tricks.guards.schedule_free import ScheduleFree as ScheduleFree
 from lightning_tricks.guards.spike_rollback.spike_rollback import SpikeRollback as SpikeRollback
 from lightning_tricks.guards.step_guard.step_guard import StepGuard as StepGuard
 from lightning_tricks.guards.total_tokens import TotalTokens as TotalTokens
+from lightning_tricks.guards.watchdog.hang_watchdog import HangWatchdog as HangWatchdog
+from lightning_tricks.guards.watchdog.rank_monitor import RankMonitor as RankMonitor
 from lightning_tricks.metrics.metric_buffer import MetricBuffer as MetricBuffer
 from lightning_tricks.monitors.activation_monitor import ActivationMonitor as ActivationMonitor
 from lightning_tricks.monitors.attention_monitor import AttentionMonitor as AttentionMonitor
@@ -27,7 +28,6 @@ from lightning_tricks.monitors.lr_monitor import LRMonitor as LRMonitor
 from lightning_tricks.monitors.memory_monitor import MemoryMonitor as MemoryMonitor
 from lightning_tricks.monitors.mfu.mfu_monitor import MFUMonitor as MFUMonitor
 from lightning_tricks.monitors.precision_monitor import PrecisionMonitor as PrecisionMonitor
-from lightning_tricks.monitors.ranks.rank_monitor import RankMonitor as RankMonitor
 from lightning_tricks.monitors.run_ledger.run_ledger import RunLedger as RunLedger
 from lightning_tricks.monitors.tensorboard_dashboard import TensorBoardDashboard as TensorBoardDashboard
 from lightning_tricks.monitors.training_progress_bar import TrainingProgressBar as TrainingProgressBar

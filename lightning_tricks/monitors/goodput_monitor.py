@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_info
 from lightning_tricks._on_exception import only_warn
-from lightning_tricks._process_age import process_age
+from lightning_tricks._process import process_age
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.accounting.goodput import PARTS, Interval, bill, fractions, lost_to_restart
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
@@ -34,21 +34,16 @@ SKIPPED = "guard/skipped_steps"  # number of steps so far that changed nothing, 
 _SAVES = 8  # number of saves in the file: a run resumes from one of its newest checkpoints
 
 wall_clock = time.time
-_imported_at = wall_clock()
 _has_fitted = False
 
 
 def fit_start() -> float:
-    """Seconds since 1970: the start of the process for its first fit; now for a later fit, and in a notebook.
-
-    Where the system does not tell when the process started, it is the time at which this file was imported.
-    """
+    """Seconds since 1970: the start of the process for its first fit; now for a later fit, and in a notebook."""
     global _has_fitted
     is_first, _has_fitted = not _has_fitted, True
     if not is_first or hasattr(sys, "ps1"):  # a notebook may have been open for hours
         return wall_clock()
-    age = process_age()
-    return _imported_at if age is None else wall_clock() - age
+    return wall_clock() - process_age()
 
 
 def newly_skipped(counts: list[float], before: float) -> tuple[int, float]:

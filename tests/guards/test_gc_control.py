@@ -6,6 +6,7 @@ import weakref
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness.runs import On
 from hung_run import Module, Stands, trainer_with
 from torch.utils.data import DataLoader
 
@@ -76,11 +77,8 @@ def test_what_lives_at_the_start_and_after_the_first_step_is_left_out_of_collect
     looks = Looks()
     kept: list[object] = []
 
-    class Compiles(pl.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            kept.extend([] for _ in range(5000 if batch_idx == 0 else 0))
-
-    fit(looks, Compiles(), GCControl(every_n_steps=4))
+    compiles = On(on_train_batch_start=lambda *args: kept.extend([] for _ in range(5000 if args[-1] == 0 else 0)))
+    fit(looks, compiles, GCControl(every_n_steps=4))
     assert looks.gone == [0, 1, 1, 1, 4, 4, 4, 4, 8]
     assert looks.frozen[0] > 1000
     assert looks.frozen[1] >= looks.frozen[0] + 5000
@@ -92,17 +90,16 @@ def test_an_object_that_outlived_a_collection_is_collected_when_it_is_garbage():
     """Collections of the younger generations alone never look at it again."""
     old: list[object] = []
 
-    class Keeps(pl.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == 2:
-                cycle = Cycle()
-                old.extend([cycle, weakref.ref(cycle)])
-            if batch_idx == 5:  # it has seen the collection after the fourth step
-                old[0] = None
-            if batch_idx == 8:
-                old.append(old[1]() is None)
+    def keep(*args):
+        if args[-1] == 2:
+            cycle = Cycle()
+            old.extend([cycle, weakref.ref(cycle)])
+        if args[-1] == 5:  # it has seen the collection after the fourth step
+            old[0] = None
+        if args[-1] == 8:
+            old.append(old[1]() is None)
 
-    fit(Keeps(), GCControl(every_n_steps=4))
+    fit(On(on_train_batch_start=keep), GCControl(every_n_steps=4))
     assert old[2] is True
 
 

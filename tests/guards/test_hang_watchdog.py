@@ -1,6 +1,8 @@
 """HangWatchdog in one process and in two: the place is named, the rank that is behind as well, and nothing changes."""
 
 import multiprocessing
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -11,8 +13,8 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
-from torch.distributed import HashStore
+from harness import processes
+from harness.runs import On
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,19 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that the
 from hung_run import STEP, Module, Rows, Stands, fit, trainer_with
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._process import Process, start_ticks, this_process
+from lightning_tricks._trainer import describe_loader
 from lightning_tricks.callbacks import HangWatchdog
-from lightning_tricks.guards.hang_watchdog import board, watch
-from lightning_tricks.guards.hang_watchdog import place as where
-from lightning_tricks.guards.hang_watchdog.board import Board
-from lightning_tricks.guards.hang_watchdog.even_validation import communicates, uneven
-from lightning_tricks.guards.hang_watchdog.place import (
-    FAILED,
-    Place,
-    started_at,
-    this_process,
-)
-from lightning_tricks.guards.hang_watchdog.verdict import verdict
-from lightning_tricks.guards.hang_watchdog.watch import Limits, Watch
+from lightning_tricks.guards.watchdog import hang_watchdog
+from lightning_tricks.guards.watchdog.hang_watchdog import FAILED, Place, communicates, judge, uneven
 from lightning_tricks.strategies import FSDP2Strategy
 
 LONG = 120.0  # seconds, for something that happens soon or never
@@ -44,7 +38,7 @@ class Reports:
     def __init__(self, monkeypatch) -> None:
         self.said: list[str] = []
         self._new = threading.Condition()
-        monkeypatch.setattr(watch, "say", self._say)
+        monkeypatch.setattr(hang_watchdog, "say", self._say)
 
     def _say(self, text: str) -> None:
         with self._new:
@@ -67,7 +61,6 @@ def watchdog(limit: float = 0.2, **options) -> HangWatchdog:
     return HangWatchdog(limit_seconds=limit, first_step_seconds=60.0, checkpoint_seconds=limit, **options)
 
 
-SAVE = [pl.callbacks.ModelCheckpoint]
 PLACES = {
     "training loader": "waiting for the training loader before step 4",
     "between steps": "between steps, after step 3",
@@ -102,21 +95,14 @@ def test_a_place_that_lasts_is_named_with_the_stacks_of_all_threads(tmp_path, re
     assert "Thread MainThread (most recent call last):" in stacks
 
 
-class WaitsForTheEnd(pl.Callback):
-    """Waits, after the fourth step, until the watch has said that the run goes on."""
-
-    def __init__(self, reports: Reports) -> None:
-        self.reports = reports
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == STEP + 1:
-            self.reports.wait_for("goes on, after")
-
-
 def test_in_manual_optimization_the_places_are_the_same_and_the_end_of_a_hang_is_told(reports):
+    def wait_for_the_end(trainer, *_):
+        if trainer.global_step == STEP + 1:
+            reports.wait_for("goes on, after")
+
     for place in ("forward", "backward"):
         stands = Stands(place, lambda place=place: reports.wait_for(PLACES[place]))
-        fit(stands, watchdog(), WaitsForTheEnd(reports), manual=True)
+        fit(stands, watchdog(), On(on_train_batch_start=wait_for_the_end), manual=True)
         assert [said for said in reports.said if said.startswith("HangWatchdog: rank 0 of 1 on ")]
         reports.said.clear()
 
@@ -154,29 +140,30 @@ def test_a_loader_with_workers_is_named_with_them_and_the_one_that_has_the_next_
     assert "DataLoader (number 1 of 2, from 0) over Waits" in report.splitlines()[0]
 
 
-def test_the_first_step_the_first_validation_batch_and_a_checkpoint_have_limits_of_their_own():
-    limits = Limits(1.0, 2.0, 3.0)
-    at = lambda **values: limits.of(Place(0, 1, "here", 1, **values), first_step=5)[0]  # noqa: E731
-    assert at(part="forward", step=5) == "first_step_seconds"
-    assert at(part="loader", step=6) == at(part="", step=6) == "limit_seconds"
-    assert at(part="validation", evaluating=True, validation_batches=1, step=6) == "first_step_seconds"
-    assert at(part="loader", evaluating=True, validation_batches=1, step=5) == "limit_seconds"
-    assert at(part="validation", evaluating=True, validation_batches=2, step=5) == "limit_seconds"
-    assert at(part="validation", evaluating=True, validation_batches=1, validations=1, step=6) == "limit_seconds"
-    assert at(part="checkpoint", step=5) == at(part="checkpoint", evaluating=True) == "checkpoint_seconds"
-    assert [limits.of(Place(0, 1, "here", 1, part=part, step=6), 5)[1] for part in ("", "checkpoint")] == [1.0, 3.0]
+FIRST, OTHER, SAVE = "first_step_seconds", "limit_seconds", "checkpoint_seconds"
+
+
+@pytest.mark.parametrize(
+    ("values", "limit"),
+    [
+        ({"part": "forward", "step": 5}, FIRST),
+        ({"part": "loader", "step": 6}, OTHER),
+        ({"part": "", "step": 6}, OTHER),
+        ({"part": "validation", "evaluating": True, "validation_batches": 1, "step": 6}, FIRST),
+        ({"part": "loader", "evaluating": True, "validation_batches": 1, "step": 5}, OTHER),
+        ({"part": "validation", "evaluating": True, "validation_batches": 2, "step": 5}, OTHER),
+        ({"part": "validation", "evaluating": True, "validation_batches": 1, "validations": 1, "step": 6}, OTHER),
+        ({"part": "checkpoint", "step": 5}, SAVE),
+        ({"part": "checkpoint", "evaluating": True}, SAVE),
+    ],
+)
+def test_the_first_step_the_first_validation_batch_and_a_checkpoint_have_limits_of_their_own(values, limit):
+    assert Place(Process(0, 1, "here", 1), **values).limit(first_step=5) == limit
 
 
 def test_a_first_step_that_takes_long_is_not_reported(reports):
-    class First(pl.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == 0:
-                own = next(c for c in trainer.callbacks if isinstance(c, HangWatchdog))._watch
-                seen = own._since
-                while time.monotonic() < seen + 1.0:  # five limits
-                    time.sleep(0.05)
-
-    fit(Stands(""), HangWatchdog(0.2, 60.0), First())
+    first = On(on_train_batch_start=lambda *args: args[-1] == 0 and time.sleep(1.0))  # five limits
+    fit(Stands(""), HangWatchdog(0.2, 60.0), first)
     assert not [said for said in reports.said if "step 1" in said or "before the first step" in said]
 
 
@@ -190,26 +177,17 @@ def test_training_is_the_same_to_the_bit_and_nothing_is_left_over():
     assert "hang-watchdog" not in [thread.name for thread in threading.enumerate()]
 
 
-class Fails(pl.Callback):
-    """Fails in a step and, where it is asked to, once more in the hook that tells callbacks so."""
-
-    def __init__(self, twice: bool) -> None:
-        self.twice = twice
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        raise ValueError("bad batch")
-
-    def on_exception(self, trainer, pl_module, exception):
-        if self.twice:
-            raise KeyError("in the hook")
-
-
 @pytest.mark.parametrize("twice", [False, True])
 def test_after_a_fit_that_failed_the_watch_ends_also_where_no_hook_tells_it(reports, twice):
     """With `abort` it would end a program that has caught the exception."""
-    callback = watchdog(0.5, abort=True)
+    callback, errors = watchdog(0.5, abort=True), [KeyError("in the hook"), ValueError("bad batch")]
+
+    def fail(*_):
+        raise errors.pop()
+
+    hooks = {"on_train_batch_end": fail, **({"on_exception": fail} if twice else {})}
     with pytest.raises((ValueError, KeyError)):
-        fit(Stands(""), Fails(twice), callback)
+        fit(Stands(""), On(**hooks), callback)
     thread = next((each for each in threading.enumerate() if each.name == "hang-watchdog"), None)
     assert twice or thread is None
     if thread is not None:
@@ -223,18 +201,16 @@ def test_after_a_fit_that_failed_the_watch_ends_also_where_no_hook_tells_it(repo
 def test_only_a_fit_and_a_validation_are_watched(run):
     watched = []
 
-    class Looks(pl.Callback):
-        def on_train_batch_start(self, *_):
-            watched.append("hang-watchdog" in [thread.name for thread in threading.enumerate()])
+    def look(*_):
+        watched.append("hang-watchdog" in [thread.name for thread in threading.enumerate()])
 
-        on_validation_batch_start = on_test_batch_start = on_train_batch_start
-
+    looks = On(on_train_batch_start=look, on_validation_batch_start=look, on_test_batch_start=look)
     if run:
-        fit(Stands(""), HangWatchdog(), Looks(), **run)
+        fit(Stands(""), HangWatchdog(), looks, **run)
     else:
         module = Module(Stands(""))
         module.test_step = lambda batch, batch_idx: None
-        trainer_with(HangWatchdog(), Looks()).test(module, DataLoader(torch.ones(2, 4)), verbose=False)
+        trainer_with(HangWatchdog(), looks).test(module, DataLoader(torch.ones(2, 4)), verbose=False)
     assert watched == [False] * (4 if run else 2)
 
 
@@ -251,12 +227,13 @@ def test_a_limit_that_makes_no_sense_is_refused(options, line):
         HangWatchdog(**options)
 
 
-def place(rank: int, world: int = 3, **values) -> Place:
-    return Place(rank, world, "node7", 100 + rank, **{"step": 7, "micro_batches": 8, **values})
+def place(rank: int, **values) -> Place:
+    return Place(Process(rank, 3, "node7", 100 + rank), **{"step": 7, "micro_batches": 8, **values})
 
 
-def named(*places: Place, silent: dict | None = None) -> str:
-    return verdict({each.rank: each for each in places}, silent or {}, 3)
+def named(*places: Place, silent: tuple[int, ...] = ()) -> str:
+    processes = {each.process.rank: each.process for each in places}
+    return judge(processes, {each.process.rank: each.to_dict() for each in places}, silent)
 
 
 def test_the_rank_that_began_the_fewest_collectives_is_behind():
@@ -288,7 +265,7 @@ def test_where_all_are_alike_no_rank_is_accused():
 
 
 def test_a_rank_that_gives_no_answer_is_named_with_the_place_it_told_last():
-    line = named(place(0, part="backward"), silent={1: place(1, part="forward"), 2: None})
+    line = named(place(0, part="backward"), place(1, part="forward"), silent=(1, 2))
     reason = "stopped, gone, or in C code that holds Python's lock"
     assert line == (
         f"rank 1 of 3 on node7 gives no sign of life, last seen in the forward of step 8: {reason}; "
@@ -332,69 +309,66 @@ def test_a_model_of_fsdp1_needs_all_ranks_and_a_plain_one_does_not():
 
 
 def test_what_cannot_be_known_of_a_process_is_left_out(monkeypatch):
-    assert where.describe_loader([]) == "a loader"  # its thread has ended
+    assert describe_loader([]) == "a loader"  # its thread has ended
     yes, does_not_count = lambda: True, SimpleNamespace(WORLD=SimpleNamespace())
-    monkeypatch.setattr(where, "dist", SimpleNamespace(is_available=yes, is_initialized=yes, group=does_not_count))
-    assert where._collectives() is None
+    group = SimpleNamespace(is_available=yes, is_initialized=yes, group=does_not_count)
+    monkeypatch.setattr(hang_watchdog, "dist", group)
+    assert hang_watchdog._collectives() is None
 
 
-def test_where_the_store_fails_or_cannot_be_shared_the_ranks_do_without(monkeypatch):
-    def fail(*_):
-        raise RuntimeError("the process of the store is gone")
-
-    ours = Board(0, 2, "token", HashStore())
-    assert (ours.tell({}), ours.request(), ours.told()) == (0, 1, {0: {}})
-    ours._store = SimpleNamespace(set=fail, add=fail, check=fail)
-    assert (ours.tell({}), ours.request(), ours.told()) == (0, 0, {})
-    assert (ours.was_open, ours.is_open) == (True, False)
-
-    yes, world = lambda: True, SimpleNamespace(get_group_store=lambda: SimpleNamespace(clone=fail))
-    group = {"get_world_size": lambda: 2, "group": SimpleNamespace(WORLD=world)}
-    monkeypatch.setattr(board, "dist", SimpleNamespace(is_available=yes, is_initialized=yes, **group))
-    assert board.own_store() is None
+def test_many_silent_or_failed_ranks_are_one_short_line():
+    processes = {rank: Process(rank, 2000, "node7", rank) for rank in range(2000)}
+    line = judge(processes, {}, set(range(1, 2000)))
+    assert line.count("gives no sign of life") == 8
+    assert line.endswith("; and 1991 more ranks")
+    failed = {rank: {"part": FAILED, "detail": "ValueError: bad batch"} for rank in range(2000)}
+    assert judge(processes, failed, set()).count("has left its run") == 8
 
 
-def test_a_process_is_known_by_the_time_of_its_start():
-    own = this_process(1, 2)
-    assert own.started
-    assert own.started == started_at(own.pid)
-    assert started_at(2**22 + 1) == ""  # no such process
+def test_a_rank_that_has_made_its_report_answers_once_and_says_nothing(reports):
+    """Another rank, which has gone on meanwhile, asks."""
+    answers = []
+    channel = SimpleNamespace(hub=None, asked=1, answer=lambda place, number: answers.append(number))
 
-
-class AsRankZero(pl.Callback):
-    """Watches the training thread as rank 0 of two, whose other one is played by the test."""
-
-    def on_train_start(self, trainer, pl_module):
-        store = HashStore()
-        other, self.told = Board(1, 2, "token", store), {}
-        process = this_process(0, 2)
-        own = Watch(trainer, process, process, Limits(LONG, LONG, LONG), False, Board(0, 2, "token", store))
+    def look_twice(trainer, pl_module):
+        own = hang_watchdog._Watch(trainer, HangWatchdog(), channel)
         own._reported = True
-        place = replace(this_process(1, 2), part=process.part).to_dict()
-        other.tell({"place": place, "answers": other.request(), "ended": False})
-        own._look()
-        self.told["reported"] = other.told()[0]["answers"]
-        other.tell({"place": place, "answers": 1, "ended": True})  # after its report it does not look any more
-        own._answered = own._board.request()
-        self.told["silent"] = own._name_the_one_behind()
+        own._place = hang_watchdog.read_place(own._place.process, trainer, own._call.stack(), 0)
+        own._look(), own._look()
+
+    fit(Stands(""), On(on_train_start=look_twice))
+    assert (answers, reports.said) == ([1], [])
 
 
-def test_ranks_that_have_made_their_report_are_not_taken_for_silent(reports):
-    rank = AsRankZero()
-    fit(Stands(""), rank)
-    assert rank.told == {"reported": 1, "silent": {}}
-    assert not any("no sign of life" in said for said in reports.said)
+@pytest.mark.parametrize(
+    ("channel", "said"),
+    [
+        ({"was_open": False}, None),  # it could not connect, and has said so
+        ({"last_words": None}, "rank 0 of 2 on node7 gives no sign of life: stopped, gone, or in C code that holds"),
+        ({"last_words": "rank 0 is at the end"}, "rank 0 is at the end"),
+        ({"last_words": ""}, None),
+    ],
+)
+def test_without_a_verdict_rank_0_is_named_unless_it_has_ended_in_order(reports, channel, said):
+    rank_0 = Process(0, 2, "node7", 1)
+    defaults = {"hub": None, "was_open": True, "asked": 0, "last_words": None, "rank_0": rank_0}
+    ask_all = lambda place, number: None  # noqa: E731
+    trainer = SimpleNamespace(global_rank=1, world_size=2)
+    own = hang_watchdog._Watch(trainer, HangWatchdog(), SimpleNamespace(**defaults | channel, ask_all=ask_all))
+    silent = own._name_the_one_behind()
+    assert silent == ((rank_0,) if channel == {"last_words": None} else ())
+    assert len(reports.said) == (said is not None)
+    assert all(line.startswith(f"HangWatchdog: {said}") for line in reports.said)
 
 
-class Sized(Dataset):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int):
-        return torch.ones(4)
+def test_a_process_is_killed_only_if_it_is_the_same_on_this_host():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    own = Process(1, 2, this_process(0, 2).host, child.pid, start_ticks(child.pid))
+    for other in (replace(own, host="elsewhere"), replace(own, started=own.started + 1), replace(own, started=None)):
+        other.kill()
+        assert child.poll() is None
+    own.kill()
+    assert child.wait(LONG) == -signal.SIGKILL
 
 
 def ranks(rank: int, folder: Path) -> None:
@@ -406,7 +380,7 @@ def ranks(rank: int, folder: Path) -> None:
         with own.open("a") as file:
             file.write(text + "\n")
 
-    watch.say = say
+    hang_watchdog.say = say
 
     def wait_for_both(text: str) -> None:
         deadline = time.monotonic() + LONG
@@ -426,7 +400,10 @@ def ranks(rank: int, folder: Path) -> None:
         trainer = trainer_with(
             HangWatchdog(3.0, 20.0, abort=True), strategy=strategy, **{**options, "limit_val_batches": 1.0}
         )
-        module, loaders = Module(Stands("")), (DataLoader(Rows(Stands(""), "")), DataLoader(Sized(5 - 2 * rank)))
+        module, loaders = (
+            Module(Stands("")),
+            (DataLoader(Rows(Stands(""), "")), DataLoader([torch.ones(4)] * (5 - 2 * rank))),
+        )
         if buffers:
             module.register_buffer("statistics", torch.zeros(4))  # as batch norm has them
         if not buffers and strategy == "ddp":
@@ -440,7 +417,7 @@ def ranks(rank: int, folder: Path) -> None:
 
 
 def test_two_ranks_both_dump_and_name_the_one_behind_and_different_lengths_are_refused(tmp_path):
-    two_processes.run(ranks, tmp_path)
+    processes.run(ranks, tmp_path)
     for rank in (0, 1):
         said = (tmp_path / f"said{rank}").read_text()
         assert f"HangWatchdog: rank {rank} of 2 on " in said

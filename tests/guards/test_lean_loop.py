@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness.runs import On, trainer_with
 from lightning.pytorch.loops import training_epoch_loop
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.trainer import call
@@ -80,10 +81,7 @@ def fit(*callbacks, model=None, **kwargs):
         "gradient_clip_val": 0.1,
         **kwargs,
     }
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=list(callbacks), log_every_n_steps=1, **options,
-    )  # fmt: skip
+    trainer = trainer_with(*callbacks, **{"max_steps": -1, "log_every_n_steps": 1, "logger": False, **options})
     data = DataLoader(torch.arange(32.0).reshape(8, 4) / 10, batch_size=2)
     trainer.fit(model, data, data)
     return model, trainer
@@ -144,14 +142,13 @@ def test_what_somebody_else_puts_there_while_training_stays(monkeypatch):
     monkeypatch.setattr(call, "_call_strategy_hook", call._call_strategy_hook)  # back at the test's end
     theirs = []
 
-    class Wraps(pl.Callback):
-        def on_train_batch_start(self, *_):
-            if not theirs:
-                lean = call._call_strategy_hook
-                theirs.append(lambda *args, **kwargs: lean(*args, **kwargs))
-                call._call_strategy_hook = theirs[0]
+    def wrap(*_):
+        if not theirs:
+            lean = call._call_strategy_hook
+            theirs.append(lambda *args, **kwargs: lean(*args, **kwargs))
+            call._call_strategy_hook = theirs[0]
 
-    fit(LeanLoop(), Wraps())
+    fit(LeanLoop(), On(on_train_batch_start=wrap))
     assert call._call_strategy_hook is theirs[0]
 
 
@@ -162,26 +159,16 @@ def test_a_fit_within_a_fit_is_called_as_ever():
         return seen, {name: len(times) for name, times in profiler.recorded_durations.items()}
 
     runs = []
-
-    class Nested(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if not runs:
-                runs.append(inner())
-
-    fit(LeanLoop(), Nested())
+    fit(LeanLoop(), On(on_train_batch_end=lambda *_: runs or runs.append(inner())))
     assert runs[0] == inner()
     assert runs[0][1]["[Callback]Idle.on_train_batch_end"] == 4
 
 
 def test_it_stays_off_under_a_profiler(caplog):
-    before = originals()
-
-    class Asks(pl.Callback):
-        def on_train_batch_end(self, *_):
-            assert originals() == before
-
+    before, seen = originals(), []
     with caplog.at_level(logging.INFO):
-        fit(LeanLoop(), Asks(), profiler=SimpleProfiler())
+        fit(LeanLoop(), On(on_train_batch_end=lambda *_: seen.append(originals())), profiler=SimpleProfiler())
+    assert all(each == before for each in seen)
     assert "LeanLoop stays off" in caplog.text
 
 

@@ -6,16 +6,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from lightning_tricks._process_age import process_age
+from lightning_tricks._process import process_age
 
-_imported = time.monotonic()
 MARGIN_FRACTION = 0.1  # of a SLURM job: a short job shall train as well
-
-
-def process_start() -> float:
-    """When this process started, on the clock of `time.monotonic`; if unknown, when this module was imported."""
-    age = process_age()
-    return _imported if age is None else time.monotonic() - age
 
 
 def seconds_left_in_job(environment: Mapping[str, str], margin_minutes: float, now: float) -> float:
@@ -38,5 +31,5 @@ def seconds_left_in_job(environment: Mapping[str, str], margin_minutes: float, n
 
 def deadline(max_minutes: float | None, margin_minutes: float) -> float:
     """The moment to leave, on the clock of `time.monotonic`: the earlier of both; infinite where there is neither."""
-    own = math.inf if max_minutes is None else process_start() + 60 * max_minutes
+    own = math.inf if max_minutes is None else time.monotonic() - process_age() + 60 * max_minutes
     return min(own, time.monotonic() + seconds_left_in_job(os.environ, margin_minutes, time.time()))

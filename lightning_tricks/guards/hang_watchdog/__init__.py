@@ -1,1 +1,0 @@
-"""A run that stands still says where it stands, and which rank it waits for."""
