@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from monitored import Memory, same_training
-from monitored import fit as fit_quietly
-from preloaded import python
+from harness.models import Small, adamw
+from harness.preloaded import python
+from harness.runs import Memory, fit, same_training
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 
@@ -26,42 +26,27 @@ def monitors() -> list[pl.Callback]:
     ]  # fmt: skip
 
 
-class Rows(Dataset):
-    """Sixteen rows, as `form` makes them of 12 token ids."""
-
-    def __init__(self, form) -> None:
-        rng = torch.Generator().manual_seed(0)
-        self.rows = [form(torch.randint(32, (12,), generator=rng)) for _ in range(16)]
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
+def rows(form) -> DataLoader:
+    """Sixteen rows in batches of four, as `form` makes them of 12 token ids."""
+    drawn = torch.randint(32, (16, 12), generator=torch.Generator().manual_seed(0))
+    return DataLoader([form(row) for row in drawn], batch_size=4)
 
 
-class Tagger(pl.LightningModule):
+def tagger(ids_of, kind=Small):
     """Predicts the next token from the one before; dropout, so that a drawn random number would show."""
 
-    def __init__(self, ids_of) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 32))
-        self.ids_of = ids_of
+    def loss(module, batch):
+        ids = ids_of(batch)
+        return F.cross_entropy(module(ids[:, :-1]).transpose(1, 2), ids[:, 1:])
 
-    def training_step(self, batch, batch_idx):
-        ids = self.ids_of(batch)
-        loss = F.cross_entropy(self.net(ids[:, :-1]).transpose(1, 2), ids[:, 1:])
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 32))
+    return kind(net=net, loss=loss, optimizer=adamw)
 
 
-class Named(Tagger):
+class Named(Small):
     def tokens_in(self, batch):
-        return self.ids_of(batch).shape[0] * 100
+        return batch.shape[0] * 100
 
 
 class Gan(pl.LightningModule):
@@ -96,23 +81,23 @@ def mask(ids):
 
 
 MODULES = {
-    "tensor": (lambda: Tagger(lambda batch: batch), lambda ids: ids, 4 * 12),
-    "tuple": (lambda: Tagger(lambda batch: batch[0]), lambda ids: (ids, ids), 4 * 12),
-    "dict": (lambda: Tagger(lambda batch: batch["input_ids"]), mask, 4 * 9),
-    "own tokens_in": (lambda: Named(lambda batch: batch), lambda ids: ids, 400),
+    "tensor": (lambda: tagger(lambda batch: batch), lambda ids: ids, 4 * 12),
+    "tuple": (lambda: tagger(lambda batch: batch[0]), lambda ids: (ids, ids), 4 * 12),
+    "dict": (lambda: tagger(lambda batch: batch["input_ids"]), mask, 4 * 9),
+    "own tokens_in": (lambda: tagger(lambda batch: batch, Named), lambda ids: ids, 400),
     "gan": (Gan, lambda ids: ids[:8].float(), None),
 }
 
 
 def trained(name: str, *callbacks, **options):
     make, form, _ = MODULES[name]
-    options = {"max_steps": 8, "log_every_n_steps": 2} | options
-    return fit_quietly(make(), *callbacks, data=DataLoader(Rows(form), batch_size=4), **options)
+    return fit(make(), *callbacks, data=rows(form), **{"max_steps": 8, **options})
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_all_monitors_at_once(name):
+def test_all_monitors_at_once_leave_training_bitwise_unchanged(name):
     run = trained(name, *monitors())
+    assert same_training(trained(name), run)
     steps = 4 if name == "gan" else 8  # the GAN's two optimizers count two of max_steps a batch
     found = run.names()
     several = ["/0", "/1"] if name == "gan" else [""]
@@ -132,11 +117,6 @@ def test_all_monitors_at_once(name):
     assert all(math.isfinite(value) for _, row in run.rows for value in row.values())
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_all_monitors_leave_training_bitwise_unchanged(name):
-    assert same_training(trained(name), trained(name, *monitors()))
-
-
 def test_accumulation_epochs_validation_and_clip_go_together():
     run = trained(
         "dict", *monitors(), max_steps=-1, max_epochs=3, accumulate_grad_batches=3, gradient_clip_val=1e-3,
@@ -149,20 +129,13 @@ def test_accumulation_epochs_validation_and_clip_go_together():
 
 
 def test_an_optimizer_without_gradients_and_a_batch_without_tensors_do_not_stop_the_run():
-    class Odd(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-            self.unused = nn.Parameter(torch.ones(3))
+    def groups(parameters):
+        return torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.2}], lr=0.1)
 
-        def training_step(self, batch, batch_idx):
-            return self.weight * len(batch)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD([{"params": [self.weight]}, {"params": [self.unused], "lr": 0.2}], lr=0.1)
-
+    weights = nn.ParameterList([torch.ones(()), torch.ones(3)])  # the second is not used
+    odd = Small(net=weights, loss=lambda module, batch: module.net[0] * len(batch), optimizer=groups)
     with pytest.warns(UserWarning, match="AttentionMonitor records nothing"):
-        run = fit_quietly(Odd(), *monitors(), data=DataLoader([["a", "b"]] * 6, batch_size=None), max_steps=6)
+        run = fit(odd, *monitors(), data=DataLoader([["a", "b"]] * 6, batch_size=None), max_steps=6)
     assert run.of("train/grad_norm") == [2.0] * 6
     assert run.of("train/lr") == [0.1] * 6
 
@@ -172,12 +145,7 @@ def test_stock_loggers_and_stock_callbacks_beside_them(tmp_path):
     stop = pl.callbacks.EarlyStopping("train/grad_norm", patience=99, check_on_train_epoch_end=True)
     save = pl.callbacks.ModelCheckpoint(tmp_path, monitor="throughput/step_seconds", every_n_train_steps=4)
     rate = pl.callbacks.LearningRateMonitor()
-    make, form, _ = MODULES["tuple"]
-    trainer = pl.Trainer(
-        max_steps=8, log_every_n_steps=2, accelerator="cpu", devices=1, logger=loggers,
-        callbacks=[lt.TrainingProgressBar(), save, stop, rate, *monitors()],
-    )  # fmt: skip
-    trainer.fit(make(), DataLoader(Rows(form), batch_size=4))
+    trained("tuple", lt.TrainingProgressBar(), save, stop, rate, *monitors(), logger=loggers)
     assert list(tmp_path.glob("*.ckpt"))
     assert "train/grad_norm" in (tmp_path / "csv/version_0/metrics.csv").read_text().splitlines()[0]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from monitored import LLAMA
+from harness.models import LLAMA
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -34,21 +34,6 @@ def layers(count: int) -> nn.ModuleList:
     return nn.ModuleList(Layer() for _ in range(count))
 
 
-def test_blocks_of_a_decoder_are_its_blocks():
-    assert list(find_blocks(model(net=Decoder(LLAMA)))) == ["net.blocks.0", "net.blocks.1"]
-
-
-def test_a_list_inside_a_block_is_not_a_list_of_blocks():
-    assert list(find_blocks(model(layers=layers(2)))) == ["layers.0", "layers.1"]
-
-
-def test_every_list_of_blocks_counts_and_a_longer_one_of_single_layers_does_not():
-    linears = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
-    both = model(head=linears, encoder=layers(2), decoder=layers(2))
-    assert list(find_blocks(both)) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
-    assert list(find_blocks(model(head=linears))) == [f"head.{place}" for place in range(6)]
-
-
 class Stage(nn.Module):
     """A level of a U-Net: two blocks of one width."""
 
@@ -57,25 +42,60 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(2))
 
 
-def test_stages_of_different_widths_are_not_repeated_but_their_blocks_are():
-    net = model(down=nn.ModuleList([Stage(2), Stage(4), Stage(8)]), up=nn.ModuleList([Stage(6), Stage(3)]))
-    places = [f"down.{stage}.blocks" for stage in range(3)] + [f"up.{stage}.blocks" for stage in range(2)]
-    assert list(find_blocks(net)) == [f"{place}.{block}" for place in places for block in range(2)]
+def linears(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
 
 
-def test_a_block_may_have_parameters_more_than_the_others():
-    first, second = layers(2)
-    first.norm = nn.LayerNorm(2)  # such as the first block of T5, which has the table of relative positions
-    assert list(find_blocks(model(layers=nn.ModuleList([first, second])))) == ["layers.0", "layers.1"]
+def with_a_norm() -> nn.ModuleList:
+    found = layers(2)
+    found[0].norm = nn.LayerNorm(2)
+    return found
 
 
-@pytest.mark.parametrize("unknown", ["lazy", "flat"])
-def test_parameters_of_unknown_shape_count_as_alike(unknown):
-    members = [nn.Linear(2, 2), nn.Linear(2, 3)] if unknown == "flat" else [nn.LazyLinear(2), nn.LazyLinear(3)]
+def of_unknown_shape(*members: nn.Module, flat: bool = False) -> nn.ModuleList:
     for member in members:
         for param in member.parameters():
-            param._fsdp_flattened = unknown == "flat"
-    assert list(find_blocks(model(layers=nn.ModuleList(members)))) == ["layers.0", "layers.1"]
+            param._fsdp_flattened = flat
+    return nn.ModuleList(members)
+
+
+STAGES = [f"{place}.{stage}.blocks" for place, number in (("down", 3), ("up", 2)) for stage in range(number)]
+TWO = ["layers.0", "layers.1"]
+FOUND = {
+    "a decoder's blocks": ({"net": Decoder(LLAMA)}, ["net.blocks.0", "net.blocks.1"]),
+    "no list inside a block": ({"layers": layers(2)}, TWO),
+    "every list of blocks, and no longer one of single layers": (
+        {"head": linears(6), "encoder": layers(2), "decoder": layers(2)},
+        ["encoder.0", "encoder.1", "decoder.0", "decoder.1"],
+    ),
+    "single layers where there is nothing else": ({"head": linears(6)}, [f"head.{place}" for place in range(6)]),
+    "blocks of stages of different widths": (
+        {"down": nn.ModuleList([Stage(2), Stage(4), Stage(8)]), "up": nn.ModuleList([Stage(6), Stage(3)])},
+        [f"{place}.{block}" for place in STAGES for block in range(2)],
+    ),
+    "more parameters in one, as the first block of T5 has": ({"layers": with_a_norm()}, TWO),
+    "lazy parameters": ({"layers": of_unknown_shape(nn.LazyLinear(2), nn.LazyLinear(3))}, TWO),
+    "flat parameters": ({"layers": of_unknown_shape(nn.Linear(2, 2), nn.Linear(2, 3), flat=True)}, TWO),
+    "a list of one": ({"embed": nn.Embedding(2, 2), "one": nn.ModuleList([nn.Linear(2, 2)])}, ["embed", "one"]),
+    "two classes": (
+        {"embed": nn.Embedding(2, 2), "mixed": nn.Sequential(nn.Linear(2, 2), nn.Tanh())}, ["embed", "mixed"],
+    ),
+    "no parameters": (
+        {"embed": nn.Embedding(2, 2), "metrics": nn.ModuleList([nn.Tanh(), nn.Tanh()])}, ["embed"],
+    ),
+    "parts at the first fork, where nothing is repeated": (
+        {"net": model(first=nn.Linear(2, 2), act=nn.Tanh(), second=nn.Linear(2, 2)), "loss": nn.MSELoss()},
+        ["net.first", "net.second"],
+    ),
+    "a lone layer": ({"layer": nn.Linear(2, 2)}, ["layer"]),
+    "nothing in an empty module": ({}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_blocks(name):
+    parts, names = FOUND[name]
+    assert list(find_blocks(model(**parts))) == names
 
 
 SMALL = {"vocab_size": 64, "d_model": 32}
@@ -122,31 +142,6 @@ def test_blocks_of_models_we_did_not_write(name):
     with torch.device("meta"):
         root = build(transformers)
     assert list(repeated_blocks(root)) == [f"{path}.{place}" for path in lists for place in range(2)]
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"one": nn.ModuleList([nn.Linear(2, 2)])},
-        {"mixed": nn.Sequential(nn.Linear(2, 2), nn.Tanh())},
-        {"metrics": nn.ModuleList([nn.Tanh(), nn.Tanh()])},
-    ],
-    ids=["one_member", "two_classes", "no_parameters"],
-)
-def test_no_list_of_blocks(parts):
-    blocks = find_blocks(model(embed=nn.Embedding(2, 2), **parts))
-    assert "embed" in blocks
-    assert not any(name.startswith("metrics") for name in blocks)
-
-
-def test_without_repeated_blocks_the_parts_count_at_the_first_fork():
-    net = model(net=model(first=nn.Linear(2, 2), act=nn.Tanh(), second=nn.Linear(2, 2)), loss=nn.MSELoss())
-    assert list(find_blocks(net)) == ["net.first", "net.second"]
-
-
-def test_a_lone_layer_is_its_own_part_and_an_empty_module_has_none():
-    assert list(find_blocks(model(layer=nn.Linear(2, 2)))) == ["layer"]
-    assert find_blocks(nn.Module()) == {}
 
 
 def test_wrappers_do_not_change_names_and_stand_for_what_they_wrap():
