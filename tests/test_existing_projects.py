@@ -9,10 +9,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from harness.models import Small, adamw
 from harness.preloaded import python
 from harness.runs import Memory, fit, same_training
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -19,16 +19,16 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import beside
 import pytest
 import torch
-from preloaded import python
+from harness import processes
+from harness.preloaded import left_over, python
 
 from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.commands.consolidate import run as consolidate
 from lightning_tricks.data import ShardWriter
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc")]
+pytestmark = [pytest.mark.outside, pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc")]
 RECIPE = """
 seed_everything: 0
 model:
@@ -94,13 +94,7 @@ class Job:
         return ended
 
     def alive(self) -> list[int]:
-        """The processes whose folder is the run's."""
-        found = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError):  # it has ended, or is ending
-                if os.readlink(f"/proc/{pid}/cwd") == str(self.folder):
-                    found.append(int(pid))
-        return found
+        return left_over(self.folder)
 
     @property
     def out(self) -> str:
@@ -137,7 +131,7 @@ def free_port(low: int = 15000, high: int = 25000) -> int:
 def fit(devices: int, *overrides: str, fail: dict[str, Any] | None = None, grace: float | None = None) -> list[str]:
     """What follows `python` on the command line."""
     command = ["-m", "lightning_tricks", "fit", "--config", "toy.yaml", f"--trainer.devices={devices}", *overrides]
-    added = [("faults.Fail", fail), ("RankMonitor", None if grace is None else {"grace_seconds": grace})]
+    added = [("harness.runs.Fail", fail), ("RankMonitor", None if grace is None else {"grace_seconds": grace})]
     for class_path, init_args in added:
         if init_args is not None:
             command.append(f"--trainer.callbacks+={json.dumps({'class_path': class_path, 'init_args': init_args})}")
@@ -266,7 +260,7 @@ def ended(hosts, tmp_path_factory) -> Iterator[Callable[[str], Job]]:
         with ShardWriter(job.folder / "data", "train", vocab_size=64) as writer:
             writer.append(torch.randint(0, 64, (4000,), generator=torch.Generator().manual_seed(0)).numpy())
     python()
-    with beside.threads({name: (RUNS[name], job, hosts) for name, job in jobs.items()}) as wait:
+    with processes.threads({name: (RUNS[name], job, hosts) for name, job in jobs.items()}) as wait:
         yield lambda name: (wait(name), jobs[name])[1]
     for job in jobs.values():
         for pid in job.alive():
