@@ -1,12 +1,9 @@
 """BF16True: bf16 weights that move as fp32 ones do, on one device, in replicas and in shards; a resume is bitwise."""
 
-import dataclasses
-
 import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes, runs
-from harness.models import LLAMA
 from harness.runs import On
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import HalfPrecision
@@ -17,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.models import Decoder
 from lightning_tricks.optim.stochastic_rounding import rounding_seed
 from lightning_tricks.precision import BF16Mixed, BF16True, Float8
 
@@ -193,37 +189,6 @@ def test_updates_far_below_a_spacing_add_up_where_lightnings_bf16_stands_still(p
     spacings = (model.layers.weight.double() - 1).mean().item() * 2**7
     # 16384 weights, each of which moved with probability 0.1: a standard error of 2.3 %
     assert spacings == pytest.approx(expected, rel=0.1)
-
-
-def moved_fraction(plugin):
-    class Text(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = Decoder(dataclasses.replace(LLAMA, n_layers=1))
-
-        def training_step(self, batch, batch_idx):
-            ids = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(batch_idx))
-            logits = self.model(ids)
-            return nn.functional.cross_entropy(logits.flatten(0, 1).float(), (ids * 7 % 61).flatten())
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=3e-5)
-
-    model = Text()
-    start = [p.detach().bfloat16() for p in model.parameters()]
-    fit(model, plugin, max_steps=25)
-    ends = [p.detach().bfloat16() for p in model.parameters()]
-    return sum((a != b).sum() for a, b in zip(start, ends, strict=True)).item() / sum(a.numel() for a in start)
-
-
-@pytest.mark.slow
-def test_at_a_small_learning_rate_the_weights_that_stand_still_are_those_of_fp32_training_not_lightnings():
-    naive, ours = moved_fraction(HalfPrecision("bf16-true")), moved_fraction(BF16True())
-    masters, fp32 = moved_fraction(BF16True("fp32_masters")), moved_fraction(None)
-    assert 1 - naive > 0.6
-    assert ours > 2 * naive
-    assert masters == pytest.approx(fp32, abs=0.05)
 
 
 def test_the_random_state_of_the_model_is_that_of_a_run_without():

@@ -130,6 +130,5 @@ def under_fsdp2(rank: int, folder: str, alone: dict[str, list[float]]) -> None:
 
 
 @pytest.mark.slow
-def test_under_fsdp2_it_trains_as_alone_and_resumes_bitwise(alone, tmp_path, monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+def test_under_fsdp2_it_trains_as_alone_and_resumes_bitwise(alone, tmp_path):
     two_processes.run(under_fsdp2, str(tmp_path), {name: alone(name).losses[:4] for _, name in CASES})

@@ -125,8 +125,7 @@ def in_two(rank, folder, expected):
 
 
 @pytest.mark.slow
-def test_scalars_channels_last_and_tied_weights_train_and_resume_as_in_one_process(tmp_path, monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+def test_scalars_channels_last_and_tied_weights_train_and_resume_as_in_one_process(tmp_path):
     expected = {}
     for plugin in PLUGINS:
         model, found, norms = fit(plugin)
@@ -213,6 +212,5 @@ def refused_by_one_rank(rank):
     assert grads[0] == [2.0, 2.0], "the mean over both ranks, of which one has no gradient, before any hook"
 
 
-def test_a_refusal_by_one_rank_is_one_on_all_and_a_scalar_that_one_rank_uses_has_a_gradient_on_all(monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+def test_a_refusal_by_one_rank_is_one_on_all_and_a_scalar_that_one_rank_uses_has_a_gradient_on_all():
     two_processes.run(refused_by_one_rank)

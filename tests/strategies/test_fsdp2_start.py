@@ -167,14 +167,12 @@ def alone():
 
 
 @pytest.mark.slow
-def test_ranks_of_other_seeds_start_with_the_values_of_one_process(alone, monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+def test_ranks_of_other_seeds_start_with_the_values_of_one_process(alone):
     two_processes.run(starting_in_two, *alone)
 
 
 @pytest.mark.slow
-def test_replicas_of_hsdp_start_alike_where_ranks_have_other_seeds(alone, monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+def test_replicas_of_hsdp_start_alike_where_ranks_have_other_seeds(alone):
     two_processes.run(starting_in_four, *alone, world=4)
 
 

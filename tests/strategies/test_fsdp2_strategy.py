@@ -148,8 +148,7 @@ def foreign_in_two(rank: int, expected: dict) -> None:
 
 
 @pytest.mark.slow
-def test_foreign_modules_train_as_in_one_process(monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+def test_foreign_modules_train_as_in_one_process():
     expected = {}
     for kind, cls in (("llama", CausalLM), ("encoder", Encoder), ("image", Image)):
         model = cls()
@@ -180,8 +179,7 @@ def ours_in_two(rank: int, expected: dict) -> None:
 
 
 @pytest.mark.slow
-def test_the_language_model_has_the_same_groups_schedule_norm_and_flops(monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+def test_the_language_model_has_the_same_groups_schedule_norm_and_flops():
     expected = {}
     for name, compiled in (("llama", False), ("tied", False)):
         model = language_model(CONFIGS[name])
@@ -206,8 +204,7 @@ def gradients_in_two(rank: int, expected: dict) -> None:
 
 
 @pytest.mark.slow
-def test_every_gradient_is_that_of_one_process_compiled_or_not(monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+def test_every_gradient_is_that_of_one_process_compiled_or_not():
     model = CausalLM()
     batch = next(iter(rows()))
     model.model(input_ids=batch, labels=batch).loss.backward()
@@ -229,8 +226,7 @@ def on_four(rank: int, losses: list[float]) -> None:
 
 
 @pytest.mark.slow
-def test_hsdp_shards_over_two_and_copies_over_two(monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+def test_hsdp_shards_over_two_and_copies_over_two():
     model = CausalLM()
     fit(model, data=rows(), max_steps=3)
     two_processes.run(on_four, model.losses, world=4)

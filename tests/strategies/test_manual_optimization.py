@@ -165,8 +165,7 @@ def in_two(rank: int, expected: dict) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+def test_two_processes_train_as_one():
     expected = {}
     for cls in {cls for cls, _ in CASES}:
         model = fit(cls())
