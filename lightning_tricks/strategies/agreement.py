@@ -60,13 +60,7 @@ def describe(error: BaseException) -> _Failure:
 
 
 def raise_together(failures: dict[int, _Failure], own: Exception | None, group: Any = None) -> None:
-    """Raise the same kind of error on all ranks, if there are `failures`, which all ranks know.
-
-    Args:
-        failures: by rank.
-        own: the error of this rank itself, if there is one.
-        group: see `on_all_ranks`.
-    """
+    """Raise the same kind of error on all ranks if there are `failures`, by rank, which all know; `own` is this one's."""
     if not failures:
         return
     rank, failure = min(failures.items(), key=lambda entry: (entry[1].kind is OSError, entry[0]))

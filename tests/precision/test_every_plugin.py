@@ -1,7 +1,6 @@
 """What each plugin promises alike: foreign modules unchanged, bitwise resume, exchangeable checkpoints, FSDP2."""
 
 import functools
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -9,10 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import two_processes
-from lightning.pytorch.strategies import ModelParallelStrategy
-
-sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that the tests start
 from foreign import PLUGINS, CausalLM, ShardedCausalLM, differing, rows, tensors, train
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.precision import AutoPrecision

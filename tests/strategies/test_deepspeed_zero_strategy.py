@@ -22,12 +22,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
+from foreign import CausalLM, language_model, rows, token_batches, train
 from harness import runs
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
-from foreign import CausalLM, rows, train
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_tricks._errors import UsageError
@@ -39,12 +37,11 @@ from lightning_tricks.checkpoints.record import damage, read_record
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.data.batches import IGNORED
-from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.mixins import GradientClippingMixin
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
 from lightning_tricks.precision import BF16True
-from lightning_tricks.schedules import WarmupCosine, WarmupStableDecay
+from lightning_tricks.schedules import WarmupStableDecay
 from lightning_tricks.strategies import DeepSpeedZeROStrategy, consolidate_deepspeed
 from lightning_tricks.strategies.deepspeed import settings as loading
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
@@ -177,23 +174,9 @@ def bytes_held(strategy="auto", devices=1, data=None, **options) -> int:
     return model.bytes - before
 
 
-def language_model(lr=1e-2, config=None):
-    config = config or Llama(**SHAPE)
-    return LanguageModel(
-        decoder=config, schedule=WarmupCosine(warmup_steps=2), optimizer=lambda groups: torch.optim.AdamW(groups, lr=lr)
-    )
-
-
-def batches(rank=0, world=1):
-    tokens = (5 * torch.arange(33) + 3 * torch.arange(80)[:, None]) % 64
-    own = [batch.chunk(world)[rank] for batch in tokens.split(8)]
-    data = [{"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()} for ids in own]
-    return DataLoader(data, batch_size=None)
-
-
 def ragged(rank=0, world=1):
     """Three batches whose rows end after 4 to 32 tokens, so that every micro-batch and rank has its own number."""
-    full = list(batches(rank, world))[:3]
+    full = list(token_batches(rank, world))[:3]
     for number, batch in enumerate(full):
         row = torch.arange(len(batch["labels"])) + rank * len(batch["labels"]) + 8 * number
         batch["labels"][torch.arange(32) >= 4 + (11 * row[:, None]) % 29] = IGNORED
@@ -228,7 +211,7 @@ def ask(trainer: pl.Trainer, *_: Any) -> None:
 
 def decaying(rank: int, schedule: WarmupStableDecay, *callbacks: Any, **options: Any) -> dict[str, list[float]]:
     """A run of two processes that decays by its schedule, or because it is asked to."""
-    model, data = language_model(), [*batches(rank, 2)] * 2
+    model, data = language_model(), [*token_batches(rank, 2)] * 2
     model.schedule = schedule
     loader = DataLoader(data, batch_size=None)
     return fit(model, DeepSpeedZeROStrategy(2), 2, loader, callbacks=list(callbacks), **options)
@@ -236,10 +219,10 @@ def decaying(rank: int, schedule: WarmupStableDecay, *callbacks: Any, **options:
 
 def one_process() -> dict[str, Any]:
     """What the runs of two processes are compared with."""
-    runs: dict[str, Any] = {"tokens": fit(language_model(), data=batches())}
+    runs: dict[str, Any] = {"tokens": fit(language_model(), data=token_batches())}
     runs["ragged"] = fit(language_model(), data=ragged(), **IN_WINDOWS)
     runs["growing"] = fit(language_model(), data=ragged(), **growing(1))
-    runs["tied"] = fit(language_model(config=GPT2(**SHAPE)), data=batches(), max_steps=3)["train/loss"]
+    runs["tied"] = fit(language_model(config=GPT2(**SHAPE)), data=token_batches(), max_steps=3)["train/loss"]
     for model, clip, epochs in ((CausalLM(), 0.3, 4), (Sgd(), 0.3, 2), (Quartered(), 0.6, 2), (Manual(), None, 2)):
         train(model, epochs=epochs, gradient_clip_val=clip)
         runs[type(model).__name__] = model.losses
@@ -343,15 +326,14 @@ def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> N
             found.append(trainer.validate(Decaying(), rows(rank, 2), ckpt_path=path, verbose=False)[0]["loss"])
         return found
 
-    def tokens(**options: Any) -> dict[str, list[float]]:
-        return fit(
-            language_model(**options), DeepSpeedZeROStrategy(stage), 2, batches(rank, 2), save=folder / f"lm{stage}"
-        )
+    def tokens() -> dict[str, list[float]]:
+        save = folder / f"lm{stage}"
+        return fit(language_model(), DeepSpeedZeROStrategy(stage), 2, token_batches(rank, 2), save=save)
 
     def tokens_resumed() -> dict[str, list[float]]:
         half = folder / f"half{stage}"
-        fit(language_model(), DeepSpeedZeROStrategy(stage), 2, batches(rank, 2), max_steps=5, save=half)
-        return fit(language_model(lr=2e-2), DeepSpeedZeROStrategy(stage), 2, batches(rank, 2), ckpt_path=half)
+        fit(language_model(), DeepSpeedZeROStrategy(stage), 2, token_batches(rank, 2), max_steps=5, save=half)
+        return fit(language_model(lr=2e-2), DeepSpeedZeROStrategy(stage), 2, token_batches(rank, 2), ckpt_path=half)
 
     def uneven() -> dict[str, list[float]]:
         return fit(language_model(), DeepSpeedZeROStrategy(stage), 2, ragged(rank, 2), **IN_WINDOWS)
@@ -361,7 +343,7 @@ def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> N
 
     def tied() -> list[float]:
         model = language_model(config=GPT2(**SHAPE))
-        return fit(model, DeepSpeedZeROStrategy(stage), 2, batches(rank, 2), max_steps=3)["train/loss"]
+        return fit(model, DeepSpeedZeROStrategy(stage), 2, token_batches(rank, 2), max_steps=3)["train/loss"]
 
     def spoilt(precision: str) -> tuple[list[float], list[float]]:
         model = Spoilt()
@@ -718,8 +700,8 @@ def test_the_file_of_a_language_model_knows_its_architecture(zero):
     trainer = runs.trainer_with()
     other = language_model(config=Llama(**{**SHAPE, "n_layers": 2}))
     with pytest.raises(UsageError, match="n_layers"):
-        trainer.test(other, batches(), ckpt_path=file, verbose=False)
-    assert trainer.test(language_model(), batches(), ckpt_path=file, verbose=False)[0]["test/loss"] < 3
+        trainer.test(other, token_batches(), ckpt_path=file, verbose=False)
+    assert trainer.test(language_model(), token_batches(), ckpt_path=file, verbose=False)[0]["test/loss"] < 3
 
 
 def test_half_precision_weights_become_fp32(zero):

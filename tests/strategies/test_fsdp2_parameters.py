@@ -1,21 +1,16 @@
 """Parameters that FSDP2 does not take as they are: scalars stay whole, memory becomes contiguous, others: refused."""
 
-import sys
-from pathlib import Path
-
 import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
+from foreign import float8, train
 from harness import runs
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
-from foreign import float8, train
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor

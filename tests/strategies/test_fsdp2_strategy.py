@@ -1,30 +1,23 @@
 """FSDP2 in one line: any module as one process would train it, and every wrong input told before anything waits."""
 
 import functools
-import sys
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import two_processes
+from foreign import CausalLM, language_model, rows, token_batches, train
 from harness import runs
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.data import DataLoader
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
-from foreign import CausalLM, rows, train
 
 from lightning_tricks._activation_checkpointing import checkpoint_block
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
-from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
 from lightning_tricks.precision import BF16Mixed
-from lightning_tricks.schedules import WarmupCosine
 from lightning_tricks.strategies import FSDP2Strategy
 from lightning_tricks.strategies.fsdp2.shard import largest_group
 
@@ -78,19 +71,6 @@ class Residual(nn.Module):
 
     def forward(self, x):
         return x + self.norm(self.conv(x)).relu()
-
-
-def language_model(config=None, **options):
-    config = config or Llama(vocab_size=64, d_model=32, n_layers=3, n_heads=2, max_seq_len=32)
-    optimizer = {"optimizer": lambda groups: torch.optim.AdamW(groups, lr=1e-2)}
-    return LanguageModel(decoder=config, schedule=WarmupCosine(warmup_steps=1), **optimizer, **options)
-
-
-def batches(rank=0, world=1, count=8):
-    tokens = (5 * torch.arange(33) + 3 * torch.arange(count * 8)[:, None]) % 64
-    own = [batch.chunk(world)[rank] for batch in tokens.split(8)]
-    data = [{"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()} for ids in own]
-    return DataLoader(data, batch_size=None)
 
 
 def fit(model, strategy="auto", devices=1, data=None, *callbacks, **options):
@@ -166,7 +146,7 @@ CONFIGS = {
 def ours_in_two(rank: int, expected: dict) -> None:
     for (name, compiled), (weights, metrics, names) in expected.items():
         model = language_model(CONFIGS[name], compile_blocks=compiled)
-        run = fit(model, FSDP2Strategy(), 2, batches(rank, 2), max_steps=4)
+        run = fit(model, FSDP2Strategy(), 2, token_batches(rank, 2), max_steps=4)
         for at, weight in whole(model).items():
             torch.testing.assert_close(weight, weights[at], rtol=1e-4, atol=2e-5, msg=f"{name} {at}")
         if name == "tied":
@@ -183,7 +163,7 @@ def test_the_language_model_has_the_same_groups_schedule_norm_and_flops():
     expected = {}
     for name, compiled in (("llama", False), ("tied", False)):
         model = language_model(CONFIGS[name])
-        run = fit(model, data=batches(), max_steps=4)
+        run = fit(model, data=token_batches(), max_steps=4)
         metrics = {key: run.of(key) for key in ("train/loss", "train/lr", "train/grad_norm")}
         names = [group["name"] for group in run.trainer.optimizers[0].param_groups]
         expected[name, compiled] = (whole(model), metrics, names)

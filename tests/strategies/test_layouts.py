@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from foreign import PLUGINS, CausalLM, rows
 from harness.processes import end, run, start
 from harness.runs import On, trainer_with
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import ProcessExitedException
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
-from foreign import PLUGINS, CausalLM, rows
 
 from lightning_tricks import LanguageModel, Llama, WarmupCosine
 from lightning_tricks._errors import UsageError

@@ -143,7 +143,7 @@ class Float8(pl.plugins.Precision):
         return self._base.connect(model, optimizers, lr_schedulers)
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's; scales are computed from the weights."""
+        """The base's: scales are computed from the weights."""
         return self._base.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

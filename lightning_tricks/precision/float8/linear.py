@@ -240,8 +240,7 @@ def _stats(name: str, values: Tensor, scale: Tensor | None, recipe: str) -> dict
 def _weight_and_scale(weight: Any, shard: Any, recipe: str) -> tuple[Tensor, Tensor | None]:
     """The elements of a weight on this rank, and their scale if it depends on elements of other ranks too.
 
-    The weight is plain, a shard, or gathered by FSDP2 in bf16 or in fp8. `tensorwise` has one scale for a whole weight:
-    every rank must call.
+    `tensorwise` has one scale for a whole weight, which may be sharded: every rank must call.
     """
     if hasattr(weight, "_scale"):  # gathered in fp8
         return _elements(shard), weight._scale

@@ -81,11 +81,7 @@ class Layout(NamedTuple):
 
 
 def read_layout(folder: Any) -> Layout:
-    """Read how a checkpoint is divided from the names in its folder.
-
-    Raises:
-        UsageError: it is no checkpoint of DeepSpeed, or one that was not written to its end.
-    """
+    """Read how a checkpoint is divided from the names in its folder, which is refused if it is not whole."""
     path = Path(folder)
     parts = path / TAG
     if not parts.is_dir():

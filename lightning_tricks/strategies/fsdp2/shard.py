@@ -77,10 +77,7 @@ def shard_module(
 
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Give each parameter the attributes that it had before, such as a mark for the optimizer.
-
-    A shard is a new tensor, and `module.to` makes a new one of it again.
-    """
+    """Give each parameter, which becomes a new tensor, the attributes that it had, such as a mark for the optimizer."""
     before = {name: dict(vars(parameter)) for name, parameter in module.named_parameters() if vars(parameter)}
     yield
     for name, attributes in before.items():
@@ -88,19 +85,11 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 
 
 class Scalars:
-    """The scalars of a sharded module, which are no shards: each rank holds them whole.
-
-    Args:
-        module: sharded by `shard_module`; it may replace a parameter later, as `module.to` does.
-
-    Attributes:
-        names: of the scalars in `module`.
-    """
+    """The scalars of a sharded module, by `names`: no shards, each rank holds them whole."""
 
     def __init__(self, module: nn.Module) -> None:
         self.names = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
-        places = (name.rpartition(".") for name in self.names)
-        self._places = [(module.get_submodule(path), name) for path, _, name in places]
+        self._module = module
 
     @torch.no_grad()
     def average_gradients(self, device: torch.device) -> None:
@@ -109,7 +98,7 @@ class Scalars:
         A rank that did not use a scalar adds 0; it stays without a gradient where no rank has one. Gradients of earlier
         micro-batches are equal on all ranks already, so they stay what they are.
         """
-        scalars = [parameter for part, name in self._places if (parameter := part.get_parameter(name)).requires_grad]
+        scalars = [p for p in map(self._module.get_parameter, self.names) if p.requires_grad]  # `to` may replace them
         if not scalars or dist.get_world_size() == 1:
             return
         zero = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
@@ -158,11 +147,7 @@ def summary(mesh: DeviceMesh, blocks: Mapping[str, nn.Module], elements: int, ga
 
 
 class Rank0State:
-    """Rank 0's values of a module that the other ranks hold on the meta device, set aside until it is sharded.
-
-    Args:
-        module: on rank 0 with values, which it loses; on the other ranks meta.
-    """
+    """Rank 0's values of a module that the other ranks hold on the meta device, kept aside until it is sharded."""
 
     def __init__(self, module: nn.Module) -> None:
         self.state: dict[str, Any] = {}
@@ -259,12 +244,7 @@ def has_meta(module: nn.Module) -> bool:
 
 
 def refuse_unshardable(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Refuse the parameters that FSDP2 cannot shard, or would train wrongly.
-
-    Raises:
-        UsageError: a lazy parameter or buffer, a complex one that is trained, a layer with sparse gradients, or a
-            parameter that two blocks share.
-    """
+    """Refuse parameters that FSDP2 cannot shard, or trains wrongly: lazy, complex, sparse, shared by two blocks."""
     for path, part in module.named_modules():
         for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
             where = f"FSDP2Strategy: '{f'{path}.{name}'.lstrip('.')}' of {type(part).__name__}"
@@ -289,11 +269,7 @@ def refuse_unshardable(module: nn.Module, blocks: Mapping[str, nn.Module]) -> No
 
 
 def refuse_mixed_dtypes(module: nn.Module) -> None:
-    """Refuse trained parameters of several dtypes that are gathered together, which FSDP2 would say at the first batch.
-
-    Args:
-        module: sharded, and converted by the precision plugin.
-    """
+    """Refuse trained parameters of several dtypes in one group of a sharded module; FSDP2 would at the first batch."""
     seen: dict[nn.Module, tuple[str, torch.dtype]] = {}
 
     def look(part: nn.Module, path: str, group: nn.Module) -> None:
@@ -326,12 +302,7 @@ def refuse_fsdp1(module: nn.Module) -> None:
 
 
 def refuse_late_parameters(module: nn.Module, scalars: Collection[str]) -> None:
-    """Refuse a parameter that was made after sharding, which would stay different on each rank.
-
-    Args:
-        module: sharded.
-        scalars: names of the parameters that were there and are no shards.
-    """
+    """Refuse a parameter made after sharding, other than `scalars`: it would stay different on each rank."""
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, DTensor) and name not in scalars:
             raise UsageError(

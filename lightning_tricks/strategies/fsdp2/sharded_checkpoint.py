@@ -50,11 +50,7 @@ def gather(tree: Any, keep: bool) -> Any:
 def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """An optimizer's state dict with names of parameters in the place of their numbers, as a folder has it.
 
-    Every rank must call.
-
-    Raises:
-        UsageError: the optimizer has a parameter that is none of the module's, or keeps state of a sharded parameter in
-            plain tensors, which differ by rank and of which a folder would have those of rank 0 only.
+    Every rank must call. State in plain tensors that differ by rank is refused: a folder would have rank 0's only.
     """
     on_all_ranks(lambda: _refuse_local_state(module, optimizer))
     state_dict, group_names = optimizer.state_dict(), _group_names(module, optimizer)
@@ -80,11 +76,7 @@ def _refuse_local_state(module: nn.Module, optimizer: Optimizer) -> None:
 
 
 def shards_to_save(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This rank's part of a checkpoint with shards and optimizer state by name.
-
-    Returns:
-        The shards by key, in nested dicts, and everything else; on other ranks than 0 only tensors that are sharded.
-    """
+    """This rank's shards of a checkpoint by key, in nested dicts, and everything else, which only rank 0 has."""
     rest = dict(checkpoint)
     shards = {key: rest.pop(key) for key in ("state_dict", AVERAGES) if key in rest}
     shards |= {f"optimizer_{number}": state for number, state in enumerate(rest.pop("optimizer_states", []))}
@@ -196,12 +188,7 @@ def _cuts_a_block(shard: DTensor, saved: TensorStorageMetadata, block_size: int)
 
 
 def load_weights(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Load whole tensors or shards into a sharded module; names may have the prefixes of wrappers or not.
-
-    Raises:
-        UsageError: naming the first weight that is missing, not known here (both only where `strict`), or of another
-            shape.
-    """
+    """Load whole tensors or shards into a sharded module; names may have the prefixes of wrappers or not."""
     own = module.state_dict(keep_vars=True)
     name_here = {clean_name(name): name for name in own}
     renamed = {name_here.get(clean_name(name), name): value for name, value in state_dict.items()}
@@ -225,9 +212,6 @@ def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: S
 
     A warning names the trained parameters of which the checkpoint has no state, or less than of the others: they go on
     without their moments.
-
-    Raises:
-        UsageError: another number of optimizers than was saved; by name, parameters in other groups or another order.
     """
     if len(optimizers) != len(saved):
         raise UsageError(
@@ -273,10 +257,7 @@ def _without_state(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, s
 
 
 def _as_shards(value: Any, like: Tensor | None) -> Any:
-    """This rank's part of a whole tensor that has the shape of a sharded one; anything else as it is.
-
-    A copy, as the whole may be a file that is mapped to memory.
-    """
+    """A copy of this rank's part of a whole tensor that has the shape of a sharded one; anything else as it is."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if not isinstance(like, DTensor) or like.shape != value.shape:

@@ -1,6 +1,7 @@
 """A Hugging Face Llama in a LightningModule that knows nothing of us, and each precision plugin to train it under."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.models import Llama
 from lightning_tricks.precision import BF16Mixed, BF16True, Float8, FP16Mixed
+from lightning_tricks.schedules import WarmupCosine
 
 LENGTH, ROWS = 32, 8
 
@@ -73,6 +77,21 @@ def rows(rank: int = 0, world: int = 1, batches: int = 3) -> DataLoader:
     start, step = (torch.randint(1, 60, (batches * ROWS, 1), generator=generator) for _ in range(2))
     ids = ((start + step % 4 * torch.arange(LENGTH)) % 64).view(batches, ROWS, LENGTH)
     return DataLoader(ids.chunk(world, dim=1)[rank].flatten(0, 1), batch_size=ROWS // world)
+
+
+def language_model(config: Any = None, lr: float = 1e-2, **options: Any) -> LanguageModel:
+    """The collection's own model, which logs losses, norms and learning rates."""
+    config = config or Llama(vocab_size=64, d_model=32, n_layers=3, n_heads=2, max_seq_len=32)
+    optimizer = partial(torch.optim.AdamW, lr=lr)
+    return LanguageModel(decoder=config, schedule=WarmupCosine(warmup_steps=1), optimizer=optimizer, **options)
+
+
+def token_batches(rank: int = 0, world: int = 1, count: int = 10) -> DataLoader:
+    """Batches for it: eight rows each, of which a rank has its part."""
+    tokens = (5 * torch.arange(33) + 3 * torch.arange(count * 8)[:, None]) % 64
+    own = [batch.chunk(world)[rank] for batch in tokens.split(8)]
+    data = [{"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()} for ids in own]
+    return DataLoader(data, batch_size=None)
 
 
 def train(
