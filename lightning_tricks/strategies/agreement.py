@@ -60,7 +60,7 @@ def describe(error: BaseException) -> _Failure:
 
 
 def raise_together(failures: dict[int, _Failure], own: Exception | None, group: Any = None) -> None:
-    """Raise the same kind of error on all ranks if there are `failures`, by rank, which all know; `own` is this one's."""
+    """Raise the same kind of error on all ranks if there are `failures`, by rank, known to all; `own` is this one's."""
     if not failures:
         return
     rank, failure = min(failures.items(), key=lambda entry: (entry[1].kind is OSError, entry[0]))

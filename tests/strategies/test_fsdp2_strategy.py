@@ -8,6 +8,7 @@ import torch
 import two_processes
 from foreign import CausalLM, language_model, rows, token_batches, train
 from harness import runs
+from harness.models import Small
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -43,25 +44,17 @@ class Encoder(pl.LightningModule):
         return torch.optim.SGD(decay_groups(self, weight_decay=0.1), lr=0.5)
 
 
-class Image(pl.LightningModule):
-    """A residual network with batch norm: `repeats` of each row, so that its statistics are those of either rank."""
+class Image(Small):
+    """A residual network with batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.stem = nn.Conv2d(1, 8, 3, padding=1)
+        self.stem, self.net = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(8, 1)
         self.stages = nn.Sequential(*(Residual(8) for _ in range(2)))
-        self.head = nn.Linear(8, 1)
-        self.losses: list[float] = []
 
-    def training_step(self, batch, batch_idx):
+    def loss_of(self, batch):
         images = batch.float().view(len(batch), 1, 4, -1) / 64
-        loss = (self.head(self.stages(self.stem(images)).mean((2, 3))) - 1).square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return (self.net(self.stages(self.stem(images)).mean((2, 3))) - 1).square().mean()
 
 
 class Residual(nn.Module):
@@ -233,10 +226,7 @@ def test_a_second_fit_and_a_validation_take_the_shards_as_they_are():
     for validated in (fresh, model):
         validated.losses.clear()
         for strategy in (FSDP2Strategy(), FSDP2Strategy()):  # with shards of its own, and with those that are there
-            trainer = pl.Trainer(
-                accelerator="cpu", strategy=strategy, devices=1, logger=False, enable_progress_bar=False,
-                enable_checkpointing=False,
-            )  # fmt: skip
+            trainer = runs.trainer_with(strategy=strategy)
             trainer.validate(validated, rows(), verbose=False)
             assert trainer.optimizers == []
         assert validated.losses[:3] == validated.losses[3:]
@@ -314,40 +304,20 @@ def test_the_flops_of_a_foreign_module_are_counted_as_without_the_strategy(mode,
     assert counts.found == alone.found
 
 
-class Flat(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(32, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch.float()).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-6)
-
-
 def test_a_module_without_repeated_blocks_is_gathered_at_once_and_says_so():
-    with pytest.warns(UserWarning, match="Flat has no repeated blocks, so all of it is gathered at once: name parts"):
-        train(Flat(), strategy=FSDP2Strategy(), epochs=1)
+    flat = Small(32, 1, loss=lambda module, batch: module(batch.float()).square().mean())
+    with pytest.warns(UserWarning, match="Small has no repeated blocks, so all of it is gathered at once: name parts"):
+        train(flat, strategy=FSDP2Strategy(), epochs=1)
 
 
-class Seq2Seq(pl.LightningModule):
-    """torch's own encoder-decoder, whose two lists hold blocks of two classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Transformer(16, 2, 3, 3, 32, dropout=0.0, batch_first=True)
-
-    def training_step(self, batch, batch_idx):
-        x = batch.unsqueeze(-1).float().expand(-1, -1, 16) / 64
-        return self.net(x, x).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+def translated(module, batch):
+    x = batch.unsqueeze(-1).float().expand(-1, -1, 16) / 64
+    return module.net(x, x).square().mean()
 
 
 def test_an_encoder_decoder_is_gathered_one_block_at_a_time():
-    model = Seq2Seq()
+    # torch's own encoder-decoder, whose two lists hold blocks of two classes
+    model = Small(net=nn.Transformer(16, 2, 3, 3, 32, dropout=0.0, batch_first=True), loss=translated)
     of = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_modules()}
     train(model, strategy=FSDP2Strategy(), epochs=1)
     sharded = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
