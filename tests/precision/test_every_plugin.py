@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import two_processes
 from foreign import PLUGINS, CausalLM, ShardedCausalLM, differing, rows, tensors, train
+from harness import processes
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_tricks._errors import UsageError
@@ -128,4 +128,4 @@ def under_fsdp2(rank: int, folder: str, alone: dict[str, list[float]]) -> None:
 
 @pytest.mark.slow
 def test_under_fsdp2_it_trains_as_alone_and_resumes_bitwise(alone, tmp_path):
-    two_processes.run(under_fsdp2, str(tmp_path), {name: alone(name).losses[:4] for _, name in CASES})
+    processes.run(under_fsdp2, str(tmp_path), {name: alone(name).losses[:4] for _, name in CASES})

@@ -4,12 +4,13 @@ import copy
 import math
 import pickle
 import warnings
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from harness import runs
-from harness.models import Decoding, batches
+from harness.models import Decoding, Small, batches
 from harness.processes import run
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -27,20 +28,9 @@ INF = math.inf
 DATA = batches(torch.zeros(64, 1, 1))
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=1.0)
-
-
-def fused_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=1.0, fused=True)
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1.0, eps=1e-12, weight_decay=0.0)
-
-
-def fused_adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1.0, eps=1e-12, weight_decay=0.0, fused=True)
+sgd, fused_sgd = partial(torch.optim.SGD, lr=1.0), partial(torch.optim.SGD, lr=1.0, fused=True)
+adamw = partial(torch.optim.AdamW, lr=1.0, eps=1e-12, weight_decay=0.0)
+fused_adamw = partial(adamw, fused=True)
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -52,10 +42,6 @@ class Wrapper(torch.optim.Optimizer):
 
     def step(self, closure=None):
         return self.optimizer.step(closure)
-
-
-def wrapped_sgd(parameters):
-    return Wrapper(sgd(parameters))
 
 
 class Model(pl.LightningModule):
@@ -106,21 +92,18 @@ def scaled(**options):
     return FP16Mixed(**{"init_scale": 1024.0, **options})
 
 
-class OneLinear(pl.LightningModule):
+class OneLinear(Small):
     """A product whose output gradient is the scale times `size`, in fp16."""
 
     def __init__(self, size=1.0):
-        super().__init__()
-        self.layer, self.size, self.dtypes = nn.Linear(2, 1, bias=False), size, set()
-        nn.init.zeros_(self.layer.weight)
+        super().__init__(net=nn.Linear(2, 1, bias=False), optimizer=sgd)
+        self.size, self.dtypes = size, set()
+        nn.init.zeros_(self.net.weight)
 
-    def training_step(self, batch, batch_idx):
-        out = self.layer(torch.ones(1, 2))
+    def loss_of(self, batch):
+        out = self.net(torch.ones(1, 2))
         self.dtypes.add(out.dtype)
         return out.float().sum() * self.size
-
-    def configure_optimizers(self):
-        return sgd(self.parameters())
 
 
 # --- what is computed in which type
@@ -131,7 +114,7 @@ def test_products_are_fp16_on_a_cpu_where_lightnings_flag_gives_bf16():
     trainer = fit(ours, scaled(), steps=1).trainer
     fit(lightnings, MixedPrecision("bf16-mixed", "cpu"), steps=1)
     assert (ours.dtypes, lightnings.dtypes) == ({torch.float16}, {torch.bfloat16})
-    assert ours.layer.weight.dtype == ours.layer.weight.grad.dtype == torch.float32
+    assert ours.net.weight.dtype == ours.net.weight.grad.dtype == torch.float32
     assert trainer.precision == "16-mixed"
     assert isinstance(trainer.scaler, torch.amp.GradScaler)
 
@@ -147,8 +130,8 @@ def test_a_gradient_under_fp16s_smallest_number_is_kept_by_the_scale_and_lost_wi
     fit(kept, scaled(), steps=1)
     plugin = scaled(loss_scaling=False)
     fit(lost, plugin, steps=1)
-    assert kept.layer.weight.tolist() == [[-tiny, -tiny]]
-    assert lost.layer.weight.tolist() == [[0.0, 0.0]]
+    assert kept.net.weight.tolist() == [[-tiny, -tiny]]
+    assert lost.net.weight.tolist() == [[0.0, 0.0]]
     assert plugin.scaler is None
     assert plugin.skipped_steps == 0
 
@@ -158,7 +141,7 @@ def test_a_scale_that_is_too_high_costs_a_step_and_is_halved():
     fit(model, plugin, steps=2)  # 65536 is above 65504, fp16's largest number; 32768 is not
     assert plugin.skipped_steps == 1
     assert plugin.scaler.get_scale() == 32768.0
-    assert model.layer.weight.tolist() == [[-1.0, -1.0]]
+    assert model.net.weight.tolist() == [[-1.0, -1.0]]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -176,13 +159,13 @@ def test_training_is_bit_for_bit_lightnings_own_where_nothing_overflows(accumula
 # --- gradients are unscaled before anyone looks at them
 
 
-@pytest.mark.parametrize("optimizer", [sgd, fused_sgd, adamw, fused_adamw, wrapped_sgd])
+@pytest.mark.parametrize("optimizer", [sgd, fused_sgd, adamw, fused_adamw, lambda p: Wrapper(sgd(p))])
 def test_hooks_and_the_clip_see_unscaled_gradients(optimizer):
     model = Model(optimizer=optimizer)
     fit(model, scaled(), gradient_clip_val=1.0)
     assert model.seen == [[3.0, 4.0], [6.0, 8.0], [9.0, 12.0]]
     assert gradients(model) == pytest.approx([0.6, 0.8], rel=1e-5)
-    lr_times_steps = [-0.6 * 3, -0.8 * 3] if "sgd" in optimizer.__name__ else [-3.0, -3.0]
+    lr_times_steps = [-0.6 * 3, -0.8 * 3] if optimizer not in (adamw, fused_adamw) else [-3.0, -3.0]
     assert weights(model) == pytest.approx(lr_times_steps, rel=1e-5)
 
 

@@ -21,9 +21,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
 from foreign import CausalLM, language_model, rows, token_batches, train
-from harness import runs
+from harness import processes, runs
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -490,7 +489,7 @@ def zero(tmp_path_factory):
     pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp("zero")
     with pytest.raises((ProcessExitedException, ProcessRaisedException)):  # the last thing that a rank does is to die
-        two_processes.run(two_process_runs, str(folder))
+        processes.run(two_process_runs, str(folder))
     results = [torch.load(folder / f"results{rank}.pt", weights_only=False) for rank in (0, 1)]
 
     def read(name: Any, refused: bool = False, rank: int = 0) -> Any:

@@ -3,9 +3,8 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
 from foreign import float8, train
-from harness import runs
+from harness import processes, runs
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -126,7 +125,7 @@ def test_scalars_channels_last_and_tied_weights_train_and_resume_as_in_one_proce
         model, found, norms = fit(plugin)
         expected[plugin] = (model.losses, found, norms)
         assert abs(found["logit_scale"].item() - 0.1) > 1e-3, "it learns"
-    two_processes.run(in_two, tmp_path, expected)
+    processes.run(in_two, tmp_path, expected)
     for dcp in (True, False):  # and their checkpoints open where nothing is sharded
         resumed = fit("fp32", ckpt_path=tmp_path / f"fp32-{dcp}" / "step=2.ckpt")[1]
         for name, value in expected["fp32"][1].items():
@@ -208,4 +207,4 @@ def refused_by_one_rank(rank):
 
 
 def test_a_refusal_by_one_rank_is_one_on_all_and_a_scalar_that_one_rank_uses_has_a_gradient_on_all():
-    two_processes.run(refused_by_one_rank)
+    processes.run(refused_by_one_rank)

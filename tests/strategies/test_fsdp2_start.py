@@ -3,8 +3,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
-from harness import runs
+from harness import processes, runs
 from harness.models import batches
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -168,12 +167,12 @@ def alone():
 
 @pytest.mark.slow
 def test_ranks_of_other_seeds_start_with_the_values_of_one_process(alone):
-    two_processes.run(starting_in_two, *alone)
+    processes.run(starting_in_two, *alone)
 
 
 @pytest.mark.slow
 def test_replicas_of_hsdp_start_alike_where_ranks_have_other_seeds(alone):
-    two_processes.run(starting_in_four, *alone, world=4)
+    processes.run(starting_in_four, *alone, world=4)
 
 
 class Normalized(pl.LightningModule):
@@ -225,4 +224,4 @@ def with_statistics(rank, folder):
 
 
 def test_a_checkpoint_and_a_validation_have_rank_0s_running_statistics(tmp_path):
-    two_processes.run(with_statistics, tmp_path)
+    processes.run(with_statistics, tmp_path)

@@ -5,9 +5,8 @@ import functools
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
 from foreign import CausalLM, language_model, rows, token_batches, train
-from harness import runs
+from harness import processes, runs
 from harness.models import Small
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
@@ -127,7 +126,7 @@ def test_foreign_modules_train_as_in_one_process():
         model = cls()
         run = fit(model, "auto", 1, rows(), GradNormMonitor(), max_steps=3)
         expected[kind] = (model.losses, whole(model), run.of("train/grad_norm"))
-    two_processes.run(foreign_in_two, expected)
+    processes.run(foreign_in_two, expected)
 
 
 CONFIGS = {
@@ -160,7 +159,7 @@ def test_the_language_model_has_the_same_groups_schedule_norm_and_flops():
         metrics = {key: run.of(key) for key in ("train/loss", "train/lr", "train/grad_norm")}
         names = [group["name"] for group in run.trainer.optimizers[0].param_groups]
         expected[name, compiled] = (whole(model), metrics, names)
-    two_processes.run(ours_in_two, expected)
+    processes.run(ours_in_two, expected)
 
 
 def gradients_in_two(rank: int, expected: dict) -> None:
@@ -181,7 +180,7 @@ def test_every_gradient_is_that_of_one_process_compiled_or_not():
     model = CausalLM()
     batch = next(iter(rows()))
     model.model(input_ids=batch, labels=batch).loss.backward()
-    two_processes.run(gradients_in_two, {name: p.grad.clone() for name, p in model.named_parameters()})
+    processes.run(gradients_in_two, {name: p.grad.clone() for name, p in model.named_parameters()})
 
 
 def on_four(rank: int, losses: list[float]) -> None:
@@ -202,7 +201,7 @@ def on_four(rank: int, losses: list[float]) -> None:
 def test_hsdp_shards_over_two_and_copies_over_two():
     model = CausalLM()
     fit(model, data=rows(), max_steps=3)
-    two_processes.run(on_four, model.losses, world=4)
+    processes.run(on_four, model.losses, world=4)
 
 
 def test_one_device_trains_and_resumes_too(tmp_path):

@@ -6,8 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
-from harness import runs
+from harness import processes, runs
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
@@ -129,6 +128,6 @@ def test_it_resumes_to_the_bit_on_the_same_shards_and_in_8_bits_from_every_layou
     io = {"plugins": [AtomicCheckpointIO()]}
     one = fit(tmp_path / "one", **io)
     go_on(tmp_path / "one", None, one, **io)
-    two_processes.run(two_ranks, tmp_path)
+    processes.run(two_ranks, tmp_path)
     go_on(tmp_path / "shards", 1e-3, one, **io)
-    two_processes.run(three_ranks, tmp_path, one["losses"], world=3)
+    processes.run(three_ranks, tmp_path, one["losses"], world=3)

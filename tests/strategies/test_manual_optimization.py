@@ -3,8 +3,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
-from harness import runs
+from harness import processes, runs
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -170,7 +169,7 @@ def test_two_processes_train_as_one():
     for cls in {cls for cls, _ in CASES}:
         model = fit(cls())
         expected[cls.__name__] = (model.losses, weights(model))
-    two_processes.run(in_two, expected)
+    processes.run(in_two, expected)
 
 
 def test_a_second_fit_and_the_count_of_flops_find_what_the_first_has_made():
