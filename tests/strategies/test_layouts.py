@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def fit(
     ckpt_path = options.pop("ckpt_path", None)
     plugins: list[Any] = [PLUGINS[plugin]()] if plugin else []
     plugins += [io] if io else []
-    model, found, lr = (MODELS.get(kind) or globals()[kind])(), {}, []
+    model, found, lr = {**MODELS, **CHANGED}[kind](), {}, []
 
     def look(trainer: Any, module: Any, *_: Any) -> None:
         """What is there after three steps, before the next one."""
@@ -155,48 +156,30 @@ def written_by_two(rank: int, folder: Path) -> None:
         write(rank, folder, plugin, "foreign", plugin=plugin, **sharded(2))
 
 
-class Regrouped(CausalLM):
-    """The norms in a group of their own, which was not so when it was saved."""
-
-    def configure_optimizers(self):
-        groups = [[p for p in self.parameters() if p.ndim == dim] for dim in (2, 1)]
-        return torch.optim.AdamW([{"params": group} for group in groups], lr=3e-3, fused=True)
-
-
-class TwoOptimizers(CausalLM):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD([p for p in self.parameters() if p.ndim == dim], lr=0.1) for dim in (2, 1)]
+def with_part(path: str, part: Any) -> CausalLM:
+    model = CausalLM()
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, part)
+    return model
 
 
-class Wider(CausalLM):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.lm_head = torch.nn.Linear(32, 72, bias=False)
+def with_groups(make: Any, manual: bool = False) -> CausalLM:
+    """Its optimizers are made of the matrices and the vectors."""
+    model = CausalLM()
+    model.automatic_optimization = not manual
+    model.configure_optimizers = lambda: make([[p for p in model.parameters() if p.ndim == dim] for dim in (2, 1)])
+    return model
 
 
-class Deeper(CausalLM):
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = torch.nn.Linear(4, 4)
-
-
-class Shallower(CausalLM):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.model.norm = torch.nn.Identity()
-
-
-class Foreigner(CausalLM):
-    """Optimizes a parameter that is not the module's."""
-
-    def configure_optimizers(self):
-        return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.ones(3))], lr=0.1)
-
-
+sgd = partial(torch.optim.SGD, lr=0.1)
+CHANGED = {
+    "Wider": lambda: with_part("model.lm_head", torch.nn.Linear(32, 72, bias=False)),
+    "Deeper": lambda: with_part("extra", torch.nn.Linear(4, 4)),
+    "Shallower": lambda: with_part("model.model.norm", torch.nn.Identity()),
+    "Regrouped": lambda: with_groups(lambda groups: torch.optim.AdamW([{"params": group} for group in groups])),
+    "TwoOptimizers": lambda: with_groups(lambda groups: [sgd(group) for group in groups], manual=True),
+    "Foreigner": lambda: with_groups(lambda groups: sgd([*groups[0], *groups[1], torch.nn.Parameter(torch.ones(3))])),
+}
 REFUSED = {
     "Regrouped": r"the checkpoint's optimizer has '[\w.]+' in group 0 where this one has '[\w.]+' in group 0",
     "TwoOptimizers": "the checkpoint has the state of 1 optimizers where there are 2 here",

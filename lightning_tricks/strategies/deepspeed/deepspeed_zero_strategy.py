@@ -35,7 +35,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
 
     The module needs no change. Losses, clip and norm are those of one process with the whole batch. Accumulation and
     the clip by norm are the Trainer's; a window of micro-batches ends with the epoch, as on one device. A resume
-    follows the recipe in learning rate, decay and clip. A CPU is a device like any other, and nothing is compiled.
+    follows the recipe in learning rate, decay and clip. It also runs on a CPU, and compiles nothing.
 
     `trainer.precision` is `32-true`, `bf16-mixed` or `bf16-true` (both DeepSpeed's bf16: weights and products in bf16,
     an fp32 copy of each shard in the optimizer, gradients reduced in fp32, and those of micro-batches added up in fp32

@@ -1,7 +1,7 @@
 """Turn any module into shards with FSDP2: its blocks one by one, then the rest with the root. Knows no Lightning.
 
 Scalars have nothing to shard: each rank holds them whole, and their gradients are averaged after each backward pass.
-The values are those of rank 0: it may have them alone, or nobody has (parameters on the meta device).
+All ranks start with rank 0's values, which rank 0 alone may hold; a module on the meta device fills itself.
 """
 
 import dataclasses
