@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from token_files import write_token_files
+from harness.token_files import write_token_files
 
 from lightning_tricks import __main__ as door
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from preloaded import python
+from harness.preloaded import python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_tricks.commands.recipes import recipes_folder
@@ -116,7 +116,7 @@ def test_prepare_makes_the_shards_and_says_where(tmp_path, text_file):
 
 def test_killed_in_mid_run_it_goes_on_to_the_same_weights(trained, tmp_path, text_file):
     whole, _ = trained
-    killed = "[{class_path: faults.Fail, init_args: {rank: 0, step: 13}}]"  # when ten steps have been logged
+    killed = "[{class_path: harness.runs.Fail, init_args: {rank: 0, step: 13}}]"  # when ten steps have been logged
     done = subprocess.run(
         [python(), *arguments("fit", text_file), f"--trainer.callbacks+={killed}"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}, capture_output=True, timeout=250,

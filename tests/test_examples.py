@@ -5,8 +5,8 @@ import re
 import subprocess
 from pathlib import Path
 
-import preloaded
 import pytest
+from harness import preloaded
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

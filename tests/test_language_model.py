@@ -6,6 +6,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import runs
+from harness.models import batches
+from harness.runs import trainer_with
 from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
@@ -27,6 +30,12 @@ def make(**kwargs) -> LanguageModel:
     return LanguageModel(Llama(**SHAPE), optimizer=sgd, weight_decay=0.0, **kwargs)
 
 
+def built() -> LanguageModel:
+    model = make()
+    model.configure_model()
+    return model
+
+
 def ragged(rows: int, seed: int = 1) -> dict[str, torch.Tensor]:
     """Rows of 8 tokens of which a varying number count."""
     generator = torch.Generator().manual_seed(seed)
@@ -37,31 +46,27 @@ def ragged(rows: int, seed: int = 1) -> dict[str, torch.Tensor]:
     return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
 
 
-class Batches(torch.utils.data.Dataset):
-    def __init__(self, whole: dict[str, torch.Tensor], rows: int) -> None:
-        self.whole, self.rows = whole, rows
-
-    def __len__(self) -> int:
-        return len(self.whole["labels"]) // self.rows
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: value[index * self.rows : (index + 1) * self.rows] for name, value in self.whole.items()}
+def split(whole: dict[str, torch.Tensor], rows: int) -> DataLoader:
+    """Micro-batches of so many rows."""
+    numbers = range(0, len(whole["labels"]), rows)
+    return batches([{name: value[row : row + rows] for name, value in whole.items()} for row in numbers])
 
 
-def fit(model: LanguageModel, batches, ckpt_path=None, **kwargs) -> pl.Trainer:
-    options = {
-        "accelerator": "cpu", "devices": 1, "max_steps": 1, "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1,
-    }  # fmt: skip
-    trainer = pl.Trainer(**{**options, **kwargs})
-    trainer.fit(model, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
-    return trainer
+def fit(model: LanguageModel, data, **options) -> pl.Trainer:
+    return runs.fit(model, data=data, **{"max_steps": 1, "log_every_n_steps": 1, **options}).trainer
+
+
+def evaluate(command: str, model: LanguageModel, data) -> dict[str, float]:
+    return getattr(trainer_with(logger=False), command)(model, data, verbose=False)[0]
+
+
+def same_weights(one: LanguageModel, other: LanguageModel) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 def plain_step(whole: dict[str, torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
     """Loss and weights after one SGD step on the mean over all counted tokens, without Lightning."""
-    model = make()
-    model.configure_model()
+    model = built()
     logits = model(whole["input_ids"])
     loss = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten(), ignore_index=-100)
     loss.backward()
@@ -76,19 +81,17 @@ def test_a_step_over_ragged_micro_batches_is_the_step_of_the_mean_over_all_token
     whole = ragged(8)
     loss, expected = plain_step(whole)
     model = make()
-    trainer = fit(model, Batches(whole, 8 // micro_batches), accumulate_grad_batches=micro_batches)
+    trainer = fit(model, split(whole, 8 // micro_batches), accumulate_grad_batches=micro_batches)
     assert trainer.callback_metrics["train/loss"].item() == pytest.approx(loss, rel=1e-6)
-    for ours, theirs in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([p.detach() for p in model.parameters()], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_logged_norm_is_that_of_the_mean_gradient_before_the_clip():
     whole = ragged(8)
-    model = make()
-    model.configure_model()
+    model = built()
     F.cross_entropy(model(whole["input_ids"]).flatten(0, 1), whole["labels"].flatten(), ignore_index=-100).backward()
     norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
-    trainer = fit(make(), Batches(whole, 2), accumulate_grad_batches=4, gradient_clip_val=norm / 10)
+    trainer = fit(make(), split(whole, 2), accumulate_grad_batches=4, gradient_clip_val=norm / 10)
     assert trainer.callback_metrics["train/grad_norm"].item() == pytest.approx(norm, rel=1e-5)
 
 
@@ -98,13 +101,12 @@ def test_a_micro_batch_without_a_counted_label_changes_nothing():
     padded["labels"][4:] = -100
     _, expected = plain_step(whole)
     model = make()
-    fit(model, Batches(padded, 4), accumulate_grad_batches=2)
-    for ours, theirs in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-6)
+    fit(model, split(padded, 4), accumulate_grad_batches=2)
+    torch.testing.assert_close([p.detach() for p in model.parameters()], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_logged_lr_is_the_one_that_the_step_used():
-    trainer = fit(make(schedule=WarmupLinear(warmup_steps=2)), Batches(ragged(4), 2), max_steps=3)
+    trainer = fit(make(schedule=WarmupLinear(warmup_steps=2)), split(ragged(4), 2), max_steps=3)
     # peak 0.5: steps 0, 1 warm up; step 2 is the first of one step of decay
     assert trainer.callback_metrics["train/lr"].item() == pytest.approx(0.5)
 
@@ -113,46 +115,40 @@ def test_the_logged_lr_is_that_of_the_optimizer_whatever_a_rule_scales():
     from lightning_tricks.optim import ParamRule
 
     rules = [ParamRule(pattern=".", lr_scale=4.0)]
-    trainer = fit(make(param_rules=rules), Batches(ragged(4), 2))
+    trainer = fit(make(param_rules=rules), split(ragged(4), 2))
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(2.0)
     assert trainer.callback_metrics["train/lr"].item() == pytest.approx(0.5)
 
 
 def test_a_run_with_a_loss_scale_shows_it_and_another_does_not():
-    scaled = fit(make(), Batches(ragged(4), 2), plugins=[FP16Mixed(init_scale=8.0)])
+    scaled = fit(make(), split(ragged(4), 2), plugins=[FP16Mixed(init_scale=8.0)])
     assert scaled.callback_metrics["precision/loss_scale"] == 8.0
     assert scaled.callback_metrics["precision/skipped_steps"] == 0
-    plain = fit(make(), Batches(ragged(4), 2), plugins=[BF16Mixed()])
+    plain = fit(make(), split(ragged(4), 2), plugins=[BF16Mixed()])
     assert not any(name.startswith("precision/") for name in plain.callback_metrics)
 
 
 def test_validation_figures_are_sums_over_the_set_not_means_of_batches():
     whole = ragged(6)
     whole["n_bytes"] = torch.tensor([3, 1, 4, 1, 5, 9])
-    model = make()
-    model.configure_model()
+    model = built()
     nats = F.cross_entropy(
         model(whole["input_ids"]).flatten(0, 1), whole["labels"].flatten(), ignore_index=-100, reduction="sum"
     ).item()
     tokens = (whole["labels"] != -100).sum().item()
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
-    metrics = trainer.validate(model, DataLoader(Batches(whole, 2), batch_size=None), verbose=False)[0]
+    metrics = evaluate("validate", model, split(whole, 2))
     assert metrics["val/loss"] == pytest.approx(nats / tokens, rel=1e-6)
     assert metrics["val/bits_per_byte"] == pytest.approx(nats / math.log(2) / 23, rel=1e-6)
-    metrics = trainer.test(model, DataLoader(Batches(whole, 3), batch_size=None), verbose=False)[0]
-    assert metrics["test/loss"] == pytest.approx(nats / tokens, rel=1e-6)
+    assert evaluate("test", model, split(whole, 3))["test/loss"] == pytest.approx(nats / tokens, rel=1e-6)
 
 
 def test_bits_per_byte_is_left_out_where_bytes_are_not_known():
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
-    metrics = trainer.validate(make(), DataLoader(Batches(ragged(4), 2), batch_size=None), verbose=False)[0]
-    assert metrics.keys() == {"val/loss"}
+    assert evaluate("validate", make(), split(ragged(4), 2)).keys() == {"val/loss"}
 
 
 def test_predictions_are_the_log_probabilities_of_the_labels():
     whole = ragged(2)
-    model = make()
-    model.configure_model()
+    model = built()
     found = model.predict_step(whole, 0)
     logp = F.log_softmax(model(whole["input_ids"]), -1)
     assert found[0, 0].item() == pytest.approx(logp[0, 0, whole["labels"][0, 0]].item(), abs=1e-6)
@@ -160,28 +156,23 @@ def test_predictions_are_the_log_probabilities_of_the_labels():
 
 
 def test_the_first_weights_depend_on_the_seed_alone():
-    first = make()
-    first.configure_model()
+    first = built()
     torch.manual_seed(0)
     second = LanguageModel(Llama(**SHAPE))
     torch.rand(100)  # other use of the random state in between
     second.configure_model()
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert same_weights(first, second)
     torch.manual_seed(1)
     third = LanguageModel(Llama(**SHAPE))
     third.configure_model()
-    assert not torch.equal(next(first.parameters()), next(third.parameters()))
+    assert not same_weights(first, third)
 
 
 def test_a_checkpoint_of_another_shape_is_refused_in_one_line(tmp_path):
-    model = make()
-    trainer = fit(model, Batches(ragged(4), 2), enable_checkpointing=True, default_root_dir=tmp_path)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    fit(make(), split(ragged(4), 2)).save_checkpoint(tmp_path / "a.ckpt")
     other = LanguageModel(Llama(**{**SHAPE, "d_model": 32}))
     with pytest.raises(UsageError, match=r"d_model=16, the recipe's 32"):
-        pl.Trainer(accelerator="cpu", devices=1, logger=False).validate(
-            other, DataLoader(Batches(ragged(4), 2), batch_size=None), ckpt_path=str(tmp_path / "a.ckpt")
-        )
+        trainer_with().validate(other, split(ragged(4), 2), ckpt_path=str(tmp_path / "a.ckpt"))
     gpt = LanguageModel(GPT2(**SHAPE))
     with pytest.raises(UsageError, match="class='Llama'"):
         gpt.on_load_checkpoint(torch.load(tmp_path / "a.ckpt", weights_only=True))
@@ -193,16 +184,15 @@ def test_checkpointing_and_compiling_leave_the_step_as_it_was(mode, monkeypatch)
     compiled: list[torch.nn.Module] = []
     _, expected = plain_step(ragged(4))
     model = make(activation_checkpointing=mode, compile_blocks=True)
-    fit(model, Batches(ragged(4), 4))
+    fit(model, split(ragged(4), 4))
     assert compiled == list(model.decoder.blocks)
-    for ours, theirs in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([p.detach() for p in model.parameters()], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_strategy_that_leaves_the_sharding_to_the_module_is_refused():
     strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
     with pytest.raises(UsageError, match=r"^strategy=ModelParallelStrategy leaves .*: take FSDP2Strategy$"):
-        fit(make(), [ragged(2)], strategy=strategy)
+        fit(make(), batches([ragged(2)]), strategy=strategy)
 
 
 # ---- out of a checkpoint
@@ -243,16 +233,16 @@ class OwnDecoder(LanguageModel):
 )
 def test_a_checkpoint_alone_gives_the_model_back(cls, settings, tmp_path):
     model = cls(**settings, schedule=WarmupLinear(warmup_steps=1))
-    fit(model, Batches(ragged(4), 2), max_steps=2).save_checkpoint(tmp_path / "a.ckpt")
+    fit(model, split(ragged(4), 2), max_steps=2).save_checkpoint(tmp_path / "a.ckpt")
     again = cls.load_from_checkpoint(tmp_path / "a.ckpt")
     assert type(again) is cls
     assert again.config == model.config
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    fit(cls(**settings), Batches(ragged(4), 2), max_steps=3, ckpt_path=tmp_path / "a.ckpt")  # opens under weights_only
+    assert same_weights(model, again)
+    fit(cls(**settings), split(ragged(4), 2), max_steps=3, ckpt_path=tmp_path / "a.ckpt")  # opens under weights_only
 
 
 def test_what_the_caller_gives_beats_the_checkpoint(tmp_path):
-    fit(make(), Batches(ragged(4), 2)).save_checkpoint(tmp_path / "a.ckpt")
+    fit(make(), split(ragged(4), 2)).save_checkpoint(tmp_path / "a.ckpt")
     again = LanguageModel.load_from_checkpoint(tmp_path / "a.ckpt", optimizer=sgd, activation_checkpointing="full")
     assert (again.optimizer, again.activation_checkpointing) == (sgd, "full")
     with pytest.raises(UsageError, match=r"d_model=16, the recipe's 32"):
@@ -261,7 +251,7 @@ def test_what_the_caller_gives_beats_the_checkpoint(tmp_path):
 
 def test_weights_alone_and_a_folder_of_shards_give_the_model_back_as_well(tmp_path):
     model = make()
-    run = fit(model, Batches(ragged(4), 2))
+    run = fit(model, split(ragged(4), 2))
     run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     rest = torch.load(tmp_path / "weights.ckpt", weights_only=True)
     weights = {"state_dict": rest.pop("state_dict")}
@@ -269,14 +259,14 @@ def test_weights_alone_and_a_folder_of_shards_give_the_model_back_as_well(tmp_pa
     torch.save(rest, tmp_path / "shards.ckpt" / "meta.pt")
     for name in ("weights.ckpt", "shards.ckpt"):
         again = LanguageModel.load_from_checkpoint(str(tmp_path / name))
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+        assert same_weights(model, again)
 
 
 def test_an_open_file_gives_the_model_back_with_the_decoder_that_the_caller_gives(tmp_path):
-    fit(model := make(), Batches(ragged(4), 2)).save_checkpoint(tmp_path / "a.ckpt")
+    fit(model := make(), split(ragged(4), 2)).save_checkpoint(tmp_path / "a.ckpt")
     with (tmp_path / "a.ckpt").open("rb") as file:
         again = LanguageModel.load_from_checkpoint(file, decoder=Llama(**SHAPE))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert same_weights(model, again)
     with pytest.raises(
         UsageError, match=r"^average=ema: s3://b/a\.ckpt is not on a file system: copy it to one first$"
     ):
@@ -284,8 +274,7 @@ def test_an_open_file_gives_the_model_back_with_the_decoder_that_the_caller_give
 
 
 def test_the_flops_of_its_loss_are_those_by_hand():
-    model = make()
-    model.configure_model()
+    model = built()
     by_hand, again = model.flops_per_token(seq_len=8, attention="full")
     with count_flops(model) as counter:
         model.token_sums(ragged(4))[0].backward()

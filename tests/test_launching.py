@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import warnings
@@ -21,14 +20,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness import processes
 from harness.preloaded import left_over, python
+from harness.processes import LAUNCHED, free_port, threads
 
 from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.commands.consolidate import run as consolidate
 from lightning_tricks.data import ShardWriter
 
-pytestmark = [pytest.mark.outside, pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc")]
 RECIPE = """
 seed_everything: 0
 model:
@@ -56,7 +55,6 @@ trainer:
 GONE = (
     r"^rank {rank} of {world} on \S+ is gone without a word \(process \d+\): killed, or out of memory \(dmesg tells\)$"
 )
-LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_GLOBAL_SEED")
 LIMIT = 280.0  # seconds, above which a run that should end well hangs
 
 
@@ -83,7 +81,7 @@ class Job:
         deadline = time.time() + seconds
         while time.time() < deadline and any(process.poll() is None for process in self.started):
             time.sleep(0.05)
-        while (alive := self.alive()) and time.time() < deadline:
+        while (alive := left_over(self.folder)) and time.time() < deadline:
             time.sleep(0.2)
         ended = time.time()
         for pid in alive:
@@ -92,9 +90,6 @@ class Job:
         self.codes = [process.wait() for process in self.started]
         assert not alive, f"{len(alive)} processes were still there:\n{self.out[-5000:]}"
         return ended
-
-    def alive(self) -> list[int]:
-        return left_over(self.folder)
 
     @property
     def out(self) -> str:
@@ -111,21 +106,6 @@ class Job:
         whole = self.folder / "whole.ckpt"
         consolidate([str(self.folder / "runs/toy/version_0/checkpoints/last.ckpt"), str(whole)])
         return load_file(whole, None)["state_dict"]
-
-
-GIVEN: set[int] = set()  # ports of runs that may not listen on them yet
-
-
-def free_port(low: int = 15000, high: int = 25000) -> int:
-    """A port below those that the system gives away, so that nobody is given it before the run listens on it."""
-    start = low + (os.getpid() * 37 + time.monotonic_ns() // 1000) % (high - low)
-    for port in [*range(start, high), *range(low, start)]:
-        with socket.socket() as sock, suppress(OSError):
-            sock.bind(("", port))
-            if port not in GIVEN:
-                GIVEN.add(port)
-                return port
-    raise OSError("no free port")
 
 
 def fit(devices: int, *overrides: str, fail: dict[str, Any] | None = None, grace: float | None = None) -> list[str]:
@@ -151,7 +131,8 @@ def lightning(job: Job, devices: int, *overrides: str, **options: Any) -> None:
 
 def slurm(job: Job, devices: int, *overrides: str, ranks: tuple[int, ...] | None = None, **options: Any) -> None:
     """What srun sets, for each task of one node; Lightning takes the port from the job's id."""
-    port = free_port()
+    while (port := free_port()) >= 25_000:
+        pass
     for rank in ranks or range(devices):
         env = {
             "NTASKS": devices, "NTASKS_PER_NODE": devices, "NNODES": 1, "PROCID": rank, "LOCALID": rank, "NODEID": 0,
@@ -260,10 +241,10 @@ def ended(hosts, tmp_path_factory) -> Iterator[Callable[[str], Job]]:
         with ShardWriter(job.folder / "data", "train", vocab_size=64) as writer:
             writer.append(torch.randint(0, 64, (4000,), generator=torch.Generator().manual_seed(0)).numpy())
     python()
-    with processes.threads({name: (RUNS[name], job, hosts) for name, job in jobs.items()}) as wait:
+    with threads({name: (RUNS[name], job, hosts) for name, job in jobs.items()}) as wait:
         yield lambda name: (wait(name), jobs[name])[1]
     for job in jobs.values():
-        for pid in job.alive():
+        for pid in left_over(job.folder):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

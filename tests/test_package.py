@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import preloaded
 import pytest
+from harness import preloaded
 
 import lightning_tricks
 from lightning_tricks import OptimizerMixin, _lightning, accounting

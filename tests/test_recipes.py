@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
-from preloaded import python
+from harness.preloaded import python
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore

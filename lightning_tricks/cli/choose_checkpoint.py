@@ -136,10 +136,14 @@ def _none_found(option: str, command: str, found: Found, where: str) -> None:
     rank_zero_info(f"{option}: there is no checkpoint in {where}: the run starts at step 0")
 
 
+def _is_of_deepspeed(trainer: Any) -> bool:
+    return weights_layout(trainer.strategy) in ("engine", "foreign engine")
+
+
 def _damage(trainer: Any, resumes: bool, path: Path) -> str | None:
     """Why a checkpoint cannot be used, in the words of the check that refused it; None where it can."""
     try:
-        if weights_layout(trainer.strategy) == "engine" and path.is_dir():
+        if _is_of_deepspeed(trainer) and path.is_dir():
             read_layout(path)
             check_bytes(path)
         else:
@@ -196,7 +200,7 @@ def _check(path: str, trainer: Any, resumes: bool) -> None:
     if is_remote(path):
         _check_address(path)
     ours = isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO)
-    if ours and weights_layout(trainer.strategy) != "engine" and not is_remote(path):
+    if ours and not _is_of_deepspeed(trainer) and not is_remote(path):
         check_names_weights(check_checkpoint(path, resumes))
 
 

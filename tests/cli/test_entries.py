@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli.wrong_inputs import SMALL
-from preloaded import python
+from harness.preloaded import python
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError, one_line_and_exit
@@ -104,17 +104,12 @@ def test_a_mistake_in_a_process_of_its_own_is_one_line(project):
     ("args", "words"),
     [
         (["--model.width", "two"], "model.width=two: give a whole number"),
-        (["--trainer.max_stp", "2"], "did you mean trainer.max_steps?"),
-        (["--trainer.accumulate_grad_batches", "0"], "trainer.accumulate_grad_batches=0"),
         (["--ckpt_path", "none.ckpt"], "ckpt_path=none.ckpt"),
-        (["--trainer.strategy", "ddpp"], "trainer.strategy=ddpp: no such strategy; did you mean ddp?"),
     ],
 )
 def test_a_mistake_in_a_script_of_ones_own_is_one_line(project, monkeypatch, capsys, args, words):
     assert run_script(monkeypatch, "fit", "--config", "mine.yaml", *args) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert words in said[-1]
-    assert said[-1].startswith("error: ")
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"error: {words}")
 
 
 def test_hints_name_the_program_that_was_started(project, monkeypatch, capsys):

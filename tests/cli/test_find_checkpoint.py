@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import fsspec
 import pytest
 import torch
+import yaml
 from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
 from cli.test_run_folder import Toy, command_line, folders, step_of
+from cli.wrong_inputs import SMALL
+from harness.preloaded import python
+from harness.processes import free_port
+from harness.processes import run as run_processes
 from lightning.pytorch.callbacks import ModelCheckpoint
-from preloaded import python
-from two_processes import free_port
-from two_processes import run as run_processes
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.find_checkpoint import candidates, newest_whole, restore_name
@@ -32,9 +34,10 @@ CHECKPOINTS = Path("runs/toy/version_0/checkpoints")
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _here(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lightning-tricks"])
+    caplog.set_level("INFO", logger="lightning.pytorch")
 
 
 def save(path: Path, step: int, number: int | None, time: int, **record) -> Path:
@@ -155,8 +158,7 @@ LAST, AUTO = "--ckpt_path=last", "--resume=auto"
 def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_goes_on_from_the_one_before(damage, option, caplog):
     fit()
     damage(newest_first()[0])  # and with it the link last.ckpt
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit(option, steps=6)
+    fit(option, steps=6)
     assert started_at(caplog) == 3
     (passed,) = lines(caplog, f"{option.lstrip('-')}: passed over: ")
     assert ("last.ckpt: a link to" if damage is Path.unlink else "step=4.ckpt") in passed
@@ -182,15 +184,13 @@ def test_where_no_checkpoint_is_whole_a_run_is_refused_unless_told_to_start_afre
 
 
 def test_auto_starts_where_there_is_nothing_and_then_goes_on_by_the_same_command(caplog):
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit("--resume=auto", steps=2)
-        assert lines(caplog, "resume=auto: there is no checkpoint in runs/toy: the run starts at step 0")
-        Path("runs/toy/version_1/checkpoints").mkdir(parents=True)  # a start that was killed before its first save
-        fit("--resume=auto", steps=4)
+    fit("--resume=auto", steps=2)
+    assert lines(caplog, "resume=auto: there is no checkpoint in runs/toy: the run starts at step 0")
+    Path("runs/toy/version_1/checkpoints").mkdir(parents=True)  # a start that was killed before its first save
+    fit("--resume=auto", steps=4)
     assert started_at(caplog) == 2
     caplog.clear()
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit("--resume=auto", "--trainer.fast_dev_run=true")
+    fit("--resume=auto", "--trainer.fast_dev_run=true")
     assert not lines(caplog, "resume=auto")
 
 
@@ -198,27 +198,24 @@ def test_what_resume_says_in_a_recipe_holds_for_fit_alone_and_an_explicit_path_w
     Path("auto.yaml").write_text("resume: auto\n")
     fit()
     first = sorted(CHECKPOINTS.glob("*step=1.ckpt"))[0]
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit("--config=auto.yaml", f"--ckpt_path={first}", steps=5)
-        assert started_at(caplog) == 1
-        fit("--config=auto.yaml", "--resume=none")
-        assert folders() == ["version_0", "version_1"]
-        command_line("validate", "--config=auto.yaml", "--ckpt_path=last", saver=KEEP)
+    fit("--config=auto.yaml", f"--ckpt_path={first}", steps=5)
+    assert started_at(caplog) == 1
+    fit("--config=auto.yaml", "--resume=none")
+    assert folders() == ["version_0", "version_1"]
+    command_line("validate", "--config=auto.yaml", "--ckpt_path=last", saver=KEEP)
     assert not lines(caplog, "resume=auto")
 
 
 def test_a_run_that_is_done_says_how_to_go_on(caplog):
     fit()
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit("--resume=auto")
+    fit("--resume=auto")
     assert lines(caplog, "resume=auto: it has done all 4 steps already: raise --trainer.max_steps")
 
 
 def test_checkpoints_of_another_recipe_are_not_taken_and_of_another_model_refused(caplog):
     fit()
     other = "--trainer.logger={class_path: ResumingTensorBoardLogger, init_args: {save_dir: runs, name: other}}"
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit("--resume=auto", other)
+    fit("--resume=auto", other)
     assert lines(caplog, "resume=auto: there is no checkpoint in runs/other")
     with pytest.raises(UsageError, match=r"is of another model than the recipe's Wide: it has layer\.weight of shape"):
         command_line("fit", f"--model={__name__}.Wide", "--resume=auto", "--trainer.max_steps=6", saver=KEEP)
@@ -240,8 +237,7 @@ def test_a_checkpoint_that_the_disk_cannot_read_is_passed_over(caplog, monkeypat
         return real(path, resumes)
 
     monkeypatch.setattr(choosing, "verify_checkpoint", verify)
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit("--resume=auto", steps=6)
+    fit("--resume=auto", steps=6)
     (passed,) = lines(caplog, "resume=auto: passed over: ")
     assert passed.endswith("epoch=0-step=4.ckpt: cannot be read (Input/output error)")
     assert started_at(caplog) == 3
@@ -257,8 +253,7 @@ def test_a_checkpoint_that_the_disk_cannot_read_is_passed_over(caplog, monkeypat
 def test_without_a_logger_or_with_a_version_of_ones_own_a_recipe_has_one_folder(options, folder, caplog):
     fit(*options, steps=2)
     fit()  # of another recipe, and newer
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit(*options, "--resume=auto", steps=3)
+    fit(*options, "--resume=auto", steps=3)
     assert started_at(caplog) == 2
     assert lines(caplog, f"resume=auto: {folder}/checkpoints/last.ckpt, the newest checkpoint in ")
     assert step_of(Path(folder, "checkpoints", "last.ckpt")) == 3
@@ -267,8 +262,7 @@ def test_without_a_logger_or_with_a_version_of_ones_own_a_recipe_has_one_folder(
 def test_a_checkpoint_at_an_address_is_taken_if_it_is_there(caplog):
     fit(steps=2)
     fsspec.filesystem("memory").pipe_file("/there/last.ckpt", newest_first()[0].read_bytes())
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit("--ckpt_path=memory://there/last.ckpt", steps=3)
+    fit("--ckpt_path=memory://there/last.ckpt", steps=3)
     assert started_at(caplog) == 2
     with pytest.raises(UsageError, match=r"^ckpt_path=memory://there/no\.ckpt: nothing is there, or it cannot be reac"):
         fit("--ckpt_path=memory://there/no.ckpt")
@@ -290,8 +284,7 @@ def test_under_deepspeed_a_folder_that_is_no_whole_one_of_deepspeed_is_passed_ov
     strategy = type("DeepSpeedStrategy", (), {})()
     trainer = SimpleNamespace(strategy=strategy, checkpoint_callbacks=[saver], callbacks=[], max_steps=4, logger=None)
     trainer.default_root_dir, trainer.fast_dev_run = "runs", False
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        assert choose_checkpoint("fit", "last", trainer) == str(tmp_path / "step=1.ckpt")
+    assert choose_checkpoint("fit", "last", trainer) == str(tmp_path / "step=1.ckpt")
     (passed,) = lines(caplog, "ckpt_path=last: passed over: ")
     assert passed.endswith("the checkpoint step=2.ckpt was not written to its end: take an earlier one")
 
@@ -300,8 +293,7 @@ def test_a_file_of_weights_alone_is_passed_over_by_a_fit(caplog):
     fit()
     content = torch.load(newest_first()[0], weights_only=True)
     torch.save({"state_dict": content["state_dict"]}, CHECKPOINTS / "weights.ckpt")
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit("--resume=auto", steps=5)
+    fit("--resume=auto", steps=5)
     assert "it holds weights only" in lines(caplog, "resume=auto: passed over: ")[0]
     assert started_at(caplog) == 4
 
@@ -363,13 +355,12 @@ def test_a_fine_tuning_that_is_killed_goes_on_by_the_same_command(caplog):
     os.rename("runs/toy", "base")
     base = next(Path("base/version_0/checkpoints").glob("*step=2.ckpt"))
     command = ["--resume=auto", f"--init_from={base}"]
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit(*command, steps=1)
-        assert lines(caplog, f"init_from={base}: 2 of its 2 weights loaded; left out: the optimizer's state (AdamW)")
-        assert started_at(caplog) == 0
-        own = torch.load(newest_first()[0], weights_only=True)
-        base.unlink()
-        fit(*command, steps=3)
+    fit(*command, steps=1)
+    assert lines(caplog, f"init_from={base}: 2 of its 2 weights loaded; left out: the optimizer's state (AdamW)")
+    assert started_at(caplog) == 0
+    own = torch.load(newest_first()[0], weights_only=True)
+    base.unlink()
+    fit(*command, steps=3)
     assert (own["global_step"], started_at(caplog)) == (1, 1)
     assert lines(
         caplog, f"init_from={base}: not read, as the run goes on from runs/toy/version_0/checkpoints/last.ckpt"
@@ -396,7 +387,13 @@ def two_steps(text_file, tmp_path_factory) -> Path:
     """A run of two steps, whose newest checkpoint is damaged."""
     folder = tmp_path_factory.mktemp("two") / "run"
     folder.mkdir()
-    (folder / "small.yaml").write_text(TWO.replace("TEXT", text_file))
+    recipe = yaml.safe_load(SMALL) | {"resume": "auto"}
+    recipe["data"]["init_args"]["files"] = text_file
+    logger = {"class_path": "ResumingTensorBoardLogger", "init_args": {"save_dir": "runs", "name": "small"}}
+    saver = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 1, "save_top_k": -1}}
+    recipe["trainer"] |= {"devices": 2, "strategy": "ddp", "logger": logger, "callbacks": [saver]}
+    del recipe["trainer"]["enable_checkpointing"]
+    (folder / "small.yaml").write_text(yaml.safe_dump(recipe))
     alone = ["--trainer.devices=1", "--trainer.strategy=auto", "--trainer.max_steps=2"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -414,24 +411,3 @@ def test_two_processes_go_on_from_the_same_whole_checkpoint(launcher, two_steps,
     assert "passed over: runs/small/version_0/checkpoints/epoch=0-step=2.ckpt" in said[0]
     assert said[1].endswith("epoch=0-step=1.ckpt, the newest whole checkpoint in runs/small")
     assert "Going on from step 1 of" in said[2]
-
-
-TWO = """\
-seed_everything: 0
-resume: auto
-model:
-  class_path: LanguageModel
-  init_args:
-    decoder: {class_path: Llama, init_args: {vocab_size: 300, d_model: 32, n_layers: 1, n_heads: 2, max_seq_len: 32}}
-data:
-  class_path: TextData
-  init_args: {files: TEXT, cache_dir: cache, vocab_size: 300, seq_len: 32, micro_batch_size: 2}
-trainer:
-  accelerator: cpu
-  devices: 2
-  strategy: ddp
-  enable_progress_bar: false
-  limit_val_batches: 0
-  logger: {class_path: ResumingTensorBoardLogger, init_args: {save_dir: runs, name: small}}
-  callbacks: [{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 1, save_top_k: -1}}]
-"""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness.runs import trainer_with
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -36,6 +37,9 @@ class Toy(OptimizerMixin, pl.LightningModule):
         self.refuses = refuses
         self.layer = torch.nn.Linear(2, 1)
 
+    def prepare_data(self):
+        self._may_refuse("prepare_data")
+
     def _may_refuse(self, place):
         if self.refuses == place:
             raise UsageError(f"refused in {place}")
@@ -50,6 +54,7 @@ class Toy(OptimizerMixin, pl.LightningModule):
         self._may_refuse("on_train_start")
 
     def training_step(self, batch, batch_idx):
+        self._may_refuse(f"step {self.trainer.global_step}")
         return self.layer(batch).mean()
 
     def validation_step(self, batch, batch_idx):
@@ -76,8 +81,9 @@ LOGGERS = {
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _here(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", logger="lightning.pytorch")
     monkeypatch.setattr(sys, "argv", ["lightning-tricks"])
     monkeypatch.setattr(next_steps_module, "program", lambda: "python -m lightning_tricks")
 
@@ -85,10 +91,7 @@ def _here(tmp_path, monkeypatch):
 def run(command, checkpoint=None, *, steps=4, logger="tensorboard", saves=True, dirpath=None, refuses=""):
     """What the command line does for a recipe, without parsing one."""
     saver = [ModelCheckpoint(dirpath, every_n_train_steps=2, save_last="link")] if saves else []
-    trainer = pl.Trainer(
-        max_steps=steps, accelerator="cpu", logger=LOGGERS[logger](), callbacks=saver, enable_checkpointing=saves,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = trainer_with(*saver, max_steps=steps, logger=LOGGERS[logger]())
     with RunFolder() as folder:
         trainer.callbacks.insert(0, folder)
         checkpoint = choose_checkpoint(command, checkpoint, trainer)
@@ -143,8 +146,7 @@ def test_last_is_the_newest_run_with_a_checkpoint_and_is_named(caplog):
     run("fit")
     run("fit")
     run("fit", saves=False)  # a newer folder, with no checkpoint in it
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        run("fit", "last", steps=8)
+    run("fit", "last", steps=8)
     said = [record.getMessage() for record in caplog.records]
     last = "runs/toy/version_1/checkpoints/last.ckpt"
     assert f"ckpt_path=last: {last}, the newest checkpoint in runs/toy" in said
@@ -362,16 +364,9 @@ def test_a_fit_that_saved_nothing_says_so():
 def test_a_run_that_saved_less_than_it_trained_says_which_checkpoint_is_meant():
     def lines(last_model_path=""):
         saver = SimpleNamespace(dirpath="kept", last_model_path=last_model_path, best_model_path="")
-        parts = {
-            "callbacks": [],
-            "max_steps": 5,
-            "lightning_module": None,
-            "logger": None,
-            "loggers": [],
-            "ckpt_path": None,
-            "default_root_dir": ".",
-        }
-        return next_steps(SimpleNamespace(checkpoint_callbacks=[saver], global_step=5, **parts), [], lr=None)
+        none = dict.fromkeys(("lightning_module", "logger", "ckpt_path"))
+        run = {"global_step": 5, "max_steps": 5, "callbacks": [], "loggers": [], "checkpoint_callbacks": [saver]}
+        return next_steps(SimpleNamespace(**none, **run, default_root_dir="."), [], lr=None)
 
     Path("kept").mkdir()
     content = {"global_step": 4, "state_dict": {}}

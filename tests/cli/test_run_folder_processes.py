@@ -8,17 +8,15 @@ it is empty.
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import two_processes
+from cli.test_run_folder import Toy
+from harness import processes
 
-from lightning_tricks._lightning import pl
 from lightning_tricks.checkpoints import verify_checkpoint
 from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.cli.run_folder import RunFolder
-from lightning_tricks.mixins import OptimizerMixin
 
 RUN = Path("runs/toy/version_0")
 START = {"config.yaml", "hparams.yaml", "events"}
@@ -35,39 +33,6 @@ LEFT = {  # by the place of the exception: what is left by a launcher whose proc
 CHILDREN = {**LEFT, "setup": {"config.yaml", "events"}, "on_train_start": START}
 
 
-class PlannedError(Exception):
-    """The exception of a test."""
-
-
-class Toy(OptimizerMixin, pl.LightningModule):
-    """A linear layer that fails where it is told to."""
-
-    def __init__(self, fails: str = "", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.fails = fails
-        self.layer = torch.nn.Linear(2, 1)
-
-    def _may_fail(self, place: str) -> None:
-        if self.fails == place:
-            raise PlannedError(place)
-
-    def prepare_data(self) -> None:
-        self._may_fail("prepare_data")
-
-    def setup(self, stage: str) -> None:
-        self._may_fail("setup")
-
-    def on_train_start(self) -> None:
-        self._may_fail("on_train_start")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self._may_fail(f"step {self.trainer.global_step}")
-        return self.layer(batch).mean()
-
-    def train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(torch.ones(64, 2), batch_size=2)
-
-
 def fit(strategy: str, fails: str = "", *options: str, devices: int = 2) -> str:
     """The command line, in this process; returns the exception."""
     saver = "[{class_path: SafeCheckpoint, init_args: {every_n_train_steps: 2}}]"
@@ -76,7 +41,7 @@ def fit(strategy: str, fails: str = "", *options: str, devices: int = 2) -> str:
     try:
         RecipeCLI(
             args=[
-                "fit", f"--model={__name__}.Toy", f"--model.fails={fails}", "--trainer.accelerator=cpu",
+                "fit", "--model=cli.test_run_folder.Toy", f"--model.refuses={fails}", "--trainer.accelerator=cpu",
                 f"--trainer.devices={devices}", f"--trainer.strategy={strategy}", "--trainer.max_steps=4",
                 f"--trainer.logger={logger}", f"--trainer.callbacks={saver}", "--trainer.enable_progress_bar=false",
                 *options,
@@ -99,13 +64,13 @@ def forked(folder: Path) -> None:
         place.mkdir()
         os.chdir(place)
         strategy = "ddp_notebook" if fails == "step 0" else "ddp_fork"
-        assert (f"PlannedError: {fails}" in fit(strategy, fails)) == bool(fails)
+        assert (f"refused in {fails}" in fit(strategy, fails)) == bool(fails)
         assert left() == expected, fails
         assert Path("runs").exists() == bool(expected)
 
 
 def test_under_ddp_fork_a_run_stays_and_a_folder_goes_only_while_it_is_empty(tmp_path):
-    two_processes.end(two_processes.start_alone(forked, tmp_path))
+    processes.end(processes.start_alone(forked, tmp_path))
     verify_checkpoint(tmp_path / "whole" / RUN / "checkpoints/last.ckpt")
 
 
@@ -115,12 +80,12 @@ def spawned(folder: Path) -> None:
     assert left() == START | CHECKPOINTS
     # a second fit, which goes on from the first: everything that the children are given can be pickled
     given = ["--ckpt_path=last", "--trainer.max_steps=6"]
-    assert "PlannedError: step 5" in fit("ddp_spawn", "step 5", *given, devices=1)
+    assert "refused in step 5" in fit("ddp_spawn", "step 5", *given, devices=1)
     assert left() == START | CHECKPOINTS
 
 
 def test_under_ddp_spawn_a_run_stays_and_goes_on(tmp_path):
-    two_processes.end(two_processes.start_alone(spawned, tmp_path))
+    processes.end(processes.start_alone(spawned, tmp_path))
     verify_checkpoint(tmp_path / RUN / "checkpoints/last.ckpt")
 
 
@@ -135,7 +100,7 @@ def torchrun(rank: int, folder: Path) -> None:
 def test_under_torchrun_rank_0_removes_what_its_start_wrote(tmp_path, fails):
     folder = tmp_path / (fails or "whole")
     folder.mkdir()
-    two_processes.run(torchrun, folder)
+    processes.run(torchrun, folder)
     os.chdir(folder)
     assert left() == LEFT[fails]
     assert Path("runs").exists() == bool(LEFT[fails])
@@ -144,12 +109,12 @@ def test_under_torchrun_rank_0_removes_what_its_start_wrote(tmp_path, fails):
 @pytest.mark.parametrize("foreign", ["checkpoints/step=9.ckpt", "notes.txt", "events.out.tfevents.1.host.1.0"])
 def test_a_folder_with_a_file_of_another_process_stays_whole(tmp_path, monkeypatch, foreign):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PlannedError), RunFolder() as folder:  # noqa: PT012
+    with pytest.raises(KeyError), RunFolder() as folder:  # noqa: PT012
         assert folder._make(RUN)
         for name in ("config.yaml", foreign):
             (RUN / name).parent.mkdir(exist_ok=True)
             (RUN / name).write_text("")
-        raise PlannedError
+        raise KeyError
     assert left() == {"config.yaml", "events" if foreign.startswith("events") else foreign}
 
 
@@ -160,6 +125,6 @@ def test_a_start_that_fails_deletes_no_new_file_of_another_process_in_the_folder
     given = ["--trainer.logger.version=0"]
 
     monkeypatch.setattr(Toy, "setup", lambda self, stage: (RUN / "notes.txt").write_text("theirs"))
-    assert fit("auto", "on_train_start", *given, devices=1) == "PlannedError: on_train_start"
+    assert fit("auto", "on_train_start", *given, devices=1) == "UsageError: refused in on_train_start"
     assert left() == {"config.yaml", "notes.txt"}
     assert (RUN / "config.yaml").read_text() == "before"

@@ -1,7 +1,7 @@
 """Wrong inputs of a newcomer, and what the one line must say of each. Add a row where a mistake is not answered yet.
 
-A row is a name, the arguments after `fit --config small.yaml` (or a whole command line, see `Row.whole`), and words
-that the line must hold: the option, its value, the remedy. `{folder}` in the arguments is the folder of the test.
+A row is the arguments after `fit --config small.yaml` (or a whole command line, see `Row.whole`), and words that the
+line must hold: the option, its value, the remedy. `{folder}` in the arguments is the folder of the test.
 Options that have nothing to do with the model come after a recipe whose model has none: it is read much faster.
 """
 
@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.pytorch import accelerators
@@ -38,10 +39,17 @@ trainer:
   limit_val_batches: 0
 """
 
-PLAIN = """\
+TRAINER = SMALL[SMALL.index("trainer:") :]
+MODEL = SMALL[SMALL.index("model:") :]
+DATA = SMALL[SMALL.index("data:") : SMALL.index("trainer:")]
+
+PLAIN = (
+    """\
 seed_everything: 0
 model: lightning.pytorch.demos.boring_classes.BoringModel
-""" + SMALL[SMALL.index("trainer:") :]
+"""
+    + TRAINER
+)
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 Prepare = Callable[[Path, pytest.MonkeyPatch], object]
@@ -52,7 +60,6 @@ class Row:
     """One wrong input.
 
     Args:
-        name: of the test.
         args: after `fit --config small.yaml`; with `whole`, the whole command line.
         words: that the line must hold.
         whole: see `args`.
@@ -64,7 +71,6 @@ class Row:
         recipe: after which the arguments come.
     """
 
-    name: str
     args: str | list[str]
     words: tuple[str, ...]
     whole: bool = False
@@ -76,30 +82,30 @@ class Row:
     recipe: str = "small.yaml"
 
 
-def recipe(name: str, right: str, wrong: str, *words: str) -> Row:
+def edited(right: str, wrong: str, *words: str) -> Row:
     """A row whose mistake is in the file."""
-    return Row(name, [], words, edit=(right, wrong))
+    return Row([], words, edit=(right, wrong))
 
 
-def command(name: str, args: str, *words: str) -> Row:
+def command(args: str, *words: str, **settings: Any) -> Row:
     """A row that is a whole command line."""
-    return Row(name, args, words, whole=True)
+    return Row(args, words, whole=True, **settings)
 
 
-def option(args: str, *words: str) -> Row:
+def option(args: str | list[str], *words: str, **settings: Any) -> Row:
     """A row that is an option on the command line."""
-    return Row(args, args, words)
+    return Row(args, words, **settings)
 
 
-def plain(args: str, *words: str) -> Row:
+def plain(args: str | list[str], *words: str, **settings: Any) -> Row:
     """A row that is an option on the command line and has nothing to do with the model."""
-    return Row(args, args, words, recipe="plain.yaml")
+    return Row(args, words, recipe="plain.yaml", **settings)
 
 
 def checkpoint(name: str, *words: str, command: str = "fit") -> Row:
     """A row that goes on from a wrong checkpoint, which the test writes."""
     args = f"{command} --config small.yaml --trainer.max_steps 5 --ckpt_path {name}.ckpt"
-    return Row(f"{command} from {name}", args, ("ckpt_path", f"{name}.ckpt", *words), whole=True, lines=3)
+    return Row(args, ("ckpt_path", f"{name}.ckpt", *words), whole=True, lines=3)
 
 
 def fails(folder: Path, patch: pytest.MonkeyPatch, function: str, error: int) -> None:
@@ -215,17 +221,18 @@ DECODER = "{class_path: Llama, init_args: {vocab_size: 300,"
 
 ROWS = [
     # Words that are misspelt or come from another program.
-    command("no such command", "trian --config small.yaml", "'trian'", "--help"),
-    command("a command of another program", "train --config small.yaml", "'train'", "did you mean fit?"),
-    command("no command", "--config small.yaml", "no command: write one of fit,validate,test,predict"),
-    command("fit without a recipe", "fit", "no model", "--config RECIPE.yaml"),
-    command("a recipe without --config", "fit small.yaml", "small.yaml", "--config small.yaml"),
-    command("a misspelt --config", "fit --confg small.yaml", "--confg", "did you mean config?"),
-    command("--config without a file", "fit --config", "--config", "VALUE"),
-    command("cp of no recipe", "cp tinny", "tinny", "did you mean tiny?"),
-    command("cp without a name", "cp", "error: cp: ", "required: recipe", "cp --help"),
-    command("an option that ls lacks", "ls --nosuch", "error: ls: ", "--nosuch", "ls --help"),
-    command("consolidate without a file", "consolidate folder", "error: consolidate: ", "required: file", "--help"),
+    command("trian --config small.yaml", "'trian'", "--help"),
+    command("train --config small.yaml", "'train'", "did you mean fit?"),
+    command("--config small.yaml", "no command: write one of fit,validate,test,predict"),
+    command("fit", "no model", "--config RECIPE.yaml"),
+    command("coordinate-check", "no model", "--config RECIPE.yaml"),
+    command("fit small.yaml", "small.yaml", "--config small.yaml"),
+    command("fit --confg small.yaml", "--confg", "did you mean config?"),
+    command("fit --config", "--config", "VALUE"),
+    command("cp tinny", "tinny", "did you mean tiny?"),
+    command("cp", "error: cp: ", "required: recipe", "cp --help"),
+    command("ls --nosuch", "error: ls: ", "--nosuch", "ls --help"),
+    command("consolidate folder", "error: consolidate: ", "required: file", "--help"),
     plain("--trainer.max_step 3", "trainer.max_step", "did you mean trainer.max_steps?"),
     plain("--trainer.max_iters 3", "trainer.max_iters", "did you mean trainer.max_steps?"),
     option("--max_iters 3", "--max_iters", "did you mean trainer.max_steps?"),
@@ -248,22 +255,22 @@ ROWS = [
     plain("--resume last", "resume=last", "give auto", "--ckpt_path last"),
     option("--resume_from x.ckpt", "--resume_from", "did you mean ckpt_path?"),
     option("--finetune x.ckpt", "--finetune", "did you mean init_from?"),
-    recipe("resume yes", "seed_everything: 0", "seed_everything: 0\nresume: yes", "resume=True", "give auto"),
-    command("validate --resume", "validate --config small.yaml --resume auto", "--resume is an option of fit", "last"),
-    command("prepare --init_from", "prepare --config small.yaml --init_from x", "--init_from is an option of fit"),
+    edited("seed_everything: 0", "seed_everything: 0\nresume: yes", "resume=True", "give auto"),
+    command("validate --config small.yaml --resume auto", "--resume is an option of fit", "last"),
+    command("prepare --config small.yaml --init_from x", "--init_from is an option of fit"),
     plain("--init_from a.ckpt --ckpt_path b.ckpt", "init_from=a.ckpt", "ckpt_path=b.ckpt", "give one of them"),
     plain("--init_from=a.ckpt --ckpt_path=b.ckpt", "init_from=a.ckpt", "ckpt_path=b.ckpt", "give one of them"),
     plain("--resume auto --trainer.default_root_dir s3://bucket", "resume=auto: s3://bucket", "--ckpt_path ADDRESS"),
-    command("prepare without data", "prepare --config plain.yaml", "prepare: the recipe has no data"),
+    command("prepare --config plain.yaml", "prepare: the recipe has no data"),
     option("--init_from no_such.ckpt", "init_from=no_such.ckpt", "no such file"),
     option("--init_from small.yaml", "init_from=small.yaml", "no checkpoint"),
-    Row("init_from another model", "--init_from other.ckpt", ("init_from=other.ckpt", "has no 'decoder."), lines=3),
-    Row("init_from missing weights", "--init_from missing.ckpt", ("init_from=missing.ckpt", "embed.weight"), lines=3),
-    Row("init_from a pickle", "--init_from pickle.ckpt", ("init_from=pickle.ckpt", "weights_only=True"), lines=3),
-    command("verify-resume alone", "verify-resume", "--config RECIPE.yaml"),
-    command("verify-resume --steps 3", "verify-resume --config small.yaml --steps 3", "steps=3", "at least 4"),
-    command("verify-resume --steps x", "verify-resume --config small.yaml --steps x", "'x'", "verify-resume --help"),
-    command("verify", "verify --config small.yaml", "unknown command 'verify'", "did you mean verify-resume?"),
+    option("--init_from other.ckpt", "init_from=other.ckpt", "has no 'decoder.", lines=3),
+    option("--init_from missing.ckpt", "init_from=missing.ckpt", "embed.weight", lines=3),
+    option("--init_from pickle.ckpt", "init_from=pickle.ckpt", "weights_only=True", lines=3),
+    command("verify-resume", "--config RECIPE.yaml"),
+    command("verify-resume --config small.yaml --steps 3", "steps=3", "at least 4"),
+    command("verify-resume --config small.yaml --steps x", "'x'", "verify-resume --help"),
+    command("verify --config small.yaml", "unknown command 'verify'", "did you mean verify-resume?"),
     option("--model.optimizer.nosuch 1", "AdamW", "nosuch", "its options are lr, betas"),
     option("--model.schedule trapezoid", "model.schedule", "'trapezoid'", "did you mean WarmupStableDecay?"),
     option("--model.schedule cosine", "model.schedule", "'cosine'", "did you mean WarmupCosine?"),
@@ -276,122 +283,90 @@ ROWS = [
     plain("--trainer.logger tensorboard", "trainer.logger", "did you mean ResumingTensorBoardLogger?"),
     plain("--trainer.callbacks [Xyzzy]", "trainer.callbacks", "'Xyzzy'", "my_module.MyClass"),
     option("--model no_such_module.Model", "model", "'no_such_module'", "install it"),
-    Row(
-        "every_n_steps",
+    option(
         ["--trainer.callbacks", "[{class_path: ModelCheckpoint, init_args: {every_n_steps: 3}}]"],
-        ("trainer.callbacks: ModelCheckpoint", "'every_n_steps'", "did you mean every_n_train_steps?"),
+        "trainer.callbacks: ModelCheckpoint",
+        "'every_n_steps'",
+        "did you mean every_n_train_steps?",
     ),
-    recipe("max_stps", "max_steps:", "max_stps:", "trainer.max_stps", "did you mean trainer.max_steps?"),
-    recipe("d_modl", "d_model:", "d_modl:", "model.decoder: Llama", "did you mean d_model?"),
-    recipe("Lama", "class_path: Llama", "class_path: Lama", "model.decoder", "'Lama'", "did you mean Llama?"),
-    recipe("WarmupCosin", "WarmupCosine", "WarmupCosin", "model.schedule", "did you mean WarmupCosine?"),
-    recipe("warmup_step", "warmup_steps:", "warmup_step:", "model.schedule: WarmupCosine", "mean warmup_steps?"),
-    recipe("lrr", "lr: 1", "lrr: 1", "model.optimizer: AdamW has no option 'lrr'", "did you mean lr?"),
-    recipe("TextDat", "TextData", "TextDat", "data: no class named 'TextDat'", "did you mean TextData?"),
-    recipe("seq_length", "seq_len: 32, micro", "seq_length: 32, micro", "data: TextData", "did you mean seq_len?"),
-    recipe("trainr", "trainer:", "trainr:", "trainr.accelerator", "did you mean trainer.accelerator?"),
-    recipe("shedule", "schedule:", "shedule:", "LanguageModel has no option 'shedule", "did you mean schedule?"),
+    edited("max_steps:", "max_stps:", "trainer.max_stps", "did you mean trainer.max_steps?"),
+    edited("d_model:", "d_modl:", "model.decoder: Llama", "did you mean d_model?"),
+    edited("class_path: Llama", "class_path: Lama", "model.decoder", "'Lama'", "did you mean Llama?"),
+    edited("WarmupCosine", "WarmupCosin", "model.schedule", "did you mean WarmupCosine?"),
+    edited("warmup_steps:", "warmup_step:", "model.schedule: WarmupCosine", "mean warmup_steps?"),
+    edited("lr: 1", "lrr: 1", "model.optimizer: AdamW has no option 'lrr'", "did you mean lr?"),
+    edited("TextData", "TextDat", "data: no class named 'TextDat'", "did you mean TextData?"),
+    edited("seq_len: 32, micro", "seq_length: 32, micro", "data: TextData", "did you mean seq_len?"),
+    edited("trainer:", "trainr:", "trainr.accelerator", "did you mean trainer.accelerator?"),
+    edited("schedule:", "shedule:", "LanguageModel has no option 'shedule", "did you mean schedule?"),
     plain("--trainer.callbacks [MemoryMonitr]", "'MemoryMonitr'", "did you mean MemoryMonitor?"),
     option("--model.decoder.n_layer 2", "Llama has no option 'n_layer'", "did you mean n_layers?"),
     # The form of a recipe.
-    command("no such file", "fit --config no_such.yaml", "--config", "no_such.yaml", "check the path"),
-    command("a folder for a recipe", "fit --config {folder}", "--config", "check the path"),
-    Row("a binary recipe", "fit --config b.yaml", ("b.yaml", "UTF-8"), True, files={"b.yaml": bytes(range(256))}),
-    Row("an empty recipe", "fit --config e.yaml", ("e.yaml", "no settings"), True, files={"e.yaml": ""}),
-    Row("a list for a recipe", "fit --config l.yaml", ("l.yaml", "no settings"), True, files={"l.yaml": "- a\n- b\n"}),
-    Row("a tab", "fit --config t.yaml", ("t.yaml", "line 2"), True, files={"t.yaml": "trainer:\n\tmax_steps: 1\n"}),
-    Row("an open bracket", "fit --config o.yaml", ("o.yaml", "line 2"), True, files={"o.yaml": "trainer: [\n"}),
-    recipe(
-        "a key twice", "  max_steps: 3\n", "  max_steps: 3\n  logger: true\n  max_steps: 4\n",
-        "lines 13 and 15", "'trainer.max_steps'", "join the two",
+    command("fit --config no_such.yaml", "--config", "no_such.yaml", "check the path"),
+    command("fit --config {folder}", "--config", "check the path"),
+    command("fit --config b.yaml", "b.yaml", "UTF-8", files={"b.yaml": bytes(range(256))}),
+    command("fit --config e.yaml", "e.yaml", "no settings", files={"e.yaml": ""}),
+    command("fit --config l.yaml", "l.yaml", "no settings", files={"l.yaml": "- a\n- b\n"}),
+    command("fit --config t.yaml", "t.yaml", "line 2", files={"t.yaml": "trainer:\n\tmax_steps: 1\n"}),
+    command("fit --config o.yaml", "o.yaml", "line 2", files={"o.yaml": "trainer: [\n"}),
+    edited(
+        "  max_steps: 3\n",
+        "  max_steps: 3\n  logger: true\n  max_steps: 4\n",
+        "lines 13 and 15",
+        "'trainer.max_steps'",
+        "join the two",
     ),
-    recipe("a group twice", "trainer:\n", "model: {}\ntrainer:\n", "lines 2 and 11", "'model'", "join the two"),
-    Row(
-        "a key twice on the command line",
-        ["--trainer", "{max_steps: 3, max_steps: 4}"],
-        ("--trainer", "'max_steps' stands twice", "join the two"),
+    edited("trainer:\n", "model: {}\ntrainer:\n", "lines 2 and 11", "'model'", "join the two"),
+    option(["--trainer", "{max_steps: 3, max_steps: 4}"], "--trainer", "'max_steps' stands twice", "join the two"),
+    edited(
+        DECODER,
+        "{class_path: Llama, vocab_size: 300, more: {",
+        "line 5",
+        "'model.decoder.vocab_size'",
+        "settings of Llama under init_args",
     ),
-    recipe(
-        "a decoder without init_args", DECODER, "{class_path: Llama, vocab_size: 300, more: {",
-        "line 5", "'model.decoder.vocab_size'", "settings of Llama under init_args",
+    edited(
+        "WarmupCosine, init_args: {warmup_steps: 1}",
+        "WarmupCosine, warmup_steps: 1",
+        "line 7",
+        "'model.schedule.warmup_steps'",
+        "settings of WarmupCosine under init_args",
     ),
-    recipe(
-        "a schedule without init_args", "WarmupCosine, init_args: {warmup_steps: 1}", "WarmupCosine, warmup_steps: 1",
-        "line 7", "'model.schedule.warmup_steps'", "settings of WarmupCosine under init_args",
-    ),
-    Row(
-        "a callback without init_args",
+    option(
         ["--trainer.callbacks", "[{class_path: ModelCheckpoint, dirpath: x}]"],
-        ("--trainer.callbacks", "'dirpath'", "ModelCheckpoint under init_args"),
+        "--trainer.callbacks",
+        "'dirpath'",
+        "ModelCheckpoint under init_args",
     ),
     plain("--trainer.callbacks [EarlyStopping", "trainer.callbacks=[EarlyStopping", "a list in brackets"),
     plain("--trainer.callbacks [EarlyStopping]", "trainer.callbacks: EarlyStopping needs 'monitor'", "under init_args"),
     # What a recipe cannot be: each was a traceback, a hang or an abort.
-    Row(
-        "a recipe of null",
-        "fit --config n.yaml",
-        ("`null` is no recipe", "max_steps"),
-        True,
-        files={"n.yaml": "null\n"},
-    ),
-    command("null for a recipe", "fit --config null", "--config: `null` is no recipe"),
-    recipe(
-        "an empty trainer", SMALL[SMALL.index("trainer:") :], "trainer:\n", "trainer=null", "trainer: {max_steps: 100}"
-    ),
-    recipe(
-        "a list for the trainer", SMALL[SMALL.index("trainer:") :], "trainer: [1, 2]\n", "trainer=[1, 2]", "settings"
-    ),
-    recipe(
-        "a word for the trainer", SMALL[SMALL.index("trainer:") :], "trainer: hi\n", "trainer=hi", "file of settings"
-    ),
-    recipe("an empty model", SMALL[SMALL.index("model:") :], "model:\n", "no model", "--config RECIPE.yaml"),
-    recipe("a list for the model", SMALL[SMALL.index("model:") :], "model: [a]\n", "model: give a class", "class_path"),
-    recipe(
-        "a number for the data",
-        SMALL[SMALL.index("data:") : SMALL.index("trainer:")],
-        "data: 5\n",
-        "data: give a class",
-    ),
-    recipe(
-        "data null", SMALL[SMALL.index("data:") : SMALL.index("trainer:")], "data: null\n", "no data", "data: TextData"
-    ),
-    recipe("no data at all", SMALL[SMALL.index("data:") : SMALL.index("trainer:")], "", "no data", "train_dataloader"),
-    Row(
-        "an anchor in itself",
+    command("fit --config n.yaml", "`null` is no recipe", "max_steps", files={"n.yaml": "null\n"}),
+    command("fit --config null", "--config: `null` is no recipe"),
+    edited(TRAINER, "trainer:\n", "trainer=null", "trainer: {max_steps: 100}"),
+    edited(TRAINER, "trainer: [1, 2]\n", "trainer=[1, 2]", "settings"),
+    edited(TRAINER, "trainer: hi\n", "trainer=hi", "file of settings"),
+    edited(MODEL, "model:\n", "no model", "--config RECIPE.yaml"),
+    edited(MODEL, "model: [a]\n", "model: give a class", "class_path"),
+    edited(DATA, "data: 5\n", "data: give a class"),
+    edited(DATA, "data: null\n", "no data", "data: TextData"),
+    edited(DATA, "", "no data", "train_dataloader"),
+    command(
         "fit --config r.yaml",
-        ("r.yaml, line 1", "anchor holds itself"),
-        True,
+        "r.yaml, line 1",
+        "anchor holds itself",
         files={"r.yaml": "trainer: &a\n  callbacks: *a\n"},
     ),
-    Row(
-        "an anchor in itself on the command line",
-        ["--trainer.callbacks", "&a [*a]"],
-        ("--trainer.callbacks", "anchor holds itself"),
-        recipe="plain.yaml",
-    ),
-    Row(
-        "anchors that multiply",
-        "fit --config m.yaml",
-        ("m.yaml", "more than 100,000 values"),
-        True,
-        files={"m.yaml": LAUGHS},
-    ),
-    Row(
-        "brackets without end",
-        "fit --config d.yaml",
-        ("d.yaml", "too deep"),
-        True,
-        files={"d.yaml": "a: " + "[" * 900 + "]" * 900},
-    ),
+    plain(["--trainer.callbacks", "&a [*a]"], "--trainer.callbacks", "anchor holds itself"),
+    command("fit --config m.yaml", "m.yaml", "more than 100,000 values", files={"m.yaml": LAUGHS}),
+    command("fit --config d.yaml", "d.yaml", "too deep", files={"d.yaml": "a: " + "[" * 900 + "]" * 900}),
     # Classes in the wrong place.
-    Row(
-        "a callback as a key",
+    plain(
         ["--trainer.callbacks", "[{EMA: {decay: 0.9}}]"],
-        ("trainer.callbacks: EMA is a class", "{class_path: EMA, init_args: {decay: ...}}"),
-        recipe="plain.yaml",
+        "trainer.callbacks: EMA is a class",
+        "{class_path: EMA, init_args: {decay: ...}}",
     ),
-    recipe(
-        "an optimizer as a key",
+    edited(
         "{class_path: AdamW, init_args: {lr: 1.0e-3, betas: [0.9, 0.95]}}",
         "{AdamW: {lr: 1}}",
         "model.optimizer: AdamW is a class",
@@ -401,35 +376,30 @@ ROWS = [
     plain("--trainer.callbacks+=AdamW", "trainer.callbacks: AdamW is a class of another kind"),
     option("--model.schedule AdamW", "model.schedule: AdamW is a class of another kind"),
     option("--model.optimizer Llama", "model.optimizer: Llama is a class of another kind"),
-    Row(
-        "StepGuard twice",
+    plain(
         "--trainer.callbacks+=StepGuard --trainer.callbacks+=StepGuard",
-        ("trainer.callbacks: StepGuard stands twice", "take one out"),
-        recipe="plain.yaml",
+        "trainer.callbacks: StepGuard stands twice",
+        "take one out",
     ),
-    Row(
-        "SafeCheckpoint where nothing shall be saved",
+    plain(
         "--trainer.callbacks+=SafeCheckpoint",
-        ("trainer.enable_checkpointing=False: SafeCheckpoint in trainer.callbacks", "leave enable_checkpointing out"),
-        recipe="plain.yaml",
+        "trainer.enable_checkpointing=False: SafeCheckpoint in trainer.callbacks",
+        "leave enable_checkpointing out",
     ),
-    Row(
-        "two savers in one folder",
+    plain(
         "--trainer.enable_checkpointing true --trainer.callbacks+=SafeCheckpoint --trainer.callbacks+=ModelCheckpoint",
-        ("SafeCheckpoint: dirpath=", "another ModelCheckpoint saves to this folder", "another dirpath"),
-        recipe="plain.yaml",
+        "SafeCheckpoint: dirpath=",
+        "another ModelCheckpoint saves to this folder",
+        "another dirpath",
     ),
-    Row(
-        "SafeCheckpoint twice",
+    plain(
         "--trainer.enable_checkpointing true --trainer.callbacks+=SafeCheckpoint --trainer.callbacks+=SafeCheckpoint",
-        ("trainer.callbacks: SafeCheckpoint stands twice",),
-        recipe="plain.yaml",
+        "trainer.callbacks: SafeCheckpoint stands twice",
     ),
-    Row(
-        "EMA of a lazy module",
+    plain(
         "--model lazy.Lazy --trainer.callbacks+=EMA",
-        ("EMA: layer.weight has no size yet", "configure_model"),
-        recipe="plain.yaml",
+        "EMA: layer.weight has no size yet",
+        "configure_model",
         files={"lazy.py": LAZY},
         lines=3,
     ),
@@ -445,14 +415,8 @@ ROWS = [
     plain("--trainer.devices 10000000", "trainer.devices=10000000", "CPU cores", "give at most"),
     # Launchers and other machines.
     *(
-        Row(
-            f"{name}={value}",
-            "",
-            (f"{name}='{value}'", "a whole number", f"unset {name}"),
-            recipe="plain.yaml",
-            prepare=environment(**{name: value}),
-        )
-        for name, value in (
+        plain("", f"{name}='{value}'", "a whole number", f"unset {name}", prepare=environment(**{name: value}))
+        for (name, value) in (
             ("WORLD_SIZE", "abc"),
             ("RANK", "abc"),
             ("LOCAL_RANK", "-1"),
@@ -462,184 +426,114 @@ ROWS = [
             ("LOCAL_WORLD_SIZE", "٤"),
         )
     ),
-    Row(
-        "a rank beyond the world",
+    plain("", "RANK=5, WORLD_SIZE=2", "from 0", "torchrun", prepare=environment(RANK="5", WORLD_SIZE="2")),
+    plain("", "LOCAL_RANK=2, LOCAL_WORLD_SIZE=2", "unset", prepare=environment(LOCAL_RANK="2", LOCAL_WORLD_SIZE="2")),
+    plain("", "MASTER_PORT=99999", "65535", prepare=environment(MASTER_PORT="99999")),
+    plain(
         "",
-        ("RANK=5, WORLD_SIZE=2", "from 0", "torchrun"),
-        recipe="plain.yaml",
-        prepare=environment(RANK="5", WORLD_SIZE="2"),
-    ),
-    Row(
-        "a local rank beyond the host",
-        "",
-        ("LOCAL_RANK=2, LOCAL_WORLD_SIZE=2", "unset"),
-        recipe="plain.yaml",
-        prepare=environment(LOCAL_RANK="2", LOCAL_WORLD_SIZE="2"),
-    ),
-    Row(
-        "a port that is none",
-        "",
-        ("MASTER_PORT=99999", "65535"),
-        recipe="plain.yaml",
-        prepare=environment(MASTER_PORT="99999"),
-    ),
-    Row(
-        "torchrun of two processes for one device",
-        "",
-        ("trainer.devices=1", "torchrun has started 2", "--nproc-per-node"),
-        recipe="plain.yaml",
+        "trainer.devices=1",
+        "torchrun has started 2",
+        "--nproc-per-node",
         lines=3,
         prepare=environment(
-            TORCHELASTIC_RUN_ID="x",
-            RANK="0",
-            WORLD_SIZE="2",
-            LOCAL_RANK="0",
-            LOCAL_WORLD_SIZE="2",
-            GROUP_RANK="0",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT="29500",
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2"),
+            **{"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
         ),
     ),
     plain("--trainer.num_nodes 2", "trainer.num_nodes=2", "MASTER_ADDR, MASTER_PORT", "torchrun --nnodes"),
-    Row(
-        "a host beyond the number of hosts",
+    plain(
         "--trainer.num_nodes 2",
-        ("NODE_RANK=7", "trainer.num_nodes=2"),
-        recipe="plain.yaml",
+        "NODE_RANK=7",
+        "trainer.num_nodes=2",
         prepare=environment(NODE_RANK="7", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"),
     ),
     plain("--trainer.accelerator tpu", "trainer.accelerator=tpu", "give cpu or auto"),
     plain("--trainer.accelerator hpu", "trainer.accelerator=hpu", "no such accelerator"),
-    Row(
-        "cuda without a GPU",
-        "--trainer.accelerator cuda",
-        ("trainer.accelerator=cuda", "give cpu or auto"),
-        prepare=no_gpu,
-        recipe="plain.yaml",
-    ),
-    Row(
-        "mps without a GPU",
-        "--trainer.accelerator mps",
-        ("trainer.accelerator=mps", "give cpu or auto"),
-        prepare=no_gpu,
-        recipe="plain.yaml",
-    ),
+    plain("--trainer.accelerator cuda", "trainer.accelerator=cuda", "give cpu or auto", prepare=no_gpu),
+    plain("--trainer.accelerator mps", "trainer.accelerator=mps", "give cpu or auto", prepare=no_gpu),
     *(
-        Row(f"{name} on a laptop", f"fit --config '{RECIPES}/{name}.yaml'", words, True, prepare=LAPTOP)
-        for name, words in (
+        command(f"fit --config '{RECIPES}/{name}.yaml'", *words, prepare=LAPTOP)
+        for (name, words) in (
             ("llama7b", ("trainer.devices=8", "no GPU", "--trainer.devices 1")),
             ("llama7b_deepspeed", ("trainer.devices=8", "no GPU")),
             ("llama1b", ("trainer.devices=8", "no GPU")),
             ("gpt2_124m", ("train='data/train*.bin'", "check the path")),
         )
     ),
-    Row(
-        "a model larger than the machine",
+    command(
         f"fit --config '{RECIPES}/llama7b.yaml' --trainer.devices 1 --trainer.strategy auto "
         "--data.train shard.bin --data.val null",
-        ("model.decoder: n_layers=32", "25 GiB", "16 GiB", "more devices"),
-        True,
+        "model.decoder: n_layers=32",
+        "25 GiB",
+        "16 GiB",
+        "more devices",
         prepare=LAPTOP,
         files={"shard.bin": b"x"},
     ),
-    Row(
-        "DeepSpeed without its package",
+    option(
         "--trainer.strategy DeepSpeedZeROStrategy",
-        ("DeepSpeedZeROStrategy needs deepspeed",),
+        "DeepSpeedZeROStrategy needs deepspeed",
         prepare=without("deepspeed"),
     ),
-    Row(
-        "parquet without its package",
+    option(
         "--data.files p.parquet",
-        ("p.parquet needs", "lightning-tricks[parquet]"),
+        "p.parquet needs",
+        "lightning-tricks[parquet]",
         prepare=without("pyarrow"),
         files={"p.parquet": "x"},
     ),
-    Row(
-        "a dataset without its package",
-        "--data.files null --data.hf_dataset a/b",
-        ("a/b", "lightning-tricks[datasets]"),
-        prepare=without("datasets"),
-    ),
-    Row(
-        "a tokenizer's file that is none",
-        "--data.tokenizer t.json",
-        ("t.json", "not a tokenizers JSON"),
-        files={"t.json": "{}"},
-    ),
-    Row(
-        "null among the texts",
+    option("--data.files null --data.hf_dataset a/b", "a/b", "lightning-tricks[datasets]", prepare=without("datasets")),
+    option("--data.tokenizer t.json", "t.json", "not a tokenizers JSON", files={"t.json": "{}"}),
+    option(
         "--data.files n.jsonl",
-        ("n.jsonl, line 2", "null", "text_field"),
+        "n.jsonl, line 2",
+        "null",
+        "text_field",
         warm=True,
         lines=3,
         files={"n.jsonl": '{"text": "a b c"}\n{"text": null}\n'},
     ),
-    Row(
-        "another key than text",
+    option(
         "--data.files k.jsonl",
-        ("text_field='text'", "k.jsonl, line 1", "body"),
+        "text_field='text'",
+        "k.jsonl, line 1",
+        "body",
         warm=True,
         lines=3,
         files={"k.jsonl": '{"body": "a b c"}\n'},
     ),
     # Other commands.
-    Row("cp below a file", "cp tiny text.txt/tiny.yaml", ("cp: to=text.txt", "is a file", "another folder"), True),
-    command("cp to a place without files", "cp tiny /proc/tiny.yaml", "cp: to=/proc", "cannot be written"),
-    command("cp over a file", "cp tiny small.yaml", "small.yaml exists", "remove it first"),
-    command("consolidate to a folder that is not there", "consolidate x no/such.ckpt", "file=no/such.ckpt", "make it"),
-    command("consolidate one file", "consolidate right.ckpt one.ckpt", "right.ckpt is one file already"),
-    command("autopsy without a step", "autopsy --config small.yaml --ckpt_path right.ckpt", "autopsy needs --step"),
-    command("autopsy without a checkpoint", "autopsy --config small.yaml --step 1", "--ckpt_path FILE"),
+    command("cp tiny text.txt/tiny.yaml", "cp: to=text.txt", "is a file", "another folder"),
+    command("cp tiny /proc/tiny.yaml", "cp: to=/proc", "cannot be written"),
+    command("cp tiny small.yaml", "small.yaml exists", "remove it first"),
+    command("consolidate x no/such.ckpt", "file=no/such.ckpt", "make it"),
+    command("consolidate right.ckpt one.ckpt", "right.ckpt is one file already"),
+    command("autopsy --config small.yaml --ckpt_path right.ckpt", "autopsy needs --step"),
+    command("autopsy --config small.yaml --step 1", "--ckpt_path FILE"),
     command(
-        "autopsy to a place without files",
         "autopsy --config small.yaml --ckpt_path right.ckpt --step 1 --json /proc/a",
         "json=/proc/a",
         "cannot be written",
     ),
     command(
-        "autopsy to a folder",
-        "autopsy --config small.yaml --ckpt_path right.ckpt --step 1 --json {folder}",
-        "this is a folder",
-        "name a file",
+        "autopsy --config small.yaml --ckpt_path right.ckpt --step 1 --json {folder}", "this is a folder", "name a file"
     ),
-    command("coordinate-check to a folder", "coordinate-check --config small.yaml --json {folder}", "this is a folder"),
-    command(
-        "predict to a text file",
-        "predict --config small.yaml --ckpt_path right.ckpt --output a.txt",
-        "output='a.txt'",
-        ".jsonl",
-    ),
-    command("generate of nothing", "generate --ckpt_path no.ckpt", "ckpt_path=no.ckpt", "no such file"),
-    Row(
-        "generate of text", "generate --ckpt_path t.ckpt", ("t.ckpt is no checkpoint",), True, files={"t.ckpt": "hello"}
-    ),
-    Row(
-        "generate of bytes",
-        "generate --ckpt_path b.ckpt",
-        ("b.ckpt is no checkpoint",),
-        True,
-        files={"b.ckpt": bytes(range(128, 256))},
-    ),
-    Row(
-        "generate of a pickle", "generate --ckpt_path p.ckpt", ("p.ckpt",), True, files={"p.ckpt": pickle.dumps([1, 2])}
-    ),
-    command("generate of a list", "generate --ckpt_path list.ckpt", "list.ckpt holds no state_dict"),
-    command("generate of another model", "generate --ckpt_path other.ckpt", "other.ckpt holds no decoder_config"),
-    command(
-        "generate of nothing new",
-        "generate --ckpt_path right.ckpt --max_new_tokens 0",
-        "max_new_tokens=0",
-        "at least 1",
-    ),
-    command("generate without a checkpoint", "generate --prompt x", "generate: ", "required: --ckpt_path", "--help"),
-    command("fit from a list", "fit --config small.yaml --ckpt_path list.ckpt", "list.ckpt holds no state_dict"),
-    command("validate a list", "validate --config small.yaml --ckpt_path list.ckpt", "list.ckpt holds no state_dict"),
-    command("ledger of nothing", "ledger check no_such", "no_such"),
-    command("branch without a length", "branch --config small.yaml --ckpt_path right.ckpt", "--decay_steps N"),
-    command(
-        "branch from last", "branch --config small.yaml --ckpt_path last --decay_steps 2", "ckpt_path=last", "FILE"
-    ),
+    command("coordinate-check --config small.yaml --json {folder}", "this is a folder"),
+    command("predict --config small.yaml --ckpt_path right.ckpt --output a.txt", "output='a.txt'", ".jsonl"),
+    command("generate --ckpt_path no.ckpt", "ckpt_path=no.ckpt", "no such file"),
+    command("generate --ckpt_path t.ckpt", "t.ckpt is no checkpoint", files={"t.ckpt": "hello"}),
+    command("generate --ckpt_path b.ckpt", "b.ckpt is no checkpoint", files={"b.ckpt": bytes(range(128, 256))}),
+    command("generate --ckpt_path p.ckpt", "p.ckpt", files={"p.ckpt": pickle.dumps([1, 2])}),
+    command("generate --ckpt_path list.ckpt", "list.ckpt holds no state_dict"),
+    command("generate --ckpt_path other.ckpt", "other.ckpt holds no decoder_config"),
+    command("generate --ckpt_path right.ckpt --max_new_tokens 0", "max_new_tokens=0", "at least 1"),
+    command("generate --prompt x", "generate: ", "required: --ckpt_path", "--help"),
+    command("fit --config small.yaml --ckpt_path list.ckpt", "list.ckpt holds no state_dict"),
+    command("validate --config small.yaml --ckpt_path list.ckpt", "list.ckpt holds no state_dict"),
+    command("ledger check no_such", "no_such"),
+    command("branch --config small.yaml --ckpt_path right.ckpt", "--decay_steps N"),
+    command("branch --config small.yaml --ckpt_path last --decay_steps 2", "ckpt_path=last", "FILE"),
     # Values of the wrong type, or out of range.
     option("--model.optimizer.lr fast", "model.optimizer.lr=fast", "give a number"),
     option("--model.optimizer.lr inf", "model.optimizer.lr=inf", "give a number"),
@@ -671,15 +565,15 @@ ROWS = [
     plain("--trainer.gradient_clip_val .nan", "trainer.gradient_clip_val=nan", "above 0"),
     plain("--trainer.limit_train_batches -1", "-1", "limit_train_batches", "[0.0, 1.0]"),
     plain("--trainer.accelerator gpuu", "trainer.accelerator=gpuu", "did you mean gpu?"),
-    Row(
-        "gpu without a GPU", "--trainer.accelerator gpu", ("trainer.accelerator=gpu", "give cpu or auto"),
-        prepare=no_gpu, recipe="plain.yaml",
-    ),
+    plain("--trainer.accelerator gpu", "trainer.accelerator=gpu", "give cpu or auto", prepare=no_gpu),
     plain("--trainer.precision fp16", "trainer.precision=fp16", "did you mean 16-mixed?"),
     plain("--trainer.precision 8", "trainer.precision=8", "give one of 64, 32, 16"),
     option(
-        "--trainer.precision 32 --trainer.plugins [AutoPrecision]", "trainer.precision=32-true", "AutoPrecision",
-        "leave trainer.precision out", "--trainer.plugins null",
+        "--trainer.precision 32 --trainer.plugins [AutoPrecision]",
+        "trainer.precision=32-true",
+        "AutoPrecision",
+        "leave trainer.precision out",
+        "--trainer.plugins null",
     ),
     plain("--seed_everything -1", "seed_everything=-1", "0 to 4294967295"),
     plain("--seed_everything 99999999999", "seed_everything=99999999999", "0 to 4294967295"),
@@ -690,13 +584,10 @@ ROWS = [
     option("--model.decoder.n_heads 3", "d_model=32", "n_heads=3", "change one"),
     option("--data.seq_len 64", "data.seq_len=64", "max_seq_len=32", "shorten the one"),
     option("--data.vocab_size 400", "vocabulary of 400", "vocab_size=300", "make them equal"),
-    Row(
-        "a rule for no parameter", ["--model.param_rules", "[{pattern: nosuch, lr_scale: 2}]"],
-        ("param_rules", "'nosuch'", "near names are"),
-    ),
+    option(["--model.param_rules", "[{pattern: nosuch, lr_scale: 2}]"], "param_rules", "'nosuch'", "near names are"),
     *(
-        Row(plugin, ["--trainer.plugins", f"[{plugin}]"], (word,), lines=3, warm=True)
-        for plugin, word in (
+        option(["--trainer.plugins", f"[{plugin}]"], word, lines=3, warm=True)
+        for (plugin, word) in (
             ("Float8", "emulate"),
             ("{class_path: Float8, init_args: {recipe: rowise}}", "rowise"),
             ("{class_path: Float8, init_args: {emulate: true}}", "convert_small"),
@@ -707,8 +598,8 @@ ROWS = [
     ),
     # Rules, optimizers and schedules.
     *(
-        Row(f"param_rules: {rule}", ["--model.param_rules", f"[{{pattern: head, {rule}}}]"], words, lines=3)
-        for rule, words in (
+        option(["--model.param_rules", f"[{{pattern: head, {rule}}}]"], *words, lines=3)
+        for (rule, words) in (
             ("role: hed", ("model.param_rules.role=hed", "did you mean head?")),
             ("optimizer: muon", ("optimizer='muon'", "AdamW", "MuonAdamW")),
             ("optimiser: muon", ("model.param_rules", "no option 'optimiser'")),
@@ -720,18 +611,12 @@ ROWS = [
     option("--model.schedule PowerDecay --model.schedule.decay_steps 3", "PowerDecay: the decay starts at step 0"),
     option("--model.optimizer lightning_tricks.Muon", "Muon", "no hidden matrix", "MuonAdamW"),
     option("--model.optimizer MuonAdamW --model.optimizer.momentum 2", "momentum=2", "below 1"),
-    Row(
-        "AdamWBF16State", "--model.optimizer AdamWBF16State", ("AdamWBF16State", "bf16 on cpu", "take AdamW"), lines=3,
-        warm=True,
-    ),
+    option("--model.optimizer AdamWBF16State", "AdamWBF16State", "bf16 on cpu", "take AdamW", lines=3, warm=True),
     option("--model.optimizer schedulefree.AdamWScheduleFree", "schedule=WarmupCosine", "constant", "no schedule"),
     # Callbacks that change the batch, the schedule or the length of a run.
     *(
-        Row(
-            f"{name} {settings}", ["--trainer.callbacks", f"[{{class_path: {name}, init_args: {{{settings}}}}}]"],
-            words, recipe="plain.yaml", lines=3,
-        )
-        for name, settings, words in (
+        plain(["--trainer.callbacks", f"[{{class_path: {name}, init_args: {{{settings}}}}}]"], *words, lines=3)
+        for (name, settings, words) in (
             ("BatchSizeWarmup", "", ("BatchSizeWarmup", "give one of the two")),
             ("BatchSizeWarmup", "double_every: 2, unit: epochs", ("unit", "epochs", "steps")),
             ("BatchSizeWarmup", "stages: {0: 1, 9: 4}", ("the last stage must be the recipe's batch",)),
@@ -743,17 +628,15 @@ ROWS = [
     # Files and folders.
     option("--data.files no_such.txt", "files", "no_such.txt", "check the path"),
     option("--data.tokenizer no_such.json", "tokenizer='no_such.json'", "check the path"),
-    Row("an unreadable folder", "--data.files secret", ("files='secret'", "Permission denied"), prepare=unreadable),
-    Row(
-        "a file for the logs", f"{LOGGER}runs", ("save_dir=runs", "is a file", "another folder"), files={"runs": "x"},
-    ),
-    Row("a read-only folder", f"{LOGGER}readonly", ("save_dir=readonly", "Permission denied"), prepare=readonly),
-    Row("a full disk", f"{LOGGER}full", ("save_dir=full", "No space left", "make room"), prepare=full_disk),
-    Row("checkpoints to a file", f"{SAVER}runs", ("ModelCheckpoint.dirpath", "is a file"), files={"runs": "x"}),
-    Row("checkpoints to a full disk", f"{SAVER}full", ("ModelCheckpoint.dirpath", "No space left"), prepare=full_disk),
+    option("--data.files secret", "files='secret'", "Permission denied", prepare=unreadable),
+    option(f"{LOGGER}runs", "save_dir=runs", "is a file", "another folder", files={"runs": "x"}),
+    option(f"{LOGGER}readonly", "save_dir=readonly", "Permission denied", prepare=readonly),
+    option(f"{LOGGER}full", "save_dir=full", "No space left", "make room", prepare=full_disk),
+    option(f"{SAVER}runs", "ModelCheckpoint.dirpath", "is a file", files={"runs": "x"}),
+    option(f"{SAVER}full", "ModelCheckpoint.dirpath", "No space left", prepare=full_disk),
     # Checkpoints.
     option("--ckpt_path no_such.ckpt", "ckpt_path=no_such.ckpt", "no such file or folder"),
-    Row("an empty ckpt_path", ["--ckpt_path", ""], ("ckpt_path=''", "leave the option out")),
+    option(["--ckpt_path", ""], "ckpt_path=''", "leave the option out"),
     plain("--ckpt_path best", "ckpt_path=best", "give that file"),
     plain("--ckpt_path http://127.0.0.1:9/x.ckpt", "ckpt_path=http://127.0.0.1:9/x.ckpt", "download"),
     plain("--ckpt_path s3://bucket/x.ckpt", "ckpt_path=s3://bucket/x.ckpt", "download"),
@@ -768,13 +651,13 @@ ROWS = [
     checkpoint("pickle", "print", "weights_only", "if you trust it"),
     checkpoint("no_version", "pytorch-lightning_version", "give the file"),
     # The machine.
-    Row(
-        "a leftover SLURM_NTASKS", [], ("SLURM_NTASKS=4", "srun", "unset SLURM_NTASKS"),
-        prepare=lambda _, patch: patch.setenv("SLURM_NTASKS", "4"),
+    option([], "SLURM_NTASKS=4", "srun", "unset SLURM_NTASKS", prepare=environment(SLURM_NTASKS="4")),
+    option(
+        "--data killed.Killed --data.files=text.txt --data.cache_dir=cache --data.vocab_size=300 --data.seq_len=32",
+        "num_workers",
+        "out of memory",
+        "lower",
+        files={"killed.py": KILLED},
+        lines=3,
     ),
-    Row(
-        "a loader's worker killed", "--data killed.Killed --data.files=text.txt --data.cache_dir=cache "
-        "--data.vocab_size=300 --data.seq_len=32", ("num_workers", "out of memory", "lower"),
-        files={"killed.py": KILLED}, lines=3,
-    ),
-]  # fmt: skip
+]

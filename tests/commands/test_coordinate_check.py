@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli.parsers import one_parser  # noqa: F401, a fixture
+from cli.wrong_inputs import SMALL
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,7 +23,7 @@ WIDTHS = (64, 128, 256)
 BATCHES = [torch.randint(61, (2, 33), generator=torch.Generator().manual_seed(step)) for step in range(4)]
 
 
-def check(mup, optimizer, **options):
+def check(mup, optimizer, of_optimizer=True):
     def build(width, seed):
         torch.manual_seed(seed)
         model = LanguageModel(at_width(CONFIG, width, 8), mup=mup)
@@ -31,9 +32,9 @@ def check(mup, optimizer, **options):
         def loss(tokens):
             return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
-        return CoordinateTrial(model, build_optimizer(model, optimizer, mup=mup), loss)
+        return CoordinateTrial(model, build_optimizer(model, optimizer, mup=mup if of_optimizer else None), loss)
 
-    return coordinate_check(build, BATCHES, WIDTHS, **options)
+    return coordinate_check(build, BATCHES, WIDTHS)
 
 
 OPTIMIZERS = {
@@ -51,19 +52,7 @@ def test_activations_are_flat_with_mup_and_grow_without_it(name):
 
 
 def test_without_the_scale_of_the_learning_rate_alone_the_check_fails():
-    plain = build_optimizer
-
-    def build(width, seed):
-        torch.manual_seed(seed)
-        model = LanguageModel(at_width(CONFIG, width, 8), mup=MuP(64))
-        model.configure_model()
-
-        def loss(tokens):
-            return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-        return CoordinateTrial(model, plain(model, OPTIMIZERS["adamw"]), loss)
-
-    assert coordinate_check(build, BATCHES, WIDTHS).failed
+    assert check(MuP(64), OPTIMIZERS["adamw"], of_optimizer=False).failed
 
 
 # ---- the report
@@ -106,32 +95,19 @@ def test_wrong_input():
 
 # ---- the command
 
-RECIPE = """\
-seed_everything: 0
-model:
-  class_path: LanguageModel
-  init_args:
-    decoder: {class_path: Llama, init_args: {vocab_size: 300, d_model: 32, n_layers: 1, n_heads: 4, max_seq_len: 32}}
-    optimizer: {class_path: AdamW, init_args: {lr: 2.0e-2}}
-    mup: {base_width: 32}
-data:
-  class_path: TextData
-  init_args: {files: text.txt, cache_dir: cache, vocab_size: 300, seq_len: 32, micro_batch_size: 2}
-trainer: {accelerator: cpu, max_steps: 3}
-"""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, text_file):
     folder = tmp_path_factory.mktemp("coordinates")
-    (folder / "small.yaml").write_text(RECIPE)
+    (folder / "small.yaml").write_text(SMALL)
     (folder / "text.txt").write_bytes(Path(text_file).read_bytes())
     return folder
 
 
 def run(*args):
+    sizes = ["--widths=32,64,128", "--steps=3", "--model.decoder.n_heads=4", "--model.optimizer.lr=2e-2"]
     with pytest.raises(SystemExit) as ended:
-        door.run(["coordinate_check", "--config", "small.yaml", "--widths", "32,64,128", "--steps", "3", *args])
+        door.run(["coordinate_check", "--config", "small.yaml", *sizes, "--model.mup", "{base_width: 32}", *args])
     return ended.value.code
 
 
@@ -154,14 +130,13 @@ WIDER = "{base_width: 48, base_head_dim: 16}"
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--widths", "32,60"], "widths: 60 holds no whole number of the recipe's heads, which are 8 wide"),
+        (["--widths", "32,60"], "widths: 60 holds no whole number of the recipe's heads, which are 16 wide"),
         (
             ["--widths", "48,64", "--model.decoder.n_heads=3", "--model.decoder.d_model=96", "--model.mup", WIDER],
             "64 cannot be split into the recipe's 3 heads, which mup.base_head_dim=16 widens: give multiples of 3",
         ),
         (["--widths", "a"], "widths=a: give whole numbers with commas"),
         (["--steps", "0"], "steps=0: give at least 1"),
-        (["--json", "no/such.json"], "json=no/such.json: there is no such folder"),
         (["--data", "null"], "data=none: give the recipe TextData or TokenData"),
         (["--model", "lightning.pytorch.demos.boring_classes.BoringModel"], "model=BoringModel is no LanguageModel"),
     ],
@@ -170,8 +145,3 @@ def test_a_mistake_is_one_line(args, words, folder, monkeypatch, one_parser):  #
     monkeypatch.chdir(folder)
     with pytest.raises(UsageError, match=words):
         door.run(["coordinate-check", "--config", "small.yaml", *args])
-
-
-def test_no_recipe_is_one_line():
-    with pytest.raises(UsageError, match=r"^no model: give a recipe that has one, with --config RECIPE\.yaml$"):
-        door.run(["coordinate-check"])
