@@ -38,19 +38,12 @@ _SPLIT = ("processes", "data_ranks", "micro_batches")
 
 @dataclass
 class Part:
-    """The result of comparing one part over all steps.
+    """The result of comparing one part over all steps."""
 
-    Attributes:
-        equal: number of steps at which it is equal to the bit.
-        near: number of steps at which it is equal within the tolerance.
-        not_compared: number of steps by reason.
-        differs: the first difference.
-    """
-
-    equal: int = 0
-    near: int = 0
-    not_compared: Counter[str] = field(default_factory=Counter)
-    differs: Difference | None = None
+    equal: int = 0  # number of steps at which it is equal to the bit
+    near: int = 0  # number of steps at which it is equal within the tolerance
+    not_compared: Counter[str] = field(default_factory=Counter)  # number of steps by reason
+    differs: Difference | None = None  # the first one
 
     def line(self, tolerance: float) -> str:
         """The part's line, without its name."""
@@ -67,21 +60,13 @@ class Part:
 
 @dataclass
 class Comparison:
-    """Two ledgers side by side.
+    """Two ledgers side by side."""
 
-    Attributes:
-        steps: numbers of the steps that both have.
-        settings: the settings that differ at the first of these steps, as text.
-        first_weights: first start that both have and that begins with different weights; None without one.
-        parts: the result for each of PARTS.
-        tolerance: relative, for losses that are not expected to be equal to the bit.
-    """
-
-    steps: list[int]
-    settings: list[str]
-    first_weights: int | None
+    steps: list[int]  # that both have
+    settings: list[str]  # that differ at the first of these steps, as text
+    first_weights: int | None  # first start that both have and that begins with different weights
     parts: dict[str, Part]
-    tolerance: float
+    tolerance: float  # relative, for losses that are not expected to be equal to the bit
 
     def first(self) -> tuple[int, list[str]] | None:
         """The first step with a difference, and the parts that differ first there, in their order."""
@@ -120,11 +105,8 @@ class Comparison:
 def compare(one: Ledger, other: Ledger, tolerance: float) -> Comparison:
     """Compare the steps that two ledgers share, of which there must be one.
 
-    Args:
-        one: a ledger.
-        other: another one.
-        tolerance: relative difference of losses that rounding may explain, between runs that were split in different
-            ways over processes, micro-batches or a strategy.
+    `tolerance` is the relative difference of losses that rounding may explain, between runs that were split in
+    different ways over processes, micro-batches or a strategy.
     """
     steps = sorted(one.steps.keys() & other.steps.keys())
     pairs = [(one.steps[step], other.steps[step]) for step in steps]

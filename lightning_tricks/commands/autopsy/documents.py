@@ -16,17 +16,14 @@ from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
 from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.data.batches import IGNORED, Batch, TrainBatches, document_ids
 
-Runs = list[tuple[int, int]]
+Runs = list[tuple[int, int]]  # first and last position of each unbroken run of samples
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a step, and the checkpoint that tells them.
+    """The samples of a step, and a checkpoint that has done the step and so tells them.
 
-    Args:
-        runs: first and last position of each unbroken run of samples.
-        told_by: a checkpoint that has done the step; None where there is none, and the samples are those of a
-            run that goes on from the given checkpoint with the same global batch.
+    Without one, they are those of a run that goes on from the given checkpoint with the same global batch.
     """
 
     runs: Runs
@@ -93,22 +90,14 @@ class Document:
 
     A row's first token has no loss and belongs to none, as nothing comes before it. The end-of-text token belongs to
     the document that it ends.
-
-    Args:
-        row: index of its row in the batch.
-        sample: sample position of the row.
-        first: index of its first token among the row's labels.
-        stop: index after its last one.
-        token: position of its first token in the training stream.
-        ids: its tokens, (stop - first,) int64.
     """
 
-    row: int
-    sample: int
-    first: int
-    stop: int
-    token: int
-    ids: NDArray[np.int64]
+    row: int  # index of its row in the batch
+    sample: int  # sample position of the row
+    first: int  # index of its first token among the row's labels
+    stop: int  # index after its last one
+    token: int  # position of its first token in the training stream
+    ids: NDArray[np.int64]  # its tokens, (stop - first,)
 
     @property
     def tokens(self) -> int:

@@ -20,50 +20,33 @@ from lightning_tricks.data.batches import Batch
 Gradient = list[Tensor]
 Sums = Callable[[Batch], tuple[Tensor, Tensor]]  # nats and number of tokens of a batch
 Update = Callable[[Gradient, float], Iterator[Tensor]]  # an optimizer's step from a gradient and its norm
+Moments = tuple[Tensor, Tensor, int, Mapping[str, Any]]  # of one parameter, see AdamUpdate
 _ADAM = ("AdamW", "Adam")
 _ADAM_STATE = {"exp_avg", "exp_avg_sq", "step"}
 
 
 @dataclass(frozen=True)
 class BatchGradient:
-    """The gradient of the whole batch.
+    """The gradient of the whole batch."""
 
-    Args:
-        nats: summed loss.
-        tokens: with a loss.
-        gradient: of the mean over its tokens, one tensor for each parameter.
-        norm: of the gradient.
-        left_out: documents whose gradient is not finite, and which are in none of these values.
-    """
-
-    nats: float
-    tokens: int
-    gradient: Gradient
+    nats: float  # summed loss
+    tokens: int  # with a loss
+    gradient: Gradient  # of the mean over the tokens, one tensor for each parameter
     norm: float
-    left_out: frozenset[int]
+    left_out: frozenset[int]  # documents whose gradient is not finite, and which are in none of these values
 
 
 @dataclass(frozen=True)
 class DocumentEffect:
-    """The effect of one document on its batch.
+    """The effect of one document on its batch."""
 
-    Args:
-        loss: nats per token.
-        norm: of the document's part of the batch's gradient: of its summed loss over the batch's tokens.
-        share: of the batch's gradient norm that it brings; the shares of all documents add up to 1.
-        norm_without: of the gradient of the batch's other documents.
-        cosine: between the gradients with the document and without.
-        update_without: norm of the optimizer's update without it; None where that is not computed.
-        update_change: norm of the difference of the two updates, over that with the document.
-    """
-
-    loss: float
-    norm: float
-    share: float
-    norm_without: float
-    cosine: float
-    update_without: float | None = None
-    update_change: float | None = None
+    loss: float  # nats per token
+    norm: float  # of the document's part of the batch's gradient: of its summed loss over the batch's tokens
+    share: float  # of the batch's gradient norm; the shares of all documents add up to 1
+    norm_without: float  # of the gradient of the batch's other documents
+    cosine: float  # between the gradients with the document and without
+    update_without: float | None = None  # norm of the optimizer's update without it; None where it is not computed
+    update_change: float | None = None  # norm of the difference of the two updates, over that with the document
 
 
 class Gradients:
@@ -174,63 +157,38 @@ def _total(parts: list[Tensor]) -> float:
     return math.fsum(torch.stack(parts).tolist()) if parts else 0.0
 
 
-@dataclass(frozen=True)
-class Moments:
-    """The state of one parameter.
-
-    Args:
-        mean: AdamW's `exp_avg`.
-        square: AdamW's `exp_avg_sq`.
-        steps: done.
-        group: its betas, eps and `lr_scale`, the factor of its learning rate.
-    """
-
-    mean: Tensor
-    square: Tensor
-    steps: int
-    group: Mapping[str, Any]
-
-    def update(self, gradient: Tensor) -> Tensor:
-        """The step that AdamW takes against a gradient, in units of the learning rate, which may be 0 just now.
-
-        Without the weight decay, which no document changes.
-        """
-        (beta1, beta2), steps = self.group["betas"], self.steps + 1
-        mean = self.mean.lerp(gradient, 1 - beta1) / (1 - beta1**steps)
-        square = (beta2 * self.square + (1 - beta2) * gradient.square()) / (1 - beta2**steps)
-        return self.group.get("lr_scale", 1.0) * mean / (square.sqrt() + self.group["eps"])
-
-
-@dataclass(frozen=True)
 class AdamUpdate:
-    """The update of all parameters, after the clip of the recipe.
+    """AdamW's next update of all parameters, after the recipe's clip: the part that depends on the data.
+
+    In units of the learning rate, which may be 0 just now, and without the weight decay, which no document changes.
 
     Args:
-        moments: of each parameter.
+        moments: of each parameter: `exp_avg`, `exp_avg_sq`, the number of steps done, and its group's settings.
         clip_val: the Trainer's `gradient_clip_val`; None or 0 for no clip.
         clip_algorithm: the Trainer's `gradient_clip_algorithm`: `value`, or by norm.
     """
 
-    moments: Sequence[Moments]
-    clip_val: float | None
-    clip_algorithm: str | None
+    def __init__(self, moments: Sequence[Moments], clip_val: float | None, clip_algorithm: str | None) -> None:
+        self.moments, self.clip_val, self.by_value = moments, clip_val, clip_algorithm == "value"
 
-    def __call__(self, gradient: Sequence[Tensor], norm: float) -> Iterator[Tensor]:
-        """Each parameter's update, one after the other: all together would need the memory of a gradient.
-
-        Args:
-            gradient: of the mean over the batch's tokens.
-            norm: of the gradient.
-        """
-        by_value = self.clip_algorithm == "value"
-        factor = min(1.0, self.clip_val / (norm + 1e-6)) if self.clip_val and not by_value else 1.0
+    def __call__(self, gradient: Gradient, norm: float) -> Iterator[Tensor]:
+        """Each parameter's update from a gradient, one by one: all together would need the memory of a gradient."""
+        limit = self.clip_val or math.inf
+        factor = 1.0 if self.by_value else min(1.0, limit / (norm + 1e-6))
         for part, moments in zip(gradient, self.moments, strict=True):
-            clipped = part.clamp(-self.clip_val, self.clip_val) if self.clip_val and by_value else part * factor
-            yield moments.update(clipped)
+            yield _update(moments, part.clamp(-limit, limit) if self.by_value else part * factor)
+
+
+def _update(moments: Moments, gradient: Tensor) -> Tensor:
+    mean, square, steps, group = moments
+    (beta1, beta2), steps = group["betas"], steps + 1
+    mean = mean.lerp(gradient, 1 - beta1) / (1 - beta1**steps)
+    square = (beta2 * square + (1 - beta2) * gradient.square()) / (1 - beta2**steps)
+    return group.get("lr_scale", 1.0) * mean / (square.sqrt() + group["eps"])
 
 
 def moments_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[Moments] | None:
-    """The state of each trainable parameter, on its device in fp32.
+    """The moments of each trainable parameter, on its device in fp32.
 
     Returns:
         None where the checkpoint holds no plain state of AdamW or Adam for exactly these parameters.
@@ -242,7 +200,7 @@ def moments_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[Moments
     for group in states[0]["param_groups"]:
         for name, number in zip(group.get("param_names", ()), group["params"], strict=False):
             found[clean_name(name)] = states[0]["state"].get(number, {}), group
-    moments = []
+    moments: list[Moments] = []
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -253,5 +211,5 @@ def moments_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[Moments
             state[key].to(parameter.device, torch.float32) if state else torch.zeros_like(parameter.data)
             for key in ("exp_avg", "exp_avg_sq")
         )
-        moments.append(Moments(mean, square, int(state.get("step", 0)), group))
+        moments.append((mean, square, int(state.get("step", 0)), group))
     return moments

@@ -53,13 +53,7 @@ class Suspicion:
 
 
 def suspicions(losses: Sequence[float], norms: Sequence[float], tokens: Sequence[int]) -> list[Suspicion]:
-    """How far each document of a batch stands out.
-
-    Args:
-        losses: nats per token.
-        norms: of each document's part of the gradient, in any one unit; NaN where it is not finite.
-        tokens: of each document.
-    """
+    """How far each document of a batch stands out, by nats per token, norm (NaN: not finite) and number of tokens."""
     finite = [i for i, pair in enumerate(zip(losses, norms, strict=True)) if all(map(math.isfinite, pair))]
     usual = median(losses[i] for i in finite) if finite else 0.0
     surprise = standard([(losses[i] - usual) * math.sqrt(tokens[i]) for i in finite])
@@ -88,33 +82,24 @@ def standard(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class RankedDocument:
-    """All that is known of one document.
-
-    Args:
-        document: the tokens, and where they stand.
-        effect: on the batch.
-        suspicion: how far it stands out.
-        text: of its first tokens, with control characters made visible.
-        shard: the file that holds it, and the index of its first token there.
-        file: the text file that it was made of; None where that is not known.
-    """
+    """All that is known of one document."""
 
     document: Document
     effect: DocumentEffect
     suspicion: Suspicion
-    text: str
-    shard: tuple[Path, int]
-    file: Path | None
+    text: str  # of its first tokens, with control characters made visible
+    shard: tuple[Path, int]  # the file that holds it, and the index of its first token there
+    file: Path | None  # the text file that it was made of; None where that is not known
 
     def __str__(self) -> str:
         """Its cells in the table, and two lines of place and text."""
-        f, d = self.effect, self.document
-        update = "" if f.update_without is None else f"{f.update_without:16.4g}  {_percent(f.update_change)}"
+        e, d = self.effect, self.document
+        update = "" if e.update_without is None else f"{e.update_without:16.4g}  {_percent(e.update_change)}"
         place = f"sample {d.sample}, tokens {d.first + 1} to {d.stop}; {self.shard[0]}, token {self.shard[1]}"
         place += f"; {self.file}" if self.file else ""
         return (
-            f"{self.suspicion.score:5.1f}  {self.suspicion.reason:10}  {f.loss:6.3f} {d.tokens:7d} {f.norm:10.3g}"
-            f" {_percent(f.share)} {f.norm_without:15.4g} {f.cosine:7.3f}{update}\n      {place}\n      {self.text}"
+            f"{self.suspicion.score:5.1f}  {self.suspicion.reason:10}  {e.loss:6.3f} {d.tokens:7d} {e.norm:10.3g}"
+            f" {_percent(e.share)} {e.norm_without:15.4g} {e.cosine:7.3f}{update}\n      {place}\n      {self.text}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -128,29 +113,17 @@ class RankedDocument:
 
 @dataclass(frozen=True)
 class Report:
-    """The batch of a step, and what each document did to it.
+    """The batch of a step, and the effect of each document on it."""
 
-    Args:
-        step: as the logs count, from 0.
-        samples: of the step.
-        tokens: with a loss, of the documents whose gradient is finite, as the figures below.
-        loss: nats per token.
-        norm: of the gradient, before any clip.
-        update: norm of AdamW's update in units of the learning rate, without weight decay; None where not computed.
-        checkpoint: whose weights were used.
-        checkpoint_step: optimizer steps done in it.
-        documents: all of them, the most suspicious first.
-    """
-
-    step: int
+    step: int  # as the logs count, from 0
     samples: Samples
-    tokens: int
-    loss: float
-    norm: float
-    update: float | None
-    checkpoint: Path
-    checkpoint_step: int
-    documents: Sequence[RankedDocument]
+    tokens: int  # with a loss, of the documents whose gradient is finite, as the three numbers below
+    loss: float  # nats per token
+    norm: float  # of the gradient, before any clip
+    update: float | None  # norm of AdamW's update, see AdamUpdate; None where it is not computed
+    checkpoint: Path  # whose weights were used
+    checkpoint_step: int  # optimizer steps done in it
+    documents: Sequence[RankedDocument]  # the most suspicious first
 
     def table(self, top: int) -> str:
         """The batch in a few lines, and the `top` most suspicious documents."""

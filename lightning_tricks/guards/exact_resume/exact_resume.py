@@ -93,6 +93,7 @@ class ExactResume(pl.Callback):
         self._followed: list[Replay | StatefulLoader | None] = []  # in the order of the training loaders
         self._names: list[str] = []
         self._loaded: dict[str, Any] | None = None  # the state of a checkpoint
+        self._own: dict[str, Any] = {}  # and this process's part of it
         self._random: list[dict[str, Any]] = []  # of the checkpoint's processes
         self._at_end: dict[str, Any] | None = None  # state of this process when training ended
         self._random_at_end: dict[str, Any] | None = None
@@ -147,18 +148,8 @@ class ExactResume(pl.Callback):
 
     def _fetched(self) -> None:
         if self._random_to_set:
-            self._catch_up()
+            catch_up(self._trainer, self._own["left_out"])
             self._set_random_state()
-
-    def _own_left_out(self) -> dict[str, Any] | None:
-        """State of the checkpoint for this process, beside that of its loaders; None for one of an older version."""
-        assert self._loaded is not None
-        rank, ranks = self._trainer.global_rank, self._loaded["ranks"]
-        return ranks[rank if rank < len(ranks) else 0].get("left_out")
-
-    def _catch_up(self) -> None:
-        if (state := self._own_left_out()) is not None:
-            catch_up(self._trainer, state)
 
     def _set_random_state(self) -> None:
         set_random_state_of(self._trainer.global_rank, self._random)
@@ -167,18 +158,17 @@ class ExactResume(pl.Callback):
         """On resume, count in this run's batches and restore the random state."""
         if self._loaded is None:
             return
-        saved = len(self._loaded["ranks"][0]["loaders"])
+        saved = len(self._own["loaders"])
         if saved not in (0, len(self._followed)):
             raise UsageError(f"training loaders: the checkpoint's run had {saved}, this one has {len(self._followed)}")
         progress = batch_progress(trainer)
         for tracker in (progress.current, progress.total):
             tracker.load_state_dict({name: number + self._more_batches for name, number in vars(tracker).items()})
         forget_running_batch(trainer)
-        if (state := self._own_left_out()) is not None:
-            put_back(trainer, state)
+        put_back(trainer, self._own["left_out"])
         if self._loaded["epoch_over"]:
             go_on_with_next_epoch(trainer)
-            self._catch_up()
+            catch_up(trainer, self._own["left_out"])
         else:
             self._resumed_at = progress.current.processed
         if all(follower is not None for follower in self._followed):
@@ -201,7 +191,7 @@ class ExactResume(pl.Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Leave the random state alone from now on: it was restored when the first batch was fetched."""
         if self._random_to_set:  # nothing was fetched: it was fetched ahead
-            self._catch_up()
+            catch_up(trainer, self._own["left_out"])
         self._random_to_set = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -281,7 +271,8 @@ class ExactResume(pl.Callback):
         """Go on from there, when training begins."""
         if not self._resumes:
             return
-        self._loaded = state_dict
+        rank, ranks = self._trainer.global_rank, state_dict["ranks"]
+        self._loaded, self._own = state_dict, ranks[rank if rank < len(ranks) else 0]
         for index in range(len(self._followed)):
             self._hand_out(index)
 
@@ -289,8 +280,7 @@ class ExactResume(pl.Callback):
         """Give a loader its place from the checkpoint."""
         if self._loaded is None:
             return
-        rank, ranks = self._trainer.global_rank, self._loaded["ranks"]
-        saved = ranks[rank if rank < len(ranks) else 0]["loaders"]
+        world, saved = len(self._loaded["ranks"]), self._own["loaders"]
         follower, state = self._followed[index], saved[index] if index < len(saved) else None
         if follower is None or state is None:
             return
@@ -306,13 +296,13 @@ class ExactResume(pl.Callback):
             follower.go_on_from(position)
             self._more_batches = more
             cycles = 0 if position is None else position.cycles
-        elif isinstance(follower, StatefulLoader) and "state" in state and len(ranks) == self._trainer.world_size:
+        elif isinstance(follower, StatefulLoader) and "state" in state and world == self._trainer.world_size:
             follower.resumed, cycles = state, state.get("cycles", 0)
         else:
             say(name, "the checkpoint has no place for it: its data start again")
             return
         if cycles:
-            follower.at_first_batch = partial(set_consumed, self._trainer, index)
+            follower.places.at_first_batch = partial(set_consumed, self._trainer, index)
 
 
 @contextmanager

@@ -44,9 +44,14 @@ def can_be_replayed(loader: Any) -> bool:
 
 
 class Places:
-    """Where a loader was before each of the batches that it has served in an epoch, from the running step on."""
+    """Where a loader was before each of the batches that it has served in an epoch, from the running step on.
 
-    def __init__(self) -> None:
+    `fetched` is called after each batch that was fetched, `at_first_batch` after the first one.
+    """
+
+    def __init__(self, fetched: Callable[[], None]) -> None:
+        self._fetched = fetched
+        self.at_first_batch: Callable[[], None] | None = None
         self._places: list[Any] = []
         self._forgotten = 0
 
@@ -55,8 +60,12 @@ class Places:
         self._places, self._forgotten = [], 0
 
     def add(self, place: Any) -> None:
-        """Note the place before the next batch."""
+        """Note the place before a batch that was fetched."""
         self._places.append(place)
+        if self.at_first_batch is not None:
+            self.at_first_batch()
+            self.at_first_batch = None
+        self._fetched()
 
     def forget_before(self, batch: int) -> None:
         """Forget the places before the batches that come before one of the epoch."""
@@ -100,9 +109,8 @@ class StatefulLoader(ServedLoader):
 
     def __init__(self, loader: Any, fetched: Callable[[], None]) -> None:
         super().__init__(loader, fetched)
-        self.places = Places()
+        self.places = Places(fetched)
         self.resumed: dict[str, Any] | None = None  # place from which the next iteration goes on
-        self.at_first_batch: Callable[[], None] | None = None
         self._cycles = 0  # passes that ended since the epoch began, of a loader that is shorter than another one
 
     def begin_epoch(self) -> None:
@@ -144,10 +152,6 @@ class StatefulLoader(ServedLoader):
                 return number
             self.places.add(place)
             number += 1
-            if self.at_first_batch is not None:
-                self.at_first_batch()
-                self.at_first_batch = None
-            self._fetched()
             yield batch
 
 
@@ -214,12 +218,11 @@ class Replay:
     """
 
     def __init__(self, loader: DataLoader, seed: int, rank: int, fetched: Callable[[], None]) -> None:
-        self.loader, self.rank, self.fetched = loader, rank, fetched
+        self.loader, self.rank = loader, rank
         self.stateful = is_iterable(loader) and has_state(loader.dataset)
         self.position = Position(seed=seed)
-        self.places = Places()
+        self.places = Places(fetched)
         self.resumed: Position | None = None  # where the next pass begins
-        self.at_first_batch: Callable[[], None] | None = None
         self._ended = False  # the last pass ran to its end
 
     def go_on_from(self, position: Position | None) -> None:
@@ -263,21 +266,12 @@ class Replay:
             self._ended = pair is None
             if pair is None:
                 return
-            self.places.add(self.position)
-            batch, self.position = pair
-            if self.at_first_batch is not None:
-                self.at_first_batch()
-                self.at_first_batch = None
-            self.fetched()
+            before, (batch, self.position) = self.position, pair
+            self.places.add(before)
             yield batch
 
     def _read(self, start: Position, load_state: bool) -> Iterator[tuple[Any, Position]]:
-        """Pairs of a batch and the position after it, from `start` on.
-
-        Args:
-            start: position of the first batch.
-            load_state: put a dataset with a state, in this process, to `start`; else it is there already.
-        """
+        """Pairs of a batch and the position after it. Unless `load_state`, the dataset's own state is at `start`."""
         loader, key = self.loader, (start.seed, self.rank, start.number)
         set_sampler_state(loader, start.order)
         if load_state and start.datasets is not None and not loader.num_workers:

@@ -160,25 +160,15 @@ def is_iterable(loader: DataLoader) -> bool:
 
 @dataclass(frozen=True)
 class Position:
-    """The next batch of a loader.
+    """The next batch of a loader."""
 
-    Args:
-        number: of the pass, from 0.
-        batches: taken in this pass.
-        order: `sampler_state` at the start of the pass.
-        rounds: batches that each worker had made when the dataset's states in `datasets` were taken.
-        datasets: state of the dataset in each worker; None for a dataset without one.
-        cycles: passes that ended since the epoch began, of a loader that is shorter than another one.
-        seed: that of the loader.
-    """
-
-    number: int = -1
-    batches: int = 0
-    order: list[dict[str, Any]] = field(default_factory=list)
-    rounds: int = 0
-    datasets: list[Any] | None = None
-    cycles: int = 0
-    seed: int = 0
+    number: int = -1  # of the pass, from 0
+    batches: int = 0  # taken in this pass
+    order: list[dict[str, Any]] = field(default_factory=list)  # `sampler_state` at the start of the pass
+    rounds: int = 0  # batches that each worker had made when the dataset's states in `datasets` were taken
+    datasets: list[Any] | None = None  # state of the dataset in each worker; None for a dataset without one
+    cycles: int = 0  # passes that ended since the epoch began, of a loader that is shorter than another one
+    seed: int = 0  # that of the loader
 
 
 def describe(loader: DataLoader, world: int) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from lightning_tricks._errors import UsageError
 NAME = "ledger.jsonl"
 _CHAIN = ', "chain": "'
 _FIRST = b'{"start": '  # how every ledger begins
+Line = dict[str, Any]
 
 
-def chained(line: dict[str, Any], before: str) -> tuple[str, str]:
+def chained(line: Line, before: str) -> tuple[str, str]:
     """The text of a line after a line with the checksum `before`, and its own checksum."""
     text = json.dumps(line)[:-1]
     chain = _checksum(text, before)
@@ -31,7 +32,7 @@ def _checksum(text: str, before: str) -> str:
     return hashlib.blake2b(f"{before} {text}".encode(), digest_size=8).hexdigest()
 
 
-def parse(text: str, before: str) -> tuple[dict[str, Any] | None, str, bool]:
+def parse(text: str, before: str) -> tuple[Line | None, str, bool]:
     """A line as (its values, its checksum, whether it follows the line before); no values if it cannot be read."""
     body, found, chain = text.rpartition(_CHAIN)
     try:
@@ -73,7 +74,7 @@ class LedgerFile:
                     end, self._chain = start, chain
             file.truncate(end)
 
-    def append(self, lines: Iterable[dict[str, Any]]) -> None:
+    def append(self, lines: Iterable[Line]) -> None:
         """Write all lines in one call, without a wait for the disk."""
         text = ""
         for line in lines:
@@ -85,26 +86,17 @@ class LedgerFile:
 
 @dataclass
 class Ledger:
-    """The content of a ledger file.
-
-    Attributes:
-        path: of the file.
-        steps: values of each step of the run by its number, 0 for the first, and under `start` the `start` line that it
-            follows. Of a repeated step, the values of the last start.
-        starts: the lines `start`, in their order.
-        repeated: steps that a later start trained again, as (the earlier values, the later values).
-        broken: numbers of lines whose checksum does not follow from the line before; the file's first line is 1.
-        unfinished: whether the last line is incomplete.
-    """
+    """The content of a ledger file."""
 
     path: Path
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    starts: list[dict[str, Any]] = field(default_factory=list)
-    repeated: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    broken: list[int] = field(default_factory=list)
-    unfinished: bool = False
+    # by number, 0 for the first; under `start` the line `start` that it follows; of a repeated step, the last values
+    steps: dict[int, Line] = field(default_factory=dict)
+    starts: list[Line] = field(default_factory=list)
+    repeated: list[tuple[Line, Line]] = field(default_factory=list)  # the earlier values of a step and the later ones
+    broken: list[int] = field(default_factory=list)  # lines, from 1, whose checksum does not follow from the one before
+    unfinished: bool = False  # the last line is incomplete
 
-    def _add(self, values: dict[str, Any], earlier: dict[int, dict[str, Any]]) -> None:
+    def _add(self, values: Line, earlier: dict[int, Line]) -> None:
         if "start" in values:
             self.starts.append(values)
             for step in [step for step in self.steps if step >= values["start"]]:
@@ -131,7 +123,7 @@ def read_ledger(place: str | os.PathLike[str]) -> Ledger:
     except OSError as error:
         raise UsageError(f"{path}: no ledger can be read ({error.strerror}): name a run's folder or its file") from None
     ledger, chain = Ledger(path), ""
-    earlier: dict[int, dict[str, Any]] = {}
+    earlier: dict[int, Line] = {}
     *lines, rest = text.split("\n")
     ledger.unfinished = bool(rest)
     for number, line in enumerate(lines, 1):

@@ -162,7 +162,6 @@ class RunLedger(pl.Callback):
         self._off = not trainer.log_every_n_steps or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if not trainer.log_every_n_steps:  # type: ignore[attr-defined]
             rank_zero_warn("RunLedger writes nothing with log_every_n_steps=0: give the Trainer 1 or more")
-        self._trainer: Any = trainer
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._write)
 
@@ -171,7 +170,6 @@ class RunLedger(pl.Callback):
         self._steps.pop(logging_step(trainer), None)
         self._losses = []
 
-    @torch.no_grad()
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Sum the batch; before the first one, write the line `start`."""
         if self._off:
@@ -196,15 +194,15 @@ class RunLedger(pl.Callback):
         if is_accumulating(trainer):
             return
         losses, self._losses = self._losses, []
-        device = trainer.strategy.root_device
-        step = self._steps[logging_step(trainer)]
+        device, number = trainer.strategy.root_device, logging_step(trainer)
+        step = self._steps[number]
         step.random = torch_random_sum(device), other_random_sum()
         self._buffer.record(_DONE, 1.0)  # so that the step has a row
         if losses:
             # Lightning has divided each by their number; float32 losses are added without rounding
             self._buffer.record(_LOSS, losses[0] if len(losses) == 1 else _added(losses))
         if self._weights is not None:
-            step.weights = self._weights.of_part(logging_step(trainer) % self._weights.parts, device)
+            step.weights = self._weights.of_part(number % self._weights.parts, device)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Reset the state of this fit."""
@@ -290,9 +288,7 @@ class RunLedger(pl.Callback):
         found = []
         for row, step in zip(rows, steps, strict=True):
             sums = [sum(next(numbers) for _ in of_tensors) for of_tensors in step.batch]
-            batch = None
-            if any(step.batch):
-                batch = step_sum(sums, step.rows, facts.data_rank, facts.data_ranks)
+            batch = step_sum(sums, step.rows, facts.data_rank, facts.data_ranks) if any(step.batch) else None
             weights = None if step.weights is None else next(numbers)
             found.append(RankValues(batch, *step.random, row.values.get(_LOSS), weights))
         return found

@@ -80,13 +80,6 @@ def integers(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-def total(numbers: Tensor, factors: Tensor) -> Tensor:
-    """The sum of `numbers` times `factors`, both of one shape, as a 0-dim int64; `factors` are int64."""
-    if numbers.dtype == torch.int64 and numbers.device.type == "cpu":
-        return numbers.reshape(-1).dot(factors.reshape(-1))  # one call; other devices have no dot of integers
-    return (numbers * factors).sum()
-
-
 def read(sums: Sequence[Tensor]) -> list[int]:
     """0-dim int64 tensors as numbers from 0 to 2**64 - 1, with one transfer for each device."""
     numbers = [0] * len(sums)
@@ -133,7 +126,7 @@ def tensor_sum(tensor: Tensor, number: int = 0) -> Tensor:
         factors = _of_columns(left, min(left + width, columns), number, device)
         for first in range(0, rows, height):
             block = flat[first : first + height, left : left + width]
-            part = total((block * factors).sum(1), powers[: len(block)])
+            part = ((block * factors).sum(1) * powers[: len(block)]).sum()
             result += part * signed(pow(BASE, first, MODULUS))
     return result
 
@@ -174,7 +167,7 @@ class BatchSum:
             if bits.numel() > SLICE:
                 sums.append(tensor_sum(tensor, number))
             else:
-                sums.append(total(bits, self._factors_for(bits, number)))
+                sums.append((bits * self._factors_for(bits, number)).sum())
         return sums, rows
 
     def _factors_for(self, bits: Tensor, number: int) -> Tensor:
@@ -216,13 +209,9 @@ def leading_dims(shape: torch.Size) -> int:
 
 
 class _Piece:
-    """Rows of one parameter on this rank, as a slice of its first dimension.
+    """Rows of one parameter on this rank, as a slice of its first dimension, and a factor for each row.
 
-    Args:
-        param: the parameter.
-        first, end: of the slice.
-        factors: one for each row, computed from its index in the whole parameter.
-        counts: whether this rank counts the rows in `of_all`: other ranks may hold copies.
+    This rank `counts` them in `of_all`, unless another rank that holds a copy does.
     """
 
     def __init__(self, param: Tensor, first: int, end: int, factors: Tensor, counts: bool) -> None:
@@ -310,24 +299,22 @@ class WeightSum:
         found = {device: [piece for piece in pieces if piece.factors.device == device] for device in devices}
         return {device: (own, torch.cat([piece.factors for piece in own])) for device, own in found.items()}
 
-    @torch.no_grad()
     def of_part(self, part: int, device: torch.device) -> Tensor:
         """The sum over this rank's rows of a part, copies included: an int64 on `device`."""
         totals = []
         for own, factors in self._joined[part].values():
             rows = torch.cat([piece.row_sums() for piece in own]) if own[1:] else own[0].row_sums()
-            totals.append(total(rows, factors))
+            totals.append((rows * factors).sum())
         if len(totals) == 1:
             return totals[0]
         zero = torch.zeros((), dtype=torch.int64, device=device)
         return sum((each.to(device, non_blocking=True) for each in totals), zero)
 
-    @torch.no_grad()
     def of_all(self, device: torch.device) -> Tensor:
         """The sum over all rows that this rank counts; over all ranks together, each row counts once."""
         result = torch.zeros((), dtype=torch.int64, device=device)
         for piece in (piece for pieces in self._pieces for piece in pieces if piece.counts):
-            result += total(piece.row_sums(), piece.factors).to(device)
+            result += (piece.row_sums() * piece.factors).sum().to(device)
         return result
 
 
