@@ -8,13 +8,16 @@ import os
 import random
 import signal
 import warnings
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from harness.runs import trainer_with
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_tricks import ExactResume, FSDP2Strategy
 
@@ -106,34 +109,23 @@ class Whim(Sampler):
 def loaders(kind: str):
     """Each kind of training data. 11 or more batches of 2 rows an epoch."""
     kind, _, workers = kind.partition("/")
-    more = {"batch_size": 2, "num_workers": int(workers or 0)}
-    if kind == "shuffle":
-        return DataLoader(Rows(23), shuffle=True, **more)
-    if kind == "generator":
-        return DataLoader(Rows(23), shuffle=True, generator=torch.Generator().manual_seed(5), **more)
-    if kind == "whim":
-        return DataLoader(Rows(23), sampler=Whim(23), **more)
-    if kind == "persistent":
-        return DataLoader(Rows(23), shuffle=True, persistent_workers=True, **more)
-    if kind == "rows":
-        return DataLoader(Rows(12), batch_size=None, shuffle=True, num_workers=more["num_workers"])
-    if kind == "stream":
-        return DataLoader(Stream(23), **more)
-    if kind == "sized":
-        return DataLoader(SizedStream(24), **more)
-    if kind == "stateful":
-        return DataLoader(StatefulStream(23), **more)
-    if kind == "torchdata":
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        return StatefulDataLoader(Rows(23), shuffle=True, **more)
-    if kind == "numbers":
-        return DataLoader(Numbers(24), batch_size=2, shuffle=True)
-    if kind == "two":
-        return {"a": DataLoader(Rows(23), shuffle=True, **more), "b": DataLoader(Rows(9), shuffle=True, **more)}
-    if kind == "mixed":  # the short one begins again within the epoch, which ends when both have ended
-        return [DataLoader(Rows(9), shuffle=True, **more), DataLoader(Stream(23), **more)]
-    raise ValueError(kind)
+    plain = partial(DataLoader, batch_size=2, num_workers=int(workers or 0))
+    shuffled = partial(plain, shuffle=True)
+    return {
+        "shuffle": lambda: shuffled(Rows(23)),
+        "generator": lambda: shuffled(Rows(23), generator=torch.Generator().manual_seed(5)),
+        "whim": lambda: plain(Rows(23), sampler=Whim(23)),
+        "persistent": lambda: shuffled(Rows(23), persistent_workers=True),
+        "rows": lambda: shuffled(Rows(12), batch_size=None),
+        "stream": lambda: plain(Stream(23)),
+        "sized": lambda: plain(SizedStream(24)),
+        "stateful": lambda: plain(StatefulStream(23)),
+        "torchdata": lambda: StatefulDataLoader(Rows(23), shuffle=True, **plain.keywords),
+        "numbers": lambda: shuffled(Numbers(24)),
+        "two": lambda: {"a": shuffled(Rows(23)), "b": shuffled(Rows(9))},
+        # the short one begins again within the epoch, which ends when both have ended
+        "mixed": lambda: [shuffled(Rows(9)), plain(Stream(23))],
+    }[kind]()
 
 
 def digest(tensors) -> str:
@@ -209,23 +201,12 @@ def run(folder: Path, kind: str, kill_at: int | None = None, saver: dict | None 
             options["strategy"] = FSDP2Strategy()
     pl.seed_everything(options.pop("seed", 3), verbose=False)
     folder.mkdir(exist_ok=True)
-    callbacks = [
-        ModelCheckpoint(folder, save_last=True, **({"every_n_train_steps": 2, "save_top_k": 0} | (saver or {})))
-    ]
-    if options.pop("exact", True):
-        callbacks.append(ExactResume())
-    validation = DataLoader(torch.ones(2, 4), num_workers=0)
-    module = Foreign(folder / f"log.{rank}", kill_at)
-    trainer = pl.Trainer(
-        callbacks=callbacks,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **({"max_epochs": 2, "devices": 1, "num_sanity_val_steps": 0} | options),
-    )
-    last = folder / "last.ckpt"
-    trainer.fit(module, loaders(kind), validation, ckpt_path=last if last.exists() else None)
+    settings = {"every_n_train_steps": 2, "save_top_k": 0} | (saver or {})
+    callbacks = [ModelCheckpoint(folder, save_last=True, **settings), *([ExactResume()] * options.pop("exact", True))]
+    defaults = {"max_epochs": 2, "max_steps": -1, "num_sanity_val_steps": 0, "logger": False}
+    trainer, last = trainer_with(*callbacks, **defaults | options), folder / "last.ckpt"
+    feed = loaders(kind), DataLoader(torch.ones(2, 4))
+    trainer.fit(Foreign(folder / f"log.{rank}", kill_at), *feed, ckpt_path=last if last.exists() else None)
     if world > 1:
         os._exit(0)  # some builds abort while they tear the process group down
 

@@ -1,10 +1,9 @@
 """ExactResume and a crash at any batch, of which a checkpoint is saved: each step has the rows of the unbroken run."""
 
-import warnings
-
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness.runs import trainer_with
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -48,8 +47,7 @@ class StatefulStream(Stream):
 class Foreign(StatefulStream):
     """A loader that is not torch's, each pass of which begins anew when it is asked for an iterator."""
 
-    def __init__(self, rows):
-        self.rows, self.passes, self.done, self.loaded = rows, 0, 0, False
+    passes, loaded = 0, False
 
     def __iter__(self):
         if not self.loaded:
@@ -122,21 +120,17 @@ def fit(folder, kind, window, steps, crash_at=None):
     callbacks = [ExactResume(), OnExceptionCheckpoint(folder, "crash")]
     if isinstance(window, dict):
         callbacks.append(GradientAccumulationScheduler(dict(window)))
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=True, enable_progress_bar=False,
-        enable_model_summary=False, max_epochs=EPOCHS, callbacks=callbacks,
-        accumulate_grad_batches=1 if isinstance(window, dict) else window,
-    )  # fmt: skip
-    crash = folder / "crash.ckpt"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            trainer.fit(Model(steps, crash_at), LOADERS[kind](), ckpt_path=crash if crash.exists() else None)
-        except CrashError:
-            return False
+    crash, window = folder / "crash.ckpt", 1 if isinstance(window, dict) else window
+    options = {"max_epochs": EPOCHS, "max_steps": -1, "logger": False, "accumulate_grad_batches": window}
+    trainer = trainer_with(*callbacks, **options)
+    try:
+        trainer.fit(Model(steps, crash_at), LOADERS[kind](), ckpt_path=crash if crash.exists() else None)
+    except CrashError:
+        return False
     return True
 
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 GROWING = {0: 2, 1: 5}  # of a GradientAccumulationScheduler
 CASES = [*((kind, GROWING) for kind in LOADERS), *((kind, 1) for kind in list(LOADERS)[4:]), ("rows", 4)]
 

@@ -5,6 +5,8 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness import runs
+from harness.models import rows
 from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader
 
@@ -68,17 +70,13 @@ PAIRS = [*((case, "ModelCheckpoint") for case in CASES), *((case, "SafeCheckpoin
 def fit(case, saver, ckpt_path=None):
     """Weights and learning rates of the steps of a run, and the lines in which ExactResume warned."""
     pl.seed_everything(1, verbose=False)
-    module, callbacks, options = (CASES | MEANS)[case]
-    module = module()
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[ExactResume(), *callbacks(), saver],
-        **{"max_epochs": EPOCHS, "num_sanity_val_steps": 0} | options,
-    )  # fmt: skip
-    rows = torch.randn(2 * BATCHES, 4, generator=torch.Generator().manual_seed(0))
+    make, callbacks, options = (CASES | MEANS)[case]
+    module = make()
+    options = {"max_epochs": EPOCHS, "max_steps": -1, "num_sanity_val_steps": 0, "logger": False} | options
+    data, val = DataLoader(rows(2 * BATCHES, 4), 2, shuffle=True), DataLoader(torch.ones(2, 4))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(rows, 2, shuffle=True), DataLoader(torch.ones(2, 4)), ckpt_path=ckpt_path)
+        runs.fit(module, ExactResume(), *callbacks(), saver, data=data, val=val, ckpt_path=ckpt_path, **options)
     trained = [(name, one.requires_grad) for name, one in module.named_parameters()]
     lines = [line for line in (str(one.message) for one in caught) if line.startswith("ExactResume")]
     return {"weights": module.state_dict(), "lrs": module.lrs, "trained": trained}, lines

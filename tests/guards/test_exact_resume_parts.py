@@ -56,13 +56,19 @@ def test_the_position_before_the_last_batches_reaches_into_the_pass_before():
     assert [(place.number, place.batches) for place in before] == [(1, 0), (1, 1)]
 
 
-@pytest.mark.parametrize("kind", ["shuffle", "rows", "whim", "generator", "stream", "sized", "stateful", "torchdata"])
-def test_from_each_position_of_two_passes_the_rest_is_the_same(kind):
+def passes(kind, number):
+    """The batches of some passes over a loader, and the position before each."""
     loader, positions, whole = served(loaders(kind)), [], []
-    for _ in range(2):
+    for _ in range(number):
         for batch in loader:
             positions.append(loader.replay.position_before(len(positions)))
             whole += bits([batch])
+    return positions, whole
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "rows", "whim", "generator", "stream", "sized", "stateful", "torchdata"])
+def test_from_each_position_of_two_passes_the_rest_is_the_same(kind):
+    positions, whole = passes(kind, 2)
     for index, position in enumerate(positions):
         again = served(loaders(kind), Position(**vars(position)))
         rest = bits(again)
@@ -72,11 +78,7 @@ def test_from_each_position_of_two_passes_the_rest_is_the_same(kind):
 
 @pytest.mark.parametrize("kind", ["shuffle/2", "rows/2", "whim/2", "stateful/2", "stream/3"])
 def test_workers_make_the_same_batches_from_a_position_on(kind):
-    loader, positions = served(loaders(kind)), []
-    whole = []
-    for batch in loader:
-        positions.append(loader.replay.position_before(len(positions)))
-        whole += bits([batch])
+    positions, whole = passes(kind, 1)
     for index in (1, 4, len(whole) - 1):
         assert bits(served(loaders(kind), positions[index])) == whole[index:]
 
@@ -96,12 +98,18 @@ def test_each_rank_has_random_numbers_of_its_own(num_workers):
     assert len(set(drawn)) == 8
 
 
-def test_a_dataset_with_a_state_reads_few_rows_again():
-    loader, copy = loaders("stateful"), served(loaders("stateful"))
+def after(loader, batches):
+    """A loader's position after some batches, and the rest of the pass."""
+    copy = served(loader)
     passed = iter(copy)
-    for _ in range(9):
+    for _ in range(batches):
         next(passed)
-    rest = bits(served(loader, copy.replay.position))
+    return copy.replay.position, passed
+
+
+def test_a_dataset_with_a_state_reads_few_rows_again():
+    loader, (position, _) = loaders("stateful"), after(loaders("stateful"), 9)
+    rest = bits(served(loader, position))
     assert loader.dataset.read == 5 == sum(len(eval(batch)) for batch in rest)
 
 
@@ -216,13 +224,8 @@ def test_samplers_of_torch_serve_the_same_order_again(sampler):
         data = Rows(12)
         return DataLoader(data, batch_size=2, sampler=sampler(data))
 
-    copy = served(loader())
-    list(copy)
-    passed = iter(copy)
-    for _ in range(3):
-        next(passed)
-    position = copy.replay.position
-    assert bits(served(loader(), position)) == bits(passed)
+    position, rest = after(loader(), 3)
+    assert bits(served(loader(), position)) == bits(rest)
 
 
 def test_workers_are_started_as_the_user_s_loader_says():
@@ -275,14 +278,11 @@ def test_which_loaders_are_followed():
     assert not can_be_replayed([1, 2])
 
 
-def moved(before: DataLoader, after: DataLoader, saved: dict, now: dict) -> tuple:
+def moved(before: DataLoader, now_with: DataLoader, saved: dict, now: dict) -> tuple:
     """What becomes of a place after 3 batches in another loader; what is said; the rows that come next."""
-    first = served(before)
-    passed = iter(first)
-    for _ in range(3):
-        next(passed)
-    state = {**describe(first, 1), **saved, "position": vars(first.replay.position)}
-    second = served(after)
+    position, _ = after(before, 3)
+    state = {**describe(before, 1), **saved, "position": vars(position)}
+    second = served(now_with)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         position, more = transfer("it", second, state, {**describe(second, 1), **now})
@@ -311,7 +311,7 @@ LOST = ": rows of this epoch may repeat or be left out"
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "saved", "now", "line"),
+    ("before", "now_with", "saved", "now", "line"),
     [
         (fours(), fours(), {"world": 2, "sharded": SHARDED}, {"world": 3},
          "2 process(es) had another order of rows than 3"),
@@ -330,8 +330,8 @@ LOST = ": rows of this epoch may repeat or be left out"
     ids=["three processes of two", "no batches", "rows of two processes", "a sampler of one process",
          "a sampler without a state", "no shuffling", "no generator"],
 )  # fmt: skip
-def test_a_place_that_cannot_be_found_again_is_told_in_one_line(before, after, saved, now, line):
-    assert moved(before, after, saved, now)[:3] == (None, 0, [line + LOST])
+def test_a_place_that_cannot_be_found_again_is_told_in_one_line(before, now_with, saved, now, line):
+    assert moved(before, now_with, saved, now)[:3] == (None, 0, [line + LOST])
 
 
 def test_rows_that_do_not_fill_a_batch_of_another_size_come_again():
