@@ -4,11 +4,14 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from harness import runs
+from harness.models import Small, rows
 from torch import nn
 
 from lightning_tricks._lightning import pl
@@ -29,7 +32,7 @@ class Rows(pl.LightningDataModule):
     def __init__(self, micro_batch_size: int = ROWS, swap: tuple[int, int, int] | None = None) -> None:
         super().__init__()
         self.size = micro_batch_size
-        self.table = torch.randn(STEPS * ROWS, 8, generator=torch.Generator().manual_seed(5))
+        self.table = rows(STEPS * ROWS, 8, seed=5)
         if swap:
             step, one, other = swap
             places = [step * ROWS + one, step * ROWS + other]
@@ -48,23 +51,12 @@ class Rows(pl.LightningDataModule):
             yield {"x": self.table[start : start + self.size], "name": "rows"}
 
 
-class Net(pl.LightningModule):
+def net(dropout: float) -> Small:
     """Two layers with dropout, and a weight without a gradient, of which nothing but its bits can tell a fault."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.dropout = dropout
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.unused = nn.Parameter(torch.randn(5), requires_grad=False)
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        hidden = nn.functional.dropout(self.first(batch["x"]).tanh(), self.dropout)
-        return self.second(hidden).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, lr=1e-3)
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    module = Small(8, 8, 3, dropout=dropout, optimizer=adamw, loss=lambda own, batch: own(batch["x"]).square().mean())
+    module.unused = nn.Parameter(torch.randn(5), requires_grad=False)
+    return module
 
 
 class Plant(pl.Callback):
@@ -106,18 +98,24 @@ def flip_a_bit(weight: torch.Tensor, draw: random.Random) -> None:
     bits[draw.randrange(len(bits))] ^= 1 << draw.randrange(23)
 
 
-def fit(folder: Path, *plants: pl.Callback, data: Rows | None = None, ledger: Any = None, **options: Any) -> Any:
-    """Train, with the ledger of all weights in `folder`; the Trainer. The checkpoint of step 3 is kept."""
+def fit(folder: Path, *plants: pl.Callback, data: Rows | None = None, ledger: Any = None, **options: Any) -> None:
+    """Train, with the ledger of all weights in `folder`. The checkpoint of step 3 is kept."""
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
     checkpoint, dropout = options.pop("ckpt_path", None), options.pop("dropout", 0.2)
-    module = options.pop("module", Net)(dropout)
+    module = options.pop("module", net)(dropout)
     saver = SafeCheckpoint(folder / "saved", every_n_train_steps=SAVED, keep_last=9)
-    defaults = {"max_steps": STEPS, "log_every_n_steps": 2, "accelerator": "cpu", "devices": 1, "logger": False}
-    trainer = pl.Trainer(
-        callbacks=[*plants, ledger or RunLedger(str(folder / "ledger.jsonl"), 1), saver], enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, **{**defaults, **options},
-    )  # fmt: skip
-    trainer.fit(module, datamodule=data or Rows(), ckpt_path=checkpoint)
-    return trainer
+    options = {"max_steps": STEPS, "logger": False, "use_distributed_sampler": False} | options
+    ledger = ledger or RunLedger(str(folder / "ledger.jsonl"), 1)
+    runs.fit(module, *plants, ledger, saver, data=data or Rows(), ckpt_path=checkpoint, **options)
+
+
+def failing(step: int) -> pl.Callback:
+    """Raises before the batch of a step."""
+
+    def fail(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == step:
+            raise RuntimeError("power cut")
+
+    return runs.On(on_train_batch_start=fail)

@@ -2,15 +2,15 @@
 
 import contextlib
 import json
-import multiprocessing
 import random
 import shutil
+from functools import partial
 
-import lightning.pytorch as pl
 import pytest
-import torch
-import two_processes
-from ledger_run import ROWS, STEPS, Plant, Rows, fit, flip_a_bit
+from harness import processes
+from harness.runs import On
+from ledger_run import ROWS, STEPS, Plant, Rows, failing, fit, flip_a_bit
+from torch.multiprocessing import ProcessExitedException
 
 from lightning_tricks import RunLedger
 from lightning_tricks.commands.ledger import NAMES, compare, compare_steps, print_check
@@ -47,28 +47,21 @@ def test_a_run_is_equal_to_itself(clean, tmp_path):
 
 
 def test_a_flipped_bit_of_a_weight_is_found_at_its_step_20_of_20(clean, tmp_path):
-    steps = [where(seed) for seed in TWENTY]
-    found = []
-    for seed, step in zip(TWENTY, steps, strict=True):
-        fit(tmp_path / str(seed), Plant(step, "bit", seed))
-        found.append(diff(clean, tmp_path / str(seed)).first())
-    assert [step for step, _ in found] == steps
-    assert all("weights" in parts for _, parts in found)
-
-
-def test_two_swapped_rows_are_found_at_their_step_20_of_20(clean, tmp_path):
     for seed in TWENTY:
-        rows = random.Random(seed).sample(range(ROWS), 2)
-        fit(tmp_path / str(seed), data=Rows(swap=(where(seed), *rows)), max_steps=where(seed) + 1)
+        fit(tmp_path / str(seed), Plant(where(seed), "bit", seed))
         step, parts = diff(clean, tmp_path / str(seed)).first()
-        assert (step, parts[0]) == (where(seed), "batch")
+        assert step == where(seed)
+        assert "weights" in parts
 
 
-def test_another_dropout_seed_is_found_at_its_step_20_of_20(clean, tmp_path):
+def test_two_swapped_rows_and_another_dropout_seed_are_found_at_their_step_20_of_20(clean, tmp_path):
     for seed in TWENTY:
-        fit(tmp_path / str(seed), Plant(where(seed), "seed", seed), max_steps=where(seed) + 1)
-        step, parts = diff(clean, tmp_path / str(seed)).first()
-        assert (step, parts) == (where(seed), ["torch_random", "loss", "weights"])
+        step, swap, other = where(seed), tmp_path / f"swap {seed}", tmp_path / f"seed {seed}"
+        fit(swap, data=Rows(swap=(step, *random.Random(seed).sample(range(ROWS), 2))), max_steps=step + 1)
+        found, parts = diff(clean, swap).first()
+        assert (found, parts[0]) == (step, "batch")
+        fit(other, Plant(step, "seed", seed), max_steps=step + 1)
+        assert diff(clean, other).first() == (step, ["torch_random", "loss", "weights"])
 
 
 def resumed(clean, folder, *plants, **options):
@@ -104,18 +97,9 @@ def problems(folder):
     return print_check(read_ledger(folder), 0.01)
 
 
-def kill(folder):
-    torch.set_num_threads(1)
-    fit(folder, Plant(4, "kill"), log_every_n_steps=1)
-
-
 def test_the_ledger_of_a_killed_and_resumed_run_is_that_of_the_unbroken_one(clean, tmp_path, capsys):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning.pytorch", "lightning_tricks.callbacks"])
-    process = context.Process(target=kill, args=(tmp_path,))
-    process.start()
-    process.join()
-    assert process.exitcode == -9
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        processes.end(processes.start_alone(partial(fit, log_every_n_steps=1), tmp_path, Plant(4, "kill")))
     assert list(read_ledger(tmp_path).steps) == [0, 1, 2, 3]
     with (tmp_path / "ledger.jsonl").open("a") as file:
         file.write('{"step": 4, "sam')  # as a kill in the middle of a write leaves it
@@ -146,19 +130,13 @@ def in_two_processes(rank, folder):
         options = {"data": Rows(2), **options}
         fit(folder / name, *options.pop("plants", ()), strategy="ddp", devices=2, **options)
     with contextlib.suppress(RuntimeError):
-        fit(folder / "fails", Fails(), data=Rows(2), strategy="ddp", devices=2, log_every_n_steps=50)
-
-
-class Fails(pl.Callback):
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == 2:
-            raise RuntimeError("a fault of all ranks")
+        fit(folder / "fails", failing(2), data=Rows(2), strategy="ddp", devices=2, log_every_n_steps=50)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    two_processes.run(in_two_processes, folder)
+    processes.run(in_two_processes, folder)
     return folder
 
 
@@ -217,7 +195,7 @@ def test_a_part_of_the_weights_is_summed_at_each_step(tmp_path, monkeypatch):
     monkeypatch.setattr(sums, "PER_TENSOR", 0)
     found = {}
     for cover in (100, 1):
-        for name, plants in (("clean", []), ("bit", [FlipUnused(2)])):
+        for name, plants in (("clean", []), ("bit", [On(on_train_batch_end=flip_unused)])):
             folder = tmp_path / f"{name} {cover}"
             fit(folder, *plants, ledger=RunLedger(str(folder / "ledger.jsonl"), cover))
         found[cover] = diff(tmp_path / f"clean {cover}", tmp_path / f"bit {cover}")
@@ -228,13 +206,9 @@ def test_a_part_of_the_weights_is_summed_at_each_step(tmp_path, monkeypatch):
     assert other.not_compared == {"parts: 2 and 1": STEPS}
 
 
-class FlipUnused(pl.Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        if trainer.global_step == self.step:
-            flip_a_bit(pl_module.unused, random.Random(0))
+def flip_unused(trainer, pl_module, *_):
+    if trainer.global_step == 2:
+        flip_a_bit(pl_module.unused, random.Random(0))
 
 
 def test_parts_are_compared_where_two_runs_can_be_equal():

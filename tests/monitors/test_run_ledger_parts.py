@@ -1,7 +1,6 @@
 """The parts of RunLedger: exact sums over bits, how they are split and joined, the file, and the command."""
 
 import itertools
-import json
 import random
 import subprocess
 
@@ -9,9 +8,10 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-import two_processes
-from ledger_run import Net, Rows, fit
-from preloaded import python
+from harness import processes
+from harness.models import rows
+from harness.preloaded import python
+from ledger_run import Rows, failing, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -94,7 +94,7 @@ def test_each_single_bit_changes_the_sums(dtype):
 
 def test_two_signs_that_change_are_seen():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        x = torch.randn(2, 70, dtype=dtype, generator=torch.Generator().manual_seed(0))
+        x = rows(2, 70).to(dtype)
         other = x.clone()
         other[:, 3] *= -1
         assert batch_sum(other) != batch_sum(x)
@@ -134,9 +134,8 @@ def test_a_batch_has_one_sum_however_it_is_split(dtype, row):
 
 
 def test_a_large_tensor_is_summed_in_slices_without_a_factor_for_each_value(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
     for shape in ((7, 3, 50), (300,), (1, 900), (40, 20)):
-        x = torch.randn(*shape, generator=generator)
+        x = rows(*shape)
         for tensor in (x, x.double(), x.to(torch.bfloat16), x.transpose(0, -1)):
             whole = batch_sum([x, tensor])
             with monkeypatch.context() as patch:
@@ -221,15 +220,13 @@ def test_the_parts_hold_every_row_once():
     assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
 
 
-def test_parameters_that_cannot_be_read_are_named():
-    module = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
-    weights = WeightSum(module, 1, 0)
-    assert weights.left_out == ["1.weight", "1.bias"]
-    assert weights.recorded
+def test_parameters_without_values_yet_are_named():
+    weights = WeightSum(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)), 1, 0)
+    assert (weights.left_out, weights.recorded) == (["1.weight", "1.bias"], True)
     assert not WeightSum(nn.Dropout(), 1, 0).recorded
 
 
-def sharded_sums(rank, folder):
+def sharded_sums(rank):
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     results = {}
@@ -254,12 +251,11 @@ def sharded_sums(rank, folder):
     row = nn.Module()  # of which rank 1 has nothing
     row.weight = nn.Parameter(distribute_tensor(torch.ones(1, 70), mesh, [Shard(0)]))
     sums["one row"] = [number(WeightSum(row, 1, rank).of_part(0, CPU)), number(WeightSum(row, 1, rank).of_all(CPU))]
-    (folder / f"{rank}.json").write_text(json.dumps(sums))
+    return sums
 
 
-def test_shards_of_two_processes_add_up_to_the_sum_of_one(tmp_path):
-    two_processes.run(sharded_sums, tmp_path)
-    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+def test_shards_of_two_processes_add_up_to_the_sum_of_one():
+    one, other = processes.run(sharded_sums)
     expected = number(WeightSum(Mixed(), 1, 0).of_all(CPU))
     plain = Mixed()
     del plain.scale, plain.filters
@@ -397,16 +393,16 @@ class Quantized(torch.Tensor):
     """Stands for a tensor of a library, whose bits lie where only that library knows."""
 
 
-class Partly(Net):
-    def __init__(self, dropout):
-        super().__init__(dropout)
-        tables = [nn.Parameter(torch.ones(3).as_subclass(Quantized), requires_grad=False) for _ in range(4)]
-        self.tables = nn.ParameterList(tables)
+def partly(dropout):
+    module = net(dropout)
+    tables = [nn.Parameter(torch.ones(3).as_subclass(Quantized), requires_grad=False) for _ in range(4)]
+    module.tables = nn.ParameterList(tables)
+    return module
 
 
 def test_weights_that_cannot_be_read_are_left_out_with_one_warning(tmp_path, recwarn):
     fit(tmp_path / "whole", max_steps=1)
-    fit(tmp_path / "partly", module=Partly, max_steps=1)
+    fit(tmp_path / "partly", module=partly, max_steps=1)
     said = [str(warning.message) for warning in recwarn if "RunLedger" in str(warning.message)]
     names = "tables.0, tables.1, tables.2, ..."
     assert said == [f"RunLedger: 4 parameters cannot be read and are not in the ledger: {names}"]
@@ -459,15 +455,9 @@ def test_the_file_lies_in_the_folder_of_the_first_logger(tmp_path, monkeypatch):
     assert not (tmp_path / "dev.jsonl").exists()
 
 
-class Fails(pl.Callback):
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == 3:
-            raise RuntimeError("power cut")
-
-
 def test_the_last_steps_before_a_failure_are_written(tmp_path):
     with pytest.raises(RuntimeError, match="power cut"):
-        fit(tmp_path, Fails(), log_every_n_steps=50, enable_checkpointing=True, max_steps=5)
+        fit(tmp_path, failing(3), log_every_n_steps=50, enable_checkpointing=True, max_steps=5)
     assert list(read_ledger(tmp_path).steps) == [0, 1, 2]
     fit(tmp_path, data=Rows(2), accumulate_grad_batches=2)  # with the first fit's windows forgotten
     assert not [line for line in read_ledger(tmp_path).repeated if line[0]["samples"] != line[1]["samples"]]
