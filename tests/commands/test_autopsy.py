@@ -1,10 +1,8 @@
 """autopsy: the batch of a step is the one that the run took, and a planted corrupt document is ranked first."""
 
-import csv
 import json
 import math
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +13,8 @@ import torch
 import yaml
 from checkpoints.shards import of_file
 from cli.parsers import one_parser  # noqa: F401, a fixture
-from two_processes import run
+from harness.processes import run
+from harness.runs import On, fit
 
 from lightning_tricks import LanguageModel, Llama, TextData, TokenData
 from lightning_tricks import __main__ as door
@@ -45,46 +44,56 @@ def model() -> LanguageModel:
     return LanguageModel(Llama(**DECODER), optimizer=partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95)))
 
 
-class Notes(pl.Callback):
-    """Writes down the rows of each optimizer step, and saves checkpoints."""
+def train(folder: Path, steps: int, ckpt_path: Any = None, **options: Any) -> tuple[Any, list[Any]]:
+    """Train and save checkpoints; returns what was logged by name and step, and the rows of each step on this rank."""
+    taken: list[Any] = []
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        with (self.folder / f"rows_{trainer.global_rank}.jsonl").open("a") as file:
-            file.write(json.dumps([trainer.global_step, batch["input_ids"].tolist()]) + "\n")
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        path = self.folder / CHECKPOINTS / f"step={trainer.global_step}.ckpt"
+    def save(trainer: Any, *_: Any) -> None:
+        path = folder / CHECKPOINTS / f"step={trainer.global_step}.ckpt"
         if trainer.global_step in SAVED and not path.exists():
             trainer.save_checkpoint(path)
 
-
-def train(folder: Path, steps: int, ckpt_path: Any = None, **options: Any) -> None:
+    note = lambda trainer, module, batch, _: taken.append((trainer.global_step, batch["input_ids"].tolist()))  # noqa: E731
     pl.seed_everything(0, verbose=False)
-    trainer = pl.Trainer(
-        max_steps=steps, accelerator="cpu", enable_checkpointing=False, enable_progress_bar=False, num_nodes=1,
-        enable_model_summary=False, limit_val_batches=0, log_every_n_steps=4, gradient_clip_val=CLIP,
-        logger=pl.loggers.CSVLogger(folder / "log", str(steps)), callbacks=[Notes(folder)], **options,
+    run = fit(
+        model(), On(on_train_batch_start=note, on_train_batch_end=save), data=text_data(folder), ckpt_path=ckpt_path,
+        max_steps=steps, limit_val_batches=0, log_every_n_steps=4, gradient_clip_val=CLIP, **options,
     )  # fmt: skip
-    trainer.fit(model(), datamodule=text_data(folder), ckpt_path=ckpt_path)
+    return {name: run.at(name) for name in ("train/loss", "train/grad_norm")}, taken
 
 
-def train_rank(rank: int, folder: Path) -> None:
-    train(folder, TWO, devices=2, strategy="ddp", accumulate_grad_batches=2)
+def train_rank(rank: int, folder: Path) -> tuple[Any, list[Any]]:
+    return train(folder, TWO, devices=2, strategy="ddp", accumulate_grad_batches=2)
+
+
+def positions(runs: Any) -> list[int]:
+    return [sample for first, last in runs for sample in range(first, last + 1)]
 
 
 class Run(NamedTuple):
     folder: Path
     rows: dict[int, set[tuple[int, ...]]]  # input_ids of each step, of all ranks
-    logged: dict[int, dict[str, float]]  # train/loss and train/grad_norm of each step
+    logged: dict[str, dict[int, float]]  # train/loss and train/grad_norm of each step
 
     def checkpoint(self, step: int) -> Path:
         return self.folder / CHECKPOINTS / f"step={step}.ckpt"
 
-    def report(self, step: int, saved: int, **options: Any) -> Any:
-        return autopsy(model(), text_data(self.folder), self.checkpoint(saved), step, clip_val=CLIP, **options)
+    def report(self, step: int, saved: int | Path, **options: Any) -> Any:
+        """By the run's own checkpoint of a step, or another one."""
+        path = self.checkpoint(saved) if isinstance(saved, int) else saved
+        return autopsy(model(), text_data(self.folder), path, step, **{"clip_val": CLIP} | options)
+
+    def rows_of_all(self) -> Any:
+        data = text_data(self.folder)
+        data.setup()
+        return data, data.training_rows()
+
+    def batch(self, report: Any) -> Any:
+        """The whole batch of a step, and where the most suspicious document is."""
+        document, samples = report.documents[0].document, positions(report.samples.runs)
+        _, rows = self.rows_of_all()
+        whole = joined([rows[sample] for sample in samples], torch.device("cpu"))
+        return whole, (samples.index(document.sample), slice(document.first, document.stop))
 
     @property
     def shard(self) -> Path:
@@ -101,33 +110,20 @@ def trained(tmp_path_factory, text_file) -> Run:
     for name, part in (("a", texts[::2]), ("b", texts[1::2])):
         (folder / "text" / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
     text_data(folder).prepare_data()
-    run(train_rank, folder)
-    train(folder, ALL, folder / CHECKPOINTS / f"step={TWO}.ckpt", devices=1, accumulate_grad_batches=3)
+    (first, taken), (_, of_rank_1) = run(train_rank, folder)
+    then, of_one = train(folder, ALL, folder / CHECKPOINTS / f"step={TWO}.ckpt", accumulate_grad_batches=3)
     rows: dict[int, set[tuple[int, ...]]] = {}
-    for file in folder.glob("rows_*.jsonl"):
-        for line in file.read_text().splitlines():
-            step, batch = json.loads(line)
-            rows.setdefault(step, set()).update(map(tuple, batch))
-    logged: dict[int, dict[str, float]] = {}
-    for file in folder.glob("log/*/version_0/metrics.csv"):
-        for line in csv.DictReader(file.open()):
-            values = {name: float(value) for name, value in line.items() if value and name.startswith("train/")}
-            logged.setdefault(int(line["step"]), {}).update(values)
-    return Run(folder, rows, logged)
-
-
-def samples(report: Any) -> list[int]:
-    return [sample for first, last in report.samples.runs for sample in range(first, last + 1)]
+    for step, batch in [*taken, *of_rank_1, *of_one]:
+        rows.setdefault(step, set()).update(map(tuple, batch))
+    return Run(folder, rows, {name: first[name] | then[name] for name in first})
 
 
 def test_the_batch_of_each_step_is_the_one_that_the_run_took(trained):
-    data = text_data(trained.folder)
-    data.setup()
-    rows = data.training_rows()
+    data, rows = trained.rows_of_all()
     for saved in SAVED:
         state = torch.load(trained.checkpoint(saved), weights_only=True)["TextData"]
         for step in range(saved if saved <= TWO else ALL):
-            taken = [s for first, last in data.samples_of_step(step, state) for s in range(first, last + 1)]
+            taken = positions(data.samples_of_step(step, state))
             assert len(taken) == (8 if step < TWO else 6)
             assert {tuple(rows[sample]["input_ids"][0].tolist()) for sample in taken} == trained.rows[step]
 
@@ -135,43 +131,34 @@ def test_the_batch_of_each_step_is_the_one_that_the_run_took(trained):
 @pytest.mark.parametrize("step", [12, 16, 22])  # of two processes; the first after the change; the seventh
 def test_loss_and_gradient_norm_of_the_batch_are_those_that_the_run_logged(trained, step):
     report = trained.report(step, step)
-    assert report.loss == pytest.approx(trained.logged[step]["train/loss"], rel=1e-5)
-    assert report.norm == pytest.approx(trained.logged[step]["train/grad_norm"], rel=1e-4)
+    assert report.loss == pytest.approx(trained.logged["train/loss"][step], rel=1e-5)
+    assert report.norm == pytest.approx(trained.logged["train/grad_norm"][step], rel=1e-4)
     assert "the step began with them" in report.table(0)
 
 
-def noise(length: int, random: np.random.Generator) -> Any:
-    return random.integers(1, 300, length)
+def plant(run: Run, step: int, seed: int, tokens: int | None) -> tuple[int, int]:
+    """Overwrite one document of a step's batch in the shard; returns its row's sample position and its first token.
 
-
-def one_token(length: int, random: np.random.Generator) -> Any:
-    return np.full(length, random.integers(1, 300))
-
-
-def two_tokens(length: int, random: np.random.Generator) -> Any:
-    return np.resize(random.integers(1, 300, 2), length)
-
-
-def plant(run: Run, step: int, seed: int, garbage: Callable[..., Any]) -> tuple[int, int]:
-    """Overwrite one document of a step's batch in the shard; returns its row's sample position and its first token."""
+    Args:
+        tokens: number of random tokens that are repeated; None for noise.
+    """
     random = np.random.default_rng(seed)
     clean = trained_documents(run, step)
     document = clean[random.integers(len(clean))]
     shard = np.memmap(run.shard, dtype="<u2", mode="r+", offset=4 * HEADER_INTS)
     end = document.token + document.tokens - int(document.ids[-1] == 0)  # its end-of-text token stays
-    shard[document.token : end] = garbage(end - document.token, random)
+    length = end - document.token
+    shard[document.token : end] = np.resize(random.integers(1, 300, tokens or length), length)
     shard.flush()
     return document.sample, document.first
 
 
 def trained_documents(run: Run, step: int) -> list[Any]:
     """The documents of a step's batch that have at least 8 tokens."""
-    data = text_data(run.folder)
-    data.setup()
+    data, rows = run.rows_of_all()
     state = torch.load(run.checkpoint(ALL), weights_only=True)["TextData"]
-    rows = data.training_rows()
-    positions, batches = rows_of(rows, data.samples_of_step(step, state))
-    return [document for document in documents_of(rows, positions, batches, data.eot_id) if document.tokens > 8]
+    samples, batches = rows_of(rows, data.samples_of_step(step, state))
+    return [document for document in documents_of(rows, samples, batches, data.eot_id) if document.tokens > 8]
 
 
 @pytest.fixture
@@ -189,8 +176,7 @@ def test_a_planted_corrupt_document_is_ranked_first_20_of_20_before_and_after_a_
     steps = [*range(TWO - 10, TWO), *range(TWO, ALL)]
     found = []
     for seed, step in enumerate(steps):
-        garbage = (noise, one_token, two_tokens)[seed % 3]
-        planted = plant(trained, step, seed, garbage)
+        planted = plant(trained, step, seed, (None, 1, 2)[seed % 3])
         first = trained.report(step, (TWO, ALL)[seed % 2]).documents[0].document
         found.append((first.sample, first.first) == planted)
         shard()
@@ -199,24 +185,21 @@ def test_a_planted_corrupt_document_is_ranked_first_20_of_20_before_and_after_a_
 
 def test_a_document_s_figures_are_those_of_the_batch_computed_without_it(trained):
     report = trained.report(12, 12)
-    finding = report.documents[0]
-    data = text_data(trained.folder)
-    data.setup()
+    effect, tokens_of_one = report.documents[0].effect, report.documents[0].document.tokens
     module = loaded(trained.checkpoint(12))
-    whole = joined([data.training_rows()[sample] for sample in samples(report)], torch.device("cpu"))
-    row, document = samples(report).index(finding.document.sample), finding.document
+    whole, place = trained.batch(report)
     only = {**whole, "labels": torch.full_like(whole["labels"], -100)}
-    only["labels"][row, document.first : document.stop] = whole["labels"][row, document.first : document.stop]
+    only["labels"][place] = whole["labels"][place]
     rest = {**whole, "labels": torch.where(only["labels"] == -100, whole["labels"], -100)}
     tokens = whole["labels"].numel()
     (nats, both), (own_nats, own), (_, without) = (gradient_of(module, batch) for batch in (whole, only, rest))
     cosine = torch.nn.functional.cosine_similarity
     assert report.loss == pytest.approx(nats / tokens)
-    assert finding.effect.loss == pytest.approx(own_nats / document.tokens)
-    assert finding.effect.norm == pytest.approx(float(own.norm()) / tokens, rel=1e-4)
-    assert finding.effect.norm_without == pytest.approx(float(without.norm()) / (tokens - document.tokens), rel=1e-4)
-    assert finding.effect.cosine == pytest.approx(float(cosine(both, without, dim=0)), rel=1e-4)
-    assert finding.effect.share == pytest.approx(float(own @ both / both.square().sum()), rel=1e-3)
+    assert effect.loss == pytest.approx(own_nats / tokens_of_one)
+    assert effect.norm == pytest.approx(float(own.norm()) / tokens, rel=1e-4)
+    assert effect.norm_without == pytest.approx(float(without.norm()) / (tokens - tokens_of_one), rel=1e-4)
+    assert effect.cosine == pytest.approx(float(cosine(both, without, dim=0)), rel=1e-4)
+    assert effect.share == pytest.approx(float(own @ both / both.square().sum()), rel=1e-3)
     assert sum(other.effect.share for other in report.documents) == pytest.approx(1.0, rel=1e-4)
 
 
@@ -237,14 +220,10 @@ def gradient_of(module: LanguageModel, batch: Any) -> tuple[float, torch.Tensor]
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_the_update_is_the_one_that_torch_s_adamw_makes_after_the_clip(trained, algorithm):
     value = CLIP if algorithm == "norm" else 0.001
-    options = {"clip_val": value, "clip_algorithm": algorithm}
-    report = autopsy(model(), text_data(trained.folder), trained.checkpoint(12), 12, **options)
-    data = text_data(trained.folder)
-    data.setup()
-    document = report.documents[0].document
-    whole = joined([data.training_rows()[sample] for sample in samples(report)], torch.device("cpu"))
+    report = trained.report(12, 12, clip_val=value, clip_algorithm=algorithm)
+    whole, place = trained.batch(report)
     rest = {**whole, "labels": whole["labels"].clone()}
-    rest["labels"][samples(report).index(document.sample), document.first : document.stop] = -100
+    rest["labels"][place] = -100
     before, after = (adamw_step(trained.checkpoint(12), batch, value, algorithm) for batch in (whole, rest))
     effect = report.documents[0].effect
     assert report.update == pytest.approx(float(before.norm()), rel=1e-3)
@@ -276,14 +255,14 @@ def adamw_step(path: Path, batch: Any, clip: float, algorithm: str) -> torch.Ten
 def test_without_a_state_of_adamw_there_is_no_update(trained, tmp_path):
     content = torch.load(trained.checkpoint(12), weights_only=True)
     torch.save(content | {"optimizer_class": "Muon"}, tmp_path / "other.ckpt")
-    report = autopsy(model(), text_data(trained.folder), tmp_path / "other.ckpt", 11)
+    report = trained.report(11, tmp_path / "other.ckpt")
     assert report.update is report.documents[0].effect.update_without is None
     assert "update" not in report.table(2)
 
 
 def test_a_folder_of_shards_gives_the_report_of_the_file(trained, tmp_path):
     folder = of_file(trained.checkpoint(22), tmp_path / "folder.ckpt", loaded(trained.checkpoint(22)))
-    of_folder = autopsy(model(), text_data(trained.folder), folder, 16, clip_val=CLIP).to_json()
+    of_folder = trained.report(16, folder).to_json()
     of_the_file = trained.report(16, 22).to_json()
     changes = {"checkpoint", "samples_told_by"}
     assert {k: v for k, v in of_folder.items() if k not in changes} == {
@@ -299,7 +278,7 @@ def test_documents_whose_gradient_is_not_finite_come_first_and_the_rest_is_measu
     content = torch.load(trained.checkpoint(12), weights_only=True)
     content["state_dict"]["decoder.embed.weight"][token] = math.inf
     torch.save(content, tmp_path / "broken.ckpt")
-    report = autopsy(model(), text_data(trained.folder), tmp_path / "broken.ckpt", 11, clip_val=CLIP)
+    report = trained.report(11, tmp_path / "broken.ckpt")
     broken = [finding for finding in report.documents if finding.suspicion.reason == "not finite"]
     assert 1 <= len(broken) < len(report.documents)
     assert report.documents[: len(broken)] == broken
@@ -314,8 +293,7 @@ def test_documents_whose_gradient_is_not_finite_come_first_and_the_rest_is_measu
 
 def test_each_document_is_found_in_its_shard_and_its_file(trained):
     report = trained.report(16, 22)
-    data = text_data(trained.folder)
-    data.setup()
+    data, _ = trained.rows_of_all()
     for finding in report.documents:
         path, index = finding.shard
         tokens = np.fromfile(path, dtype="<u2", offset=4 * HEADER_INTS)[index : index + finding.document.tokens]
@@ -346,7 +324,7 @@ def recipe(trained, one_parser, monkeypatch) -> list[str]:  # noqa: F811
 
 
 def test_the_command_prints_the_most_suspicious_and_writes_all(trained, recipe, shard, tmp_path, capsys):
-    sample, first = plant(trained, 22, 0, noise)
+    sample, first = plant(trained, 22, 0, None)
     door.run([*recipe, "--ckpt_path", "last", "--step", "22", "--top", "2", "--json", str(tmp_path / "all.json")])
     printed = capsys.readouterr().out
     written = json.loads((tmp_path / "all.json").read_text())
@@ -424,12 +402,12 @@ def test_options_are_refused_before_anything_is_read(options, message):
 
 def test_a_step_that_no_checkpoint_has_done_is_that_of_a_run_that_goes_on_unchanged(trained, tmp_path):
     alone = shutil.copy(trained.checkpoint(12), tmp_path / "alone.ckpt")
-    report = autopsy(model(), text_data(trained.folder), alone, 16)
+    report = trained.report(16, alone)
     assert report.samples.runs == [(128, 135)]
     assert "the samples are those of a run that goes on with the global batch of this checkpoint" in report.table(0)
     (tmp_path / "damaged.ckpt").write_bytes(trained.checkpoint(26).read_bytes()[:1000])
     shutil.copy(trained.checkpoint(26), tmp_path / "later.ckpt")
-    report = autopsy(model(), text_data(trained.folder), alone, 16)
+    report = trained.report(16, alone)
     assert (report.samples.runs, report.samples.told_by) == ([(128, 133)], tmp_path / "later.ckpt")
     assert "4 steps before the step began\n" in report.table(0)
     assert "the samples are told by" in report.table(0)
@@ -440,7 +418,7 @@ def test_a_later_checkpoint_of_another_run_tells_nothing(trained, tmp_path):
     content = torch.load(trained.checkpoint(26), weights_only=True)
     content["TextData"]["history"][0]["rows"] = 4
     torch.save(content, tmp_path / "later.ckpt")
-    assert autopsy(model(), text_data(trained.folder), alone, 16).samples.told_by is None
+    assert trained.report(16, alone).samples.told_by is None
 
 
 def test_shards_without_a_tokenizer_show_token_ids_and_each_row_is_a_document_without_an_end_of_text(trained, tmp_path):
