@@ -255,21 +255,41 @@ def test_an_iterable_that_does_not_say_where_it_is_is_named_in_one_line(tmp_path
     assert "\n" not in line
 
 
-def test_a_loader_with_a_state_goes_on_after_the_batch_that_was_trained(tmp_path):
-    whole, _ = fit(tmp_path / "whole", Counts())
-    first, _ = fit(tmp_path, Counts(), stop_at=4)
-    rest, _ = fit(tmp_path, Counts(), ckpt_path=tmp_path / "step=3.ckpt")
-    assert first + rest == whole
-
-
-def test_random_states_are_found_where_version_0_1_kept_them(tmp_path):
-    whole, _ = fit(tmp_path / "whole", DataLoader(Rows(6), shuffle=True))
-    first, _ = fit(tmp_path, DataLoader(Rows(6), shuffle=True), stop_at=4)
-    checkpoint = torch.load(tmp_path / "step=3.ckpt", weights_only=True)
+def as_of_0_1(path):
+    """That version kept the random states among the states of the loaders."""
+    checkpoint = torch.load(path, weights_only=True)
     checkpoint["callbacks"]["ExactResume"]["ranks"][0]["random"] = checkpoint.pop("random_states")[0]
-    torch.save(checkpoint, tmp_path / "old.ckpt")
-    rest, _ = fit(tmp_path, DataLoader(Rows(6), shuffle=True), ckpt_path=tmp_path / "old.ckpt")
-    assert first + rest == whole
+    torch.save(checkpoint, path)
+
+
+def token_data(folder):
+    """Our own data, which find their place themselves."""
+    if not list(folder.glob("train*.bin")):
+        with ShardWriter(folder, "train", 64) as writer:
+            writer.append(torch.randint(64, (900,), generator=torch.Generator().manual_seed(1)).numpy())
+    return TokenData(train=str(next(folder.glob("train*.bin"))), val=None, seq_len=8, micro_batch_size=2, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("data", "make", "change", "options"),
+    [
+        (lambda _: Counts(), quiet, None, {}),
+        (lambda _: loaders("shuffle"), quiet, as_of_0_1, {}),
+        (lambda _: loaders("shuffle"), reads, None, {}),
+        (token_data, quiet, None, {"max_steps": 6, "max_epochs": -1, "accumulate_grad_batches": 2}),
+    ],
+    ids=["a loader with a state", "a checkpoint of 0.1", "loaders are made early", "TokenData"],
+)
+def test_stopped_after_three_steps_a_run_goes_on_with_the_next_batch(tmp_path, data, make, change, options):
+    whole, _ = fit(tmp_path / "whole", data(tmp_path), module=make(), **options)
+    done = 3 * options.get("accumulate_grad_batches", 1)
+    first, _ = fit(tmp_path, data(tmp_path), stop_at=done + 2, module=make(), **options)
+    checkpoint = tmp_path / "step=3.ckpt"
+    if change:
+        change(checkpoint)
+    rest, lines = fit(tmp_path, data(tmp_path), ckpt_path=checkpoint, module=make(), **options)
+    assert first[:done] + rest == whole
+    assert lines == []
 
 
 def test_passing_over_rows_loads_none_of_them(tmp_path):
@@ -284,21 +304,6 @@ def test_passing_over_rows_loads_none_of_them(tmp_path):
     Counted.loaded = 0
     seen, lines = fit(tmp_path, DataLoader(Counted(100), shuffle=True), ckpt_path=tmp_path / "step=90.ckpt")
     assert len(seen) == Counted.loaded == 10
-    assert lines == []
-
-
-def test_our_own_data_find_their_place_themselves(tmp_path):
-    with ShardWriter(tmp_path, "train", 64) as writer:
-        writer.append(torch.randint(64, (900,), generator=torch.Generator().manual_seed(1)).numpy())
-
-    def data():
-        return TokenData(train=str(next(tmp_path.glob("train*.bin"))), val=None, seq_len=8, micro_batch_size=2, seed=3)
-
-    steps = {"max_steps": 6, "max_epochs": -1, "accumulate_grad_batches": 2}
-    whole, lines = fit(tmp_path / "whole", data(), **steps)
-    first, _ = fit(tmp_path, data(), stop_at=8, **steps)
-    rest, _ = fit(tmp_path, data(), ckpt_path=tmp_path / "step=3.ckpt", **steps)
-    assert first[:6] + rest == whole
     assert lines == []
 
 
@@ -317,14 +322,6 @@ def test_what_would_give_other_data_is_refused_in_one_line(tmp_path, before, aft
     options = {name: value() if name == "module" else value for name, value in options.items()}
     with pytest.raises(ValueError, match=line):
         fit(tmp_path, loaders(after), ckpt_path=tmp_path / "step=2.ckpt" if before else None, **options)
-
-
-def test_a_module_that_asks_for_the_number_of_steps_makes_the_loaders_early_and_they_go_on_all_the_same(tmp_path):
-    whole, _ = fit(tmp_path / "whole", loaders("shuffle"), module=reads())
-    first, _ = fit(tmp_path, loaders("shuffle"), stop_at=4, module=reads())
-    rest, lines = fit(tmp_path, loaders("shuffle"), ckpt_path=tmp_path / "step=3.ckpt", module=reads())
-    assert first + rest == whole
-    assert lines == []
 
 
 def test_other_data_start_again_with_one_line(tmp_path):

@@ -130,7 +130,6 @@ def fit(folder, kind, window, steps, crash_at=None):
     return True
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")
 GROWING = {0: 2, 1: 5}  # of a GradientAccumulationScheduler
 CASES = [*((kind, GROWING) for kind in LOADERS), *((kind, 1) for kind in list(LOADERS)[4:]), ("rows", 4)]
 

@@ -308,14 +308,11 @@ class ExactResume(pl.Callback):
 @contextmanager
 def _ignored(message: str) -> Iterator[None]:
     """Ignore a warning inside the `with`. Filters that others set meanwhile stay."""
-    filters: Any = warnings.filters
-    before = list(filters)
     warnings.filterwarnings("ignore", message)
-    added = [entry for entry in filters if entry not in before]
+    entry = warnings.filters[0]
     try:
         yield
     finally:
-        filters = warnings.filters  # another list inside somebody's catch_warnings
-        for entry in added:
-            if entry in filters:
-                filters.remove(entry)
+        filters: Any = warnings.filters  # another list inside somebody's catch_warnings
+        if entry in filters:
+            filters.remove(entry)
