@@ -47,24 +47,24 @@ def assert_warmup_is_one_step_ahead(mine, other):
     assert mine[:WARMUP] == pytest.approx(other[1 : WARMUP + 1], abs=1e-14)
 
 
-def test_cosine_is_transformers_after_a_warmup_one_step_ahead():
-    mine = ours(WarmupCosine(warmup_steps=WARMUP, min_ratio=0.0))
-    other = theirs(hf.get_cosine_schedule_with_warmup, num_warmup_steps=WARMUP, num_training_steps=TOTAL)
-    assert_warmup_is_one_step_ahead(mine, other)
-    assert mine[WARMUP:] == pytest.approx(other[WARMUP:], abs=1e-14)
+LENGTHS = {"num_warmup_steps": WARMUP, "num_training_steps": TOTAL}
 
 
-def test_cosine_to_a_floor_is_transformers_too():
-    mine = ours(WarmupCosine(warmup_steps=WARMUP, min_ratio=0.1))
-    settings = {"num_warmup_steps": WARMUP, "num_training_steps": TOTAL, "min_lr_rate": 0.1}
-    other = theirs(hf.get_cosine_with_min_lr_schedule_with_warmup, **settings)
-    assert mine[WARMUP:] == pytest.approx(other[WARMUP:], abs=1e-14)
-
-
-def test_linear_is_transformers_after_a_warmup_one_step_ahead():
-    mine = ours(WarmupLinear(warmup_steps=WARMUP))
-    other = theirs(hf.get_linear_schedule_with_warmup, num_warmup_steps=WARMUP, num_training_steps=TOTAL)
-    assert_warmup_is_one_step_ahead(mine, other)
+@pytest.mark.parametrize(
+    ("schedule", "make", "settings"),
+    [
+        (WarmupCosine(warmup_steps=WARMUP, min_ratio=0.0), hf.get_cosine_schedule_with_warmup, LENGTHS),
+        (
+            WarmupCosine(warmup_steps=WARMUP, min_ratio=0.1), hf.get_cosine_with_min_lr_schedule_with_warmup,
+            {**LENGTHS, "min_lr_rate": 0.1},
+        ),
+        (WarmupLinear(warmup_steps=WARMUP), hf.get_linear_schedule_with_warmup, LENGTHS),
+    ],
+)  # fmt: skip
+def test_curves_with_an_end_are_transformers_after_a_warmup_one_step_ahead(schedule, make, settings):
+    mine, other = ours(schedule), theirs(make, **settings)
+    if "min_lr_rate" not in settings:  # with a floor, theirs warms up from it
+        assert_warmup_is_one_step_ahead(mine, other)
     assert mine[WARMUP:] == pytest.approx(other[WARMUP:], abs=1e-14)
 
 
@@ -91,21 +91,20 @@ def test_stable_decay_is_transformers_wsd_after_the_warmup(shape, floor):
         assert_warmup_is_one_step_ahead(mine, other)
 
 
-def test_constant_is_torchs_linear_lr_without_offset():
-    settings = {"start_factor": 1 / WARMUP, "total_iters": WARMUP - 1}
-    other = torchs(torch.optim.lr_scheduler.LinearLR, **settings)
-    assert ours(WarmupConstant(warmup_steps=WARMUP)) == pytest.approx(other, abs=1e-14)
-
-
-def test_linear_without_warmup_is_torchs_linear_lr():
-    settings = {"start_factor": 1.0, "end_factor": 0.2, "total_iters": TOTAL}
-    other = torchs(torch.optim.lr_scheduler.LinearLR, steps=TOTAL + 3, **settings)
-    assert ours(WarmupLinear(warmup_steps=0, min_ratio=0.2), TOTAL + 3) == pytest.approx(other, abs=1e-14)
-
-
-def test_cosine_without_warmup_is_torchs_cosine_annealing():
-    other = torchs(torch.optim.lr_scheduler.CosineAnnealingLR, steps=TOTAL + 1, T_max=TOTAL, eta_min=0.1)
-    assert ours(WarmupCosine(warmup_steps=0, min_ratio=0.1), TOTAL + 1) == pytest.approx(other, abs=1e-13)
+@pytest.mark.parametrize(
+    ("schedule", "make", "settings"),
+    [
+        (WarmupConstant(warmup_steps=WARMUP), "LinearLR", {"start_factor": 1 / WARMUP, "total_iters": WARMUP - 1}),
+        (
+            WarmupLinear(warmup_steps=0, min_ratio=0.2), "LinearLR",
+            {"start_factor": 1.0, "end_factor": 0.2, "total_iters": TOTAL},
+        ),
+        (WarmupCosine(warmup_steps=0, min_ratio=0.1), "CosineAnnealingLR", {"T_max": TOTAL, "eta_min": 0.1}),
+    ],
+)  # fmt: skip
+def test_without_warmup_curves_are_torchs_without_offset(schedule, make, settings):
+    other = torchs(getattr(torch.optim.lr_scheduler, make), steps=TOTAL + 1, **settings)
+    assert ours(schedule, TOTAL + 1) == pytest.approx(other, abs=1e-13)
 
 
 @pytest.mark.parametrize("mult", [1, 2, 3])
