@@ -91,16 +91,6 @@ def test_a_pair_of_dimensions_turns_by_its_angle():
         torch.testing.assert_close(turned[position], torch.tensor(expected))
 
 
-def test_rotated_products_depend_on_distance_alone():
-    cos, sin = RotaryPositions(16, 64, theta=10000.0)(64, torch.float32)
-    torch.manual_seed(0)
-    q, k = rotate(torch.randn(16).expand(64, 16), cos, sin), rotate(torch.randn(16).expand(64, 16), cos, sin)
-    products = q @ k.T
-    for distance in (0, 5, 40):
-        diagonal = products.diagonal(-distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
-
-
 def test_rms_norm_divides_by_the_root_mean_square_and_keeps_the_dtype():
     norm = RMSNorm(2, eps=1e-5)
     torch.nn.init.constant_(norm.weight, 3.0)

@@ -56,10 +56,6 @@ def test_ffn_width_follows_the_familys_rule_unless_given(config, width):
     assert config.ffn_width == width
 
 
-def test_key_and_value_heads_default_to_query_heads():
-    assert (Llama(n_heads=32).kv_heads, Llama(n_heads=32, n_kv_heads=8).kv_heads) == (32, 8)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -92,16 +88,19 @@ def test_learned_positions_allow_odd_heads():
     assert GPT2(d_model=12, n_heads=4).head_dim == 3
 
 
-def test_a_recipe_names_a_family_by_its_short_name(parse):
-    assert parse() == Llama(d_model=256, n_layers=4, n_heads=4)
-
-
-def test_the_command_line_overrides_one_field(parse):
-    assert parse("--decoder.init_args.n_layers=2") == Llama(d_model=256, n_layers=2, n_heads=4)
-
-
-def test_another_family_keeps_what_was_written_and_takes_its_own_defaults(parse):
-    assert parse("--decoder=GPT2") == GPT2(d_model=256, n_layers=4, n_heads=4)
+@pytest.mark.parametrize(
+    ("arguments", "config"),
+    [
+        ((), Llama(d_model=256, n_layers=4, n_heads=4)),  # a family by its short name
+        (("--decoder.init_args.n_layers=2",), Llama(d_model=256, n_layers=2, n_heads=4)),
+        (
+            ("--decoder=GPT2",),
+            GPT2(d_model=256, n_layers=4, n_heads=4),
+        ),  # keeps what was written, with its own defaults
+    ],
+)
+def test_a_recipe_and_the_command_line_make_the_config(parse, arguments, config):
+    assert parse(*arguments) == config
 
 
 @pytest.mark.parametrize("family", [Llama, GPT2])

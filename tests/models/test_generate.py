@@ -3,29 +3,15 @@
 import pytest
 import torch
 import transformers
+from models.decoders import CONFIGS, TINY, build
+from models.decoders import tokens as some
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.models import GPT2, Decoder, Llama, gpt2_state_from_hf, llama_state_from_hf
 from lightning_tricks.models.attention import KVCache
 from lightning_tricks.models.generate import Sampling, generate
 
-SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 24}
-CONFIGS = {
-    "llama": Llama(**SHAPE),
-    "llama-all": Llama(**SHAPE, n_kv_heads=2, qk_norm=True, activation="relu2", tie_embeddings=True),
-    "gpt2": GPT2(**SHAPE),
-    "gpt2-gated": GPT2(**SHAPE, n_kv_heads=1, bias=False, activation="swiglu", tie_embeddings=False),
-}
-PROMPT = torch.randint(61, (3, 5), generator=torch.Generator().manual_seed(1))
-
-
-def build(config):
-    torch.manual_seed(0)
-    decoder = Decoder(config)
-    with torch.no_grad():
-        for parameter in decoder.parameters():  # off the initial values, where all tokens are about as likely
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return decoder.eval()
+PROMPT = some(3, 5)
 
 
 def tokens(*args, **kwargs):
@@ -34,7 +20,7 @@ def tokens(*args, **kwargs):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_logits_with_a_cache_are_those_of_the_whole_row(config):
-    decoder, row = build(config), torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(3))
+    decoder, row = build(config), some(2, 24, seed=3)
     cache = KVCache(config.n_layers, 24)
     pieces = [decoder(part, cache=cache) for part in row.split([7, 1, 1, 5, 10], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), decoder(row), rtol=1e-4, atol=1e-5)
@@ -49,30 +35,28 @@ def test_greedy_is_the_most_likely_token_of_the_whole_row_at_each_step():
     assert torch.equal(tokens(decoder, PROMPT, 19), row[:, 5:])
 
 
-def test_greedy_tokens_are_those_of_transformers_llama():
-    torch.manual_seed(0)
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=24, rms_norm_eps=1e-5, initializer_range=0.3,
-        )
-    ).eval()  # fmt: skip
-    config = Llama(**SHAPE, n_kv_heads=2, d_ff=48)
-    ours = Decoder(config)
-    ours.load_state_dict(llama_state_from_hf(theirs.state_dict(), config))
-    expected = theirs.generate(PROMPT, max_new_tokens=19, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(tokens(ours, PROMPT, 19), expected[:, 5:])
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=24, rms_norm_eps=1e-5, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), Llama(**TINY, n_kv_heads=2, d_ff=48), llama_state_from_hf
 
 
-def test_greedy_tokens_are_those_of_transformers_gpt2():
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=61, n_positions=24, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3
+    )
+    return transformers.GPT2LMHeadModel(config), GPT2(**TINY), gpt2_state_from_hf
+
+
+@pytest.mark.parametrize("family", [llama, gpt2])
+def test_greedy_tokens_are_those_of_transformers(family):
     torch.manual_seed(0)
-    theirs = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=61, n_positions=24, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
-    ).eval()
-    config = GPT2(**SHAPE)
+    theirs, config, state_from_hf = family()
     ours = Decoder(config).eval()
-    ours.load_state_dict(gpt2_state_from_hf(theirs.state_dict(), config))
-    expected = theirs.generate(PROMPT, max_new_tokens=19, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ours.load_state_dict(state_from_hf(theirs.state_dict(), config))
+    expected = theirs.eval().generate(PROMPT, max_new_tokens=19, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(tokens(ours, PROMPT, 19), expected[:, 5:])
 
 

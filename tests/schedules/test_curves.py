@@ -219,7 +219,7 @@ SETTINGS: list[tuple[type, dict, str]] = [
         for bad in (-0.1, 1.1, math.nan, math.inf, True, "low")
     ),
     *((cls, settings, said) for cls in (WarmupStableDecay, PowerDecay) for said, settings in DECAYS.items()),
-    *((PowerDecay, {"power": bad}, "power=.*give a number above 0") for bad in (0, -1.2, math.nan, math.inf, True, "2")),
+    *((PowerDecay, {"power": bad}, "power=.*above 0") for bad in (0, -1.2, math.nan, math.inf, True, "2")),
     (WarmupStableDecay, {"decay_shape": "square"}, "decay_shape='square': give one of linear, cosine, 1-sqrt"),
     (CosineRestarts, {"cycle_steps": 0}, "cycle_steps=0"),
     (CosineRestarts, {"cycle_steps": 3, "cycle_mult": 0}, "cycle_mult=0"),
