@@ -27,9 +27,8 @@ class TokenMeanMixin(Mixin):
     _scaled = True  # whether the accumulated gradients are those of the mean already
 
     def on_fit_start(self) -> None:
-        """Refuse a strategy whose gradients cannot be scaled; reset the state of an earlier fit."""
+        """Reset the state of an earlier fit of the same module."""
         super().on_fit_start()
-        refuse("TokenMeanMixin", self.trainer.strategy, "TokenMeanMixin:")
         self._capacity = self._batch_sums = self._step_sums = None
         self._scaled = True
 
@@ -84,6 +83,7 @@ class TokenMeanMixin(Mixin):
         self._scaled = True
         if self._splits() == 1 or self._step_sums is None:
             return
+        refuse("TokenMeanMixin", self.trainer.strategy, "TokenMeanMixin:")
         assert self._capacity is not None
         factor = self._capacity * self._splits() / self._over_ranks(self._step_sums[1]).clamp(min=1)
         strategy: Any = self.trainer.strategy

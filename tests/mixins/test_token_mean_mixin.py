@@ -153,6 +153,10 @@ def test_behind_the_lightning_module_it_is_refused():
 
 def test_a_strategy_that_lets_nobody_scale_the_gradients_is_refused():
     model = Counter()
-    model._trainer = SimpleNamespace(strategy=type("DeepSpeedStrategy", (), {})())
+    strategy = type("DeepSpeedStrategy", (), {})()
+    model._step_sums = model.weight, model.weight
+    model._trainer = SimpleNamespace(strategy=strategy, accumulate_grad_batches=1, world_size=1)
+    model._scale()  # one micro-batch on one device has the plain mean
+    model._trainer.accumulate_grad_batches = 2
     with pytest.raises(UsageError, match=r"^TokenMeanMixin: DeepSpeedStrategy leaves .*: take DeepSpeedZeROStrategy$"):
-        model.on_fit_start()
+        model._scale()
