@@ -1,47 +1,38 @@
 """bf16 products over fp32 weights: clips fused optimizers, casts once, and leaves the casting to FSDP2."""
 
+from functools import partial
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes
-from harness.models import LLAMA
+from harness.models import Decoding, Small
 from harness.runs import fit, same_training
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.data import DataLoader
 
-from lightning_tricks.models import Decoder
 from lightning_tricks.precision import BF16Mixed, FP16Mixed
 
 
-class Two(pl.LightningModule):
+class Two(Small):
     """Two layers, the second after a softmax, which autocast computes in fp32."""
 
-    def __init__(self, fused: bool = False, width: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
-        self.fused, self.width = fused, width
-        self.seen: list[torch.dtype] = []
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__(4, 4, optimizer=partial(torch.optim.AdamW, lr=0.1, fused=fused))
+        self.second, self.seen = nn.Linear(4, 4), []
 
-    def training_step(self, batch, batch_idx):
-        hidden = self.first(batch)
+    def loss_of(self, batch):
+        hidden = self.net(batch)
         out = self.second(hidden.softmax(-1))
         self.seen += [hidden.dtype, out.dtype]
         return out.float().square().mean()
 
     def validation_step(self, batch, batch_idx):
-        self.seen.append(self.first(batch).dtype)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.1, fused=self.fused)
-
-    def train_dataloader(self):
-        return DataLoader(torch.ones(32, self.width), batch_size=4)
+        self.loss_of(batch)
 
     def val_dataloader(self):
-        return DataLoader(torch.ones(4, self.width), batch_size=4)
+        return self.train_dataloader()
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -52,7 +43,7 @@ def test_products_are_bf16_over_fp32_weights_and_fused_optimizers_are_clipped(fu
     assert run.trainer.precision_plugin.device == "cpu"  # as Lightning's plugin says it
     assert set(model.seen) == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    state = run.trainer.optimizers[0].state[model.first.weight]
+    state = run.trainer.optimizers[0].state[model.second.weight]
     assert state["exp_avg"].dtype == torch.float32
     assert sum(p.grad.square().sum() for p in model.parameters()).sqrt().item() == pytest.approx(1e-3, rel=1e-3)
 
@@ -73,28 +64,16 @@ def test_it_trains_as_lightnings_own_does_to_the_bit():
     assert not same_training(ours, fit(Two(), gradient_clip_val=0.5, max_steps=6))
 
 
-class Decoding(pl.LightningModule):
+class Twice(Decoding):
     """Our decoder, called twice in a step; checkpointing runs its blocks again in the backward pass."""
-
-    def __init__(self, checkpointing: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = Decoder(LLAMA)
-        self.model.set_activation_checkpointing(checkpointing)
 
     def training_step(self, batch, batch_idx):
         return self.model(batch).float().square().mean() + self.model(batch.flip(0)).float().abs().mean()
 
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    def train_dataloader(self):
-        return DataLoader(list(torch.arange(2 * 16 * 16).view(-1, 2, 16) % 61), batch_size=None)
-
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_a_block_that_is_run_again_casts_again(checkpointing):
-    plain, again = (fit(Decoding(mode), plugins=BF16Mixed()) for mode in ("none", checkpointing))
+    plain, again = (fit(Twice(checkpointing=mode), plugins=BF16Mixed()) for mode in ("none", checkpointing))
     assert same_training(plain, again)
 
 
@@ -116,7 +95,7 @@ class Sharded(Two):
         self.policy, self.whole = policy, whole
 
     def configure_model(self):
-        for part in (self.first, self.second) if self.whole else (self.first,):
+        for part in (self.net, self.second) if self.whole else (self.net,):
             fully_shard(part, mesh=self.device_mesh["data_parallel"], mp_policy=self.policy)
 
 
