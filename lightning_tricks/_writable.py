@@ -7,15 +7,7 @@ from lightning_tricks._errors import UsageError
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Refuse a folder, there or not, in which no file could be made.
-
-    Args:
-        option: for the line.
-        folder: its missing parents would be made.
-
-    Raises:
-        UsageError: it or a parent is a file, may not be written to, or lies on a full disk.
-    """
+    """Refuse a folder, there or not, in which no file could be made: a file, one without rights, on a full disk."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise UsageError(f"{option}={folder}: {there} is a file: name another folder, or rename the file")
@@ -24,11 +16,7 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def check_file(option: str, file: str | Path) -> None:
-    """Refuse the path of a file that could not be written.
-
-    Raises:
-        UsageError: it is a folder, its folder is not there, or may not be written to, or lies on a full disk.
-    """
+    """Refuse the path of a file that could not be written: a folder, or one in no folder or one as above."""
     path = Path(file)
     folder = path.absolute().parent
     if path.is_dir():

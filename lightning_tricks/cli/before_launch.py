@@ -14,30 +14,23 @@ from lightning_tricks._machine import most_processes
 from lightning_tricks._trainer import is_a
 
 _MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")  # what a process on another host must know
-_LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader", "test": "test_dataloader"}
-_LOADERS["predict"] = "predict_dataloader"
+_LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader"}
 
 
 def check_before_launch(trainer: Any, module: Any, datamodule: Any, command: str, accelerator: Any) -> None:
     """Refuse a run that this machine cannot start, before any process is started and before the data are prepared.
 
-    Args:
-        trainer: of the run.
-        module: of the run.
-        datamodule: of the run, or None.
-        command: `fit`, `validate`, `test` or `predict`.
-        accelerator: as the recipe names it.
-
     Raises:
         UsageError: no data; more processes than this machine can hold, or without a GPU where the recipe leaves the
-            accelerator open; other hosts that nothing leads here; what the parts' own checks refuse.
+            `accelerator` open; other hosts that nothing leads here; what the parts' own checks refuse.
     """
     _check_processes(trainer, accelerator)
     _check_hosts(trainer)
-    if datamodule is None and not pl.utilities.model_helpers.is_overridden(_LOADERS[command], module):
+    loader = _LOADERS.get(command, f"{command}_dataloader")
+    if datamodule is None and not pl.utilities.model_helpers.is_overridden(loader, module):
         raise UsageError(
-            f"{command}: the recipe has no data, and {type(module).__name__} has no {_LOADERS[command]}: add some, "
-            "such as `data: TextData`"
+            f"{command}: the recipe has no data, and {type(module).__name__} has no {loader}: add some, such as "
+            "`data: TextData`"
         )
     for part in (trainer.strategy, trainer.precision_plugin, module, datamodule):
         if hasattr(part, "check_run"):
@@ -53,16 +46,12 @@ def _check_processes(trainer: Any, accelerator: Any) -> None:
         raise UsageError(
             f"trainer.devices={count}: so many processes on {os.cpu_count()} CPU cores: give at most {most}"
         )
-    if accelerator == "auto" and not launched():
+    launched = torch.distributed.is_torchelastic_launched() or "LOCAL_RANK" in os.environ
+    if accelerator == "auto" and not launched:
         raise UsageError(
             f"trainer.devices={count}: this machine has no GPU, so these would be {count} processes on its CPU: give "
             "--trainer.devices 1 --trainer.strategy auto, or --trainer.accelerator cpu if they are meant"
         )
-
-
-def launched() -> bool:
-    """Whether a launcher has started this process as one of several."""
-    return torch.distributed.is_torchelastic_launched() or "LOCAL_RANK" in os.environ
 
 
 def _check_hosts(trainer: Any) -> None:

@@ -69,16 +69,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_fit_options(args: Sequence[str], command: str | None, options: Any) -> None:
-    """Refuse these options on the command line of another command, or together with a checkpoint to go on from.
-
-    Args:
-        args: the command line.
-        command: in it; None where a recipe is only built.
-        options: of the command, parsed.
-
-    Raises:
-        UsageError: see above.
-    """
+    """Refuse these options among the words of another command, or together with a checkpoint to go on from."""
     typed = {arg.partition("=")[0].removeprefix("--") for arg in args if arg.startswith("--")}
     for name in FIT_OPTIONS.keys() & typed if command not in ("fit", None) else ():
         start = "ckpt_path" in options and name != "total_tokens"
@@ -94,15 +85,7 @@ def check_fit_options(args: Sequence[str], command: str | None, options: Any) ->
 def choose_length(options: Any, args: Sequence[str]) -> str | None:
     """Let one length of the run count, steps or tokens: that of the command line wins over that of the recipe.
 
-    Args:
-        options: of `fit`, parsed; the other length is taken out of them.
-        args: the command line.
-
-    Returns:
-        A line that says what no longer counts; None where nothing is taken out.
-
-    Raises:
-        UsageError: both in one place.
+    The other one is taken out of `options`; returns a line that says so. Both in one place are refused.
     """
     tokens, trainer = options.get("total_tokens"), options.get("trainer")
     if tokens is None or trainer is None:
@@ -126,15 +109,7 @@ def choose_length(options: Any, args: Sequence[str]) -> str | None:
 
 
 def option_callbacks(options: Any, module: Any = None) -> list[Any]:
-    """The callbacks that carry these options out, to stand before the recipe's own.
-
-    Args:
-        options: of `fit`, with its checkpoint chosen.
-        module: of the run.
-
-    Raises:
-        UsageError: the weights of `init_from` cannot be read.
-    """
+    """The callbacks that carry these options out, to stand before the recipe's own; the checkpoint is chosen."""
     found: list[Any] = []
     if options.get("init_from") is not None:
         found.append(InitFrom(options["init_from"]))

@@ -92,13 +92,10 @@ def _twice_as_long(trainer: Any, newest: Candidate) -> tuple[str, str]:
 
 
 def next_steps(trainer: Any, options: Sequence[str], lr: float | None, resume: str | None = None) -> list[str]:
-    """The lines to print after a `fit` with these options.
+    """The lines to print after a `fit` with these options, as typed.
 
-    Args:
-        trainer: of that fit.
-        options: as typed, without the command.
-        lr: the learning rate of the run; None where the recipe has no optimizer whose learning rate can be set.
-        resume: the recipe's; with `auto` the same command would go on.
+    Without an `lr`, the recipe has no optimizer whose learning rate can be set. With `resume: auto`, the same command
+    would go on.
     """
     found: list[str] = []
 

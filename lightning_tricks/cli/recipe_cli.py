@@ -60,11 +60,7 @@ class RecipeTrainer(pl.Trainer):
 
     @classmethod
     def of_one_process(cls, settings: Mapping[str, Any]) -> "RecipeTrainer":
-        """A Trainer of one process on a CPU or GPU of this machine, whatever devices the recipe asks for.
-
-        Args:
-            settings: the Trainer's arguments in the recipe, with classes as objects.
-        """
+        """A Trainer of one process on a CPU or GPU of this machine, whatever devices the recipe's `settings` name."""
         environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
         callbacks = settings.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
@@ -308,11 +304,7 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
 
 
 def main(args: list[str]) -> None:
-    """Run a command on a recipe, of which `args` are the words; its process group ends with it.
-
-    Raises:
-        UsageError: a user's mistake.
-    """
+    """Run a command on a recipe, of which `args` are the words; its process group ends with it."""
     sys.argv[1:] = args  # with which other ranks are started
     for noise in (".*isinstance.treespec, LeafSpec.*", "Precision .* is not supported by the model summary"):
         warnings.filterwarnings("ignore", message=noise)  # Lightning's own, and nothing that a user could mend

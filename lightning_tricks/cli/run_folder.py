@@ -35,12 +35,10 @@ _FILES_OF_A_START = ("config.yaml", "hparams.yaml", "metrics.csv")  # of SaveCon
 
 
 def expand_save_dirs(trainer: Any) -> None:
-    """Expand `~` and variables in the `save_dir` of each logger, so that its logs and checkpoints get one folder.
+    """Expand `~` and variables in the `save_dir` of each logger of a parsed recipe's Trainer.
 
-    Lightning's loggers expand them when they write, but its savers take the text as it is.
-
-    Args:
-        trainer: settings of the Trainer in a parsed recipe, which are changed.
+    Lightning's loggers expand them when they write, but its savers take the text as it is: logs and checkpoints would
+    get two folders.
     """
     given = trainer.get("logger")
     for logger in given if isinstance(given, list) else [given]:
@@ -50,11 +48,7 @@ def expand_save_dirs(trainer: Any) -> None:
 
 
 def check_folders(trainer: Any) -> None:
-    """Refuse folders that the run could not write its logs and checkpoints to.
-
-    Raises:
-        UsageError: one is a file, may not be written to, or lies on a full disk.
-    """
+    """Refuse folders that the run could not write its logs and checkpoints to."""
     places = [("trainer.logger: save_dir", logger.save_dir) for logger in trainer.loggers]
     places += [("ModelCheckpoint.dirpath", getattr(saver, "dirpath", None)) for saver in trainer.checkpoint_callbacks]
     if trainer.checkpoint_callbacks and not trainer.loggers:

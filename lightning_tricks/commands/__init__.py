@@ -16,6 +16,7 @@ command is one new file. It begins with a block of constants, and has a function
 - `WORDS`, if there are some: names of other programs for it, which lead to it.
 """
 
+import argparse
 import ast
 import importlib
 import re
@@ -23,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._suggest import did_you_mean
@@ -48,6 +49,15 @@ class Command:
     def load(self) -> ModuleType:
         """Import the module."""
         return importlib.import_module(f"{__name__}.{self.module}")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse's parser, whose errors are UsageErrors. Its program is named `lightning-tricks COMMAND`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the mistake as one line that names the command."""
+        command = self.prog.split()[1]
+        raise UsageError(f"{command}: {message}; {command} --help lists the options")
 
 
 class FitChange(Protocol):

@@ -23,7 +23,7 @@ from lightning_tricks.checkpoints.check_checkpoint import (
 )
 from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.checkpoints.record import read_record
-from lightning_tricks.commands.command_parser import CommandParser
+from lightning_tricks.commands import CommandParser
 from lightning_tricks.mixins._plain_settings import from_plain
 from lightning_tricks.mixins.optimizer_mixin import SCHEDULE_KEY
 from lightning_tricks.schedules import Schedule, WarmupConstant, WarmupStableDecay
@@ -39,30 +39,17 @@ _SET_BY_BRANCH = re.compile(
 
 @dataclass(frozen=True)
 class Trunk:
-    """The checkpoint that a decay branches off.
+    """The checkpoint that a decay branches off, and of its run what the checkpoint says."""
 
-    Args:
-        path: of the checkpoint; links are followed, because `last.ckpt` soon leads to another one.
-        step: optimizer steps done.
-        schedule: that its run followed, None where the checkpoint does not say.
-        total_steps: length of its run, None where the checkpoint does not say, or the run has no end.
-    """
-
-    path: str
-    step: int
+    path: str  # links are followed, because `last.ckpt` soon leads to another one
+    step: int  # optimizer steps done
     schedule: Schedule | None = None
-    total_steps: int | None = None
+    total_steps: int | None = None  # None for a run without an end, too
 
     def check(self, schedule: Any, total_steps: int | None) -> None:
-        """Refuse a checkpoint in the warmup, or inside the decay of its run.
+        """Refuse a checkpoint in the warmup, or inside the decay of its run, and schedules without a stable part.
 
-        Args:
-            schedule: of the recipe, which stands for that of the checkpoint's run where the checkpoint does not say.
-            total_steps: length of the run in the recipe, likewise.
-
-        Raises:
-            UsageError: the recipe's schedule is no WarmupStableDecay, or the checkpoint's was another kind of curve;
-                the checkpoint lies in a warmup or in a decay.
+        Schedule and length are those of the recipe, which stand in where the checkpoint does not say.
         """
         if not isinstance(schedule, WarmupStableDecay):
             raise UsageError(
@@ -99,16 +86,9 @@ def _name(schedule: Any) -> str:
 
 
 def read_trunk(ckpt_path: str, weights_only: bool | None = None) -> Trunk:
-    """The step of a checkpoint and the schedule of its run; of a folder no tensor is read.
+    """The step of a checkpoint, file or folder, and the schedule of its run, which DeepSpeed's do not hold.
 
-    A checkpoint of DeepSpeed holds only its step.
-
-    Args:
-        ckpt_path: file, or folder of shards.
-        weights_only: as in `torch.load`.
-
-    Raises:
-        UsageError: it is an address, is not whole, or holds weights only.
+    No tensor of a folder is read. An address is refused, a checkpoint that is not whole, and weights alone.
     """
     if "://" in ckpt_path:
         raise UsageError(f"branch: ckpt_path={ckpt_path}: download the checkpoint and give its path")
@@ -130,12 +110,7 @@ def read_trunk(ckpt_path: str, weights_only: bool | None = None) -> Trunk:
 
 
 class Branch:
-    """The change of `fit` into a branch: the recipe with another end, in a folder of its own.
-
-    Args:
-        ckpt_path: of the checkpoint to branch off.
-        decay_steps: length of the decay in optimizer steps.
-    """
+    """The change of `fit` into a branch: the recipe with another end, in a folder of its own."""
 
     def __init__(self, ckpt_path: str, decay_steps: int) -> None:
         self.ckpt_path = ckpt_path
@@ -143,11 +118,7 @@ class Branch:
         self.start = 0
 
     def change(self, config: Any) -> None:
-        """Look at the checkpoint, and let the decay start at its step.
-
-        Raises:
-            UsageError: see `read_trunk`, `Trunk.check` and `_start_decays`.
-        """
+        """Look at the checkpoint, and let the decay start at its step."""
         trunk = read_trunk(self.ckpt_path, config.get("weights_only"))
         settings, trainer = config.model.get("init_args") or {}, config.trainer
         trunk.check(_built(settings.get("schedule")), trainer.get("max_steps"))
@@ -164,11 +135,7 @@ class Branch:
         trainer.callbacks = [*(given if isinstance(given, list) else [given]), lineage]
 
     def check(self, trainer: Any) -> None:
-        """Refuse to write the branch's checkpoints beside that of the trunk: each would take the other's for its own.
-
-        Raises:
-            UsageError: see above.
-        """
+        """Refuse checkpoints beside that of the trunk: each run would take the other's for its own."""
         versions = [(logger.root_dir, chosen_version(logger)) for logger in trainer.loggers if has_versions(logger)]
         runs = [os.path.join(root, name if isinstance(name, str) else f"version_{name}") for root, name in versions]
         runs += [] if trainer.loggers else [str(trainer.default_root_dir)]
@@ -189,8 +156,7 @@ class Branch:
 def _start_decays(settings: Any, place: str, step: int) -> None:
     """Let each WarmupStableDecay in the settings decay from a step on: that of the run, and those of parameter rules.
 
-    Raises:
-        UsageError: another schedule depends on the length of the run: before the branch, it was another curve.
+    Another schedule that depends on the length of the run is refused: before the branch, it was another curve.
     """
     if isinstance(settings, list):
         for number, entry in enumerate(settings):
@@ -217,11 +183,7 @@ def _built(spec: Any) -> Any:
 
 
 def run(args: list[str]) -> tuple[list[str], Branch]:
-    """The `fit` that a branch is, in words and as a change of its recipe.
-
-    Raises:
-        UsageError: no checkpoint is named, or no length; an option that the command sets itself.
-    """
+    """The `fit` that a branch is, in words and as a change of its recipe."""
     parser = CommandParser(
         "lightning-tricks branch",
         description="Start the decay of a WarmupStableDecay run from a checkpoint of its stable part, in a folder "

@@ -8,7 +8,7 @@ from lightning_tricks.checkpoints import check_checkpoint, read_folder, size_of_
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.read_file import load_file
 from lightning_tricks.checkpoints.swap_in import write_file
-from lightning_tricks.commands.command_parser import CommandParser
+from lightning_tricks.commands import CommandParser
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import consolidate_deepspeed
 
 NAME = "consolidate"
@@ -18,11 +18,7 @@ WORDS = "export"
 
 
 def run(args: list[str]) -> None:
-    """Write FILE from FOLDER.
-
-    Raises:
-        UsageError: FOLDER is not a complete checkpoint in shards; FILE exists and `--overwrite` was not given.
-    """
+    """Write FILE from FOLDER."""
     parser = CommandParser(
         "lightning-tricks consolidate",
         description="Make one checkpoint file of a folder of shards. Needs as much of the host's memory, and of the "

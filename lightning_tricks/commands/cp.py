@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning_tricks._errors import UsageError
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks._writable import check_folder
-from lightning_tricks.commands.command_parser import CommandParser
+from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.recipes import recipes_folder
 
 NAME = "cp"
@@ -16,11 +16,7 @@ WORDS = "copy"
 
 
 def run(args: list[str]) -> None:
-    """Copy a recipe, with the parts it includes; a part that is there already with the same text is left as it is.
-
-    Raises:
-        UsageError: there is no such recipe, or one of the files exists; nothing is copied then.
-    """
+    """Copy a recipe, with the parts it includes; a part that is there already with the same text is left as it is."""
     parser = CommandParser("lightning-tricks cp", description="Copy a recipe, to change it.")
     parser.add_argument("recipe", help="its name, as `ls` prints it")
     parser.add_argument("to", nargs="?", default=".", help="folder or new file name (default: this folder)")

@@ -15,7 +15,7 @@ from lightning_tricks.checkpoints.find_checkpoint import newest_whole
 from lightning_tricks.checkpoints.read_file import check_weights, load_file
 from lightning_tricks.checkpoints.read_folder import read_by_name
 from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
-from lightning_tricks.commands.command_parser import CommandParser
+from lightning_tricks.commands import CommandParser
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
 from lightning_tricks.mixins._plain_settings import from_plain
 from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
@@ -34,12 +34,7 @@ _FAMILIES: dict[str, type[DecoderConfig]] = {"Llama": Llama, "GPT2": GPT2}
 
 
 def run(args: list[str]) -> None:
-    """Print the prompt and its continuation, token by token.
-
-    Raises:
-        UsageError: there is no complete checkpoint of a LanguageModel at the path; it has no tokenizer, or no such
-            average; a bad option.
-    """
+    """Print the prompt and its continuation, token by token."""
     options = _parse(args)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     path = _newest() if options.ckpt_path == "last" else verify_checkpoint(options.ckpt_path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.commands.command_parser import CommandParser
+from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.compare_records import Difference, Record, first_differences
 from lightning_tricks.monitors.run_ledger.ledger_file import Ledger, read_ledger
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.commands.command_parser import CommandParser
+from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.compare_records import Difference, Record, first_differences
 
 NAME = "verify-resume"
