@@ -72,8 +72,9 @@ def commands(_: Any) -> dict[str, str]:
     """The commands, as their registry has them."""
     from lightning_tricks.commands import COMMANDS
 
-    rows = [f"| `{command.name}` | {command.needs} | {command.help} |" for command in COMMANDS.values()]
-    return {"commands": "\n".join(["| command | needs | |", "|---|---|---|", *rows])}
+    recipe = {name: "" if command.needs == "nothing" else "yes" for name, command in COMMANDS.items()}
+    rows = [f"| `{name}` | {recipe[name]} | {command.help} |" for name, command in COMMANDS.items()]
+    return {"commands": "\n".join(["| command | on a recipe | |", "|---|---|---|", *rows])}
 
 
 def _of(script: str, function: str) -> Callable[..., Any]:

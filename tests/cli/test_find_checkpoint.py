@@ -89,23 +89,23 @@ def test_what_is_still_being_written_is_no_checkpoint_and_what_was_being_replace
     assert restore_name(found.chosen) == tmp_path / "last.ckpt", "a rank that comes later finds the same"
 
 
-def test_weights_that_are_not_finite_are_passed_over_without_reading_them(tmp_path):
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"finite": False}, ": its weights are not finite numbers"),
+        (
+            {"version": 99},
+            " is a checkpoint of version 99, and this lightning_tricks reads up to 2: pip install -U lightning-tricks",
+        ),
+    ],
+)
+def test_what_its_record_rules_out_is_passed_over_without_reading_it(tmp_path, record, said):
     save(tmp_path / "good.ckpt", 1, 1, 10, finite=True)
-    save(tmp_path / "bad.ckpt", 2, 2, 20, finite=False)
+    save(tmp_path / "bad.ckpt", 2, 2, 20, **record)
     read = []
     found = newest_whole([tmp_path], lambda place: read.append(place.name))
-    assert found.chosen.place.name == "good.ckpt"
-    assert read == ["good.ckpt"]
-    assert found.passed_over == [f"{tmp_path}/bad.ckpt: its weights are not finite numbers"]
-
-
-def test_a_checkpoint_of_a_later_version_is_passed_over_without_reading_it(tmp_path):
-    save(tmp_path / "good.ckpt", 1, 1, 10)
-    save(tmp_path / "later.ckpt", 2, 2, 20, version=99)
-    found = newest_whole([tmp_path], lambda place: "read" if place.name == "later.ckpt" else None)
-    assert found.chosen.place.name == "good.ckpt"
-    said = "is a checkpoint of version 99, and this lightning_tricks reads up to 2: pip install -U lightning-tricks"
-    assert found.passed_over == [f"{tmp_path}/later.ckpt {said}"]
+    assert (found.chosen.place.name, read) == ("good.ckpt", ["good.ckpt"])
+    assert found.passed_over == [f"{tmp_path}/bad.ckpt{said}"]
 
 
 def test_of_several_folders_the_one_written_last_is_tried_first(tmp_path):

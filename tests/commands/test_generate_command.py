@@ -30,6 +30,14 @@ def trained(request, tmp_path_factory, text_file):
     return data, model.eval(), folder / "run.ckpt"
 
 
+def greedy(data, decoder, count) -> str:
+    """What the most likely tokens after a prompt read."""
+    prompt = data.tokenizer.encode("def parse").ids
+    ids = [int(token) for token in generate_tokens(decoder, torch.tensor([prompt]), count)]
+    ids = ids[: ids.index(data.eot_id)] if data.eot_id in ids else ids
+    return data.tokenizer.decode([*prompt, *ids]) + "\n"
+
+
 def run(capsys, *args):
     door.run(["generate", *map(str, args)])
     return capsys.readouterr().out
@@ -37,11 +45,8 @@ def run(capsys, *args):
 
 def test_greedy_text_is_that_of_the_trained_module(trained, capsys):
     data, model, path = trained
-    prompt = data.tokenizer.encode("def parse").ids
-    ids = [int(token) for token in generate_tokens(model.decoder, torch.tensor([prompt]), 20)]
-    ids = ids[: ids.index(data.eot_id)] if data.eot_id in ids else ids
     printed = run(capsys, "--ckpt_path", path, "--prompt", "def parse", "--temperature", "0", "--max_new_tokens", 20)
-    assert printed == data.tokenizer.decode([*prompt, *ids]) + "\n"
+    assert printed == greedy(data, model.decoder, 20)
 
 
 def test_a_seed_repeats_what_is_drawn_and_each_sample_is_its_own(trained, capsys):
@@ -71,12 +76,9 @@ def test_the_average_writes_in_place_of_the_weights(trained, tmp_path, capsys, k
     averages = checkpoint["averages"]["ema"]["weights"]["mean"]
     assert all(torch.equal(weight, averages[name]) for name, weight in loaded.named_parameters())
     assert any(not torch.equal(weight, averages[name]) for name, weight in model.named_parameters())
-    prompt = data.tokenizer.encode("def parse").ids
-    ids = [int(token) for token in generate_tokens(loaded.eval().decoder, torch.tensor([prompt]), 8)]
     options = ("--prompt", "def parse", "--temperature", "0", "--max_new_tokens", 8)
     printed = run(capsys, "--ckpt_path", path, "--average", "ema", *options)
-    ids = ids[: ids.index(data.eot_id)] if data.eot_id in ids else ids
-    assert printed == data.tokenizer.decode([*prompt, *ids]) + "\n"
+    assert printed == greedy(data, loaded.eval().decoder, 8)
     with pytest.raises(UsageError, match=r"^average=tail_average: .* holds no such average.*: it holds ema$"):
         door.run(["generate", "--ckpt_path", str(path), "--average", "tail_average"])
 
