@@ -100,13 +100,15 @@ def enabled_scaler(plugin: Any) -> Any:
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
-def micro_batch(data: Any) -> tuple[int | None, int | None]:
-    """(samples, tokens) in one micro-batch of one data rank; None where the data module does not tell.
+def micro_batch(data: Any, loader: Any = None) -> tuple[int | None, int | None]:
+    """(samples, tokens) in one micro-batch of one data rank; None where the data do not tell.
 
     Args:
         data: a data module; one with an int `micro_batch_size`, and `seq_len` in tokens, tells.
+        loader: its `batch_size` counts for a data module without a `micro_batch_size`.
     """
     samples, length = getattr(data, "micro_batch_size", None), getattr(data, "seq_len", None)
+    samples = samples or getattr(loader, "batch_size", None)
     if not isinstance(samples, int):
         return None, None
     return samples, samples * length if isinstance(length, int) else None

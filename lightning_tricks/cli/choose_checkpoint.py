@@ -16,7 +16,7 @@ from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import check_names_weights
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, Found, candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.verify_checkpoint import check_bytes, verify_checkpoint
-from lightning_tricks.guards.decay_on_demand.request import Decay, DecayFile
+from lightning_tricks.guards.decay_on_demand import Decay, DecayFile
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
 
 

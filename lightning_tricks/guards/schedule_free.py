@@ -1,7 +1,7 @@
 """Validate and save the average that a schedule-free optimizer keeps, and train on with the weights from before."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -9,10 +9,9 @@ import torch
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._on_exception import only_warn
-from lightning_tricks._replaced import replaced
-from lightning_tricks._trainer import is_a, unwrapped
-from lightning_tricks.guards.averages.swap import drop_gathered
-from lightning_tricks.guards.averages.weight_average import WeightAverage
+from lightning_tricks._refusals import refuse
+from lightning_tricks._trainer import around_saves, unwrapped
+from lightning_tricks.guards.averages.weight_average import WeightAverage, drop_gathered
 from lightning_tricks.optim import check_constant, schedule_free_parts
 from lightning_tricks.optim.keep_settings_on_load import layers_of
 from lightning_tricks.optim.schedule_free import has_trained_weights, put_average, put_trained_weights
@@ -57,13 +56,8 @@ class ScheduleFree(pl.Callback):
         if stage != "fit":
             return
         self._saves.close()  # of a fit that failed
-        self._parts, strategy = [], trainer.strategy
-        ours = hasattr(strategy, "shards_modules")  # FSDP2Strategy is a ModelParallelStrategy too
-        if not ours and is_a(strategy, "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"):
-            raise UsageError(
-                f"ScheduleFree: {type(strategy).__name__} keeps weights in a form that cannot be exchanged for their "
-                "average: train on one device, with ddp or with FSDP2Strategy"
-            )
+        self._parts = []
+        refuse("ScheduleFree", trainer.strategy, "ScheduleFree:")
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAverage):
                 raise UsageError(
@@ -91,20 +85,19 @@ class ScheduleFree(pl.Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Put the weights that are trained in place, and let each save take the average from now on."""
         self._train()
-        save = trainer.save_checkpoint
-
-        def save_average(*args: Any, **kwargs: Any) -> Any:
-            was_training = any(map(has_trained_weights, self._parts))
-            self._evaluate()
-            try:
-                return save(*args, **kwargs)
-            finally:
-                if was_training:
-                    self._train()
-
-        self._saves.enter_context(replaced(trainer, "save_checkpoint", save_average))
+        self._saves.enter_context(around_saves(trainer, weights_in_place=self._average_in_place))
         names = ", ".join(type(part).__name__ for part in self._parts)
         rank_zero_info(f"ScheduleFree: validation and checkpoints have the average of {names} as the weights")
+
+    @contextmanager
+    def _average_in_place(self) -> Iterator[None]:
+        was_training = any(map(has_trained_weights, self._parts))
+        self._evaluate()
+        try:
+            yield
+        finally:
+            if was_training:
+                self._train()
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Put the average in place; it stays for what other callbacks do after the validation."""

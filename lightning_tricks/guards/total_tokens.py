@@ -8,8 +8,8 @@ from lightning_tricks._accumulation import Accumulation
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks._replaced import replaced
-from lightning_tricks._trainer import data_rank, step_limit
-from lightning_tricks.guards.batch_size.batch_size_warmup import BatchSizeWarmup
+from lightning_tricks._trainer import data_rank, micro_batch, step_limit
+from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup
 
 
 class TotalTokens(pl.Callback):
@@ -95,13 +95,13 @@ class TotalTokens(pl.Callback):
         """Tokens in one micro-batch of one process."""
         if self.micro_batch_tokens is not None:
             return int(self.micro_batch_tokens)
-        rows, length = getattr(data, "micro_batch_size", None), getattr(data, "seq_len", None)
-        if not isinstance(rows, int) or not isinstance(length, int) or rows * length < 1:
+        _, tokens = micro_batch(data)
+        if tokens is None or tokens < 1:
             raise UsageError(
                 f"total_tokens={self.total_tokens}: the data do not tell the tokens of a micro-batch: give "
                 "TotalTokens(micro_batch_tokens=...), or a data module with seq_len and micro_batch_size"
             )
-        return rows * length
+        return tokens
 
     def tokens_at(self, step: int) -> int:
         """Tokens that this run and the runs before it have seen when `trainer.global_step` is `step`."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from monitored import Memory
+from harness.runs import trainer_with
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -111,19 +111,16 @@ def fit(
     **options: Any,
 ) -> Fitted:
     """Train; the lines of SpikeRollback come with the result."""
-    model, memory = model or Model(), Memory()
+    model = model or Model()
     if ckpt_path is None:
         torch.manual_seed(1)  # of dropout
-    defaults = {"accelerator": "cpu", "devices": 1, "log_every_n_steps": 10, "logger": memory, "max_epochs": -1}
-    trainer = pl.Trainer(
-        max_steps=steps, callbacks=list(callbacks), enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=folder, **{"enable_checkpointing": folder is not None, **defaults, **options},
-    )  # fmt: skip
+    options = {"log_every_n_steps": 10, "max_steps": steps, "max_epochs": -1, "default_root_dir": folder, **options}
+    trainer = trainer_with(*callbacks, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(model, data, ckpt_path=ckpt_path)
     lines = [str(warned.message) for warned in caught if "SpikeRollback" in str(warned.message)]
-    return Fitted(model, trainer, memory.rows, lines)
+    return Fitted(model, trainer, trainer.logger.rows, lines)
 
 
 class States(pl.Callback):
@@ -133,8 +130,13 @@ class States(pl.Callback):
         self.at: dict[int, Any] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.trainer = trainer
         if trainer.global_step not in self.at:  # the first micro-batch of a step
             self.at[trainer.global_step] = state_of(trainer)
+
+    def after_rollback(self) -> None:
+        if self.trainer.global_step in self.at:  # it comes when the step starts, after the hook above
+            self.at[self.trainer.global_step] = state_of(self.trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.at[trainer.global_step] = state_of(trainer)

@@ -8,15 +8,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from checkpoints.saved import assert_same
+from harness.runs import On, trainer_with
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import EMA, ExactResume, InitFrom, SafeCheckpoint, TailAverage
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights
-from lightning_tricks.guards.averages.averaged_weights import AveragedWeights
 from lightning_tricks.guards.averages.ema import decay_at
-from lightning_tricks.guards.averages.swap import Swap
+from lightning_tricks.guards.averages.weight_average import AveragedWeights, Swap
 from lightning_tricks.precision import BF16True
 
 
@@ -109,11 +109,7 @@ def data(count=24):
 def trainer_of(*callbacks, steps=10, **options):
     options = {"val_check_interval": 2, "num_sanity_val_steps": 1, "limit_val_batches": 1, **options}
     options["plugins"] = [AtomicCheckpointIO(), *options.get("plugins", [])]
-    return pl.Trainer(
-        max_steps=steps, accelerator="cpu", logger=False, callbacks=list(callbacks), enable_progress_bar=False,
-        enable_checkpointing=any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks),
-        enable_model_summary=False, **{"devices": 1, **options},
-    )  # fmt: skip
+    return trainer_with(*callbacks, max_steps=steps, logger=False, **options)
 
 
 def fit(module, *callbacks, ckpt_path=None, **options):
@@ -283,9 +279,9 @@ def test_the_average_of_bf16_weights_is_kept_in_fp32_and_moves():
 
 
 def test_large_weights_of_bf16_are_copied_a_part_at_a_time(monkeypatch):
-    from lightning_tricks.guards.averages import averaged_weights
+    from lightning_tricks.guards.averages import weight_average
 
-    monkeypatch.setattr(averaged_weights, "_BUCKET_BYTES", 4 * 64)
+    monkeypatch.setattr(weight_average, "_BUCKET_BYTES", 4 * 64)
     module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)), nn.Linear(9, 9, bias=False)).bfloat16()
     weights = AveragedWeights(module)
     assert [len(bucket) for bucket in weights._buckets] == [1, 1, 1, 1]
@@ -429,23 +425,14 @@ def test_a_checkpoint_holds_the_weights_and_the_average_beside_them_whenever_it_
     assert same(*during)
 
 
-class SavesEarly(pl.Callback):
-    """Saves in front of the callbacks behind it."""
-
-    def __init__(self, path: Any, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize("plugin", [None, BF16True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["ema", "tail"])
 def test_a_resumed_run_has_the_average_of_the_unbroken_one_to_the_bit(kind, plugin, tmp_path):
     options = {"plugins": [plugin()] if plugin else []}
     unbroken, whole, saver = Net(), KINDS[kind](), SafeCheckpoint(tmp_path, every_n_train_steps=5)
-    fit(unbroken, SavesEarly(tmp_path / "early.ckpt", 5), ExactResume(), whole, saver, **options)
+    early = tmp_path / "early.ckpt"  # in front of the callbacks behind it
+    saves = On(on_train_batch_end=lambda trainer, *_: trainer.global_step == 5 and trainer.save_checkpoint(early))
+    fit(unbroken, saves, ExactResume(), whole, saver, **options)
     one, other = (torch.load(tmp_path / name)["averages"] for name in ("early.ckpt", "step=5.ckpt"))
     assert_same(one, other)
     module, resumed = Net(), KINDS[kind]()

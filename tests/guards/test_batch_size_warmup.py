@@ -10,9 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
+from harness import processes, runs
+from harness.runs import Memory
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from monitored import Memory
 from torch.utils.data import DataLoader
 
 from lightning_tricks import FSDP2Strategy, LanguageModel, ParamRule
@@ -31,8 +31,7 @@ from lightning_tricks.callbacks import (
 )
 from lightning_tricks.commands.autopsy.documents import samples_of_step
 from lightning_tricks.data import ShardWriter, TokenData
-from lightning_tricks.guards.batch_size.batch_size_warmup import doubling, first_steps
-from lightning_tricks.guards.batch_size.learning_rates import LearningRates
+from lightning_tricks.guards.batch_size_warmup import LearningRates, doubling, first_steps
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.models import Llama
 from lightning_tricks.monitors.training_progress_bar import total_steps
@@ -81,20 +80,18 @@ class WithGroups(OptimizerMixin, Foreign):
         )
 
 
-class SaveEach(pl.Callback):
+def save_each(folder: Path) -> runs.On:
     """Saves after each micro-batch, also within a step, into `folder`/MICRO_BATCHES.ckpt."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def save(trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(folder / f"{trainer.fit_loop.epoch_loop.batch_progress.total.ready}.ckpt")
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.epoch_loop.batch_progress.total.ready}.ckpt")
+    return runs.On(on_train_batch_end=save)
 
 
 def trainer_with(*callbacks: Any, **options: Any) -> pl.Trainer:
-    defaults = {"max_steps": 8, "accumulate_grad_batches": 4, "accelerator": "cpu", "devices": 1, "logger": False}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    return pl.Trainer(callbacks=list(callbacks), **{**quiet, **defaults, "limit_val_batches": 0, **options})
+    defaults = {"max_steps": 8, "accumulate_grad_batches": 4, "logger": False, "limit_val_batches": 0}
+    return runs.trainer_with(*callbacks, **{**defaults, "log_every_n_steps": 50, **options})
 
 
 def rows(number: int = 40) -> DataLoader:
@@ -279,7 +276,7 @@ def test_a_resume_from_any_micro_batch_is_the_unbroken_run(tmp_path, shards, kin
         return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
     whole = module()
-    count = run(whole, SaveEach(tmp_path))
+    count = run(whole, save_each(tmp_path))
     taken = sizes(whole)
     assert taken == (SIZES if kind == "tokens" else [1, 1, 1, 2, 2, 2, 4, 4])
     starts = [sum(taken[:step]) for step in range(1, 8)]
@@ -292,13 +289,13 @@ def test_a_resume_from_any_micro_batch_is_the_unbroken_run(tmp_path, shards, kin
 
 def test_a_resume_without_the_warmup_takes_whole_steps_of_the_recipe(tmp_path, shards):
     whole = Foreign()
-    fit(whole, BatchSizeWarmup(STAGES), SaveEach(tmp_path), data=tokens(shards))
+    fit(whole, BatchSizeWarmup(STAGES), save_each(tmp_path), data=tokens(shards))
     for done in (3, 6, 7, 13):
         resumed = Foreign()
         fit(resumed, data=tokens(shards), ckpt_path=tmp_path / f"{done}.ckpt")
         assert set(sizes(resumed)) == {4}, done
     grown = Foreign()  # and the other way round
-    fit(Foreign(), SaveEach(tmp_path), data=tokens(shards), accumulate_grad_batches=1, max_steps=2)
+    fit(Foreign(), save_each(tmp_path), data=tokens(shards), accumulate_grad_batches=1, max_steps=2)
     fit(grown, BatchSizeWarmup({0: 1, 4: 4}), data=tokens(shards), ckpt_path=tmp_path / "2.ckpt")
     assert sizes(grown) == [1, 1, 4, 4, 4, 4]
 
@@ -310,7 +307,7 @@ def test_a_checkpoint_tells_the_samples_of_every_step_and_of_those_to_come(tmp_p
 
     asked: list[Any] = []
     data = tokens(shards)
-    fit(Asks(), BatchSizeWarmup(STAGES), SaveEach(tmp_path), data=data)
+    fit(Asks(), BatchSizeWarmup(STAGES), save_each(tmp_path), data=data)
     for done in (2, 5, 7, 19):
         state = torch.load(tmp_path / f"{done}.ckpt", weights_only=True)["TokenData"]
         samples = [data.samples_of_step(step, state) for step in range(8)]
@@ -320,8 +317,8 @@ def test_a_checkpoint_tells_the_samples_of_every_step_and_of_those_to_come(tmp_p
 
 def test_an_autopsy_finds_the_samples_of_a_run_that_went_on_with_other_stages(tmp_path, shards):
     data = tokens(shards)
-    fit(Foreign(), BatchSizeWarmup(STAGES), SaveEach(tmp_path), data=data, max_steps=2)
-    fit(Foreign(), BatchSizeWarmup({0: 1, 3: 4}), SaveEach(tmp_path), data=data, ckpt_path=tmp_path / "2.ckpt")
+    fit(Foreign(), BatchSizeWarmup(STAGES), save_each(tmp_path), data=data, max_steps=2)
+    fit(Foreign(), BatchSizeWarmup({0: 1, 3: 4}), save_each(tmp_path), data=data, ckpt_path=tmp_path / "2.ckpt")
     path, later = tmp_path / "2.ckpt", tmp_path / "11.ckpt"
     for old in tmp_path.glob("*.ckpt"):
         if old not in (path, later):
@@ -346,7 +343,7 @@ def test_the_schedule_of_a_run_in_epochs_ends_with_its_last_step(tmp_path, shard
         trainer = fit(module, warmup, *callbacks, data=data, max_steps=-1, max_epochs=3, **options)
         return module, trainer
 
-    whole, trainer = train(SaveEach(tmp_path))
+    whole, trainer = train(save_each(tmp_path))
     (config,) = trainer.lr_scheduler_configs
     assert config.scheduler.total_steps == trainer.global_step
     saved_ones = sorted(tmp_path.glob("*.ckpt"), key=lambda path: int(path.stem))
@@ -397,7 +394,7 @@ def test_two_processes_resume_to_the_bit_and_keep_the_global_batch_of_one(tmp_pa
 
     saves = pl.callbacks.ModelCheckpoint(tmp_path / "one", "{step}", every_n_train_steps=1, save_top_k=-1)
     one = alone(saves, enable_checkpointing=True)
-    two_processes.run(_in_two, tmp_path, shards)
+    processes.run(_in_two, tmp_path, shards)
     names = ("whole", "resumed", "from one", "sharded", "sharded, resumed")
     runs = {name: [torch.load(tmp_path / f"{name}.{rank}") for rank in (0, 1)] for name in names}
     for name, ((steps, end), (others, _)) in runs.items():

@@ -11,7 +11,9 @@ from typing import Any
 import branching_run as small
 import pytest
 import torch
-from two_processes import run
+from harness import runs
+from harness.models import Small
+from harness.processes import run
 
 from lightning_tricks import LanguageModel, Llama, SafeCheckpoint, TokenData, WarmupCosine, WarmupStableDecay
 from lightning_tricks._errors import UsageError
@@ -24,7 +26,7 @@ from lightning_tricks.callbacks import (
     TotalTokens,
     TrainingProgressBar,
 )
-from lightning_tricks.guards.decay_on_demand.request import Decay, DecayFile, DecaySignal
+from lightning_tricks.guards.decay_on_demand import Decay, DecayFile, DecaySignal
 from lightning_tricks.schedules import Schedule
 from lightning_tricks.strategies import FSDP2Strategy
 
@@ -67,14 +69,9 @@ def fit(
     data = TokenData(str(folder.parent / "train.bin"), vocab_size=64, seq_len=8, micro_batch_size=2)
     model = LanguageModel(Llama(**DECODER), optimizer=partial(torch.optim.AdamW, lr=1e-2), schedule=schedule)
     saver = SafeCheckpoint(folder / "checkpoints", every_n_train_steps=save_every, keep_last=50)
-    defaults = {"accelerator": "cpu", "devices": 1, "log_every_n_steps": 2, "limit_val_batches": 0, "logger": False}
-    defaults["enable_progress_bar"] = False
-    trainer = pl.Trainer(
-        max_steps=max_steps, default_root_dir=folder, callbacks=[*callbacks, MFUMonitor(peak_flops=1e15), saver],
-        enable_model_summary=False, **{**defaults, **options},
-    )  # fmt: skip
-    trainer.fit(model, data, ckpt_path=ckpt_path)
-    return trainer
+    callbacks = [*callbacks, MFUMonitor(peak_flops=1e15), saver]
+    defaults = {"max_steps": max_steps, "default_root_dir": folder, "limit_val_batches": 0, "logger": False}
+    return runs.fit(model, *callbacks, data=data, ckpt_path=ckpt_path, **{**defaults, **options}).trainer
 
 
 def state(folder: Path, step: int) -> dict[str, Any]:
@@ -193,32 +190,14 @@ def test_a_decay_may_be_longer_than_the_rest_of_the_run(place):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_last_step_is_followed_by_the_validation_as_in_the_run_in_one_piece(place, workers):
-    seen = []
-
-    class Validated(pl.Callback):
-        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-            seen.append(trainer.global_step)
-
-    def trained(folder: Path, *callbacks: Any, **options: Any) -> Any:
-        data = TokenData(
-            str(place / "train.bin"),
-            str(place / "val.bin"),
-            vocab_size=64,
-            seq_len=8,
-            micro_batch_size=2,
-            num_workers=workers,
-        )
-        model = LanguageModel(Llama(**DECODER), schedule=WSD)
-        trainer = pl.Trainer(
-            default_root_dir=folder, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, log_every_n_steps=2,
-            limit_val_batches=1, callbacks=[*callbacks, Validated()], **options,
-        )  # fmt: skip
-        trainer.fit(model, data)
-
-    folder = place / f"validated{workers}"
+    seen, folder = [], place / f"validated{workers}"
     folder.mkdir()
-    trained(folder, DecayOnDemand(), Asks(3, write(folder, "1")), max_steps=60)
+    paths, sizes = (str(place / "train.bin"), str(place / "val.bin")), {"seq_len": 8, "micro_batch_size": 2}
+    data = TokenData(*paths, vocab_size=64, num_workers=workers, **sizes)
+    validated = runs.On(on_validation_end=lambda trainer, _: seen.append(trainer.global_step))
+    callbacks = DecayOnDemand(), Asks(3, write(folder, "1")), validated
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 1, "logger": False, "default_root_dir": folder}
+    runs.fit(LanguageModel(Llama(**DECODER), schedule=WSD), *callbacks, data=data, max_steps=60, **options)
     assert seen == [5]
 
 
@@ -256,7 +235,7 @@ def test_it_ends_runs_of_every_length_and_a_resume_too(place, given):
 def test_progress_bar_and_time_left_follow(place, capsys):
     folder = place / "bar"
     folder.mkdir()
-    fit(folder, DecayOnDemand(), Asks(5, write(folder, "4")), TrainingProgressBar(), enable_progress_bar=True)
+    fit(folder, DecayOnDemand(), Asks(5, write(folder, "4")), TrainingProgressBar())
     shown = re.findall(r"^step (\d+/\d+) ", capsys.readouterr().out, re.M)
     assert shown == ["2/40", "4/40", "6/10", "8/10", "10/10"]
 
@@ -331,24 +310,8 @@ def test_wrong_runs_are_refused_in_one_line(place):
 
 
 def test_manual_optimization_is_refused(tmp_path):
-    class Manual(pl.LightningModule):
-        automatic_optimization = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> None: ...
-
-    trainer = pl.Trainer(
-        default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=1,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[DecayOnDemand()],
-    )  # fmt: skip
     with pytest.raises(UsageError, match="under manual optimization the module steps its schedule itself"):
-        trainer.fit(Manual(), torch.utils.data.DataLoader(torch.ones(2, 1)))
+        runs.fit(Small(manual=True), DecayOnDemand(), default_root_dir=tmp_path, logger=False)
 
 
 def test_a_file_that_is_older_than_a_checkpoint_without_decay_is_refused(place):

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_tricks.guards.step_guard.judgement import Judgement
-from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow
+from lightning_tricks.guards.step_guard.judging import Judgement, OutlierWindow
 
 ACCEPTED = torch.tensor(True)
 NONE = torch.finfo(torch.float64).max

@@ -12,8 +12,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-import two_processes
-from preloaded import python
+from harness import processes, runs
+from harness.preloaded import python
+from harness.runs import On
 from schedulefree import AdamWScheduleFree, RAdamScheduleFree, SGDScheduleFree
 from torch import nn
 from torch.utils.data import DataLoader
@@ -26,8 +27,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import EMA, BatchSizeWarmup, SafeCheckpoint, ScheduleFree, SpikeRollback, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, read_folder
 from lightning_tricks.guards import schedule_free
-from lightning_tricks.guards.averages.swap import drop_gathered
-from lightning_tricks.guards.step_guard.skip_step import skipping
+from lightning_tricks.guards.averages.weight_average import drop_gathered
+from lightning_tricks.guards.step_guard.step_guard import skipping
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.optim import ComposedOptimizer, Muon, MuonAdamW
 from lightning_tricks.optim.schedule_free import TRAINED, put_average, put_trained_weights
@@ -92,13 +93,8 @@ def data(batches: torch.Tensor = ROWS) -> DataLoader:
 
 def fit(module: Any, *callbacks: Any, steps: int = 12, ckpt_path: Any = None, train: Any = None, **options: Any) -> Any:
     options = {"val_check_interval": 2, "num_sanity_val_steps": 1, "limit_val_batches": 1, "plugins": [], **options}
-    trainer = pl.Trainer(
-        max_steps=steps, accelerator="cpu", logger=False, callbacks=list(callbacks), enable_progress_bar=False,
-        enable_checkpointing=any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks),
-        enable_model_summary=False, **{"devices": 1, **options},
-    )  # fmt: skip
-    trainer.fit(module, train or data(), data(), ckpt_path=ckpt_path)
-    return trainer
+    options = {"max_steps": steps, "logger": False, "ckpt_path": ckpt_path, **options}
+    return runs.fit(module, *callbacks, data=train or data(), val=data(), **options).trainer
 
 
 def by_hand(make: Any = adamw, steps: int = 12, micro: int = 1) -> tuple[list[float], dict[int, list[torch.Tensor]]]:
@@ -152,17 +148,14 @@ def test_a_validation_within_an_accumulation_window_changes_nothing():
 def test_what_other_callbacks_do_after_a_validation_sees_the_average():
     found: dict[int, list[torch.Tensor]] = {}
 
-    class Looks(pl.Callback):
-        def on_validation_end(self, trainer, pl_module):
-            found[trainer.global_step] = weights(pl_module)
-
-        def on_train_end(self, trainer, pl_module):
-            found[-1] = weights(pl_module)
-
+    looks = On(
+        on_validation_end=lambda trainer, module: found.update({trainer.global_step: weights(module)}),
+        on_train_end=lambda trainer, module: found.update({-1: weights(module)}),
+    )
     module = Net()
-    fit(module, ScheduleFree(), Looks())
+    fit(module, ScheduleFree(), looks)
     assert all(same(found[step], seen) for step, seen in module.seen.items())
-    fit(module := Net(), ScheduleFree(), Looks(), steps=5, limit_val_batches=0)
+    fit(module := Net(), ScheduleFree(), looks, steps=5, limit_val_batches=0)
     assert same(found[-1], by_hand(steps=5)[1][5])
 
 
@@ -183,21 +176,20 @@ def test_a_parameter_without_a_gradient_gets_no_state():
 # ---- checkpoints
 
 
-class Saves(pl.Callback):
-    """Saves by hand, in the middle of a step, in a validation, after the last step and after the fit."""
+def saves(folder: Path) -> On:
+    """Saves by hand, in the middle of a step, in a validation and after the last step."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+    def in_step(trainer: Any, *_: Any) -> None:
         if trainer.global_step == 5:
-            trainer.save_checkpoint(self.folder / "step=5.ckpt")
+            trainer.save_checkpoint(folder / "step=5.ckpt")
 
-    def on_validation_start(self, trainer, pl_module):
-        trainer.save_checkpoint(self.folder / f"validation={trainer.global_step}.ckpt")
-
-    def on_train_end(self, trainer, pl_module):
-        trainer.save_checkpoint(self.folder / "end.ckpt")
+    return On(
+        on_before_zero_grad=in_step,
+        on_validation_start=lambda trainer, _: trainer.save_checkpoint(
+            folder / f"validation={trainer.global_step}.ckpt"
+        ),
+        on_train_end=lambda trainer, _: trainer.save_checkpoint(folder / "end.ckpt"),
+    )
 
 
 def test_every_checkpoint_holds_the_average_and_a_resume_is_the_unbroken_run_to_the_bit(tmp_path):
@@ -207,7 +199,7 @@ def test_every_checkpoint_holds_the_average_and_a_resume_is_the_unbroken_run_to_
     )
     savers = [SafeCheckpoint(tmp_path / "safe", every_n_train_steps=3, keep_last=9), weights_only]
     background = SafeCheckpoint(tmp_path / "background", every_n_train_steps=3, keep_last=9, asynchronous=True)
-    for callbacks in ([background, ScheduleFree()], [Saves(tmp_path), ScheduleFree(), *savers]):
+    for callbacks in ([background, ScheduleFree()], [saves(tmp_path), ScheduleFree(), *savers]):
         module = Net()
         trainer = fit(module, *callbacks, plugins=[AtomicCheckpointIO()])
         assert module.losses == losses
@@ -245,20 +237,16 @@ def data_from(step: int) -> Any:
 def test_a_checkpoint_of_the_library_by_hand_and_one_of_a_run_without_us_go_on(tmp_path):
     _, averages = by_hand()
 
-    class Hand(pl.Callback):
-        """What the library's README asks for."""
-
-        def on_train_start(self, trainer, pl_module):
+    def after_batch(trainer: Any, *_: Any) -> None:
+        if trainer.global_step in (4, 6):
+            if trainer.global_step == 6:
+                trainer.optimizers[0].eval()
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
             trainer.optimizers[0].train()
 
-        def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step in (4, 6):
-                if trainer.global_step == 6:
-                    trainer.optimizers[0].eval()
-                trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
-                trainer.optimizers[0].train()
-
-    fit(Net(), Hand(), limit_val_batches=0, steps=7)
+    # what the library's README asks for
+    hand = On(on_train_start=lambda trainer, _: trainer.optimizers[0].train(), on_train_batch_end=after_batch)
+    fit(Net(), hand, limit_val_batches=0, steps=7)
     for step in (4, 6):  # saved in train mode; in eval mode, from which the weights that are trained come back rounded
         module = Net()
         fit(module, ScheduleFree(), ckpt_path=tmp_path / f"{step}.ckpt", train=data_from(step))
@@ -269,16 +257,15 @@ def test_a_checkpoint_of_the_library_by_hand_and_one_of_a_run_without_us_go_on(t
 def test_after_an_exception_the_module_is_the_average_and_the_trainer_has_its_own_save(tmp_path):
     _, averages = by_hand()
 
-    class Fails(pl.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step == 5:
-                raise RuntimeError("power cut")
+    def fails(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            raise RuntimeError("power cut")
 
     for saves_first in (True, False):
         folder = tmp_path / str(saves_first)
         module, callbacks = Net(), [ScheduleFree(), pl.callbacks.OnExceptionCheckpoint(folder)]
         with pytest.raises(RuntimeError, match="power cut"):
-            fit(module, Fails(), *(reversed(callbacks) if saves_first else callbacks))
+            fit(module, On(on_train_batch_end=fails), *(reversed(callbacks) if saves_first else callbacks))
         assert same(weights(module), averages[5])
         saved = torch.load(folder / "on_exception.ckpt", weights_only=True)
         assert same(list(saved["state_dict"].values()), averages[5])
@@ -293,17 +280,16 @@ def test_a_broken_device_does_not_hide_the_users_error(monkeypatch, recwarn):
     def broken(*args):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    class Fails(pl.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            monkeypatch.setattr(schedule_free, "put_average", broken)
-            raise IndexError("the user's own")
-
-        def on_exception(self, trainer, *args):
-            told.append(trainer)
+    def fails(*_: Any) -> None:
+        monkeypatch.setattr(schedule_free, "put_average", broken)
+        raise IndexError("the user's own")
 
     told = []
     with pytest.raises(IndexError, match="the user's own"):
-        fit(Net(), ScheduleFree(), Fails())
+        fit(
+            Net(), ScheduleFree(),
+            On(on_train_batch_end=fails, on_exception=lambda trainer, *_: told.append(trainer)),
+        )  # fmt: skip
     assert len(told) == 1
     assert "save_checkpoint" not in vars(told[0])
     assert any(str(w.message).startswith("ScheduleFree: the average was not put in place") for w in recwarn)
@@ -341,17 +327,18 @@ def test_of_two_steps_in_a_batch_only_the_skipped_one_is_undone():
 def test_training_goes_on_from_a_checkpoint_that_a_rollback_has_put_back(tmp_path):
     saver, frees = SafeCheckpoint(tmp_path, every_n_train_steps=4), ScheduleFree()
 
-    class Back(pl.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if trainer.global_step == 6:
-                saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
-                trainer.strategy.load_model_state_dict(saved)
-                trainer.strategy.load_optimizer_state_dict(saved)
-                for callback in trainer.callbacks:
-                    getattr(callback, "after_rollback", lambda: None)()
+    def back(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 6:
+            saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+            trainer.strategy.load_model_state_dict(saved)
+            trainer.strategy.load_optimizer_state_dict(saved)
+            for callback in trainer.callbacks:
+                getattr(callback, "after_rollback", lambda: None)()
 
     module = Net()
-    fit(module, frees, Back(), saver)  # ours goes first, so that its own hook of this batch is past
+    fit(
+        module, frees, On(on_train_batch_start=back), saver
+    )  # ours goes first, so that its own hook of this batch is past
     losses, _ = by_hand(steps=4)
     assert module.losses[:4] == losses
     assert hasattr(SpikeRollback, "on_train_batch_start")
@@ -519,10 +506,7 @@ def test_a_scheduler_of_torch_for_another_optimizer_is_none_of_its_business(recw
 def test_a_validation_alone_needs_no_schedule_free_optimizer_and_leaves_the_weights():
     module = Net()
     before = weights(module)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, callbacks=[ScheduleFree(), EMA()], enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = runs.trainer_with(ScheduleFree(), EMA(), logger=False)
     trainer.validate(module, data(), verbose=False)  # a fit with both averages is refused
     assert same(module.seen[0], before)
 
@@ -549,13 +533,11 @@ class Model(CausalLM):
 def fit_two(folder: Path | None = None, world: int = 1, rank: int = 0, strategy: Any = "auto", **options: Any) -> Any:
     model = Model()
     saver = [SafeCheckpoint(folder, every_n_train_steps=3, keep_last=9)] if folder else []
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=world, max_steps=6, logger=False, strategy=strategy, limit_val_batches=1,
-        plugins=[] if strategy != "auto" else [AtomicCheckpointIO()], callbacks=[ScheduleFree(), *saver],
-        enable_checkpointing=bool(saver), enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False,
+    runs.fit(
+        model, ScheduleFree(), *saver, data=rows(rank, world), val=rows(rank, world), devices=world, max_steps=6,
+        logger=False, strategy=strategy, limit_val_batches=1, use_distributed_sampler=False,
+        plugins=[] if strategy != "auto" else [AtomicCheckpointIO()], **options,
     )  # fmt: skip
-    trainer.fit(model, rows(rank, world), rows(rank, world), **options)
     drop_gathered(model)  # by the last validation
     return model
 
@@ -582,7 +564,7 @@ def ranks(rank: int, folder: Path, expected: tuple[list[float], list[float]]) ->
 
 def test_two_ranks_train_as_one_process_and_resume_to_the_bit_in_shards_and_without(tmp_path):
     one = fit_two(tmp_path / "one")
-    two_processes.run(ranks, tmp_path, (one.validated, one.losses))
+    processes.run(ranks, tmp_path, (one.validated, one.losses))
     alone = torch.load(tmp_path / "one/step=6.ckpt", weights_only=True)["state_dict"]
     folder = read_folder(tmp_path / "fsdp2/step=6.ckpt")["state_dict"]
     for name, value in alone.items():

@@ -1,7 +1,6 @@
 """SpikeRollback: a destroyed run comes back, its bad data are passed over, and a resume passes over them again."""
 
 import copy
-import json
 import math
 import re
 from pathlib import Path
@@ -11,14 +10,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from spiking_run import QUICK, ROWS, Data, Model, States, batch_of, fit, huge_at, nan_at, rollbacks, same, state_of
+from harness.processes import run
+from harness.runs import On
+from spiking_run import QUICK, Data, Model, States, batch_of, fit, huge_at, nan_at, rollbacks, same, state_of
 from test_no_sync import Counts
 from torch import nn
 from torch.utils.data import DataLoader
-from two_processes import run
 
 from lightning_tricks import (
     EMA,
+    ExactResume,
     FP16Mixed,
     FSDP2Strategy,
     MetricBuffer,
@@ -29,18 +30,9 @@ from lightning_tricks import (
 )
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local
-from lightning_tricks.guards.spike_rollback.refusals import check_run
-from lightning_tricks.guards.spike_rollback.rollbacks import (
-    FILE,
-    Rollback,
-    is_good,
-    read_rollbacks,
-    remembered,
-    write_from_rank_0,
-    write_rollbacks,
-)
+from lightning_tricks.guards.spike_rollback.earlier_states import TrainingState
 from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector
-from lightning_tricks.guards.spike_rollback.training_state import TrainingState
+from lightning_tricks.guards.spike_rollback.spike_rollback import Rollback, is_good
 
 EVILS = {"NaN batch": nan_at(120), "ruined moments": huge_at(120)}
 
@@ -219,7 +211,6 @@ def test_an_error_in_a_spike_changes_no_weight_and_asks_no_other_process(copies,
         trainer.fit(model, data)
     assert same(state_of(trainer), states.at[47])
     assert asked == []
-    assert not list(tmp_path.glob(FILE))
 
 
 # ---- from the disk
@@ -295,134 +286,97 @@ def test_a_damaged_checkpoint_and_one_that_is_not_finite_are_passed_over(tmp_pat
     assert "of step 20 again, from" in found.lines[0]
 
 
-# ---- resumed
+# ---- saved and resumed
 
 
-def patient() -> SpikeRollback:
-    return rollbacks(snapshot_every_n_steps=40, patience_steps=8)
+def resumed(data: Any, path: Path, *callbacks: Any, **options: Any) -> Any:
+    return fit(data, *callbacks, ckpt_path=path, folder=path.parent, **{"steps": 80, **options})
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["by sample", "by step"])
-def spiked(request, tmp_path_factory) -> tuple[Any, Path, bool]:
-    """A run with one rollback: it undid the steps from 40 on, the spike began at 45, and it went on at 55."""
-    folder = tmp_path_factory.mktemp("spiked")
-    callbacks = patient(), saver(folder, 5)
-    found = fit(Data(nan_at(45), request.param), *callbacks, steps=80, folder=folder, log_every_n_steps=20)
-    assert "those of step 40 again, from memory; passed over: steps 40 to 54" in found.lines[0]
-    return found, folder, request.param
+@pytest.mark.parametrize("kind", ["SafeCheckpoint", "ModelCheckpoint and ExactResume"])
+@pytest.mark.parametrize("log", [10, 20], ids=["found at a log step", "found by a validation"])
+def test_the_run_is_saved_behind_a_rollback_and_a_resume_from_there_is_the_same_run_to_the_bit(kind, log, tmp_path):
+    def savers() -> list[Any]:
+        if kind == "SafeCheckpoint":
+            return [SafeCheckpoint(tmp_path, every_n_train_steps=1000, keep_last=9)]
+        return [ExactResume(), pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1000)]
+
+    def averages() -> list[Any]:
+        return [EMA(decay=0.9), TailAverage(horizon_steps=10, validate=False)]
+
+    class Validated(Data):
+        def val_dataloader(self) -> Any:
+            return DataLoader([batch_of(9)], batch_size=None)
+
+    options = {"log_every_n_steps": log, "val_check_interval": 50, "num_sanity_val_steps": 0}
+    data, kept, model = Validated(nan_at(45)), averages(), Model()
+    model.validation_step = lambda batch, batch_idx: model.net(batch[0])
+    found = fit(data, kept[0], rollbacks(), *kept[1:], *savers(), model=model, steps=80, folder=tmp_path, **options)
+    end = {10: 50, 20: 51}[log]  # a step later, where the loss was read by the validation after step 50
+    (path,) = [one for one in tmp_path.glob("*.ckpt") if torch.load(one)["global_step"] == end and not one.is_symlink()]
+    assert path.name == ("last.ckpt" if kind != "SafeCheckpoint" else f"step={end}.ckpt")
+    again, later = averages(), Model()
+    later.validation_step = lambda batch, batch_idx: later.net(batch[0])
+    back = resumed(Validated(nan_at(45)), path, again[0], rollbacks(), *again[1:], *savers(), model=later, **options)
+    assert back.lines == []
+    assert same(state_of(back.trainer), state_of(found.trainer))
+    assert same(*([[one.terms, one.parts, one.progress()] for one in ones] for ones in (again, kept)))
+    assert [row["guard/rollbacks"] for _, row in back.rows if "guard/rollbacks" in row][-1] == 1.0
 
 
-def resumed(spiked: Any, step: int, *others: Any, folder: Path | None = None, steps: int = 80) -> Any:
-    _, home, positions = spiked
-    callbacks = patient(), saver(folder or home / f"from {step}"), *others
-    path = (folder or home) / f"step={step}.ckpt"
-    return fit(Data(nan_at(45), positions), *callbacks, ckpt_path=path, steps=steps, folder=home, log_every_n_steps=20)
+@pytest.mark.parametrize("step", [30, 45], ids=["from before the spike", "from within it"])
+def test_a_resume_from_an_earlier_checkpoint_comes_to_the_spike_and_rolls_back_again(step, tmp_path):
+    first = fit(Data(nan_at(44)), rollbacks(), saver(tmp_path, 5), steps=60, folder=tmp_path)
+    for other in tmp_path.glob("step=*.ckpt"):
+        if int(other.stem.partition("=")[2]) > step:
+            other.unlink()
+    again = resumed(Data(nan_at(44)), tmp_path / f"step={step}.ckpt", rollbacks(), saver(tmp_path, 5))
+    (line,) = again.lines
+    assert line.startswith(
+        "SpikeRollback: step 50: loss not finite, out of bounds since step 44: weights and optimizer"
+    )
+    assert f"step {40 if step == 45 else 30} again, from" in line
+    assert len(first.lines) == 1
+    assert again.final_loss() < 2
 
 
-@pytest.mark.parametrize("step", [20, 40, 55, 70])
-def test_a_run_resumed_before_or_after_the_spike_is_the_same_run_to_the_bit(spiked, step):
-    updates = States()
-    again = resumed(spiked, step, updates)
-    assert again.lines == []
-    assert same(state_of(again.trainer), state_of(spiked[0].trainer))
-    for undone in range(max(step, 40) + 1, 55):
-        assert same(updates.at[undone][1], updates.at[max(step, 40)][1])  # of the optimizer: no update
+def test_no_saver_no_save_and_a_full_disk_costs_a_line_and_not_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fit(Data(nan_at(45)), rollbacks(), steps=60)
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    fills = On(on_train_start=lambda trainer, _: monkeypatch.setattr(trainer.strategy, "save_checkpoint", full))
+    savers = fills, pl.callbacks.OnExceptionCheckpoint(tmp_path)
+    found = fit(Data(nan_at(45)), rollbacks(), *savers, steps=60, folder=tmp_path)
+    assert found.trainer.global_step == 60
+    assert found.lines[1:] == [
+        "SpikeRollback: the state behind the rollback is not saved ([Errno 28] No space left on device): a run that "
+        "goes on from an earlier checkpoint comes to the spike again"
+    ]
 
 
-def test_a_second_resume_within_the_passed_over_steps_is_the_same_run_too(spiked):
-    resumed(spiked, 40, steps=50)
-    _, home, positions = spiked
-    again = resumed((None, home / "from 40", positions), 50)
-    assert again.lines == []
-    assert same(state_of(again.trainer), state_of(spiked[0].trainer))  # the buffers too, which those steps move
-
-
-def test_while_steps_are_passed_over_no_copy_is_made(spiked):
-    """Their weights may be from within the spike's data: buffers have moved, and the copy could be taken for good."""
-
-    class Measures(pl.Callback):  # without it the interval of such steps has no values, and nothing is judged
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            MetricBuffer.of(trainer).record("step", trainer.global_step)
-
-    _, home, positions = spiked
-    copies = Copies(patience_steps=8, snapshot_every_n_steps=5)
-    fit(
-        Data(nan_at(45), positions), copies, Measures(), ckpt_path=home / "step=20.ckpt", steps=65, folder=home,
-        log_every_n_steps=5, enable_checkpointing=False,
-    )  # fmt: skip
-    assert copies.made == [20, 25, 30, 35, 40, 55, 60, 65]
+def test_a_checkpoint_of_the_last_release_among_steps_without_an_update_opens_with_one_line(tmp_path):
+    fit(Data(), rollbacks(), saver(tmp_path), steps=20, folder=tmp_path)
+    content = torch.load(path := tmp_path / "step=20.ckpt", weights_only=False)
+    undone = {"first_step": 10, "spike_step": 12, "end_step": 25, "source": "memory", "samples": [160, 399]}
+    content["callbacks"]["SpikeRollback"].update(run="0123", rollbacks=[undone])
+    torch.save(content, path := tmp_path / "old.ckpt")
+    again = resumed(Data(), path, rollbacks(), steps=40)
+    assert again.lines == [
+        f"SpikeRollback: {path} is of an earlier release, whose run made steps 10 to 24, samples [[160, 399]] without "
+        "an update: the rest of them are ordinary steps now"
+    ]
+    assert [row["guard/rollbacks"] for _, row in again.rows if "guard/rollbacks" in row] == [1.0, 1.0]
 
 
 def test_a_state_that_was_loaded_is_saved_as_it_is_until_training_starts():
-    callback, state = rollbacks(), {"run": "a", "rollbacks": []}
+    callback, state = rollbacks(), {"rollbacks": []}
     assert callback.state_dict() == {}
     callback.load_state_dict(state)
     assert callback.state_dict() == state
-
-
-@pytest.mark.parametrize("first", [0, 1], ids=["EMA first", "TailAverage first"])
-def test_averages_begin_anew_in_a_resumed_run_as_in_the_first_one(first, tmp_path):
-    def averaged(folder: Path, ckpt_path: Path | None = None) -> list[Any]:
-        averages = [EMA(decay=0.9), TailAverage(horizon_steps=10, validate=False)]
-        callbacks = averages[first], rollbacks(snapshot_every_n_steps=10), averages[1 - first], saver(folder, 5)
-        found = fit(Data(nan_at(13)), *callbacks, ckpt_path=ckpt_path, steps=30, folder=tmp_path)
-        assert len(found.lines) == (ckpt_path is None)
-        return [[average.terms, average.parts, average.progress()] for average in averages]
-
-    once = averaged(tmp_path)
-    assert (tmp_path / "step=5.ckpt").exists()
-    assert same(averaged(tmp_path / "resumed", tmp_path / "step=5.ckpt"), once)
-    assert same(
-        averaged(tmp_path / "again", tmp_path / "resumed" / "step=15.ckpt"), once
-    )  # among the passed-over steps
-
-
-def test_without_the_file_and_the_state_the_data_would_come_again(spiked, tmp_path):
-    (tmp_path / "step=20.ckpt").write_bytes((spiked[1] / "step=20.ckpt").read_bytes())
-    again = resumed(spiked, 20, folder=tmp_path)
-    assert len(again.lines) == 1  # the spike, and another rollback
-
-
-def test_a_run_resumed_from_within_the_spike_takes_older_weights(spiked, tmp_path):
-    for name in ("step=40.ckpt", "step=50.ckpt", FILE):
-        (tmp_path / name).write_bytes((spiked[1] / name).read_bytes())
-    (tmp_path / "step=20.ckpt").write_bytes((spiked[1] / "step=20.ckpt").read_bytes())
-    again = resumed(spiked, 50, folder=tmp_path)
-    assert len(again.lines) == 1
-    assert (
-        f"step=50.ckpt was saved in a spike that a rollback has undone: weights and optimizer are those of {tmp_path}"
-    )
-    assert again.lines[0].endswith("step=20.ckpt")
-    assert again.final_loss() < 2
-    for path in tmp_path.glob("step=*.ckpt"):
-        path.unlink()
-    (tmp_path / "step=50.ckpt").write_bytes((spiked[1] / "step=50.ckpt").read_bytes())
-    with pytest.raises(UsageError, match=r"it was saved in a spike, and a rollback has undone its steps \(steps 40 to"):
-        resumed(spiked, 50, folder=tmp_path)
-
-
-def test_the_file_lists_the_rollbacks_of_each_run_by_its_name(spiked, tmp_path):
-    (entry,) = json.loads((spiked[1] / FILE).read_text())["rollbacks"]
-    samples = [40 * ROWS, 55 * ROWS - 1] if spiked[2] else None
-    expected = {"first_step": 40, "spike_step": 45, "end_step": 55, "source": "memory", "samples": samples}
-    assert entry == {"run": entry["run"], **expected}
-    one, two = Rollback(40, 45, 60, "memory", samples), Rollback(10, 11, 20, "a.ckpt")
-    write_rollbacks(tmp_path / "new", "a", [one])
-    write_rollbacks(tmp_path / "new", "b", [one, two])
-    write_rollbacks(tmp_path / "new", "a", [two])
-    assert read_rollbacks(tmp_path / "new", "a") == [two]
-    assert read_rollbacks(tmp_path / "new", "b") == [one, two]
-    (tmp_path / "new" / FILE).write_text("[]")
-    with pytest.raises(UsageError, match="is no list of rollbacks: restore it from a copy, or delete it"):
-        read_rollbacks(tmp_path / "new", "a")
-
-
-def test_with_another_batch_size_the_samples_decide():
-    rollback = Rollback(40, 45, 60, "memory", [640, 959])
-    assert rollback.passes_over(0, [(0, 3), (959, 970)])
-    assert not rollback.passes_over(50, [(600, 639), (960, 1000)])
-    assert rollback.passes_over(59, None)
-    assert not rollback.passes_over(60, None)
 
 
 def test_states_that_a_rollback_undid_are_no_good():
@@ -527,27 +481,10 @@ def train_as_rank(rank: int, strategy: str, copies: int, folder: Path) -> None:
 
 
 def resume_as_rank(rank: int, folder: Path) -> None:
-    """The first resume ends within the steps that are passed over, and a second one goes on from its checkpoint."""
-    for start, end in ((30, 45), (45, 56)):
-        path = folder / f"step={start}.ckpt"
-        again = of_two(rank, strategy_of("fsdp2"), folder, rollbacks(), ckpt_path=path, steps=end, limit_val_batches=0)
-        assert again.lines == []
+    options = {"limit_val_batches": 0, "ckpt_path": folder / "step=50.ckpt"}
+    again = of_two(rank, strategy_of("fsdp2"), folder / "again", rollbacks(), **options)
+    assert again.lines == []
     assert same(state_of(again.trainer), torch.load(folder / f"{rank}.pt"))
-    damaged_list_as_rank(again.trainer.strategy, folder / "damaged")
-
-
-def damaged_list_as_rank(strategy: Any, folder: Path) -> None:
-    """Rank 0 alone reads and writes it, and no rank may wait for one that has failed."""
-    trainer = SimpleNamespace(
-        ckpt_path=folder / "step=30.ckpt", is_global_zero=strategy.is_global_zero, strategy=strategy
-    )
-    if trainer.is_global_zero:
-        folder.mkdir()
-        (folder / FILE).write_text("{")
-    with pytest.raises(UsageError, match=r"rollbacks.json is no list of rollbacks"):
-        remembered(trainer, {})
-    with pytest.raises(UsageError, match=r"rollbacks.json is no list of rollbacks"):
-        write_from_rank_0(trainer, [folder], "a", [])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -555,7 +492,7 @@ def test_all_ranks_go_back_together_each_with_its_own_shards(tmp_path, strategy)
     run(train_as_rank, strategy, 3, tmp_path)
 
 
-def test_shards_come_back_from_a_checkpoint_and_a_resume_passes_over_the_same_steps(tmp_path):
+def test_shards_come_back_from_a_checkpoint_and_a_resume_from_behind_the_rollback_is_the_same_run(tmp_path):
     run(train_as_rank, "fsdp2", 0, tmp_path)
     run(resume_as_rank, tmp_path)
 
@@ -660,5 +597,6 @@ def test_runs_that_could_not_be_brought_back_are_refused():
     with pytest.raises(UsageError, match=r"^SpikeRollback.patience_steps=20: StepGuard stops .* max_skipped_steps=10 "):
         fit(Data(), StepGuard(), rollbacks(patience_steps=20))
     for name in ("DeepSpeedStrategy", "FSDPStrategy"):
+        trainer: Any = SimpleNamespace(log_every_n_steps=1, strategy=type(name, (), {})())
         with pytest.raises(UsageError, match=f"^SpikeRollback: {name} keeps weights"):
-            check_run(rollbacks(), SimpleNamespace(log_every_n_steps=1, strategy=type(name, (), {})()))
+            rollbacks().on_fit_start(trainer, Model())

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from harness import runs
+from harness.processes import run as in_processes
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader
-from two_processes import run as in_processes
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
@@ -51,16 +52,8 @@ def fit(shard, total=None, *callbacks, model=None, resume=None, data=None, **opt
     torch.manual_seed(0)
     model, data = model or Model(), data or TokenData(train=str(shard), seq_len=8, micro_batch_size=2, seed=3)
     own = [TotalTokens(total)] if total is not None else []
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        enable_progress_bar=any(isinstance(c, TrainingProgressBar) for c in callbacks), enable_model_summary=False,
-        callbacks=[*own, *callbacks], **{"devices": 1, "max_epochs": -1, "log_every_n_steps": 1, **options},
-    )  # fmt: skip
-    if isinstance(data, DataLoader):
-        trainer.fit(model, data, ckpt_path=resume)
-    else:
-        trainer.fit(model, datamodule=data, ckpt_path=resume)
-    return trainer, model
+    options = {"max_epochs": -1, "max_steps": -1, "log_every_n_steps": 1, "logger": False, **options}
+    return runs.fit(model, *own, *callbacks, data=data, ckpt_path=resume, **options).trainer, model
 
 
 def planned(steps):

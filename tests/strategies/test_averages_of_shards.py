@@ -17,7 +17,7 @@ from foreign import PLUGINS, CausalLM, rows
 
 from lightning_tricks.callbacks import EMA, InitFrom, SafeCheckpoint, TailAverage
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, read_folder
-from lightning_tricks.guards.averages.swap import Swap, drop_gathered
+from lightning_tricks.guards.averages.weight_average import Swap, drop_gathered
 from lightning_tricks.strategies import FSDP2Strategy
 
 AVERAGES = {

@@ -1,21 +1,217 @@
-"""What EMA and TailAverage share: when an average moves, when it takes the weights' place, how it is saved."""
+"""What EMA and TailAverage share: the arithmetic, the exchange with the weights, and when an average does what."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import clean_name
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._on_exception import only_warn
-from lightning_tricks._replaced import replaced
-from lightning_tricks._trainer import is_a
-from lightning_tricks.checkpoints.averages import AVERAGES, RAW
-from lightning_tricks.guards.averages.averaged_weights import AveragedWeights
-from lightning_tricks.guards.averages.swap import Swap, drop_gathered
+from lightning_tricks._refusals import refuse
+from lightning_tricks._tensors import local, sharded_like
+from lightning_tricks._trainer import around_saves, is_a
+from lightning_tricks.checkpoints.averages import AVERAGES, RAW, mixed
+
+_RUNNING_STATISTICS = ("running_mean", "running_var")  # of batch norm: they belong to the weights
+_BUCKET_BYTES = 256 << 20  # bound of the fp32 copies of weights of another dtype
+_CHUNK = 16 << 20  # elements that are exchanged at a time
+
+
+class AveragedWeights:
+    """A module's trained weights, and what averages of them need.
+
+    The weights are the parameters that are trained when the object is made, and the running statistics of batch norm.
+    An average is a list of tensors, one for each weight: of a weight in shards, this process's shard. All arithmetic is
+    element by element, so no process waits for another. Averages of bf16 and fp16 weights are in fp32: with a decay of
+    0.999 an update is smaller than half the spacing of bf16, and would be rounded away. Those of complex weights are of
+    real and imaginary parts, one dimension more; in a checkpoint they are complex.
+
+    Args:
+        module: with its weights where they are trained; a module that FSDP2 has sharded must not be gathered.
+
+    Attributes:
+        module: the module.
+        tensors: its weights.
+        names: all names of each weight, without the prefixes of wrappers; tied weights have several.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        parameters = module.named_parameters(remove_duplicate=False)
+        buffers = module.named_buffers(remove_duplicate=False)
+        trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        statistics = [(name, buffer) for name, buffer in buffers if name.endswith(_RUNNING_STATISTICS)]
+        names: dict[Tensor, list[str]] = {}
+        for name, tensor in [*trained, *statistics]:
+            if tensor.is_floating_point() or tensor.is_complex():
+                names.setdefault(tensor, []).append(clean_name(name))
+        self.names, self.tensors = list(names.values()), list(names)
+        self._buckets = list(_buckets(self.tensors))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one average on this process."""
+        return sum(values(tensor).numel() * _wide(tensor.dtype).itemsize for tensor in self.tensors)
+
+    @torch.no_grad()
+    def copies(self) -> list[Tensor]:
+        """A first average: the weights as they are."""
+        return [values(tensor).to(_wide(tensor.dtype), copy=True) for tensor in self.tensors]
+
+    @torch.no_grad()
+    def move(self, average: Sequence[Tensor], weight: float) -> None:
+        """Set `average` to (1 - weight) * average + weight * weights. Does not wait for the device."""
+        for bucket in self._buckets:
+            own = [average[index] for index in bucket]
+            current = [values(self.tensors[index]).to(own[0].dtype) for index in bucket]  # no copy of the same dtype
+            if weight == 1:
+                torch._foreach_copy_(own, current)  # also over NaN
+            else:
+                torch._foreach_lerp_(own, current, weight)
+
+    @torch.no_grad()
+    def by_name(self, average: Sequence[Tensor]) -> dict[str, Tensor]:
+        """An average as a checkpoint holds it: under each name of the weight, in shards where the weight is."""
+        triples = zip(self.names, self.tensors, average, strict=True)
+        return {
+            name: sharded_like(tensor, torch.view_as_complex(own) if tensor.is_complex() else own)
+            for names, tensor, own in triples
+            for name in names
+        }
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Tensor], path: Any) -> list[Tensor]:
+        """An average of a checkpoint, of which each process takes its shards.
+
+        Raises:
+            UsageError: the first weight of which the checkpoint has no average, or one of another shape.
+        """
+        average = []
+        for (name, *_), tensor in zip(self.names, self.tensors, strict=True):
+            value = saved.get(name)
+            if value is None or value.shape != tensor.shape:
+                there = "none" if value is None else f"one of shape {tuple(value.shape)}"
+                raise UsageError(
+                    f"ckpt_path={path}: it should have an average of '{name}' {tuple(tensor.shape)}, which is trained "
+                    f"here, and has {there}: resume with the module that was saved, or start anew with --init_from"
+                )
+            if isinstance(tensor, DTensor) and not isinstance(value, DTensor):  # every rank has read the whole
+                value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            own = torch.empty_like(values(tensor), dtype=_wide(tensor.dtype), requires_grad=False)
+            average.append(own.copy_(values(value)))
+        return average
+
+
+def values(tensor: Tensor) -> Tensor:
+    """This process's numbers of a weight as a plain tensor, in the same memory. Call it without gradients."""
+    part = local(tensor)
+    if hasattr(part, "__tensor_flatten__"):  # torchao's wrapper of a weight that is gathered in fp8
+        names, _ = part.__tensor_flatten__()
+        if len(names) == 1:
+            return getattr(part, names[0])
+    return torch.view_as_real(part) if part.is_complex() else part
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Indices of weights of one device and dtype; where they are copied to fp32, no more than fit in the bound."""
+    groups: dict[Any, list[int]] = {}
+    sizes: dict[Any, int] = {}
+    for index, tensor in enumerate(tensors):
+        part, key = local(tensor), (local(tensor).device, tensor.dtype)
+        size = 4 * part.numel() if tensor.dtype != _wide(tensor.dtype) else 0
+        if groups.get(key) and sizes[key] + size > _BUCKET_BYTES:
+            yield groups.pop(key)
+            sizes[key] = 0
+        groups.setdefault(key, []).append(index)
+        sizes[key] = sizes.get(key, 0) + size
+    yield from groups.values()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+class Swap:
+    """Writes an average into the memory of the weights, and the weights back, to the bit.
+
+    Where a single average of the weights' dtype takes their place, the two exchange their contents, and no third copy
+    is made. Otherwise (bf16 weights, an average that is mixed with the weights) the weights are copied for as long as
+    the average is in place.
+
+    Args:
+        weights: what is averaged.
+        terms: averages by name.
+        shares: see `mixed`.
+    """
+
+    def __init__(
+        self, weights: AveragedWeights, terms: Mapping[str, Sequence[Tensor]], shares: Mapping[str, float]
+    ) -> None:
+        self._owner, self._terms = weights, terms
+        self._shares = {name: share for name, share in shares.items() if share != 0}
+        self._weights: list[Tensor] = []
+        self._copies: list[Tensor] = []  # of the weights
+        self._exchanged = 0  # number of weights that have changed places with their average
+
+    @torch.no_grad()
+    def enter(self) -> None:
+        """Put the average in place."""
+        drop_gathered(self._owner.module)
+        self._weights = [values(tensor) for tensor in self._owner.tensors]
+        if average := self._single_average():
+            for index in range(self._exchanged, len(average)):
+                _exchange(self._weights[index], average[index])
+                self._exchanged += 1
+            return
+        with torch.inference_mode(False):  # the copies outlive a validation that ends with an exception
+            self._copies = [weight.clone() for weight in self._weights]
+        for index, weight in enumerate(self._weights):
+            weight.copy_(mixed(weight, {name: term[index] for name, term in self._terms.items()}, self._shares))
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Put the weights back, as far as they are not in their place."""
+        drop_gathered(self._owner.module)
+        average = self._single_average()
+        while self._exchanged and average:
+            self._exchanged -= 1
+            _exchange(self._weights[self._exchanged], average[self._exchanged])
+        for weight, copy in zip(self._weights, self._copies, strict=False):
+            weight.copy_(copy)
+        self._copies = []
+
+    def _single_average(self) -> Sequence[Tensor] | None:
+        """The average that takes the place of the weights as it is."""
+        (name, *more) = self._shares
+        if more or name == RAW:
+            return None
+        average = self._terms[name]
+        same = all(one.dtype == other.dtype for one, other in zip(self._weights, average, strict=True))
+        return average if same else None
+
+
+def _exchange(one: Tensor, other: Tensor) -> None:
+    """Let two tensors of one dtype change their contents."""
+    whole = not (one.is_contiguous() and other.is_contiguous())
+    parts = [(one, other)] if whole else zip(one.view(-1).split(_CHUNK), other.view(-1).split(_CHUNK), strict=True)
+    for here, there in parts:
+        copy = here.clone()
+        here.copy_(there)
+        there.copy_(copy)
+
+
+def drop_gathered(module: nn.Module) -> None:
+    """Have FSDP2 gather all parameters anew: it keeps the root's after a validation."""
+    for part in module.modules():
+        if is_a(part, "FSDPModule"):
+            part.reshard()  # type: ignore[operator]
 
 
 class WeightAverage(pl.Callback):
@@ -37,9 +233,9 @@ class WeightAverage(pl.Callback):
         self.blend, self.validate = blend, validate
         self._swapped = ExitStack()
         self._trainer: Any = None
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.weights: AveragedWeights | None = None
         self.terms: dict[str, list[Tensor]] = {}
         self.parts: dict[str, float] = {}
@@ -68,21 +264,9 @@ class WeightAverage(pl.Callback):
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Refuse strategies and callbacks with which wrong weights would be averaged or validated."""
-        self._refuse(trainer)
-        if stage == "fit":
-            self._forget()
-
-    def _refuse(self, trainer: Any) -> None:
-        name, strategy = type(self).__name__, trainer.strategy
-        # FSDP2Strategy, a ModelParallelStrategy too, saves averages in shards
-        ours = hasattr(strategy, "shards_modules")
-        if not ours and is_a(strategy, "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"):
-            raise UsageError(
-                f"{name}: {type(strategy).__name__} keeps weights in a form that cannot be averaged and saved: train "
-                "on one device, with ddp or with FSDP2Strategy"
-            )
-        others = [other for other in trainer.callbacks if isinstance(other, WeightAverage) and other is not self]
-        for other in others:
+        name, callbacks = type(self).__name__, trainer.callbacks  # type: ignore[attr-defined]
+        refuse("EMA, TailAverage", trainer.strategy, f"{name}:")
+        for other in [other for other in callbacks if isinstance(other, WeightAverage) and other is not self]:
             if other.NAME == self.NAME:
                 raise UsageError(f"{name}: the Trainer has two, whose averages would have one name: remove one")
             if self.validate and other.validate:
@@ -90,6 +274,8 @@ class WeightAverage(pl.Callback):
                     f"{name}: validate=True, and {type(other).__name__} would validate with its average too: set "
                     "validate of one of them to False"
                 )
+        if stage == "fit":
+            self._reset()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Keep the average until the weights have their device and dtype."""
@@ -180,18 +366,19 @@ class WeightAverage(pl.Callback):
     @contextmanager
     def _in_place(self, trainer: Any, weights: AveragedWeights) -> Iterator[None]:
         """Have the average in the place of the weights, except while a checkpoint is saved."""
-        swap, save = Swap(weights, self.terms, self._shares()), trainer.save_checkpoint
+        swap = Swap(weights, self.terms, self._shares())
 
-        def save_weights(*args: Any, **kwargs: Any) -> Any:
+        @contextmanager
+        def weights_back() -> Iterator[None]:
             swap.leave()
             try:
-                return save(*args, **kwargs)
+                yield
             finally:
                 swap.enter()
 
         try:
             swap.enter()
-            with replaced(trainer, "save_checkpoint", save_weights):
+            with around_saves(trainer, weights_in_place=weights_back):
                 yield
         finally:
             swap.leave()
@@ -200,33 +387,21 @@ class WeightAverage(pl.Callback):
         """Put the average in the place of the weights."""
         self._enter(trainer, pl_module)
 
+    on_test_start = on_predict_start = on_validation_start
+
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Log which weights were validated."""
         self._tell(trainer, pl_module, "val")
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Put the weights back."""
-        self._swapped.close()
-
-    def on_test_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Put the average in the place of the weights."""
-        self._enter(trainer, pl_module)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Log which weights were tested."""
         self._tell(trainer, pl_module, "test")
 
-    def on_test_end(self, trainer: Trainer, pl_module: Module) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Put the weights back."""
         self._swapped.close()
 
-    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Put the average in the place of the weights."""
-        self._enter(trainer, pl_module)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Put the weights back."""
-        self._swapped.close()
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Put the weights back."""

@@ -5,24 +5,63 @@ by one accepted update. Earlier weights come back from a copy, and the data that
 """
 
 import math
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._refusals import refuse
+from lightning_tricks._samples import in_words as samples_in_words
 from lightning_tricks._samples import step_samples
-from lightning_tricks._trainer import is_accumulating
-from lightning_tricks.guards.spike_rollback.from_disk import SavedStates, folders_of
-from lightning_tricks.guards.spike_rollback.passed_over import PassedOver, tell_callbacks
-from lightning_tricks.guards.spike_rollback.refusals import check_options, check_run
-from lightning_tricks.guards.spike_rollback.rollbacks import Rollback, in_words, is_good, remembered, write_from_rank_0
-from lightning_tricks.guards.spike_rollback.snapshot_ring import SnapshotRing
+from lightning_tricks._trainer import enabled_scaler, is_accumulating, logging_step, validation_follows
+from lightning_tricks.guards.preemption.save import save
+from lightning_tricks.guards.spike_rollback.earlier_states import SavedStates, SnapshotRing, folders_of
 from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector
-from lightning_tricks.guards.spike_rollback.step_losses import StepLosses
+from lightning_tricks.guards.step_guard.step_guard import StepGuard, refuse_lbfgs
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
+from lightning_tricks.optim.grad_scaler import loss_scale
+
+_LEAST = {"patience_steps": 1, "window_steps": 4, "snapshot_every_n_steps": 1, "keep_snapshots": 0, "max_rollbacks": 1}
+_LOSS, _RANKS = "_spike_rollback/loss", "_spike_rollback/ranks"  # in the buffer: sums over ranks
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One return to earlier weights. Steps are `trainer.global_step` before the step is made.
+
+    Args:
+        first_step: the first step that is undone: weights and optimizer are again as they were before it.
+        spike_step: the first step whose loss was out of bounds.
+        end_step: the step with which the run went on.
+        source: where the state came from, `memory` or the path of a checkpoint.
+        samples: first and last sample position of the undone steps; None for data without positions.
+    """
+
+    first_step: int
+    spike_step: int
+    end_step: int
+    source: str
+    samples: list[int] | None = None
+
+    def __str__(self) -> str:
+        """The undone steps, and their data."""
+        data = f", samples {samples_in_words([(self.samples[0], self.samples[1])])}" if self.samples else ""
+        return f"steps {self.first_step} to {self.end_step - 1}{data}"
+
+
+def is_good(step: int, spike_step: int, rollbacks: Iterable[Rollback]) -> bool:
+    """Whether the state before a step may be gone back to when the loss is out of bounds since `spike_step`.
+
+    The loss that was computed with these weights must have been accepted, so the state before `spike_step` itself is
+    none. States that an earlier rollback undid are none either, with the one that it restored: each repeat goes back
+    further.
+    """
+    return step < spike_step and not any(one.first_step <= step < one.end_step for one in rollbacks)
 
 
 class SpikeRollback(pl.Callback):
@@ -35,11 +74,12 @@ class SpikeRollback(pl.Callback):
     passed over: data, counters and schedule go on, so the next batch is the one that would have come. Each repeat goes
     back further. One line tells what was done; `guard/rollbacks` is their number.
 
-    Checkpoints remember the rollbacks, and so does `rollbacks.json` beside them: a run that goes on from an earlier
-    checkpoint comes to the same data, makes those steps without an update, and is then the same run to the bit.
+    Right after a rollback the run is saved, by its SafeCheckpoint or ModelCheckpoint, so that a run that goes on from
+    its newest checkpoint goes on behind the spike. From an earlier one it comes to the same data again, and rolls back
+    again.
 
-    Every process copies its own shards. A callback with a method `after_rollback()` is told, as StepGuard is, also at
-    the end of such steps.
+    Every process copies its own shards. A callback with a method `after_rollback()` is told, as StepGuard is. This
+    callback moves behind the MetricBuffer, in front of the checkpoint callbacks.
 
     Args:
         patience_steps: steps in a row out of bounds; 10, at which StepGuard stops a run that nobody repairs.
@@ -73,118 +113,129 @@ class SpikeRollback(pl.Callback):
         self.patience_steps, self.sigmas, self.window_steps = patience_steps, sigmas, window_steps
         self.snapshot_every_n_steps, self.keep_snapshots = snapshot_every_n_steps, keep_snapshots
         self.max_rollbacks = max_rollbacks
-        check_options(self)
+        if not sigmas > 0:
+            raise UsageError(f"SpikeRollback.sigmas={sigmas}: give a number of standard deviations above 0, such as 6")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise UsageError(f"SpikeRollback.{name}={getattr(self, name)}: give {least} or more")
         self._loaded: dict[str, Any] = {}  # the state of a checkpoint, for the next fit
-        self._trainer: Any = None
-        self._passed_over = PassedOver()
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Reset the state that belongs to one fit."""
+        self._trainer: Any = None  # from the start of training on
         self._rollbacks: list[Rollback] = []
-        self._run = ""  # tells the rollbacks of this run from those of others in one folder
         self._detector = SpikeDetector(self.patience_steps, self.sigmas, self.window_steps)
         self._ring, self._copied_at = SnapshotRing(self.keep_snapshots), 0
-        self._passed_over.drop()
-        self._losses = StepLosses()
-        self._at_step_end = self._said_size = False
-        self._reason_to_stop = ""
+        self._loss: Tensor | None = None  # of the running step, as far as it is done
+        self._within_step = False
+        self._begun: dict[int, int] = {}  # by logging step, `trainer.global_step` before it, of the steps not read yet
+        self._read_up_to = -1  # logging step
+        self._size_is_known = self._is_unsaved = False
 
     # ---- start
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse a run that cannot go back; find the buffer."""
-        check_run(self, trainer)
-        self._forget()
-        self._trainer, self._buffer = trainer, MetricBuffer.of(trainer)
+        self._refuse(trainer)
+        self._reset()
+        self._buffer = MetricBuffer.of(trainer)
+        self._buffer.at_flush(self._judge)
+        self._scaler = enabled_scaler(trainer.precision_plugin)
+        self._no_loss = torch.zeros(2, device=trainer.strategy.root_device)  # and of no rank
 
-    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+    def _refuse(self, trainer: Any) -> None:
+        if not trainer.log_every_n_steps:
+            raise UsageError(
+                "trainer.log_every_n_steps=0: SpikeRollback reads the losses at log steps; set it to 50, or take it out"
+            )
+        refuse("SpikeRollback", trainer.strategy, "SpikeRollback:")
+        refuse_lbfgs(trainer, "SpikeRollback")
+        if not (self.keep_snapshots or trainer.checkpoint_callbacks or trainer.fast_dev_run):
+            raise UsageError(
+                "SpikeRollback.keep_snapshots=0: there are no checkpoints either to go back to; give 1 or more, or add "
+                "SafeCheckpoint"
+            )
+        for other in trainer.callbacks:
+            if isinstance(other, StepGuard) and other.max_skipped_steps < self.patience_steps:
+                raise UsageError(
+                    f"SpikeRollback.patience_steps={self.patience_steps}: StepGuard stops the run after "
+                    f"max_skipped_steps={other.max_skipped_steps} steps in a row; give at most as many"
+                )
+
+    def on_train_start(self, trainer: Any, pl_module: Module) -> None:
         """Go on with the checkpoint's detector and rollbacks; copy the first state."""
-        self._buffer.at_flush(self._judge)  # after StepGuard's, which may find a reason to stop in the same interval
-        self._saved = SavedStates(trainer)
+        others = [callback for callback in trainer.callbacks if callback is not self]
+        place = others.index(self._buffer) + 1
+        trainer.callbacks = [*others[:place], self, *others[place:]]  # a new list: Lightning iterates over the old one
+        self._trainer, self._saved = trainer, SavedStates(trainer)
         loaded, self._loaded = self._loaded, {}
+        self._rollbacks = [Rollback(**entry) for entry in loaded.get("rollbacks", [])]
+        if self._rollbacks and self._rollbacks[-1].end_step > trainer.global_step:
+            rank_zero_warn(
+                f"SpikeRollback: {trainer.ckpt_path} is of an earlier release, whose run made {self._rollbacks[-1]} "
+                "without an update: the rest of them are ordinary steps now"
+            )
         if "detector" in loaded:
             self._detector.load_state_dict(loaded["detector"])
-        self._run, self._rollbacks, unknown = remembered(trainer, loaded)
-        if any(rollback.spike_step <= trainer.global_step < rollback.end_step for rollback in unknown):
-            self._leave_spike(trainer)
         self._copy(trainer, pl_module)
-
-    def _leave_spike(self, trainer: Any) -> None:
-        """Take the weights of an earlier checkpoint where the one that the run goes on from is from within a spike."""
-        found = self._saved.restore_newest(lambda step: is_good(step, trainer.global_step, self._rollbacks))
-        if found is None:
-            raise UsageError(
-                f"ckpt_path={trainer.ckpt_path}: it was saved in a spike, and a rollback has undone its steps "
-                f"({in_words(self._rollbacks)}): go on from a checkpoint from before it or from after it"
-            )
-        self._take_detector(found[1])
-        rank_zero_warn(
-            f"SpikeRollback: {trainer.ckpt_path} was saved in a spike that a rollback has undone: weights and "
-            f"optimizer are those of {found[0]}"
-        )
 
     # ---- each batch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        """Roll back if values that were read since the last step ask for it; pass over a step that was undone."""
-        self._at_step_end = False
-        if self._detector.spiking and not (self._losses.within_step or self._passed_over.active):
-            self._roll_back(trainer, pl_module)
-        if self._reason_to_stop:
-            raise UsageError(self._reason_to_stop)
-        if self._comes_again(trainer):
-            self._passed_over.begin_batch(trainer, pl_module)
-        self._losses.begin(trainer)
-
-    def _comes_again(self, trainer: Any) -> bool:
-        """Whether the step that is not done yet is one that a rollback undid, in a run that was resumed before it."""
-        samples = step_samples(trainer) if self._rollbacks else None
-        return any(rollback.passes_over(trainer.global_step, samples) for rollback in self._rollbacks)
-
-    def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
-        """Keep the loss."""
-        self._losses.add(trainer, loss)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Record the step's loss; the buffer, whose hook comes later, may read it at once."""
-        self._passed_over.end_batch()
-        if is_accumulating(trainer):
-            return
-        self._at_step_end = True
-        if not self._passed_over.active:
-            self._losses.record(trainer, self._buffer)
-        elif not self._comes_again(trainer):
-            self._passed_over.end(trainer, pl_module)
-        self._losses.drop()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Values that are read from now on are acted on when the next step begins."""
-        self._at_step_end = False
-
-    def _judge(self, rows: list[Row]) -> dict[str, float]:
-        """Judge the losses of an interval, and act if its last step is just done and training has not failed."""
-        for step, loss in self._losses.read(rows):
-            self._detector.take(step, loss)
-        if self._at_step_end and not self._buffer.failed:
-            self._act(self._trainer, self._trainer.lightning_module)
-        return {"guard/rollbacks": float(len(self._rollbacks))}
-
-    def _act(self, trainer: Any, pl_module: Any) -> None:
-        """Roll back, or copy the state if it is time."""
-        self._at_step_end = False
-        if self._passed_over.active or self._reason_to_stop:
+        """Roll back if values that were read since the last step, as by a validation, ask for it."""
+        if self._within_step:
             return
         if self._detector.spiking:
             self._roll_back(trainer, pl_module)
-        elif not self._detector.in_a_row and trainer.global_step - self._copied_at >= self.snapshot_every_n_steps:
+        self._within_step = True
+        self._begun[logging_step(trainer)] = trainer.global_step
+        self._buffer.record_all((_LOSS, _RANKS), self._no_loss, "sum")  # until there is one: every rank must record
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
+        """Add the loss, which the Trainer has divided by the number of micro-batches, and fp16 has multiplied."""
+        scale = None if self._scaler is None else loss_scale(self._scaler)
+        loss = loss.detach().to(self._no_loss)
+        loss = loss if scale is None else loss / scale.to(loss.device)
+        self._loss = loss if self._loss is None else self._loss + loss
+        self._buffer.record_all((_LOSS, _RANKS), torch.stack([self._loss, torch.ones_like(self._loss)]), "sum")
+
+    def _judge(self, rows: list[Row]) -> dict[str, float]:
+        """Judge the losses of an interval: the mean over the ranks that had one."""
+        self._read_up_to = rows[-1].step
+        for row in rows:
+            step, ranks = self._begun.get(row.step), row.values.get(_RANKS, 0)
+            if step is not None and ranks:
+                self._detector.take(step, row.values[_LOSS] / ranks)
+        self._begun = {row: step for row, step in self._begun.items() if row > self._read_up_to}
+        follows = self._detector.spiking and len(self._rollbacks) < self.max_rollbacks and not self._buffer.failed
+        return {"guard/rollbacks": float(len(self._rollbacks) + follows)}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Behind a step whose loss has been read, roll back or copy the state if it is time; save after a rollback."""
+        if is_accumulating(trainer):
+            return
+        self._loss, self._within_step = None, False
+        is_time = trainer.global_step - self._copied_at >= self.snapshot_every_n_steps
+        if self._detector.spiking:
+            self._buffer.flush()  # StepGuard and we know of the last step then
+        if self._detector.spiking:
+            self._roll_back(trainer, pl_module)
+        elif is_time and self._read_up_to == logging_step(trainer) and not self._detector.in_a_row:
             self._copy(trainer, pl_module)
+        if self._is_unsaved and not validation_follows(trainer):
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """Save after a rollback, where a validation was due at its step: a resume would leave that one out."""
+        if self._is_unsaved and not trainer.sanity_checking and not is_accumulating(trainer):
+            self._save(trainer)
 
     def _copy(self, trainer: Any, pl_module: Any) -> None:
         self._copied_at = trainer.global_step
         taken = self._ring.take(trainer, pl_module, _next_sample(trainer), self._detector.state_dict())
-        if taken and not self._said_size and any(optimizer.state for optimizer in trainer.optimizers):
-            self._said_size = True
+        if taken and not self._size_is_known and any(optimizer.state for optimizer in trainer.optimizers):
+            self._size_is_known = True
             rank_zero_info(
                 f"SpikeRollback: a copy of weights and optimizer takes {taken.state.size / 2**30:.3g} GiB of each "
                 f"process's host memory, and keep_snapshots={self.keep_snapshots} of them stay"
@@ -193,94 +244,77 @@ class SpikeRollback(pl.Callback):
     # ---- rollback
 
     def _roll_back(self, trainer: Any, pl_module: Any) -> None:
-        spike, now = self._detector.first_step, trainer.global_step
-        what = f"loss {self._detector.loss:.4g} above {self._detector.limit:.4g}"
-        what = (
-            what if math.isfinite(self._detector.loss) else "loss not finite"
-        ) + f", out of bounds since step {spike}"
+        spike, now, detector = self._detector.first_step, trainer.global_step, self._detector
+        what = f"loss {detector.loss:.4g} above {detector.limit:.4g}"
+        what = (what if math.isfinite(detector.loss) else "loss not finite") + f", out of bounds since step {spike}"
+        undone = "; ".join(map(str, self._rollbacks))
         if len(self._rollbacks) >= self.max_rollbacks:
-            self._stop(
-                f"max_rollbacks={self.max_rollbacks}: {what}, after rollbacks that undid {in_words(self._rollbacks)}"
-            )
-            return
+            raise _stop(f"max_rollbacks={self.max_rollbacks}: {what}, after rollbacks that undid {undone}")
 
         def good(step: int) -> bool:
             return is_good(step, spike, self._rollbacks)
 
         if copied := self._ring.newest(good):
             copied.state.restore(trainer, pl_module)
-            self._detector.load_state_dict(copied.detector)
-            self._detector.in_a_row = 0
-            source, first, sample = "memory", copied.step, copied.sample
+            source, first, sample, state = "memory", copied.step, copied.sample, copied.detector
         elif found := self._saved.restore_newest(good):
-            source, first, sample = str(found[0]), int(found[1]["global_step"]), self._take_detector(found[1])
+            own = found[1].get("callbacks", {}).get(self.state_key, {})
+            source, first = str(found[0]), int(found[1]["global_step"])
+            sample, state = own.get("next_sample"), own.get("detector")
         else:
-            before = f"; rollbacks have undone {in_words(self._rollbacks)}" if self._rollbacks else ""
             places = ", ".join(map(str, folders_of(trainer))) or "no folder"
-            self._stop(
+            raise _stop(
                 f"keep_snapshots={self.keep_snapshots}: {what}, and no copy in memory nor finite checkpoint in "
-                f"{places} is from before it{before}"
+                f"{places} is from before it" + (f"; rollbacks have undone {undone}" if undone else "")
             )
-            return
+        if state is not None:
+            detector.load_state_dict(state)
+        detector.in_a_row = 0
         following = _next_sample(trainer)
         samples = None if sample is None or following is None or following <= sample else [sample, following - 1]
-        self._finish(trainer, Rollback(first, spike, now, source, samples), what)
-
-    def _finish(self, trainer: Any, rollback: Rollback, what: str) -> None:
-        """Remember a rollback that is done, and tell everyone."""
+        rollback = Rollback(first, spike, now, source, samples)
         self._rollbacks.append(rollback)
-        self._ring.keep(lambda step: is_good(step, rollback.end_step, self._rollbacks))
-        self._copied_at = rollback.end_step
-        write_from_rank_0(trainer, folders_of(trainer), self._run, self._rollbacks)
-        tell_callbacks(trainer)
+        self._ring.keep(lambda taken: is_good(taken.step, now, self._rollbacks))
+        self._copied_at, self._is_unsaved = now, True
+        for callback in trainer.callbacks:
+            if hasattr(callback, "after_rollback"):
+                callback.after_rollback()
         rank_zero_warn(
-            f"SpikeRollback: step {rollback.end_step}: {what}: weights and optimizer are those of step "
-            f"{rollback.first_step} again, from {rollback.source}; passed over: {rollback.in_words()}. Rollback "
-            f"{len(self._rollbacks)} of at most {self.max_rollbacks}"
+            f"SpikeRollback: step {now}: {what}: weights and optimizer are those of step {first} again, from {source}; "
+            f"passed over: {rollback}. Rollback {len(self._rollbacks)} of at most {self.max_rollbacks}"
         )
 
-    def _stop(self, why: str) -> None:
-        self._reason_to_stop = (
-            f"SpikeRollback.{why}. Go on from a checkpoint from before it with a lower lr, with data.skip_samples, or "
-            "with a higher limit"
-        )
-
-    def _take_detector(self, checkpoint: dict[str, Any]) -> int | None:
-        """Go on with the detector of a checkpoint, if it has one; returns the position of its next sample."""
-        own = checkpoint.get("callbacks", {}).get(self.state_key, {})
-        if "detector" in own:
-            self._detector.load_state_dict(own["detector"])
-        self._detector.in_a_row = 0
-        sample: int | None = own.get("next_sample")
-        return sample
+    def _save(self, trainer: Any) -> None:
+        """Save the run behind a rollback as Preemption does, where it saves at all."""
+        self._is_unsaved = False
+        if trainer.fast_dev_run or not trainer.checkpoint_callbacks:
+            return
+        try:
+            save(trainer, trainer.strategy.barrier)
+        except OSError as error:
+            if trainer.world_size > 1:  # the other ranks wait within the save
+                raise
+            rank_zero_warn(
+                f"SpikeRollback: the state behind the rollback is not saved ({error}): a run that goes on from an "
+                "earlier checkpoint comes to the spike again"
+            )
 
     # ---- end, checkpoints
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Forget micro-batches that no optimizer step followed."""
-        self._losses.drop()
-
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Put back the state where the last step was passed over."""
-        self._passed_over.end(trainer, pl_module)
-
-    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        """Put the optimizers' methods back."""
-        self._passed_over.end_batch()
+        """Drop micro-batches that no optimizer step followed."""
+        self._loss, self._within_step = None, False
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Free the copies."""
         self._ring = SnapshotRing(self.keep_snapshots)
-        self._passed_over.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """The detector, the rollbacks, and where the data stand; every rank must call."""
-        if not self._run:
+        if self._trainer is None:
             return self._loaded
-        self._at_step_end = False  # what is being saved shall not change meanwhile
         self._buffer.flush()
         return {
-            "run": self._run,
             "rollbacks": [asdict(rollback) for rollback in self._rollbacks],
             "detector": self._detector.state_dict(),
             "next_sample": _next_sample(self._trainer),
@@ -289,6 +323,13 @@ class SpikeRollback(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with them in the next fit."""
         self._loaded = state_dict
+
+
+def _stop(why: str) -> UsageError:
+    return UsageError(
+        f"SpikeRollback.{why}. Go on from a checkpoint from before it with a lower lr, with data.skip_samples, or with "
+        "a higher limit"
+    )
 
 
 def _next_sample(trainer: Any) -> int | None:

@@ -4,8 +4,9 @@ A step is judged on the device, in the moment between the clip and the optimizer
 optimizer's kernel reads it there. The host hears of it with the values of the logging interval.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,30 +14,81 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._random_state import gather
+from lightning_tricks._random_state import gather, random_state, set_random_state
 from lightning_tricks._refusals import refuse
 from lightning_tricks._replaced import replaced
 from lightning_tricks._samples import step_samples
-from lightning_tricks._trainer import is_a, logging_step, optimizer_index, unwrapped, weights_layout
-from lightning_tricks.guards.step_guard.judgement import Judgement, any_rank
-from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers
-from lightning_tricks.guards.step_guard.outlier_window import OutlierWindow
-from lightning_tricks.guards.step_guard.recheck import Recheck
-from lightning_tricks.guards.step_guard.skip_step import skipping
-from lightning_tricks.guards.step_guard.skipped_steps import (
+from lightning_tricks._trainer import (
+    enabled_scaler,
+    logging_step,
+    optimizer_index,
+    repeat_micro_batches,
+    run_facts,
+    unwrapped,
+    weights_layout,
+)
+from lightning_tricks.guards.step_guard.judging import (
     OUT_AGAIN,
     RETRIED,
     SAME,
     Batch,
     Judged,
+    Judgement,
     Names,
+    OutlierWindow,
     SkippedSteps,
+    any_rank,
 )
+from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks
 from lightning_tricks.metrics.row import Row
-from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1
-from lightning_tricks.optim.grad_scaler import is_scaled, loss_scale
-from lightning_tricks.optim.keep_settings_on_load import layers_of
+from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, skips_on_device
+from lightning_tricks.optim.grad_scaler import add_overflow, is_scaled, loss_scale
+from lightning_tricks.optim.keep_settings_on_load import layers_of, parts_of
+
+
+def skipping(optimizer: Any, scaler: Any, skip: Tensor) -> AbstractContextManager[Any]:
+    """Let the step that `optimizer` makes inside the `with` change nothing if `skip` is 1, and be as usual if it is 0.
+
+    Args:
+        optimizer: unwrapped; its gradients are ready.
+        scaler: the GradScaler of fp16, which has unscaled them, and which skips the step as one that overflowed; None
+            without one.
+        skip: 0-dim fp32 tensor on the gradients' device, 0 or 1. It is read on the host only for optimizers that
+            cannot decide on the device: they lose their gradients, and skip parameters that have none. The counts that
+            some keep in their groups stay as they are.
+    """
+    if scaler is not None:
+        add_overflow(scaler, optimizer, skip)
+    elif skips_on_device(optimizer):
+        return replaced(optimizer, "found_inf", skip)
+    elif bool(skip):
+        optimizer.zero_grad(set_to_none=True)
+        return _same_counts(optimizer)
+    return nullcontext()
+
+
+@contextmanager
+def _same_counts(optimizer: Any) -> Iterator[None]:
+    """Undo what the next step changes in the optimizer's groups: counts, such as those of schedule-free optimizers.
+
+    It is undone at the end of the step, before anybody saves it; later steps count. What recipe and schedule set stays
+    theirs.
+    """
+    names = {option for part in parts_of(optimizer) for option in inspect.signature(type(part)).parameters}
+    own = names | {"params", "lr", "initial_lr", "weight_decay"}
+    before = [{key: value for key, value in group.items() if key not in own} for group in optimizer.param_groups]
+
+    def undo(*_: Any) -> None:
+        for group, counts in zip(optimizer.param_groups, before, strict=True):
+            group.update(counts)
+            counts.clear()
+
+    hook = optimizer.register_step_post_hook(undo)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class StepGuard(pl.Callback):
@@ -101,29 +153,30 @@ class StepGuard(pl.Callback):
         self.window_steps, self.active_after_steps = window_steps, active_after_steps
         self.max_skipped_steps, self.recheck = max_skipped_steps, recheck
         self._loaded: dict[str, Any] = {}  # the state of a checkpoint, for the next fit
-        self._replacements: list[AbstractContextManager[Any]] = []  # until the batch ends
-        self._forget()
+        self._replacements = ExitStack()  # until the batch ends
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Reset the state that belongs to one fit."""
         self._buffers: KeptBuffers | None = None  # from the start of training on
         self._windows: list[OutlierWindow] = []  # of each optimizer
         self._losses: list[Tensor] = []  # of the micro-batches since the last optimizer step
-        self._rechecking = Recheck() if self.recheck else None
+        self._micro_batches: list[tuple[Any, int, dict[str, Any]]] = []  # of the step, each with the random state
         self._skipped = SkippedSteps(self.max_skipped_steps)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse a run whose steps cannot be skipped; find the buffer."""
         _refuse(trainer, pl_module, self.recheck)
-        self._forget()
+        self._reset()
+        facts = run_facts(trainer)
+        self._scaler, self._has_engine, self._is_flat = facts.scaler, facts.has_engine, facts.layout == "flat"
+        self._others_skip = facts.scaler is not None or (facts.has_engine and facts.precision.startswith("16"))
+        self._over_ranks: OverRanks | None = "max" if facts.world > 1 else None
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._report)
         device = trainer.strategy.root_device
         settings = (0.0, self.norm_ratio), self.window_steps, self.active_after_steps, self.sigmas, device
         self._windows = [OutlierWindow(*settings) for _ in trainer.optimizers]
-        self._is_deepspeed = is_a(trainer.strategy, "DeepSpeedStrategy")
-        self._over_ranks: OverRanks | None = "max" if trainer.world_size > 1 else None
-        self._scaler = _enabled_scaler(trainer)
         self._optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
         self._batch_idx = 0
 
@@ -146,38 +199,40 @@ class StepGuard(pl.Callback):
         return self._skipped.report(rows)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        """Stop the run if too many steps in a row were skipped."""
+        """Keep the buffers, and what is needed to compute the step again."""
         self._batch_idx = batch_idx
-        if self._skipped.reason_to_stop:
-            raise UsageError(self._skipped.reason_to_stop)
-        if not self._losses and self._buffers is not None:  # else it is a further micro-batch of a step
-            self._buffers.save()
-        if self._rechecking is not None:
-            self._rechecking.begin(batch, batch_idx, first=not self._losses)
+        if not self._losses:  # else it is a further micro-batch of a step
+            self._micro_batches = []
+            if self._buffers is not None:
+                self._buffers.save()
+        if self.recheck:
+            self._micro_batches.append((batch, batch_idx, random_state()))
 
     def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
-        """Keep the loss, which the Trainer has divided by the number of micro-batches."""
+        """Keep the loss, which the Trainer has divided by the number of micro-batches; stop after too many skips."""
+        if self._skipped.reason_to_stop:  # not before: when a batch starts, SpikeRollback may bring the run back
+            raise UsageError(self._skipped.reason_to_stop)
         self._losses.append(loss.detach())
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Judge the step after its clip, which comes next; in manual optimization at once."""
         index = self._index_of(trainer, optimizer)
         optimizer = self._optimizers[index]
-        if self._is_deepspeed:
+        if self._has_engine:
             strategy: Any = trainer.strategy
 
             def veto(norm: Tensor) -> bool:
                 return bool(self._judge(trainer, pl_module, index, norm))
 
-            self._enter(strategy.step_with_veto(veto))
+            self._replacements.enter_context(strategy.step_with_veto(veto))
             return
         scaler = self._scaler
         _refuse_scaled(trainer, optimizer, scaler)
         if not pl_module.automatic_optimization:
-            skip = self._judge(trainer, pl_module, index, _norm(trainer, optimizer))
+            skip = self._judge(trainer, pl_module, index, self._norm(trainer, optimizer))
             if self._buffers is not None:
                 self._buffers.save()  # the next step may begin in the same batch
-            self._enter(skipping(optimizer, scaler, skip))
+            self._replacements.enter_context(skipping(optimizer, scaler, skip))
             return
         module: Any = pl_module
         clip = module.configure_gradient_clipping
@@ -185,22 +240,19 @@ class StepGuard(pl.Callback):
 
         def clip_and_judge(*args: Any, **kwargs: Any) -> None:
             def norm_and_clip() -> Tensor:
-                norm = None if keeps_norm else _norm(trainer, optimizer)
+                norm = None if keeps_norm else self._norm(trainer, optimizer)
                 clip(*args, **kwargs)
                 return module.grad_norm if norm is None else norm
 
             skip = self._judge(trainer, pl_module, index, norm_and_clip(), norm_and_clip)
-            self._enter(skipping(optimizer, scaler, skip))
+            self._replacements.enter_context(skipping(optimizer, scaler, skip))
 
-        self._enter(replaced(pl_module, "configure_gradient_clipping", clip_and_judge))
+        self._replacements.enter_context(replaced(pl_module, "configure_gradient_clipping", clip_and_judge))
 
-    def _enter(self, replacement: AbstractContextManager[Any]) -> None:
-        replacement.__enter__()
-        self._replacements.append(replacement)
-
-    def _leave(self) -> None:
-        while self._replacements:
-            self._replacements.pop().__exit__(None, None, None)
+    def _norm(self, trainer: Any, optimizer: Any) -> Tensor:
+        if self._is_flat:
+            return clip_grad_norm_fsdp1(trainer.strategy.model, None)
+        return clip_grad_norm([parameter for group in optimizer.param_groups for parameter in group["params"]], None)
 
     def _index_of(self, trainer: Any, optimizer: Any) -> int:
         for index, own in enumerate(self._optimizers):
@@ -216,10 +268,10 @@ class StepGuard(pl.Callback):
         """1.0 if the step of an optimizer that comes now is to be skipped, else 0.0: 0-dim, on the device."""
         window = self._windows[index]
         window.known_full |= index in self._skipped.full_windows
-        judged = used = self._judgement(trainer, norm, window.limits)
+        judged = used = self._judgement(norm, window.limits)
         several = self._over_ranks is not None
         skip, result = any_rank(~judged.good, several), None
-        if self._rechecking is not None and clip_again is not None and bool(skip):
+        if self.recheck and clip_again is not None and bool(skip):
             used = self._judge_again(trainer, pl_module, self._optimizers[index], clip_again, window.limits, skip)
             differs, skip = any_rank(~judged.same_bits(used), several), any_rank(~used.good, several)
             result = torch.where(differs == 0, SAME, torch.where(skip == 0, RETRIED, OUT_AGAIN))
@@ -241,12 +293,18 @@ class StepGuard(pl.Callback):
     def _judge_again(
         self, trainer: Any, pl_module: Any, optimizer: Any, clip: Callable[[], Tensor], limits: Tensor, skip: Tensor
     ) -> Judgement:
-        """Compute the step once more, from the buffers before it."""
-        assert self._rechecking is not None
+        """Compute the step once more: the same batches, weights, buffers and random numbers as the first time.
+
+        Its gradients and what it records in the buffer take the first ones' place; `self.log` keeps its first values.
+        """
         if self._buffers is not None:
             self._buffers.put_back(skip)
-        self._rechecking.run(trainer, pl_module, optimizer, self._buffer)
-        return self._judgement(trainer, clip(), limits)
+        after, states = random_state(), iter([state for _, _, state in self._micro_batches])
+        batches = [(batch, batch_idx) for batch, batch_idx, _ in self._micro_batches]
+        with self._buffer.replacing(), replaced(pl_module, "log", _no_log), replaced(pl_module, "log_dict", _no_log):
+            repeat_micro_batches(trainer, batches, optimizer, lambda: set_random_state(next(states)))
+        set_random_state(after)
+        return self._judgement(clip(), limits)
 
     def _record(self, trainer: Any, names: Names, judged: Judgement, skip: Tensor, result: Tensor | None) -> None:
         """Let the buffer keep what the report needs of other ranks, and what tells whether there is one."""
@@ -258,23 +316,22 @@ class StepGuard(pl.Callback):
             self._buffer.record_all(names.values, out, self._over_ranks)
             self._buffer.record(names.rank, rank, self._over_ranks)
 
-    def _judgement(self, trainer: Any, norm: Tensor, limits: Tensor) -> Judgement:
+    def _judgement(self, norm: Tensor, limits: Tensor) -> Judgement:
         losses, self._losses = self._losses, []
         scale = None if self._scaler is None else loss_scale(self._scaler)
-        engine_skips = self._is_deepspeed and str(trainer.precision).startswith("16")
-        return Judgement(losses, norm, limits, scale, overflows=self._scaler is not None or engine_skips)
+        return Judgement(losses, norm, limits, scale, overflows=self._others_skip)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Put back the module's and the optimizer's attributes."""
-        self._leave()
+        self._replacements.close()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Forget micro-batches that no optimizer step followed."""
+        """Drop micro-batches that no optimizer step followed."""
         self._losses = []
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Put back the module's and the optimizer's attributes."""
-        self._leave()
+        self._replacements.close()
         self._buffers = None
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
@@ -305,32 +362,18 @@ def _refuse(trainer: Any, pl_module: Any, recheck: bool) -> None:
     refuse("StepGuard", trainer.strategy, "StepGuard:")
     if recheck and weights_layout(trainer.strategy) == "engine":
         raise UsageError("StepGuard.recheck=True: DeepSpeed's engine cannot repeat a step; set it to false")
-    layers = [layer for optimizer in trainer.optimizers for layer in layers_of(unwrapped(optimizer))]
-    if any(isinstance(layer, torch.optim.LBFGS) for layer in layers):
-        raise UsageError("StepGuard: LBFGS computes several losses a step; take StepGuard out, or use AdamW")
+    refuse_lbfgs(trainer, "StepGuard")
     if recheck and not pl_module.automatic_optimization:
         raise UsageError("StepGuard.recheck=True: in manual optimization only the module can repeat a step; set false")
-    if recheck and _enabled_scaler(trainer) is not None:
+    if recheck and enabled_scaler(trainer.precision_plugin) is not None:
         raise UsageError("StepGuard.recheck=True: fp16 has scaled the step's gradients; set false, or train in bf16")
 
 
-def _keeps_norm(pl_module: Any) -> bool:
-    """Whether the clip is GradientClippingMixin's own, which keeps the norm from before it."""
-    if not getattr(type(pl_module), "keeps_grad_norm", False):
-        return False
-    function = getattr(pl_module.configure_gradient_clipping, "__func__", None)
-    return getattr(function, "__module__", "").startswith("lightning_tricks.")
-
-
-def _norm(trainer: Any, optimizer: Any) -> Tensor:
-    if is_a(trainer.strategy, "FSDPStrategy"):
-        return clip_grad_norm_fsdp1(trainer.strategy.model, None)
-    return clip_grad_norm([parameter for group in optimizer.param_groups for parameter in group["params"]], None)
-
-
-def _enabled_scaler(trainer: Any) -> Any:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler if scaler is not None and scaler.is_enabled() else None
+def refuse_lbfgs(trainer: Any, who: str) -> None:
+    """Refuse a run with LBFGS, also inside another optimizer."""
+    layers = [layer for optimizer in trainer.optimizers for layer in layers_of(unwrapped(optimizer))]
+    if any(isinstance(layer, torch.optim.LBFGS) for layer in layers):
+        raise UsageError(f"{who}: LBFGS computes several losses a step; take {who} out, or use AdamW")
 
 
 def _refuse_scaled(trainer: Any, optimizer: Any, scaler: Any) -> None:
@@ -341,3 +384,15 @@ def _refuse_scaled(trainer: Any, optimizer: Any, scaler: Any) -> None:
             "unscales in its own step: set plugins to FP16Mixed instead of the precision, set fused to false, or "
             "train in bf16"
         )
+
+
+def _keeps_norm(pl_module: Any) -> bool:
+    """Whether the clip is GradientClippingMixin's own, which keeps the norm from before it."""
+    if not getattr(type(pl_module), "keeps_grad_norm", False):
+        return False
+    function = getattr(pl_module.configure_gradient_clipping, "__func__", None)
+    return getattr(function, "__module__", "").startswith("lightning_tricks.")
+
+
+def _no_log(*args: Any, **kwargs: Any) -> None:
+    """Stands for `self.log`, which would count the batch twice."""

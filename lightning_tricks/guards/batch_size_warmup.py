@@ -4,19 +4,23 @@ The critical batch size, up to which a larger batch needs no more tokens for the
 quickly. The global batch grows here through gradient accumulation, so memory and speed of a micro-batch stay the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import ceil
 from typing import Any, Literal, get_args
 
+from torch.optim import Optimizer
+
 from lightning_tricks._accumulation import Accumulation, MicroBatches, micro_batches_in_step
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
-from lightning_tricks._trainer import batch_progress, data_rank
-from lightning_tricks.guards.batch_size.learning_rates import LearningRates, LRRule, lr_factor
+from lightning_tricks._trainer import batch_progress, data_rank, micro_batch, unwrapped
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.schedules import ScheduleLR, WarmupConstant
 
 Unit = Literal["steps", "tokens"]
+LRRule = Literal["none", "linear", "sqrt"]
+_POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 
 
 def doubling(first: int, last: int, every: int) -> dict[int, int]:
@@ -42,6 +46,68 @@ def first_steps(stages: Mapping[int, int], micro_batch_tokens: int) -> dict[int,
             step, done = step + steps, done + steps * before
         by_step[step], before = size, size
     return by_step
+
+
+def lr_factor(batch: float, reference: float, rule: LRRule) -> float:
+    """The factor of the learning rate for a batch: (batch / reference) to the power of 1, 1/2 or 0."""
+    return float((batch / reference) ** _POWERS[rule])
+
+
+class LearningRates:
+    """Multiplies the learning rates of all groups by a factor of the step, over the run's schedule.
+
+    Make it in `on_fit_start`: then the optimizers have the recipe's learning rates, and a checkpoint is loaded later.
+
+    Args:
+        trainer: in `fit`.
+        who: name for messages.
+        factor: of the optimizer step; 1.0 leaves a learning rate as it is, to the bit.
+
+    Raises:
+        UsageError: the learning rate is set by something else than ScheduleLR: a factor over a rate that follows from
+            the rate before it would multiply at each step.
+    """
+
+    def __init__(self, trainer: Any, who: str, factor: Callable[[int], float]) -> None:
+        self._factor = factor
+        self._lag = 0  # optimizer steps that the scheduler has not counted: those that fp16 skipped
+        if not trainer.lr_scheduler_configs:
+            trainer.lr_scheduler_configs.extend(_constant(optimizer) for optimizer in trainer.optimizers)
+        for config in trainer.lr_scheduler_configs:
+            if not isinstance(config.scheduler, ScheduleLR) or config.interval != "step" or config.frequency != 1:
+                raise UsageError(
+                    f"{who}: {type(config.scheduler).__name__} sets the learning rate (interval {config.interval}, "
+                    f"frequency {config.frequency}): give it to ScheduleLR with interval step and frequency 1, or put "
+                    "the factor into your scheduler"
+                )
+        self._schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        for scheduler in self._schedulers:
+            scheduler.scale_by(self._at)
+
+    def _at(self, step: int) -> float:
+        """The factor at a step of the scheduler."""
+        return self._factor(step + self._lag)
+
+    def refresh(self) -> None:
+        """Set the learning rates anew: the factor has another value now."""
+        for scheduler in self._schedulers:
+            scheduler.refresh()
+
+    def begin_step(self, step: int) -> None:
+        """Set the learning rates of a step that begins, where the scheduler has counted fewer steps."""
+        for scheduler in self._schedulers:
+            if (lag := step - scheduler.last_epoch) != self._lag:
+                self._lag = lag
+                self.refresh()
+
+
+def _constant(optimizer: Any) -> Any:
+    """A constant learning rate, as Lightning holds a scheduler."""
+    optimizer = unwrapped(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        optimizer = optimizer.optimizer  # inside DeepSpeed's, with the same groups
+    scheduler = ScheduleLR(optimizer, WarmupConstant(warmup_steps=0))
+    return pl.utilities.types.LRSchedulerConfig(scheduler, interval="step")
 
 
 class BatchSizeWarmup(pl.Callback):
@@ -121,7 +187,7 @@ class BatchSizeWarmup(pl.Callback):
         """
         value: int = trainer.accumulate_grad_batches
         self._final: int = value.final if isinstance(value, MicroBatches) else value  # of a fit before this one
-        self._world, self._tokens = world, _micro_batch_tokens(data)
+        self._world, self._tokens = world, micro_batch(data)[1]
         stages = self._checked(self._final * world)
         return Accumulation(tuple(stages), tuple(size // world for size in stages.values()))
 
@@ -213,12 +279,6 @@ class BatchSizeWarmup(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Keep it for the start of training."""
         self._loaded = state_dict
-
-
-def _micro_batch_tokens(data: Any) -> int | None:
-    """Tokens of one micro-batch of one process; None where the data module does not tell."""
-    rows, length = getattr(data, "micro_batch_size", None), getattr(data, "seq_len", None)
-    return rows * length if isinstance(rows, int) and isinstance(length, int) else None
 
 
 def _factor(plan: Accumulation, rule: LRRule, step: int) -> float:

@@ -4,8 +4,8 @@ from typing import Any, Literal, get_args
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
-from lightning_tricks._trainer import data_rank
-from lightning_tricks.guards.batch_size.learning_rates import LearningRates, lr_factor
+from lightning_tricks._trainer import data_rank, micro_batch
+from lightning_tricks.guards.batch_size_warmup import LearningRates, lr_factor
 
 Rule = Literal["linear", "sqrt"]
 
@@ -78,13 +78,12 @@ class LRScalingRule(pl.Callback):
 
     def _micro_batch(self, trainer: Any) -> int:
         """Tokens or samples of one micro-batch of one process."""
-        data, loader = trainer.datamodule, trainer.train_dataloader
-        rows = getattr(data, "micro_batch_size", None) or getattr(loader, "batch_size", None)
-        length = getattr(data, "seq_len", None) if self.reference_batch_tokens else 1
-        if not isinstance(rows, int) or not isinstance(length, int):
+        samples, tokens = micro_batch(trainer.datamodule, trainer.train_dataloader)
+        size = tokens if self.reference_batch_tokens else samples
+        if size is None:
             needs = "seq_len and micro_batch_size" if self.reference_batch_tokens else "micro_batch_size or batch_size"
             raise UsageError(
                 f"LRScalingRule.{self._name}={self._reference}: neither data module nor loader tells the micro-batch "
                 f"({needs}): give the data module such attributes"
             )
-        return rows * length
+        return size

@@ -1,19 +1,131 @@
 """End a run when somebody asks for it: its stable part becomes the decay, at the next log step."""
 
+import os
+import re
+import signal
+import threading
 from contextlib import ExitStack
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._replaced import replaced
-from lightning_tricks._trainer import is_accumulating, limits_of_run
-from lightning_tricks.guards.decay_on_demand.request import Decay, DecayFile, DecaySignal
+from lightning_tricks._trainer import is_accumulating, limits_of_run, slurm_environment
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.schedules import ScheduleLR, WarmupStableDecay
 
+FILE = "decay"  # in the run's folder
+SIGNAL = getattr(signal, "SIGUSR2", None)  # None on Windows
+_CONTENT = re.compile(r"(\d+)(?: from step (\d+))?")
 _ASKED = "_decay_steps"  # name in the buffer: length of the decay that is asked for, 0 for none
+
+
+@dataclass(frozen=True)
+class Decay:
+    """A decay that was asked for: its first step, counted from 0, and its length in optimizer steps."""
+
+    start: int
+    steps: int
+
+    @property
+    def end(self) -> int:
+        """Optimizer steps in the whole run."""
+        return self.start + self.steps
+
+
+class DecayFile:
+    """The file that asks for a decay; when the decay has started, it tells a resume when that was.
+
+    Args:
+        folder: of the run; an address of a bucket has no such file.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.path = None if "://" in folder else Path(folder) / FILE
+        self._was_empty = False
+        self._warn_once = WarnOnce()
+
+    def exists(self) -> bool:
+        """Whether there is a file."""
+        return self.path is not None and self.path.exists()
+
+    def asks(self, default: int) -> int:
+        """Length of the decay that the file asks for, `default` if it is empty; 0 without a request.
+
+        An empty file counts when it is empty the second time: it may just be about to be written.
+        """
+        text = self._text()
+        if text is None:
+            return 0
+        if not text:
+            was_empty, self._was_empty = self._was_empty, True
+            return default if was_empty else 0
+        found = _CONTENT.fullmatch(text)
+        if found and found[2] is None and int(found[1]) > 0:
+            return int(found[1])
+        self._warn_once(
+            text,
+            f"DecayOnDemand: {self.path} holds {text[:40]!r}: write the length of the decay in optimizer steps, 1 or "
+            "more, or leave the file empty",
+        )
+        return 0
+
+    def started(self) -> Decay | None:
+        """The decay that a run in this folder has started; None where the file does not tell of one."""
+        found = _CONTENT.fullmatch(self._text() or "")
+        return Decay(int(found[2]), int(found[1])) if found and found[2] else None
+
+    def write(self, decay: Decay) -> None:
+        """Tell later starts of the run that the decay has started."""
+        if self.path is None:
+            return
+        new = self.path.with_name(f".{FILE}.new")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(f"{decay.steps} from step {decay.start}\n", encoding="utf-8")
+            new.replace(self.path)
+        except OSError as error:
+            rank_zero_warn(
+                f"DecayOnDemand: {self.path} cannot be written ({error.strerror}): a resume from a checkpoint before "
+                f"step {decay.start} will not decay by itself"
+            )
+
+    def _text(self) -> str | None:
+        """The content without the space around it; None where there is no file that can be read."""
+        try:
+            return self.path.read_text(encoding="utf-8", errors="replace").strip() if self.path is not None else None
+        except OSError:
+            return None
+
+
+class DecaySignal:
+    """Notes SIGUSR2 in the process that installed it; left alone where the program or SLURM uses it."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self._process = os.getpid()
+
+    def install(self, trainer: Any) -> None:
+        """Take the signal over; no effect outside the main thread, where Python allows no handlers."""
+        if SIGNAL is None or threading.current_thread() is not threading.main_thread():
+            return
+        requeues = getattr(slurm_environment(trainer), "requeue_signal", None) == SIGNAL
+        if requeues or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+            rank_zero_info("DecayOnDemand: SIGUSR2 is in use already, so only the file asks for the decay")
+            return
+        signal.signal(SIGNAL, self._note)
+
+    def restore(self) -> None:
+        """Give the signal back, unless somebody else has taken it since. Idempotent."""
+        main = threading.current_thread() is threading.main_thread()
+        if SIGNAL is not None and main and signal.getsignal(SIGNAL) == self._note:
+            signal.signal(SIGNAL, signal.SIG_DFL)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.received |= os.getpid() == self._process  # not in a loader's worker, which was forked with the handler
 
 
 class DecayOnDemand(pl.Callback):
@@ -53,7 +165,7 @@ class DecayOnDemand(pl.Callback):
         if stage != "fit" or trainer.fast_dev_run:
             return
         self._trainer, self._is_on, self._decay = trainer, True, None
-        self._resumes = self._said_warmup = False
+        self._resumes = self._waits = False
         self._file = DecayFile(str(trainer.log_dir or trainer.default_root_dir))  # some loggers have no folder
         found = (self._file.exists(), self._file.started()) if trainer.is_global_zero else None
         self._file_exists, self._started = trainer.strategy.broadcast(found)
@@ -130,8 +242,8 @@ class DecayOnDemand(pl.Callback):
     def _start(self, decay: Decay) -> None:
         total, begun, warm = self._running()
         if decay.start < warm:
-            if not self._said_warmup:
-                self._said_warmup = True
+            if not self._waits:
+                self._waits = True
                 rank_zero_info(f"DecayOnDemand: the decay waits for the end of the warmup, step {warm}")
             return
         if decay.start > begun:
@@ -163,13 +275,10 @@ class DecayOnDemand(pl.Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Give the signal back, and the Trainer its own length."""
-        self._give_back()
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Give the signal back, and the Trainer its own length."""
-        self._give_back()
-
-    def _give_back(self) -> None:
         self._signal.restore()
         self._limits.close()
         self._is_on = False

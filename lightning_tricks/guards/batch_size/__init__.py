@@ -1,1 +1,0 @@
-"""The size of the global batch: a warmup of it, and learning rates that follow it."""

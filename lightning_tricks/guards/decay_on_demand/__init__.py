@@ -1,1 +1,0 @@
-"""A run without a fixed end is told to decay while it trains."""

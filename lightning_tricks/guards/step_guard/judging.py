@@ -1,0 +1,349 @@
+"""How steps are judged: limits from the accepted steps on the device, the verdict there, and the report on the host."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp, all_reduce
+
+from lightning_tricks._lightning import rank_zero_warn
+from lightning_tricks._samples import in_words
+from lightning_tricks.metrics.row import Row
+
+SAME, RETRIED, OUT_AGAIN = 1.0, 2.0, 3.0  # results of a step that was computed again
+_RECHECKS = {
+    SAME: ", and the same when computed again: it is the data",
+    RETRIED: "; computed again it was another, which is used: a hardware fault, or kernels that are not deterministic",
+    OUT_AGAIN: "; computed again it was another, and out of bounds too: a hardware fault, or kernels that are not "
+    "deterministic",
+}
+_GO_ON = "go on from them or from a checkpoint with a lower lr, with data.skip_samples, or with a higher limit"
+_MANY = 256  # steps that a run without logging keeps before it counts them
+_LINES = 5  # an interval, so that a run in trouble does not fill the terminal
+
+
+class OutlierWindow:
+    """Mean and standard deviation of the last accepted values of each signal: a loss and a gradient norm.
+
+    Rejected values never enter: with a rule that lets them in, one NaN in the window makes every limit NaN until it
+    leaves, and one spike widens the limits for as long. Each step has a place in the window, and a rejected one leaves
+    the value there that an earlier step has written.
+
+    Nothing is read on the host. The values of several steps, an eighth of the window, are taken in together, and the
+    limits computed anew: so a step costs few operations on the device.
+
+    Args:
+        ratios: of each signal: so many times the window's largest value must an outlier exceed as well; 0 for none.
+        size: steps in the window.
+        active_after: accepted steps before finite values can be outliers.
+        sigmas: standard deviations above the mean at which an outlier begins.
+        device: of the values.
+
+    Attributes:
+        limits: the largest value of each signal that is no outlier, (signals,); the largest number until the window is
+            active. Always finite, and in float64, in which no square overflows (float32 on mps).
+        known_full: whether the host has heard that no value is missing, so that the shorter formula holds.
+
+    Source: the limit is that of `SkipStepOptimizer` in OLMo-core,
+        https://github.com/allenai/OLMo-core/blob/main/src/olmo_core/optim/skip_step_optimizer.py, whose window also
+        takes the rejected values.
+    """
+
+    def __init__(self, ratios: Sequence[float], size: int, active_after: int, sigmas: float, device: Any) -> None:
+        dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64  # mps has no float64
+        self.active_after, self.sigmas, self.known_full = active_after, sigmas, False
+        self._ratios = torch.tensor(ratios, dtype=dtype, device=device)
+        self._values = torch.zeros(len(ratios), size, dtype=dtype, device=device)
+        self._filled = torch.zeros(size, dtype=dtype, device=device)  # 1 where an accepted step has written
+        self._steps = 0  # judged ones
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # values of the last steps, and whether they are accepted
+        self._every = max(steps for steps in range(1, max(size // 8, 1) + 1) if size % steps == 0)
+        self.limits = self._limits()
+
+    def accept(self, values: Tensor, accepted: Tensor) -> bool:
+        """Take a step's values, (signals,), into the window if `accepted`, a 0-dim bool; whether limits are new."""
+        self._waiting.append((values, accepted))
+        self._steps += 1
+        if self._steps % self._every:
+            return False
+        self._take_in()
+        self.limits = self._limits()
+        return True
+
+    def _take_in(self) -> None:
+        number = len(self._waiting)
+        first = (self._steps - number) % self._values.shape[1]
+        values, accepted = (torch.stack(own, -1) for own in zip(*self._waiting, strict=True))
+        place = self._values[:, first : first + number]
+        torch.where(accepted, values, place, out=place)
+        if not self.known_full:
+            place = self._filled[first : first + number]
+            torch.maximum(place, accepted.to(place), out=place)
+        self._waiting = []
+
+    def _limits(self) -> Tensor:
+        if self.known_full:
+            deviation, mean = torch.std_mean(self._values, 1)
+        else:
+            number = self._filled.sum()
+            mean = self._values.mv(self._filled) / number
+            deviation = ((self._values - mean.unsqueeze(1)).square().mv(self._filled) / (number - 1)).sqrt()
+        deviation = deviation.hypot(1e-5 * mean)  # equal values have no deviation, and a mean that is rounded
+        limits = mean.add(deviation, alpha=self.sigmas).maximum(self._ratios * self._values.amax(1))
+        largest = torch.finfo(limits.dtype).max
+        if limits.dtype == torch.float32:
+            limits = limits.clamp(max=largest)
+        return limits if self.known_full else torch.where(number < self.active_after, largest, limits)
+
+    def missing(self) -> Tensor:
+        """Accepted steps until the window is full, as of the last limits, 0-dim."""
+        return len(self._filled) - self._filled.sum()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The accepted values, on the host."""
+        waiting = [(values.cpu(), bool(accepted)) for values, accepted in self._waiting]
+        own = {"steps": self._steps, "waiting": waiting, "known_full": self.known_full}
+        return {"values": self._values.cpu(), "filled": self._filled.cpu(), **own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the values of a run whose window was as large; keep an empty window otherwise."""
+        if state["values"].shape != self._values.shape:
+            return
+        device = self._values.device
+        filled = state.get("filled")
+        if filled is None:  # of a release in which rejected steps had no place
+            filled = torch.arange(len(self._filled)) < state["accepted"]
+        self._values.copy_(state["values"])
+        self._filled.copy_(filled)
+        self._steps = state["steps"] if "steps" in state else state["accepted"]
+        self._waiting = [
+            (values.to(device), torch.tensor(ok, device=device)) for values, ok in state.get("waiting", [])
+        ]
+        self.known_full = state["known_full"]
+        self.limits = self._limits()
+
+
+class Judgement:
+    """The loss and the gradient norm of one step of this rank, and which of them are within bounds.
+
+    Args:
+        losses: of the step's micro-batches, 0-dim tensors whose sum is the step's loss; none of them: it counts as 0.
+        norm: of all gradients before the clip, a 0-dim tensor on any device.
+        limits: (2,) largest loss and largest norm, both finite: NaN and infinity are within none.
+        scale: by which the losses were multiplied, a 0-dim tensor; None for 1.
+        overflows: whether a norm that is not finite is an overflow of fp16, which a scaler or DeepSpeed skips itself.
+
+    Attributes:
+        values: (2,) loss and norm, in fp32.
+        within: (2,) bool, of each.
+        good: 0-dim bool, whether both are.
+        finite: 0-dim bool, whether the norm is, where one that is not does not make the step bad; else None.
+    """
+
+    def __init__(
+        self, losses: Sequence[Tensor], norm: Tensor, limits: Tensor, scale: Tensor | None, overflows: bool
+    ) -> None:
+        device = limits.device
+        self._computed = torch.stack([_fp32(number, device) for number in (*losses, norm)])
+        self.values, self.limits = self._computed, limits
+        if len(losses) != 1 or scale is not None:
+            loss = self._computed[:-1].sum() / (1.0 if scale is None else scale.to(device))
+            self.values = torch.stack([loss, self._computed[-1]])
+        self.within = self.values <= limits
+        self.finite = self.values[1].isfinite() if overflows else None
+        if self.finite is not None:
+            self.within[1] |= ~self.finite & self.within[0]
+        self.good = self.within.all()
+
+    def same_bits(self, other: "Judgement") -> Tensor:
+        """Whether another computation of the step gave the same bits of each loss and of the norm: 0-dim bool."""
+        return (self._computed.view(torch.int32) == other._computed.view(torch.int32)).all()
+
+    def out_of_bounds(self, rank: int) -> tuple[Tensor, Tensor]:
+        """For the report, where the largest value over all ranks shows what was out of bounds on any of them.
+
+        Returns:
+            rank + 1, 0-dim, or 0 if the step is within bounds here; (2, 2) values and limits, of which those within
+            bounds are -inf, and values that are not finite are inf.
+        """
+        values = self.values.to(self.limits.dtype).nan_to_num(math.inf, math.inf, math.inf)
+        out = torch.where(self.within, -math.inf, torch.stack([values, self.limits]))
+        return torch.where(self.good, 0.0, rank + 1.0), out
+
+
+def _fp32(number: Tensor, device: torch.device) -> Tensor:
+    # asked first, because `to` takes time also where it changes nothing
+    return number if number.dtype == torch.float32 and number.device == device else number.to(device, torch.float32)
+
+
+def any_rank(flag: Tensor, several: bool) -> Tensor:
+    """1.0 if `flag`, a 0-dim bool tensor, holds on any of `several` ranks, else 0.0; every rank must call. No wait."""
+    number = flag.float()
+    if several:
+        all_reduce(number, ReduceOp.MAX)
+    return number
+
+
+class Batch(NamedTuple):
+    """Where the batch of a step came from."""
+
+    samples: list[tuple[int, int]] | None  # sample positions, see `step_samples`
+    epoch: int
+    batch_idx: int
+
+    def __str__(self) -> str:
+        if self.samples is None:
+            return f"batch {self.batch_idx} of epoch {self.epoch}"
+        return f"samples {in_words(self.samples)}"
+
+
+class Names:
+    """Names under which the numbers of one optimizer stand in the buffer, of those that a step has.
+
+    Attributes:
+        skipped: whether the step was skipped, 0 or 1.
+        recheck: result of a step that was computed again.
+        missing: steps until the window is full, while that is not known.
+        values, rank: see `Judgement.out_of_bounds`; in runs of several processes.
+    """
+
+    def __init__(self, index: int) -> None:
+        place = f"_step_guard/{index}/"
+        self.skipped, self.recheck = f"{place}skipped", f"{place}recheck"
+        self.missing, self.rank = f"{place}missing", f"{place}rank"
+        self.values = tuple(place + name for name in ("loss", "norm", "loss_limit", "norm_limit"))
+
+
+class Judged(NamedTuple):
+    """A step of one optimizer, of which the host has not heard yet."""
+
+    optimizer_index: int
+    skip: Tensor  # 0-dim, 1.0 or 0.0
+    judgement: Judgement  # on this rank
+    batch: Batch
+
+
+class SkippedSteps:
+    """Counts the skipped steps on the host, when the interval's values have come there, and says a line for each.
+
+    Args:
+        max_in_a_row: skipped steps in a row after which the run shall stop.
+        counts: of each optimizer, skipped steps in a row and in all before the first one that is judged.
+
+    Attributes:
+        reason_to_stop: why the run shall stop; empty while it shall not.
+        full_windows: indices of the optimizers whose window is full on every rank.
+        names: of each optimizer.
+    """
+
+    def __init__(self, max_in_a_row: int, counts: Sequence[Sequence[float]] = ()) -> None:
+        self.max_in_a_row = max_in_a_row
+        self.reason_to_stop = ""
+        self.full_windows: set[int] = set()
+        self.names = [Names(index) for index in range(len(counts))]
+        self._in_a_row = [int(in_a_row) for in_a_row, _ in counts]
+        self._totals = [int(total) for _, total in counts]
+        self._streaks: list[list[Batch]] = [[] for _ in counts]  # of the steps in a row, those of this fit
+        self._unheard: dict[int, list[Judged]] = {}  # by step
+        self._too_many: dict[int, str] = {}  # by optimizer: what to say of a streak that is long enough to stop
+
+    def note(self, step: int, judged: Judged) -> None:
+        """Keep a step until the host hears how it was judged."""
+        self._unheard.setdefault(step, []).append(judged)
+
+    def counts(self) -> list[list[float]]:
+        """Of each optimizer, skipped steps in a row and in all, also of those not heard of: reads the device."""
+        in_a_row, totals = list(self._in_a_row), list(self._totals)
+        for _, several in sorted(self._unheard.items()):
+            for judged in several:
+                skipped = bool(judged.skip)
+                totals[judged.optimizer_index] += skipped
+                in_a_row[judged.optimizer_index] = (in_a_row[judged.optimizer_index] + 1) * skipped
+        return [[float(own), float(total)] for own, total in zip(in_a_row, totals, strict=True)]
+
+    def count_unheard(self) -> None:
+        """Count the steps of a run that logs nothing, once they are many: reads the device."""
+        if len(self._unheard) >= _MANY:
+            counts = self.counts()
+            self._in_a_row, self._totals = [int(own) for own, _ in counts], [int(total) for _, total in counts]
+            self._unheard.clear()
+
+    def after_rollback(self) -> None:
+        """Count anew: no step that was made up to now is a reason to stop; the host has heard of all of them."""
+        self.reason_to_stop = ""
+        self._in_a_row = [0 for _ in self._in_a_row]
+        self._streaks = [[] for _ in self._streaks]
+        self._too_many.clear()
+
+    def report(self, rows: list[Row]) -> dict[str, float]:
+        """Say a line for each skipped step among `rows`; returns `guard/skipped_steps`."""
+        lines, any_judged = [], False
+        for row in rows:
+            for judged in self._unheard.pop(row.step, ()):
+                if (skipped := row.values.get(self.names[judged.optimizer_index].skipped)) is not None:
+                    any_judged = True
+                    lines += self._lines_of(row, judged, bool(skipped))
+        for line in lines[:_LINES]:
+            rank_zero_warn(line)
+        if lines[_LINES:]:
+            rank_zero_warn(f"StepGuard: {len(lines) - _LINES} more steps were out of bounds up to step {rows[-1].step}")
+        return {"guard/skipped_steps": float(sum(self._totals))} if any_judged else {}
+
+    def _lines_of(self, row: Row, judged: Judged, skipped: bool) -> list[str]:
+        """The line of one step if it was out of bounds, else none; sets `reason_to_stop` after too many in a row."""
+        index, step, names = judged.optimizer_index, row.step, self.names[judged.optimizer_index]
+        if row.values.get(names.missing, 1) <= 0:
+            self.full_windows.add(index)
+        if not skipped:
+            self._in_a_row[index] = 0
+            self._streaks[index].clear()
+            if too_many := self._too_many.pop(index, ""):
+                self.reason_to_stop = f"{too_many}. Later steps were accepted, so the weights are newer: {_GO_ON}"
+            if names.recheck not in row.values:
+                return []
+            return [f"StepGuard: step {step}: {_reason(row, names, judged)}; {judged.batch}"]
+        self._totals[index] += 1
+        self._in_a_row[index] += 1
+        self._streaks[index].append(judged.batch)
+        reason = _reason(row, names, judged)
+        if self._in_a_row[index] >= self.max_in_a_row:
+            self._stop(index, step, reason)
+        return [f"StepGuard: step {step} is skipped: {reason}; {judged.batch}"]
+
+    def _stop(self, index: int, step: int, reason: str) -> None:
+        first = step + 1 - self._in_a_row[index]
+        self._too_many[index] = skipped = (
+            f"StepGuard.max_skipped_steps={self.max_in_a_row}: all steps from {first} to {step} were skipped, the last "
+            f"one for its {reason}; {_joined(self._streaks[index])}"
+        )
+        self.reason_to_stop = f"{skipped}. The weights are those of step {first}: {_GO_ON}"
+
+
+def _reason(row: Row, names: Names, judged: Judged) -> str:
+    """Which values are out of bounds, on which rank, and the same or not when computed again."""
+    if names.rank in row.values:
+        numbers = [row.values[name] for name in names.values]
+    else:
+        numbers = judged.judgement.out_of_bounds(0)[1].flatten().tolist()
+    loss, norm, *limits = numbers
+    parts = []
+    for value, limit, label in zip((loss, norm), limits, ("loss", "gradient norm"), strict=True):
+        if value == math.inf:
+            parts.append(f"{label} not finite")
+        elif value > -math.inf:
+            parts.append(f"{label} {value:.4g} above {limit:.4g}")
+    rank = row.values.get(names.rank, 0)
+    where = f" on rank {int(rank) - 1}" if rank > 1 else ""
+    return " and ".join(parts) + where + _RECHECKS.get(row.values.get(names.recheck, 0), "")
+
+
+def _joined(batches: list[Batch]) -> str:
+    """Where the batches of consecutive steps came from."""
+    runs: list[tuple[int, int]] = []
+    for batch in batches:
+        for first, last in batch.samples or ():
+            joins = runs and runs[-1][1] + 1 == first
+            runs[-1:] = [(runs[-1][0], last)] if joins else [*runs[-1:], (first, last)]
+    return str(Batch(runs, 0, 0)) if runs else f"{batches[0]} to {batches[-1]}"
