@@ -13,7 +13,7 @@ from urllib.parse import quote
 from urllib.request import urlopen
 
 import pytest
-from preloaded import python
+from harness.preloaded import python
 from short_run import Model, Raise, fit, save_every
 
 from lightning_tricks._lightning import pl

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from two_processes import run
+from harness.processes import run
 
 from lightning_tricks._random_state import (
     random_state,

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-import two_processes
+from harness import processes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -338,4 +338,4 @@ def count_in_shards(rank: int) -> None:
 
 
 def test_sharded_layers_count_what_this_device_computes_compiled_or_not():
-    two_processes.run(count_in_shards)
+    processes.run(count_in_shards)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
-from preloaded import python
+from harness.preloaded import python
 
 from benchmarks import gpu, gpu_checks, gpu_sizes, gpu_smoke, gpu_table, gpu_tests, gpu_train, precision
 

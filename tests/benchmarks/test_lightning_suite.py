@@ -4,9 +4,9 @@ import json
 import sys
 
 import lightning.pytorch as pl
-import preloaded
 import pytest
 import torch
+from harness import preloaded
 
 import lightning_tricks as lt
 from benchmarks import lightning_plugin, lightning_suite

@@ -16,8 +16,8 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from harness.preloaded import python
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from preloaded import python
 
 from lightning_tricks import verify_resume
 from lightning_tricks._errors import UsageError

@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from harness.processes import free_port
+from harness.token_files import write_token_files
 from killed_run import run
-from token_files import write_token_files
-from two_processes import free_port
 
 STEPS = 8
 

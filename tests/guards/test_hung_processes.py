@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from preloaded import left_over, python
-from two_processes import free_port
+from harness.preloaded import left_over, python
+from harness.processes import free_port
 
 PROGRAM = Path(__file__).with_name("hung_run.py")
 LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_GLOBAL_SEED")

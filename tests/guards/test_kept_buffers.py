@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from monitored import fit
+from harness.runs import fit
 from test_step_guard import BAD, EARLY, OPTIMIZERS, STEPS, batches, loss_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations

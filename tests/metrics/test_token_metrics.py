@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
+from harness import processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -197,7 +197,7 @@ def validate_half(rank: int, folder: str) -> None:
 
 
 def test_two_ragged_ranks_have_the_figures_of_one_process(tmp_path):
-    two_processes.run(validate_half, str(tmp_path))
+    processes.run(validate_half, str(tmp_path))
     for rank in range(2):
         seen, fine = torch.load(tmp_path / f"{rank}.pt")
         assert seen == [pytest.approx(EXPECTED, rel=1e-12)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-import two_processes
+from harness import processes
 from torch.distributed.fsdp import fully_shard
 
 from lightning_tricks.models import GPT2, Decoder, Llama
@@ -61,4 +61,4 @@ def compare(rank):
 
 @pytest.mark.slow
 def test_two_shards_hold_the_weights_logits_and_gradients_of_the_whole():
-    two_processes.run(compare)
+    processes.run(compare)

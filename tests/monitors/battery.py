@@ -21,10 +21,10 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from harness.runs import Memory
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from monitored import Memory
 from portrait import Reads, is_users, portrait, process
 from torch import Tensor, nn
 from torch.nn import functional as F

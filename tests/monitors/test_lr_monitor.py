@@ -3,7 +3,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from monitored import fit
+from harness.runs import fit
 from torch import nn
 from torch.utils.data import DataLoader
 

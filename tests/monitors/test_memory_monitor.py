@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from monitored import decoding, fit
-from two_processes import run as run_in_two
+from harness.processes import run as run_in_two
+from harness.runs import decoding, fit
 
 from lightning_tricks.callbacks import MemoryMonitor
 from lightning_tricks.monitors import memory_monitor
@@ -106,7 +106,7 @@ def largest_of_ranks(rank, folder):
     import lightning_tricks.monitors.memory_monitor as module
 
     module.process_memory = lambda: {"memory/rss_gib": 1.0 + rank, "memory/peak_rss_gib": 5.0 - rank}
-    from monitored import Decoding
+    from harness.models import Decoding
 
     run = fit(Decoding(), MemoryMonitor(), devices=2, strategy="ddp")
     assert run.of("memory/rss_gib") == [2.0, 2.0]

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from monitored import LLAMA
+from harness.models import LLAMA
 from torch import nn
 
 from lightning_tricks._find_modules import find_blocks

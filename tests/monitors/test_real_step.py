@@ -5,7 +5,7 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
+from harness import processes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -439,4 +439,4 @@ def count_on_two(rank: int) -> None:
 
 
 def test_every_rank_counts_its_own_micro_batch_also_in_shards():
-    two_processes.run(count_on_two)
+    processes.run(count_on_two)

@@ -18,11 +18,11 @@ import lightning.pytorch as pl
 import pytest
 import short_run
 import torch
-import two_processes
+from harness import processes
+from harness.preloaded import python
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from preloaded import python
 from short_run import Model, Raise, events, fit, points, save_every, tensors
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
@@ -177,7 +177,7 @@ def _count_under_fsdp1(rank, address):
 
 
 def test_the_facts_count_parameters_of_which_fsdp1_has_left_a_shard_as_a_whole(tmp_path):
-    two_processes.run(_count_under_fsdp1, f"file://{tmp_path}/store")
+    processes.run(_count_under_fsdp1, f"file://{tmp_path}/store")
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -552,7 +552,7 @@ def _ranks(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_only_rank_0_writes(tmp_path):
-    two_processes.run(_ranks, str(tmp_path))
+    processes.run(_ranks, str(tmp_path))
     assert len(texts(tmp_path)) == 1
     assert points(tmp_path / "run", "hp/val_loss") == [(5, 1004.0)]
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from monitored import GPT, Decoding, decoding, fit, same_training
+from harness.models import GPT, Decoding
+from harness.processes import run as run_in_two
+from harness.runs import decoding, fit, same_training
 from torch import nn
 from torch.utils.data import DataLoader
-from two_processes import run as run_in_two
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import UpdateMonitor

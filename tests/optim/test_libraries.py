@@ -12,9 +12,9 @@ import heavyball
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
 from cli.parsers import one_parser  # noqa: F401, a fixture
-from monitored import Memory
+from harness import processes
+from harness.runs import Memory
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -387,7 +387,7 @@ def test_two_shards_train_as_one_process_and_resume_to_the_bit(tmp_path):
     Newton-Schulz in bf16, a sign and a code of 8 bits would enlarge one rounding to any size.
     """
     expected = {name: whole(fit(factory(chosen), **AS_IN_ONE)[0]) for name, chosen in SHARDED.items()}
-    two_processes.run(in_shards, expected, tmp_path)
+    processes.run(in_shards, expected, tmp_path)
 
 
 # ---- refused

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
+from harness import processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
@@ -73,7 +73,7 @@ def in_two(rank: int, expected: list[float], folder: Path) -> None:
 def test_two_shards_train_as_one_process_resume_to_the_bit_and_open_in_one(tmp_path, monkeypatch):
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     one = fit()
-    two_processes.run(in_two, one.losses, tmp_path)
+    processes.run(in_two, one.losses, tmp_path)
     (saved,) = tmp_path.glob(f"*step={SAVED}*.ckpt")
     opened = fit(ckpt_path=saved, steps=SAVED + 1)
     torch.testing.assert_close(opened.kept, one.kept, rtol=0, atol=0)
@@ -101,7 +101,7 @@ def shards_of(rank: int) -> None:
 
 
 def test_each_rank_computes_some_of_the_matrices_and_gets_its_shards_of_all():
-    two_processes.run(shards_of, world=3)
+    processes.run(shards_of, world=3)
 
 
 def hsdp(rank: int) -> None:
@@ -117,4 +117,4 @@ def hsdp(rank: int) -> None:
 
 @pytest.mark.slow
 def test_copies_and_two_sharded_dimensions():
-    two_processes.run(hsdp, world=4)
+    processes.run(hsdp, world=4)

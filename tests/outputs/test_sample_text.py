@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 import transformers
-import two_processes
-from monitored import fit
+from harness import processes
+from harness.runs import fit
 from short_run import tensors
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -185,7 +185,7 @@ def test_sharded_compiled_modules_write_what_one_process_does():
             kept.append(list(sample._texts))
 
     run(sample, Keep())
-    two_processes.run(sample_in_two, json.dumps(kept[-2:]))
+    processes.run(sample_in_two, json.dumps(kept[-2:]))
 
 
 @pytest.mark.parametrize(

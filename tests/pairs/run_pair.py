@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import schedulefree
 import torch
-from monitored import Memory
+from harness.runs import Memory
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import two_processes
+from harness import processes
+from harness.token_files import write_token_files
 from pairs.covering import combinations_to_cover, covering_array
 from pairs.run_pair import fit, run_row
-from token_files import write_token_files
 
 from lightning_tricks._errors import UsageError
 
@@ -75,7 +75,7 @@ def in_two(rank: int, rows: list[dict[str, Any]], folder: Path) -> None:
 
 def test_in_shards_on_two_processes_a_killed_run_goes_on_to_the_bit(tmp_path):
     write_token_files(tmp_path / "tokens")
-    two_processes.run(in_two, [row for row in ROWS if row["processes"] == 2], tmp_path)
+    processes.run(in_two, [row for row in ROWS if row["processes"] == 2], tmp_path)
 
 
 @pytest.mark.parametrize(
