@@ -220,7 +220,8 @@ def test_the_first_step_is_not_timed_and_monitors_measure_several_times(name):
     assert (size.warmup + size.timed) % size.log_every == 0, "so that the last step's loss is logged"
 
 
-def test_a_call_fits_into_its_limit():
+def test_every_stage_belongs_to_a_call_that_fits_into_its_limit():
+    assert {stage for group in gpu.GROUPS.values() for stage in group} == gpu.STAGES.keys()
     for stages in gpu.GROUPS.values():
         # an early end of one stage gives its time to the next, so the last one may have a limit beyond the call's
         assert sum(limit for stage in stages[:-1] for _, limit in gpu.STAGES[stage]) < gpu.CALL_SECONDS
@@ -323,10 +324,6 @@ def test_fp8_is_measured_against_its_own_peak_and_each_format_against_lightnings
     assert fp8["speed_against_base"] == pytest.approx(1.2)
 
 
-def test_every_stage_belongs_to_a_group():
-    assert {stage for group in gpu.GROUPS.values() for stage in group} == gpu.STAGES.keys()
-
-
 def test_an_unknown_gpu_has_no_mfu_but_a_share_of_the_yardstick():
     (row,) = gpu_table.rows({"stage": "toy", "runs": [run_of("ours", 0, 90.0)]}, peaks={}, yardstick=1e12)
     assert row["mfu_causal"] is None
@@ -423,24 +420,22 @@ def alive(pid):
     return state != "Z"
 
 
-def test_an_unknown_stage_is_refused(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        gpu.main(["gpt5"])
-    assert stopped.value.code == 2
-    assert (
-        "unknown stage gpt5: give some of first precision sharding tests yardstick smoke gpt2_124m llama1b precision_7b"
-        in capsys.readouterr().err
-    )
-
-
-def test_what_cannot_be_imported_is_named_before_anything_runs(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        (
+            "gpt5",
+            "unknown stage gpt5: give some of first precision sharding tests yardstick smoke gpt2_124m llama1b pre",
+        ),
+        ("yardstick", "cannot import no_such_module nor_this: install them, or put their wheels into .whl"),
+    ],
+)
+def test_what_cannot_run_is_named_before_anything_runs(stage, said, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "_NEEDED", ("json", "no_such_module", "nor_this"))
     with pytest.raises(SystemExit) as stopped:
-        gpu.main(["yardstick"])
+        gpu.main([stage])
     assert stopped.value.code == 2
-    assert (
-        "cannot import no_such_module nor_this: install them, or put their wheels into .whl" in capsys.readouterr().err
-    )
+    assert said in capsys.readouterr().err
 
 
 def test_a_stage_that_crashed_is_started_again_for_what_it_had_to_do(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The run of Lightning's own tests: on a checkout of five tests, and what counts as a difference, by hand."""
 
 import json
+import re
 import sys
 
 import lightning.pytorch as pl
@@ -196,21 +197,14 @@ def test_a_mixin_is_put_before_a_class_without_a_method_of_its_own():
     assert uses == [1]
 
 
-def test_every_mode_has_its_parts():
+def test_every_mode_has_its_parts_and_each_reason_names_modes():
     others = {"SafeCheckpoint", "precision", "BF16Mixed", "GradientClippingMixin"}
     assert set(lightning_suite.MODES) == {*lightning_plugin.CALLBACKS, *others}
     for make in lightning_plugin.CALLBACKS.values():
         assert make()
-    rooms = {type(monitor).__module__.split(".")[1] for monitor in lightning_plugin.monitors()}
-    assert rooms == {"monitors"}
+    packages = {type(monitor).__module__.split(".")[1] for monitor in lightning_plugin.monitors()}
+    assert packages == {"monitors", "outputs"}  # neither changes training
     assert len(lightning_plugin.monitors()) > 10
-
-
-def test_each_reason_is_a_pattern_that_names_modes():
-    import re
-
-    for modes, test, error, why in lightning_suite.REASONS:
+    for modes, _, _, why in lightning_suite.REASONS:
         assert any(re.fullmatch(modes, mode) for mode in lightning_suite.MODES), why
-        assert re.compile(test)
-        assert re.compile(error)
         assert why
