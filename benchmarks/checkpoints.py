@@ -30,7 +30,7 @@ import torch
 from benchmarks import machine
 from lightning_tricks._lightning import pl
 from lightning_tricks.checkpoints import AtomicCheckpointIO, verify_checkpoint
-from lightning_tricks.checkpoints.read_file import load_file
+from lightning_tricks.checkpoints.open_checkpoint import load_file
 
 _FORK = multiprocessing.get_context("fork")
 _WIDTH = 1024

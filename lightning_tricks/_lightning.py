@@ -54,6 +54,10 @@ class WarnOnce:
             self._given.add(what)
             rank_zero_warn(line)
 
+    def has_given(self, what: str) -> bool:
+        """Whether a warning of this `what` was given, where it is costly to find out whether one is due."""
+        return what in self._given
+
     def again(self, what: str = "") -> None:
         """Forget that the warning `what` was given; without a name, that any was."""
         self._given = self._given - {what} if what else set()

@@ -23,8 +23,8 @@ from lightning_tricks.callbacks import (
     PrecisionMonitor,
     ScheduleFree,
 )
-from lightning_tricks.checkpoints.architecture import architecture, check_architecture, takes_decoder
-from lightning_tricks.checkpoints.read_folder import read_without_optimizers
+from lightning_tricks.checkpoints.load_weights import architecture, check_architecture, takes_decoder
+from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, as_file, open_checkpoint
 from lightning_tricks.metrics import BitsPerByte, TokenLoss
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
 from lightning_tricks.mixins._plain_settings import build, from_plain
@@ -294,7 +294,10 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         if average is not None and "://" in str(checkpoint_path):
             raise UsageError(f"average={average}: {checkpoint_path} is not on a file system: copy it to one first")
         if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
-            checkpoint, checkpoint_path = read_without_optimizers(Path(checkpoint_path), weights_only, average)
+            path = Path(checkpoint_path)
+            checkpoint = open_checkpoint(path, parts=WEIGHTS, weights_only=weights_only, average=average)
+            if path.is_dir() or average is not None:
+                checkpoint_path = as_file(checkpoint)
             settings = {**checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}), **kwargs}
             if "decoder" not in settings and takes_decoder(cls, settings):
                 if "decoder_config" not in checkpoint:

@@ -23,7 +23,7 @@ import torch
 from harness.preloaded import left_over, python
 from harness.processes import LAUNCHED, free_port, threads
 
-from lightning_tricks.checkpoints.read_file import load_file
+from lightning_tricks.checkpoints.open_checkpoint import load_file
 from lightning_tricks.commands.consolidate import run as consolidate
 from lightning_tricks.data import ShardWriter
 

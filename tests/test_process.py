@@ -10,7 +10,7 @@ import pytest
 
 from lightning_tricks import _process
 from lightning_tricks._process import process_age, start_ticks, this_process
-from lightning_tricks.guards.preemption import time_limit
+from lightning_tricks.guards.preemption import stop_signals
 from lightning_tricks.monitors import goodput_monitor
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the age comes from /proc")
@@ -66,4 +66,4 @@ def test_without_a_start_everything_counts_from_the_import(tmp_path, monkeypatch
     since_import = time.monotonic() - _process._imported
     assert process_age() == pytest.approx(since_import, abs=1.0)
     assert goodput_monitor.fit_start() == pytest.approx(time.time() - since_import, abs=1.0)
-    assert time.monotonic() < time_limit.deadline(since_import / 60 + 5, 5.0)  # five minutes are left
+    assert time.monotonic() < stop_signals.deadline(since_import / 60 + 5, 5.0)  # five minutes are left

@@ -1,5 +1,6 @@
 """The processes of a run: ranks, processes that Lightning's launcher has started, signals, SLURM."""
 
+import os
 import subprocess
 import threading
 from pathlib import Path
@@ -15,6 +16,22 @@ def launched_processes(trainer: Any) -> list[subprocess.Popen]:
     """
     processes = getattr(trainer.strategy.launcher, "procs", [])  # multiprocessing's launcher has others
     return [process for process in processes if isinstance(process, subprocess.Popen)]
+
+
+def store_before_the_run(trainer: Any) -> Any:
+    """The store by which processes that a launcher such as torchrun has started find each other, before Lightning does.
+
+    Keep it until then: on rank 0 it may be the server. torch hands the same one out again when the process group is
+    made. None where there is one process, or where Lightning starts the others.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if trainer.world_size == 1 or environment is None or not environment.creates_processes_externally:
+        return None
+    from torch.distributed import rendezvous  # which not every build of torch has
+
+    os.environ.setdefault("MASTER_ADDR", environment.main_address)  # as Lightning does when it makes the group
+    os.environ.setdefault("MASTER_PORT", str(environment.main_port))
+    return next(rendezvous("env://", environment.global_rank(), environment.world_size()))[0]
 
 
 def trains_in_copies(trainer: Any) -> bool:

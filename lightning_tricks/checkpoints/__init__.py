@@ -1,17 +1,22 @@
-"""Checkpoints that survive, and that move between layouts: folders of shards and single files."""
+"""Checkpoints that survive, and that move between layouts: folders of shards and single files.
+
+`record.py` has a checkpoint's record and its checksums; `write_file.py`, `atomic_checkpoint_io.py` and `snapshot.py`
+write; `check_checkpoint.py` verifies; `open_checkpoint.py` is the one entry for all that read, with `averages.py` and
+`load_weights.py` for weights alone; `find_checkpoint.py` finds the newest whole one.
+"""
 
 from lightning_tricks.checkpoints.atomic_checkpoint_io import AtomicCheckpointIO
-from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
+from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint, verify_checkpoint
 from lightning_tricks.checkpoints.load_weights import load_weights
-from lightning_tricks.checkpoints.read_folder import read_folder, size_of_folder
-from lightning_tricks.checkpoints.swap_in import fsync_path, swap_in
-from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
+from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint, read_folder, size_of_folder
+from lightning_tricks.checkpoints.write_file import fsync_path, swap_in
 
 __all__ = [
     "AtomicCheckpointIO",
     "check_checkpoint",
     "fsync_path",
     "load_weights",
+    "open_checkpoint",
     "read_folder",
     "size_of_folder",
     "swap_in",

@@ -1,23 +1,63 @@
 """Save a checkpoint so that a kill, a full disk or a power cut leaves the older one; check it before it is opened."""
 
+import io
 import os
 import pickle
-from collections.abc import Callable
+import pickletools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, rank_zero_warn
-from lightning_tricks.checkpoints.background_writer import BackgroundWriter
-from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
-from lightning_tricks.checkpoints.read_file import check_content, load_file, refused_object
-from lightning_tricks.checkpoints.read_folder import read_folder
-from lightning_tricks.checkpoints.record import read_record
-from lightning_tricks.checkpoints.snapshot import PinnedBuffers, snapshot
-from lightning_tricks.checkpoints.swap_in import write_file
-from lightning_tricks.checkpoints.unsafe_content import unsafe_content
-from lightning_tricks.checkpoints.verify_checkpoint import check_bytes
+from lightning_tricks._lightning import WarnOnce, pl
+from lightning_tricks._trainer import is_a
+from lightning_tricks.checkpoints.check_checkpoint import identity
+from lightning_tricks.checkpoints.open_checkpoint import check_content, open_checkpoint, refused_object
+from lightning_tricks.checkpoints.record import record_or_none
+from lightning_tricks.checkpoints.snapshot import PinnedBuffers, TensorPickler, snapshot
+from lightning_tricks.checkpoints.write_file import write_file
+
+
+class BackgroundWriter:
+    """Runs one call at a time in a thread of its own; the end of the interpreter waits for it.
+
+    An error of the call is raised once, by the next method that the caller uses.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Have the thread call `write`, when the running call has ended."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint writer")
+        self._thread.start()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Return when no call is running."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of the last call, if it has ended with one; does not wait."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
@@ -62,7 +102,8 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
         self.asynchronous = asynchronous
         self._writer = BackgroundWriter()
         self._buffers = PinnedBuffers()
-        self._has_warned = False
+        self._warn_once = WarnOnce()
+        self._verified: list[int] = []
         self.on_commit: Callable[[Path], None] | None = None
         self.on_error: Callable[[Path, OSError], Literal["retry", "skip", "raise"]] | None = None
 
@@ -110,14 +151,14 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
             self.on_commit(path)
 
     def _warn_of_unsafe_content(self, checkpoint: dict[str, Any], path: Path) -> None:
-        if self._has_warned:
+        if self._warn_once.has_given("unsafe"):
             return
         with suppress(OSError, RuntimeError):  # somebody has moved the file; it is saved all the same
             if found := unsafe_content(checkpoint, path):
-                self._has_warned = True
-                rank_zero_warn(
+                self._warn_once(
+                    "unsafe",
                     f"{path} will not open with weights_only=True, because of {', '.join(found)}: give the module's "
-                    "hyper-parameters and states plain types, such as str(path), or load with weights_only=False"
+                    "hyper-parameters and states plain types, such as str(path), or load with weights_only=False",
                 )
 
     def wait(self) -> None:
@@ -140,14 +181,20 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
         """Read a file or a folder; its tensors are on the CPU, or for a file where `map_location` puts them."""
         if "://" in str(path):
             return self._load_from_address(path, map_location, weights_only)
-        file = check_checkpoint(path)
-        if file.is_dir():
-            return read_folder(file, weights_only)
-        check_bytes(file)
-        checkpoint = load_file(file, weights_only, map_location or "cpu", mmap=False)
-        if read_record(file) is None or "state_dict" in checkpoint:
-            check_content(checkpoint, path)
-        return checkpoint
+        verified, bare = self.was_verified(path), record_or_none(Path(path)) is not None
+        return open_checkpoint(
+            path, weights_only=weights_only, verify=not verified, map_location=map_location or "cpu", mmap=False,
+            bare=bare,
+        )  # fmt: skip
+
+    def remember_verified(self, file: list[int]) -> None:
+        """Take note of the `identity` of a checkpoint that this command has verified: its load need not do it again."""
+        self._verified = file
+
+    def was_verified(self, path: Any) -> bool:
+        """Whether a checkpoint is the one that was verified; true once."""
+        verified, self._verified = self._verified, []
+        return bool(verified) and identity(path) == verified
 
     def _load_from_address(self, path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
         if weights_only is None:  # Lightning lets in every object of a checkpoint from http
@@ -158,3 +205,56 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
             raise refused_object(path, error) from None
         check_content(checkpoint, path)
         return checkpoint
+
+
+def wait_for_write(trainer: Any) -> None:
+    """Wait until a checkpoint that is written in the background has its name; raises the error of its write."""
+    plugin = trainer.strategy.checkpoint_io
+    if hasattr(plugin, "wait"):
+        plugin.wait()
+    elif is_a(plugin, "AsyncCheckpointIO"):
+        plugin.teardown()  # its only method that waits; the next save starts its thread again
+
+
+def unsafe_content(checkpoint: dict[str, Any], file: Path) -> list[str]:
+    """The entries of a checkpoint that only `weights_only=False` lets in, each with its class: `a.b (pathlib.Path)`.
+
+    Reads the names in the pickle of the file that it was saved to, which needs neither tensors nor the objects; the
+    entries are looked for only if there is such a name.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/serialization.html
+    """
+    try:
+        names = set(get_unsafe_globals_in_checkpoint(str(file)))
+    except pickle.UnpicklingError as error:  # a number of more than 255 bytes
+        return [str(error)]
+    return [
+        f"{'.'.join(path)} ({_class_name(value)})" for path, value in _leaves(checkpoint) if names & _globals(value)
+    ]
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Everything in plain containers, a dict's keys too, that is no tensor, with the keys that lead to it."""
+    entries: Iterable[tuple[Any, Any]] = ()
+    if type(tree) in (dict, OrderedDict):
+        yield from (((*path, str(key)), key) for key in tree)
+        entries = tree.items()
+    elif type(tree) in (list, tuple):
+        entries = enumerate(tree)
+    elif not isinstance(tree, Tensor):
+        yield path, tree
+    for key, value in entries:
+        yield from _leaves(value, (*path, str(key)))
+
+
+def _globals(value: Any) -> set[str]:
+    """The classes and functions that a value's pickle names."""
+    pickled = io.BytesIO()
+    TensorPickler(pickled, protocol=2).dump(value)
+    steps = pickletools.genops(pickled.getvalue())
+    return {str(name).replace(" ", ".") for opcode, name, _ in steps if opcode.name == "GLOBAL"}
+
+
+def _class_name(value: Any) -> str:
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

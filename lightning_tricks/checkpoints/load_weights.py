@@ -1,6 +1,12 @@
-"""Give a module the weights of a checkpoint and nothing else of it, whatever kind of file or folder it is."""
+"""Give a module the weights of a checkpoint and nothing else of it, whatever kind of file or folder it is.
 
-from collections.abc import Callable, Mapping
+And tell in one line where the weights or the decoder of a checkpoint differ from a module's.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,10 +16,9 @@ from torch import Tensor, nn
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks.checkpoints.averages import AVERAGES, with_average
-from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
-from lightning_tricks.checkpoints.read_file import load_file
-from lightning_tricks.checkpoints.read_folder import read_by_name
-from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
+from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
+from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, WITHOUT_OPTIMIZERS, load_file, open_checkpoint
+from lightning_tricks.models import DecoderConfig
 
 _SAFETENSORS = ".safetensors"
 _LOADED_AVERAGE = "average"  # key that names the average which has taken the place of the weights
@@ -44,11 +49,7 @@ def load_weights(module: nn.Module, path: str | Path, average: str | None = None
 
 
 def check_source(path: str | Path) -> Path:
-    """Refuse a path from which no weights can be read; reads a file to its end, but opens no tensor.
-
-    Raises:
-        UsageError: see `load_weights`.
-    """
+    """Refuse a path from which no weights can be read, see `load_weights`; reads a file to its end, opens no tensor."""
     if "://" in str(path):
         raise UsageError(f"{path}: weights are read from a file system: copy it to a disk and give that path")
     place = Path(path)
@@ -64,15 +65,9 @@ def check_source(path: str | Path) -> Path:
 def read_weights(
     path: str | Path, read_shards: Callable[[Path], dict[str, Any]] | None = None, average: str | None = None
 ) -> dict[str, Any]:
-    """A checkpoint with its weights as `state_dict`, without optimizer state if it is a folder.
+    """A checkpoint with its weights as `state_dict`, without optimizer state if it is a folder; see `load_weights`.
 
-    Args:
-        path: see `load_weights`.
-        read_shards: reads a folder into shards of this rank; None reads it whole.
-        average: see `load_weights`.
-
-    Raises:
-        UsageError: see `load_weights`; a file of torch without weights.
+    `read_shards` reads a folder into shards of this rank; without it, it is read whole.
     """
     checkpoint = _read(path, read_shards, average is not None)
     if average is None:
@@ -91,10 +86,10 @@ def _read(path: str | Path, read_shards: Callable[[Path], dict[str, Any]] | None
         except SafetensorError as error:
             raise UsageError(f"damaged: {place} cannot be read ({error}): take another copy of it") from None
     if place.is_dir():
-        folder = check_checkpoint(place)
         if read_shards is not None:
-            return read_shards(folder)
-        return read_by_name(folder, weights_only=True, optimizers=False, averages=averages)
+            return read_shards(place)
+        parts = WITHOUT_OPTIMIZERS if averages else WEIGHTS
+        return open_checkpoint(place, parts=parts, weights_only=True, verify=False)
     content = load_file(place, weights_only=True)
     if isinstance(content, dict):
         for name in ("state_dict", "model"):
@@ -161,3 +156,50 @@ def summary(module: nn.Module, checkpoint: Mapping[str, Any], path: Any) -> str:
 def _first_and_count(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return names[0] + more if names else ""
+
+
+# ---- another model, another decoder
+
+
+def other_weights(message: str, path: Any = None) -> str | None:
+    """Torch's error of a `load_state_dict` as a line: the first name or shape that differs; None for another error."""
+    message = re.sub(r"\s+", " ", message).strip()
+    module = re.match(r"Error\(s\) in loading state_dict for (\w+)", message)
+    if not module:
+        return None
+    found = []
+    for what, kind in (("lacks", "Missing"), ("has besides", "Unexpected")):
+        if names := re.search(rf"{kind} key\(s\) in state_dict: (.*?)\. ", f"{message} "):
+            first, *more = names[1].split(", ")
+            found.append(f"{what} {first}" + (f" and {len(more)} more" if more else ""))
+    if shapes := re.search(r"size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)", message):
+        found.append(f"has {shapes[1]} of shape {shapes[2]} in place of {shapes[3]}")
+    return (
+        f"ckpt_path{f'={path}' if path else ''}: the checkpoint is of another model than the recipe's {module[1]}: it "
+        f"{', '.join(found) or 'differs'}; give the recipe that wrote it, or another checkpoint"
+    )
+
+
+def architecture(config: DecoderConfig) -> dict[str, Any]:
+    """Name of the family and all settings."""
+    return {"class": type(config).__name__, **dataclasses.asdict(config)}  # type: ignore[call-overload]
+
+
+def check_architecture(config: DecoderConfig, checkpoint: dict[str, Any], may_differ: Collection[str]) -> None:
+    """Refuse a checkpoint whose decoder has other settings than the recipe's, but for the names in `may_differ`."""
+    here, there = architecture(config), checkpoint.get("decoder_config")
+    if there is None:
+        return
+    for name in ["class", *sorted((here.keys() | there.keys()) - {"class", *may_differ})]:
+        if here.get(name) != there.get(name):
+            raise UsageError(
+                f"the checkpoint's decoder has {name}={there.get(name)!r}, the recipe's {here.get(name)!r}: "
+                "make them equal, or start without the checkpoint"
+            )
+
+
+def takes_decoder(cls: type, settings: dict[str, Any]) -> bool:
+    """Whether to pass the decoder to a constructor: a subclass without saved settings may build its own."""
+    parameters = inspect.signature(cls).parameters
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "decoder" in parameters or (passes_on and not settings)

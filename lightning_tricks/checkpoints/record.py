@@ -2,25 +2,38 @@
 
 In a file it is the comment of the zip archive that `torch.save` writes, in a folder of shards `record.json`. Other
 programs do not see it: torch and Lightning open the file as any other.
+
+All checksums are CRC-32. That of a checkpoint of one file covers the bytes between the tensors: torch writes one of
+each tensor into the archive, so a save needs no second pass over them.
 """
 
 import json
 import os
+import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints.archive import DAMAGED_ARCHIVE, archive_damage, write_archive
 
 KEY = "lightning_tricks"  # in a checkpoint: a dict, of which the entry "record" is a Record's content
 RECORD_FILE = "record.json"  # in a folder of shards, written last
 VERSION = 2  # of the record and of what KEY holds; raised when an older version could not read it: 2 names the run
-_START = b"lightning_tricks "  # of the comment
-_BLOCK = 1 << 22  # bytes read at once
+COMMENT_START = b"lightning_tricks "
+# What Python's zipfile raises on an archive with changed bytes, besides the file system's errors.
+DAMAGED_ARCHIVE = (
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, LookupError, StopIteration,
+    OverflowError, MemoryError,
+)  # fmt: skip
+_HEADER = 30  # bytes before an entry's name; the last four of them are the lengths of the name and of the extra field
+_BLOCK = 1 << 20  # bytes read at once
+_THREADS = 8  # that read one file: one process of a host does it for all
 
 
 @dataclass(frozen=True)
@@ -35,8 +48,7 @@ class Record:
         permanent: whether it shall never be deleted.
         version: see `VERSION`.
         run: identifier of the run, made at its start and kept when it is resumed; None where it is not known.
-        checksums: CRC-32 of each file, by its name in the folder; of one file, by the name "", what `write_archive`
-            gives.
+        checksums: of each file, by its name in the folder; of one file, by the name "", what `archive_checksum` gives.
     """
 
     step: int = 0
@@ -82,11 +94,19 @@ def read_record(path: Path) -> Record | None:
     return Record(**content)
 
 
+def record_or_none(path: Path) -> Record | None:
+    """The record of a checkpoint; None also where it is damaged or of a later version."""
+    try:
+        return read_record(path)
+    except UsageError:
+        return None
+
+
 def _comment(path: Path) -> bytes:
     """The comment of a zip archive without the word that it starts with; empty where another program wrote it."""
     with zipfile.ZipFile(path) as archive:
         comment = archive.comment
-    return comment.removeprefix(_START) if comment.startswith(_START) else b""
+    return comment.removeprefix(COMMENT_START) if comment.startswith(COMMENT_START) else b""
 
 
 def to_json(record: Record) -> bytes:
@@ -95,42 +115,48 @@ def to_json(record: Record) -> bytes:
     return json.dumps({"record": content, "crc32": zlib.crc32(json.dumps(content).encode())}).encode()
 
 
-def save_with_record(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """`torch.save` to a new file, as a stream, with the record behind it; when it returns, the disk has all of it.
-
-    Raises:
-        OSError: what the file system says, such as a full disk.
-    """
-    with path.open("wb") as file:
-        record = replace(record_of(checkpoint), checksums={"": write_archive(checkpoint, file)})
-        comment = _START + to_json(record)
-        file.seek(-2, 1)  # over the length of the comment, which torch has set to 0
-        file.write(len(comment).to_bytes(2, "little") + comment)
-        file.flush()
-        os.fsync(file.fileno())
+# ---- checksums
 
 
-def checksum_of(file: Path) -> int:
-    """CRC-32 of a file."""
+def checksum_of(file: Path, spans: Iterable[tuple[int, int]] | None = None) -> int:
+    """CRC-32 of a file, or of the bytes from each start to each end, one after the other."""
     checksum = 0
     with file.open("rb", buffering=0) as opened:
-        while block := opened.read(_BLOCK):
-            checksum = zlib.crc32(block, checksum)
+        spans = [(0, os.fstat(opened.fileno()).st_size)] if spans is None else list(spans)
+        buffer = memoryview(bytearray(min(_BLOCK, max((end - start for start, end in spans), default=0))))
+        for start, end in spans:
+            opened.seek(start)
+            while start < end and (count := opened.readinto(buffer[: end - start])):
+                checksum = zlib.crc32(buffer[:count], checksum)
+                start += count
     return checksum
 
 
-def damage(path: Path, record: Record, names: Mapping[str, int] | None = None) -> str | None:
-    """The first file of a checkpoint that differs from its record, as a clause; None where every byte is as written.
+def archive_checksum(file: Path) -> int:
+    """The checksum of a file of `torch.save`: of all bytes but its tensors, its comment and the comment's length."""
+    return _checksum_between(file, _contents(file))
+
+
+def damage(path: Path, record: Record | None, names: Mapping[str, int] | None = None) -> str | None:
+    """The first file of a checkpoint with other bytes than were written, as a clause; None where there is none.
 
     Args:
         path: file or folder.
-        record: of `read_record(path)`.
+        record: of `read_record(path)`; None for a file or folder of another program: then torch's own checksums of the
+            tensors in a file are compared, and nothing of a folder.
         names: the part of `record.checksums` to compare, where several processes share the work.
     """
-    for name, expected in (record.checksums if names is None else names).items():
+    if record is None:
+        checksums: Mapping[str, int | None] = {"": None} if path.is_file() and zipfile.is_zipfile(path) else {}
+    else:
+        checksums = record.checksums if names is None else names
+    for name, expected in checksums.items():
         file = path / name if name else path
         try:
-            found = _file_damage(file, expected) if name else _archive_damage(file, expected)
+            if not name:
+                found = _archive_damage(file, expected)
+            else:
+                found = None if checksum_of(file) == expected else f"{file} has other bytes than were written"
         except (*DAMAGED_ARCHIVE, OSError) as error:
             return f"{file} cannot be read ({error})"
         if found:
@@ -138,16 +164,54 @@ def damage(path: Path, record: Record, names: Mapping[str, int] | None = None) -
     return None
 
 
-def _file_damage(file: Path, checksum: int) -> str | None:
-    return None if checksum_of(file) == checksum else f"{file} has other bytes than were written"
-
-
-def _archive_damage(file: Path, checksum: int) -> str | None:
-    """`archive_damage`, and a check that the comment is as long as the archive says."""
-    with zipfile.ZipFile(file) as archive:
-        length = len(archive.comment)
+def _archive_damage(file: Path, checksum: int | None) -> str | None:
+    """The same of an archive; without a checksum, of the bytes that zipfile checks."""
+    contents = _contents(file)
     with file.open("rb") as opened:
-        opened.seek(-length - 2, 2)
-        if int.from_bytes(opened.read(2), "little") != length:
-            return f"{file} has other bytes at its end than were written"
-    return archive_damage(file, checksum)
+        opened.seek(contents[-1].start)
+        length, comment = int.from_bytes(opened.read(2), "little"), opened.read()
+    if checksum is None and length:  # torch writes no comment
+        return f"{file} has a damaged record"
+    if checksum is None:
+        with zipfile.ZipFile(file) as archive:
+            entry = archive.testzip()
+        return f"{file} has other bytes in {entry} than were written" if entry else None
+    if length != len(comment):
+        return f"{file} has other bytes at its end than were written"
+    if _checksum_between(file, contents) != checksum:
+        return f"{file} has other bytes than were written"
+    small = sum(content.end - content.start for content in contents) < _BLOCK
+    with nullcontext() if small else ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        found = (pool.map if pool else map)(lambda content: checksum_of(file, [content[1:3]]), contents)
+        for content, same in zip(contents, found, strict=True):
+            if same != content.checksum:
+                return f"{file} has other bytes in {content.name} than were written"
+    return None
+
+
+class _Content(NamedTuple):
+    """The bytes of one entry of an archive: what was given to it under a name."""
+
+    name: str
+    start: int  # first byte in the file
+    end: int
+    checksum: int
+
+
+def _contents(file: Path) -> list[_Content]:
+    """The contents of all entries in the file's order, and an empty one where the archive ends, before its comment."""
+    found = []
+    with file.open("rb") as opened, zipfile.ZipFile(opened) as archive:
+        for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
+            opened.seek(entry.header_offset + _HEADER - 4)
+            lengths = opened.read(4)
+            before = _HEADER + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+            start = entry.header_offset + before
+            found.append(_Content(entry.filename, start, start + entry.compress_size, entry.CRC))
+        end = opened.seek(0, os.SEEK_END) - len(archive.comment) - 2
+    return [*found, _Content("", end, end, 0)]
+
+
+def _checksum_between(file: Path, contents: list[_Content]) -> int:
+    gaps = pairwise([_Content("", 0, 0, 0), *contents])
+    return checksum_of(file, [(before.end, after.start) for before, after in gaps])

@@ -13,14 +13,13 @@ from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks._trainer import chosen_version, weights_layout
 from lightning_tricks.callbacks import DecayOnDemand
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
-from lightning_tricks.checkpoints.check_checkpoint import check_names_weights
+from lightning_tricks.checkpoints.check_checkpoint import check_bytes, check_names_weights, verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, Found, candidates, newest_whole, restore_name
-from lightning_tricks.checkpoints.verify_checkpoint import check_bytes, verify_checkpoint
 from lightning_tricks.guards.decay_on_demand import Decay, DecayFile
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
 
 
-def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "none") -> str | None:
+def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "none", store: Any = None) -> str | None:
     """The checkpoint that a command starts from, None for the weights that the module starts with.
 
     A checkpoint that cannot be opened is refused here: later the ranks of a distributed run would be up and waiting.
@@ -32,6 +31,7 @@ def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "non
         given: value of `--ckpt_path`: None, `none`, `last`, or anything else, which is returned as it is.
         trainer: its first logger and its `ModelCheckpoint` callbacks say where checkpoints are.
         resume: `auto` starts a fit without `given` from the newest checkpoint, or afresh where there is none at all.
+        store: see `check_bytes`: of the processes of a host, one reads the bytes.
 
     Raises:
         UsageError: an evaluation names no checkpoint; there is none for `last`; there are some for `last` or `auto`,
@@ -43,12 +43,12 @@ def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "non
         ways = f"or {last}" if command == "autopsy" else start
         raise UsageError(f"{command} needs a checkpoint: give --ckpt_path FILE, {ways}")
     if given is None and resume == "auto" and not trainer.fast_dev_run:
-        return _newest("resume=auto", command, trainer)
+        return _newest("resume=auto", command, trainer, store)
     if given is None or str(given) == "none":
         return None
     path = str(given)
     if path == "last" and not is_remote(_folder_of_runs(trainer)):
-        return _newest("ckpt_path=last", command, trainer)
+        return _newest("ckpt_path=last", command, trainer, store)
     _check(path, trainer, resumes=command == "fit")
     return path
 
@@ -84,12 +84,12 @@ def short(path: Any) -> str:
     return str(path).removeprefix(os.getcwd() + os.sep)
 
 
-def _newest(option: str, command: str, trainer: Any) -> str | None:
+def _newest(option: str, command: str, trainer: Any, store: Any) -> str | None:
     """The checkpoint that `last` or `auto` means; None where there is none for `auto`."""
     folders, where = _places(trainer)
     if option == "resume=auto" and is_remote(where):
         raise UsageError(f"resume=auto: {where} is no folder of a file system: give --ckpt_path ADDRESS or none")
-    found = newest_whole(folders, partial(_damage, trainer, command == "fit"))
+    found = newest_whole(folders, partial(_damage, trainer, command == "fit", store))
     found.passed_over = [line.replace(os.getcwd() + os.sep, "") for line in found.passed_over]
     for line in found.passed_over:
         rank_zero_info(f"{option}: passed over: {line}")
@@ -140,14 +140,14 @@ def _is_of_deepspeed(trainer: Any) -> bool:
     return weights_layout(trainer.strategy) in ("engine", "foreign engine")
 
 
-def _damage(trainer: Any, resumes: bool, path: Path) -> str | None:
+def _damage(trainer: Any, resumes: bool, store: Any, path: Path) -> str | None:
     """Why a checkpoint cannot be used, in the words of the check that refused it; None where it can."""
     try:
         if _is_of_deepspeed(trainer) and path.is_dir():
             read_layout(path)
-            check_bytes(path)
+            check_bytes(path, store)
         else:
-            verify_checkpoint(path, resumes)
+            verify_checkpoint(path, resumes, store)
     except UsageError as error:
         return str(error).removeprefix("damaged: ").removesuffix(": take an older checkpoint")
     except OSError as error:

@@ -19,7 +19,7 @@ import torch
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._suggest import did_you_mean
-from lightning_tricks.checkpoints.other_weights import other_weights
+from lightning_tricks.checkpoints.load_weights import other_weights
 from lightning_tricks.mixins._plain_settings import subclasses
 
 # Advertisements, and statements that are of no use or not true here: a resume follows the recipe's settings and not the

@@ -3,32 +3,18 @@
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks.checkpoints.check_checkpoint import SHARDS_METADATA
-from lightning_tricks.checkpoints.record import RECORD_FILE
+from lightning_tricks._trainer import store_before_the_run
+from lightning_tricks.checkpoints import AtomicCheckpointIO
+from lightning_tricks.checkpoints.check_checkpoint import identity
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, looks_for_newest, short
 
 _CHOICE = "LIGHTNING_TRICKS_CHOICE"  # environment variable: the choice of rank 0, for ranks that Lightning starts
-
-
-def identity(path: str | None) -> list[int]:
-    """Numbers that change when a checkpoint is replaced or rewritten: file number, size and time of writing.
-
-    Of a folder of shards, those of the file in it that is written last.
-    """
-    if path is None or not os.path.exists(path):
-        return []
-    place = Path(path)
-    names = (RECORD_FILE, SHARDS_METADATA, "latest") if place.is_dir() else ()
-    file = next((place / name for name in names if (place / name).is_file()), place)
-    state = file.stat()
-    return [state.st_ino, state.st_size, state.st_mtime_ns]
 
 
 class SameCheckpoint(pl.Callback):
@@ -42,6 +28,7 @@ class SameCheckpoint(pl.Callback):
     def __init__(self, path: str | None, before: list[int]) -> None:
         self.path = path
         self.before = before
+        self.store: Any = None  # kept until all processes have their answers
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Compare the choices of all ranks, before anything is loaded."""
@@ -80,8 +67,15 @@ def choose_once(command: str, options: Mapping[str, Any], trainer: Any) -> str |
     asked, resume = options.get("ckpt_path"), options.get("resume") or "none"
     if not looks_for_newest(command, asked, resume):
         return choose_checkpoint(command, asked, trainer)
-    same = inherited_choice() or publish_choice(choose_checkpoint(command, asked, trainer, resume))
+    same = inherited_choice()
+    if same is None:
+        store = store_before_the_run(trainer)
+        same = publish_choice(choose_checkpoint(command, asked, trainer, resume, store))
+        same.store = store
     trainer.callbacks.insert(0, same)
+    plugin = trainer.strategy.checkpoint_io
+    if isinstance(plugin, AtomicCheckpointIO):
+        plugin.remember_verified(same.before)
     return same.path
 
 

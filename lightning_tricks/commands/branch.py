@@ -15,13 +15,8 @@ from jsonargparse import Namespace
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._trainer import chosen_version, has_versions
-from lightning_tricks.checkpoints.check_checkpoint import (
-    TRAINER_STATE,
-    check_checkpoint,
-    check_training_state,
-    is_of_deepspeed,
-)
-from lightning_tricks.checkpoints.read_file import load_file
+from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint, check_training_state, is_of_deepspeed
+from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.mixins._plain_settings import from_plain
@@ -101,7 +96,7 @@ def read_trunk(ckpt_path: str, weights_only: bool | None = None) -> Trunk:
             )
         return Trunk(str(path.resolve()), record.step)
     check_checkpoint(path, resumes=True)
-    state: Mapping[str, Any] = load_file(path / TRAINER_STATE if path.is_dir() else path, weights_only)
+    state: Mapping[str, Any] = open_checkpoint(path, parts=(), weights_only=weights_only, verify=False)
     check_training_state(dict(state), path)
     followed = dict(state.get(SCHEDULE_KEY) or {})
     total_steps = followed.pop("total_steps", None)

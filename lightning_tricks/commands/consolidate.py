@@ -4,10 +4,9 @@ from pathlib import Path
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._writable import check_file
-from lightning_tricks.checkpoints import check_checkpoint, read_folder, size_of_folder
+from lightning_tricks.checkpoints import check_checkpoint, open_checkpoint, size_of_folder
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
-from lightning_tricks.checkpoints.read_file import load_file
-from lightning_tricks.checkpoints.swap_in import write_file
+from lightning_tricks.checkpoints.write_file import write_file
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import consolidate_deepspeed
 
@@ -40,12 +39,12 @@ def run(args: list[str]) -> None:
     if not check_checkpoint(folder).is_dir():
         raise UsageError(f"{folder} is one file already")
     print(f"{folder}: {size_of_folder(folder) / 2**30:,.3f} GiB, read to memory", flush=True)
-    checkpoint = read_folder(folder)
+    checkpoint = open_checkpoint(folder)
     write_file(checkpoint, file)
     step, optimizers = checkpoint.get("global_step", "?"), len(checkpoint.get("optimizer_states", []))
     tensors = f"{len(checkpoint['state_dict']):,} tensors of the module"
     print(f"{file}: step {step}, {tensors}, {optimizers} optimizer{'s' * (optimizers != 1)}")
     try:
-        load_file(file, weights_only=True)
+        open_checkpoint(file, weights_only=True, verify=False)
     except UsageError as error:
         print(f"note: {error}")

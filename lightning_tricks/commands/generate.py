@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints.averages import with_average
+from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import newest_whole
-from lightning_tricks.checkpoints.read_file import check_weights, load_file
-from lightning_tricks.checkpoints.read_folder import read_by_name
-from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
+from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, open_checkpoint
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
 from lightning_tricks.mixins._plain_settings import from_plain
@@ -37,14 +35,9 @@ def run(args: list[str]) -> None:
     """Print the prompt and its continuation, token by token."""
     options = _parse(args)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    path = _newest() if options.ckpt_path == "last" else verify_checkpoint(options.ckpt_path)
-    if path.is_dir():
-        checkpoint = read_by_name(path, True, optimizers=False, averages=options.average is not None)
-    else:
-        checkpoint = load_file(path, weights_only=True)
-        check_weights(checkpoint, path)
-    if options.average is not None:
-        checkpoint = with_average(checkpoint, options.average, path)
+    newest = options.ckpt_path == "last"
+    path = _newest() if newest else Path(options.ckpt_path)
+    checkpoint = open_checkpoint(path, parts=WEIGHTS, weights_only=True, average=options.average, verify=not newest)
     decoder, tokenizer = decoder_from_checkpoint(checkpoint, path), tokenizer_from_checkpoint(checkpoint)
     prompt = tokenizer.encode(options.prompt)
     if not prompt and tokenizer.eot_id is None:

@@ -24,7 +24,7 @@ from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._random_state import random_state
 from lightning_tricks._tensors import local
 from lightning_tricks._trainer import is_accumulating
-from lightning_tricks.checkpoints.background_writer import wait_for_write
+from lightning_tricks.checkpoints.atomic_checkpoint_io import wait_for_write
 from lightning_tricks.commands.verify_resume import CHECKPOINT
 from lightning_tricks.monitors.run_ledger.sums import salt, tensor_sum
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
-from lightning_tricks._trainer import is_a
+from lightning_tricks._refusals import refuse
+from lightning_tricks._trainer import weights_layout
 from lightning_tricks.checkpoints.load_weights import check_source, matched, read_weights, summary
 
 
@@ -49,15 +50,8 @@ class InitFrom(pl.Callback):
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Refuse a strategy that has its weights elsewhere by the time they are loaded."""
-        if stage != "fit":
-            return  # nothing is loaded
-        strategy: Any = trainer.strategy
-        takes = hasattr(strategy, "shards_modules")  # FSDP2Strategy
-        if not takes and is_a(strategy, "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"):
-            raise UsageError(
-                f"init_from={self.path}: {type(strategy).__name__} takes no weights from it: train on one device, with "
-                "ddp or with FSDP2Strategy"
-            )
+        if stage == "fit":  # otherwise nothing is loaded
+            refuse("InitFrom", trainer.strategy, f"init_from={self.path}:")
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Load the weights, unless the run goes on from a checkpoint or has trained already."""
@@ -79,7 +73,7 @@ class InitFrom(pl.Callback):
             finally:
                 strategy.optimizers = optimizers
 
-        shards = hasattr(strategy, "shards_modules")
+        shards = weights_layout(strategy) == "shards"
         checkpoint = read_weights(self.path, read_shards if shards else None, self.average)
         if hasattr(module, "check_weights"):
             module.check_weights(checkpoint)

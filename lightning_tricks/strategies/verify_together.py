@@ -55,16 +55,22 @@ def read_together(read: Callable[[], T]) -> T:
     return result
 
 
-def verify_together(folder: Path) -> None:
+def was_verified(checkpoint_io: Any, path: Path) -> bool:
+    """Whether the command that has chosen a checkpoint has verified it, for every rank; every rank must call."""
+    ask = getattr(checkpoint_io, "was_verified", None)
+    return all(on_all_ranks(lambda: ask is not None and ask(path)))
+
+
+def verify_together(folder: Path, checkpoint_io: Any = None) -> None:
     """Compare every file of a folder with its record, each rank its share of the files; every rank must call.
 
-    A folder without a record has no checksums, so nothing is compared.
+    A folder without a record has no checksums, so nothing is compared. Nor is one that `was_verified`.
 
     Raises:
         UsageError: on all ranks, naming a file that has other bytes than were written; a checkpoint of a newer version.
     """
     record = on_rank_0(lambda: read_record(folder))
-    if record is None:
+    if record is None or was_verified(checkpoint_io, folder):
         return
     own = sorted(record.checksums)[dist.get_rank() :: dist.get_world_size()]
     share = {name: record.checksums[name] for name in own}

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_tricks.checkpoints.record import RECORD_FILE, Record, to_json
-from lightning_tricks.checkpoints.swap_in import clear_staging, fsync_path, put_in_place, remove, staging_path
+from lightning_tricks.checkpoints.write_file import clear_staging, fsync_path, put_in_place, remove, staging_path
 from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
 
 WriteFiles = Callable[[Path], Mapping[str, int]]
@@ -35,19 +35,15 @@ class FolderWriter:
         """Save this rank's `state`; every rank must call. See `write_folder`.
 
         Where `checkpoint_io.asynchronous`, it returns when an earlier checkpoint is complete and `state` has been
-        copied to the host; a thread does the rest.
+        copied to the host; a thread does the rest, and an error of it is raised by the next save.
 
         Args:
-            path: the folder, there or not; equal on all ranks.
+            path: see `write_folder`.
             state: nested, of this rank.
             write: called as `write(state, folder, group)`, see `write_folder`; in the background with the copy, and
                 with a process group of gloo, else with the default one, None.
-            record: of the checkpoint.
-            checkpoint_io: an AtomicCheckpointIO; a plugin without its methods is not used.
-
-        Raises:
-            OSError: what the file system says, on all ranks; also of an earlier checkpoint that failed in the
-                background.
+            record: see `write_folder`.
+            checkpoint_io: see `write_folder`.
         """
         if not getattr(checkpoint_io, "asynchronous", False):
             write_folder(path, lambda folder: write(state, folder, None), record, checkpoint_io)
@@ -107,7 +103,7 @@ def _write_once(path: Path, write: WriteFiles, record: Record, group: Any) -> No
     except BaseException:
         if dist.get_rank(group) == 0:
             with suppress(OSError):
-                remove(folder)  # or a full disk would stay full
+                remove(folder)  # the unfinished one of this save; or a full disk would stay full
         raise
 
 

@@ -1,28 +1,38 @@
 """Files that survive: written whole or not at all, to the bit, and opened only if nothing in them can do harm."""
 
+import argparse
+import collections
+import copy
+import datetime
 import errno
 import os
 import pickle
 import resource
-import sys
+import subprocess
 import threading
 import tracemalloc
 import warnings
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import fsspec
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
-
-sys.path.insert(0, str(Path(__file__).parent))
-from saved import assert_same, checkpoint, checkpoint_of, in_child, trained
+from checkpoints.saved import assert_same, checkpoint, checkpoint_of, in_child, overwrite, trained
+from harness.preloaded import python
+from harness.runs import fit
+from torch import nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, verify_checkpoint
-from lightning_tricks.checkpoints.checksummed_file import FileForTorch
+from lightning_tricks.checkpoints.atomic_checkpoint_io import BackgroundWriter, unsafe_content
 from lightning_tricks.checkpoints.record import read_record
+from lightning_tricks.checkpoints.write_file import FileForTorch
 
 
 @pytest.fixture(params=[False, True], ids=["", "asynchronous"])
@@ -69,17 +79,11 @@ def test_weights_alone_come_back_as_they_were_given_and_those_of_another_program
 
 
 def test_a_trainer_saves_and_resumes_through_it(writer, tmp_path):
-    def trainer(steps):
-        kwargs = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-        return pl.Trainer(max_steps=steps, plugins=[writer], enable_model_summary=False, **kwargs)
-
-    first = trainer(2)
-    first.fit(BoringModel())
+    options = {"plugins": [writer], "enable_checkpointing": False}
+    first = fit(max_steps=2, **options).trainer
     first.save_checkpoint(tmp_path / "at.ckpt")
     first.strategy.teardown()  # which waits
-    second = trainer(3)
-    second.fit(BoringModel(), ckpt_path=tmp_path / "at.ckpt")
-    assert second.global_step == 3
+    assert fit(max_steps=3, ckpt_path=tmp_path / "at.ckpt", **options).trainer.global_step == 3
 
 
 def test_the_file_has_its_name_when_its_owner_is_told(writer, tmp_path):
@@ -128,35 +132,12 @@ def test_the_owner_says_what_a_full_disk_means(writer, tmp_path, monkeypatch, an
     assert names(tmp_path) == {"at.ckpt"}
 
 
-def test_a_disk_that_is_really_full_leaves_the_older_checkpoint(writer, tmp_path):
-    path = tmp_path / "at.ckpt"
-    save(writer, checkpoint(step=1), path)
-
-    def in_a_small_space():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        with pytest.raises(OSError, match="File too large") as caught:
-            save(writer, checkpoint(step=2, size=100_000), path)
-        assert caught.value.errno == errno.EFBIG
-        save(writer, checkpoint(step=3), path)  # and it goes on
-
-    assert in_child(in_a_small_space) == 0
-    assert writer.load_checkpoint(path)["global_step"] == 3
-    assert names(tmp_path) == {"at.ckpt"}
-
-
 def test_what_cannot_be_pickled_leaves_the_older_checkpoint(writer, tmp_path):
     path = tmp_path / "at.ckpt"
     save(writer, checkpoint(step=1), path)
     with pytest.raises((AttributeError, pickle.PicklingError)):
         save(writer, {**checkpoint(step=2), "callbacks": lambda: None}, path)
     assert writer.load_checkpoint(path)["global_step"] == 1
-    assert names(tmp_path) == {"at.ckpt"}
-
-
-def test_the_temporary_folder_is_not_used(writer, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
-    save(writer, checkpoint(), tmp_path / "at.ckpt")
     assert names(tmp_path) == {"at.ckpt"}
 
 
@@ -179,7 +160,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("place", ["file", "memory"])
-def test_a_malicious_pickle_is_refused_in_one_line_and_not_run(tmp_path, place):
+def test_a_malicious_pickle_is_refused_in_one_line_and_not_run(tmp_path, monkeypatch, place):
     path = tmp_path / "evil.ckpt" if place == "file" else "memory://evil.ckpt"
     with fsspec.open(path, "wb") as file:
         torch.save({**checkpoint(), "callbacks": Malicious(tmp_path / "trace")}, file)
@@ -189,7 +170,10 @@ def test_a_malicious_pickle_is_refused_in_one_line_and_not_run(tmp_path, place):
     assert str(caught.value).startswith(f"{path} holds posix.mkdir, which weights_only=True does not let in: {remedy}")
     assert not (tmp_path / "trace").exists()
     AtomicCheckpointIO().load_checkpoint(path, weights_only=False)
-    assert (tmp_path / "trace").exists()  # it is not harmless
+    (tmp_path / "trace").rmdir()  # it is not harmless
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # Lightning's switch
+    AtomicCheckpointIO().load_checkpoint(path)
+    assert (tmp_path / "trace").exists()
 
 
 def test_an_address_is_opened_as_safely_as_a_file(monkeypatch):
@@ -202,15 +186,6 @@ def test_an_address_is_opened_as_safely_as_a_file(monkeypatch):
     for weights_only in (None, True, False):
         AtomicCheckpointIO().load_checkpoint("http://host/at.ckpt", weights_only=weights_only)
     assert asked == [True, True, False]
-
-
-def test_lightnings_switch_for_trusted_checkpoints_works_for_files_and_addresses(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    for number, path in enumerate((tmp_path / "at.ckpt", "memory://at.ckpt")):
-        with fsspec.open(path, "wb") as file:
-            torch.save({**checkpoint(), "callbacks": Malicious(tmp_path / str(number))}, file)
-        AtomicCheckpointIO().load_checkpoint(path)
-        assert (tmp_path / str(number)).exists()
 
 
 def test_a_damaged_pickle_of_torchs_old_format_is_one_line(tmp_path):
@@ -227,22 +202,17 @@ def test_a_damaged_pickle_of_torchs_old_format_is_one_line(tmp_path):
 
 def test_what_will_not_open_safely_is_said_once_and_saved_all_the_same(writer, tmp_path):
     unsafe = {**checkpoint(), "hyper_parameters": {"data": Path("x")}}
+    path = tmp_path / "at.ckpt"
     with pytest.warns(UserWarning, match=r"because of hyper_parameters\.data \(pathlib\.PosixPath\)") as caught:
-        save(writer, unsafe, tmp_path / "first.ckpt")
+        save(writer, unsafe, path)
     assert len(caught) == 1
+    assert writer.load_checkpoint(path, weights_only=False)["hyper_parameters"] == {"data": Path("x")}
+    with pytest.raises(UsageError, match=r"holds pathlib\.\w+, which weights_only=True does not let in"):
+        writer.load_checkpoint(path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        save(writer, unsafe, tmp_path / "second.ckpt")
-    for name in ("first.ckpt", "second.ckpt"):
-        assert writer.load_checkpoint(tmp_path / name, weights_only=False)["hyper_parameters"] == {"data": Path("x")}
-        with pytest.raises(UsageError, match=r"holds pathlib\.\w+, which weights_only=True does not let in"):
-            writer.load_checkpoint(tmp_path / name)
-
-
-def test_a_safe_checkpoint_gives_no_warning(writer, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        save(writer, checkpoint_of(*trained()), tmp_path / "at.ckpt")
+        save(writer, unsafe, path)
+        save(AtomicCheckpointIO(), checkpoint_of(*trained()), path)
 
 
 def test_a_save_takes_no_memory_for_the_tensors(tmp_path):
@@ -260,3 +230,206 @@ def test_a_save_takes_no_memory_for_the_tensors(tmp_path):
         assert peak_in_mib() - before < 24
 
     assert in_child(measured) == 0
+
+
+def test_a_reader_sees_a_valid_checkpoint_at_every_moment(writer, tmp_path):
+    path, stop, saves = tmp_path / "last.ckpt", threading.Event(), [0]
+    save(writer, checkpoint(step=0), path)
+
+    def save_until_stopped():
+        while not stop.is_set():
+            saves[0] += 1
+            writer.save_checkpoint(checkpoint(step=saves[0], size=20_000), path)
+        writer.wait()
+
+    saver = threading.Thread(target=save_until_stopped)
+    saver.start()
+    try:
+        seen = []
+        while len(set(seen)) < 20:
+            verify_checkpoint(path)
+            seen.append(torch.load(path)["global_step"])
+    finally:
+        stop.set()
+        saver.join()
+    assert seen == sorted(seen)
+    assert writer.load_checkpoint(path)["global_step"] == saves[0]
+
+
+# ---- in the background
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Keeps each write waiting at its first byte until the event is set."""
+    opened, write = threading.Event(), FileForTorch.write
+
+    def waiting(self, data):
+        assert opened.wait(60)
+        return write(self, data)
+
+    monkeypatch.setattr(FileForTorch, "write", waiting)
+    yield opened
+    opened.set()
+
+
+def test_what_is_written_is_the_state_at_the_save_though_all_of_it_is_overwritten_at_once(gate, tmp_path):
+    module, optimizer, scaler = trained()
+    io, tree = AtomicCheckpointIO(asynchronous=True), checkpoint_of(module, optimizer, scaler)
+    expected = copy.deepcopy(tree)
+    io.save_checkpoint(tree, tmp_path / "at.ckpt")
+    overwrite(module, optimizer)
+    optimizer.state.clear()
+    tree["random"]["torch"].zero_()
+    scaler.update(3.0)
+    gate.set()
+    io.wait()
+    assert_same(io.load_checkpoint(tmp_path / "at.ckpt"), expected)
+    tree = checkpoint_of(module, optimizer, scaler)
+    expected = copy.deepcopy(tree)
+    io.save_checkpoint(tree, tmp_path / "at.ckpt")  # and again, over it
+    overwrite(module, optimizer)
+    io.wait()
+    assert_same(io.load_checkpoint(tmp_path / "at.ckpt"), expected)
+
+
+def test_a_save_returns_before_the_file_is_there_and_the_next_one_waits(gate, tmp_path):
+    io, done = AtomicCheckpointIO(asynchronous=True), []
+    io.on_commit = lambda path: done.append(path.name)
+    io.save_checkpoint(checkpoint(), tmp_path / "one.ckpt")
+    assert not (tmp_path / "one.ckpt").exists()
+    second = threading.Thread(target=io.save_checkpoint, args=(checkpoint(), tmp_path / "two.ckpt"))
+    second.start()
+    assert not (tmp_path / ".two.ckpt.saving").exists()
+    assert second.is_alive()
+    gate.set()
+    second.join()
+    assert done[:1] == ["one.ckpt"]  # before the second save has returned
+    io.wait()
+    assert done == ["one.ckpt", "two.ckpt"]
+
+
+def test_an_error_is_raised_once_by_whatever_comes_next(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    io = AtomicCheckpointIO(asynchronous=True)
+
+    def failed_write():
+        io.save_checkpoint(checkpoint(), tmp_path / "file" / "at.ckpt")
+        io._writer._thread.join()
+
+    io.raise_if_failed()
+    for comes_next in (
+        io.raise_if_failed,
+        io.wait,
+        io.teardown,
+        lambda: io.save_checkpoint(checkpoint(), tmp_path / "at.ckpt"),
+    ):
+        failed_write()
+        with pytest.raises(OSError, match=r"exists|Not a directory"):
+            comes_next()
+        io.raise_if_failed()
+        io.wait()
+    assert not (tmp_path / "at.ckpt").exists()
+
+
+def test_asking_for_errors_does_not_wait():
+    writer, go_on = BackgroundWriter(), threading.Event()
+    writer.start(lambda: go_on.wait(60))
+    writer.raise_if_failed()
+    assert writer._thread.is_alive()
+    go_on.set()
+    writer.wait()
+
+
+SAVE = """
+import sys, torch
+from lightning_tricks.checkpoints import AtomicCheckpointIO
+from lightning_tricks.checkpoints.write_file import FileForTorch
+
+write = FileForTorch.write
+def late(self, data):
+    if self.file.tell() == 0:
+        sys.stdin.readline()
+    return write(self, data)
+FileForTorch.write = late
+AtomicCheckpointIO(asynchronous=True).save_checkpoint({"state_dict": {"w": torch.ones(9)}}, "at.ckpt")
+print("the end", flush=True)
+sys.exit(3)
+"""
+
+
+def test_the_end_of_the_program_waits(tmp_path):
+    command, pipes = [python(), "-c", SAVE], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as process:
+        assert process.stdout.readline() == "the end\n"
+        with pytest.raises(subprocess.TimeoutExpired):  # it waits for the writer, which waits for us
+            process.wait(timeout=1)
+        process.communicate("go on\n")
+    assert process.returncode == 3
+    assert torch.load(verify_checkpoint(tmp_path / "at.ckpt"))["state_dict"]["w"].sum() == 9
+
+
+# ---- what weights_only=True would refuse is found at the save
+
+
+@dataclass
+class Settings:
+    layers: int = 2
+
+
+class Kind(Enum):
+    A = 1
+
+
+UNSAFE = {
+    "test_atomic_checkpoint_io.Settings": Settings(), "pathlib.PosixPath": Path("x"),
+    "datetime.timedelta": datetime.timedelta(1),
+    "numpy.float32": np.float32(1), "numpy.ndarray": np.ones(2), "argparse.Namespace": argparse.Namespace(a=1),
+    "collections.deque": collections.deque([1]), "collections.defaultdict": collections.defaultdict(int),
+    "decimal.Decimal": Decimal(1), "test_atomic_checkpoint_io.Kind": Kind.A, "functools.partial": partial(int),
+    "builtins.int": int, "builtins.len": len, "builtins.range": range(3), "builtins.frozenset": frozenset({1}),
+    "torch.nn.modules.linear.Linear": nn.Linear(1, 1),
+}  # fmt: skip
+SAFE = [
+    None, True, 1, 10**40, 1.5, 1j, "text", b"bytes", bytearray(b"x"), {1}, (1, 2), [[]], {"a": {1: 2}},
+    torch.Size([1]),
+    collections.OrderedDict(a=1), collections.Counter("a"), torch.float32, torch.device("cpu"), torch.ones(2),
+    nn.Parameter(torch.ones(1)), torch.ones(2).to_sparse(), torch.ones(2, dtype=torch.float8_e4m3fn), torch.strided,
+]  # fmt: skip
+
+
+def found_and_opens(value, path: Path) -> tuple[list[str], bool]:
+    checkpoint = {"state_dict": {"weight": torch.ones(1)}, "a": {"b": [0, value]}}
+    torch.save(checkpoint, path)
+    try:
+        torch.load(path, weights_only=True)
+    except Exception:
+        return unsafe_content(checkpoint, path), False
+    return unsafe_content(checkpoint, path), True
+
+
+def test_what_does_not_open_is_named_with_its_key(tmp_path):
+    for name, value in UNSAFE.items():
+        assert found_and_opens(value, tmp_path / "at.ckpt") == ([f"a.b.1 ({name})"], False)
+
+
+def test_what_opens_is_not_named(tmp_path):
+    for value in SAFE:
+        assert found_and_opens(value, tmp_path / "at.ckpt") == ([], True), value
+
+
+def test_keys_and_several_entries_are_named(tmp_path):
+    found, opens = found_and_opens({Path("x"): 1, "y": {"z": Kind.A}}, tmp_path / "at.ckpt")
+    assert found == ["a.b.1.x (pathlib.PosixPath)", "a.b.1.y.z (test_atomic_checkpoint_io.Kind)"]
+    assert not opens
+
+
+def test_what_the_program_allows_is_not_named(tmp_path):
+    with torch.serialization.safe_globals([Settings]):
+        assert found_and_opens(Settings(), tmp_path / "at.ckpt") == ([], True)
+
+
+def test_a_number_that_torch_cannot_read_is_found(tmp_path):
+    found, opens = found_and_opens(2**3000, tmp_path / "at.ckpt")
+    assert len(found) == 1
+    assert not opens

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import load_weights
 from lightning_tricks.checkpoints.load_weights import read_weights
-from lightning_tricks.checkpoints.swap_in import write_file
+from lightning_tricks.checkpoints.write_file import write_file
 
 
 def model(width: int = 3) -> nn.Module:

@@ -2,18 +2,14 @@
 
 import copy
 import io
-import sys
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints.saved import assert_same, checkpoint_of, flat, overwrite, trained
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-from saved import assert_same, checkpoint_of, flat, trained
 
 from lightning_tricks.checkpoints.snapshot import snapshot
 
@@ -21,14 +17,6 @@ from lightning_tricks.checkpoints.snapshot import snapshot
 def size_of_file(tree) -> int:
     torch.save(tree, file := io.BytesIO())
     return file.getbuffer().nbytes
-
-
-def overwrite(module, optimizer) -> None:
-    """Another value in place of every one, in every tensor that a checkpoint holds."""
-    with torch.no_grad():
-        for tensor in [*module.state_dict().values(), *flat(optimizer.state_dict()).values()]:
-            if isinstance(tensor, torch.Tensor):
-                tensor.add_(1)
 
 
 @pytest.mark.parametrize("recreated", [False, True], ids=["in place", "recreated"])

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.find_checkpoint import candidates, newest_whole, restore_name
-from lightning_tricks.checkpoints.record import save_with_record
+from lightning_tricks.checkpoints.write_file import save_with_record
 from lightning_tricks.cli import RecipeCLI, same_checkpoint
 from lightning_tricks.cli import choose_checkpoint as choosing
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
@@ -231,10 +231,10 @@ def test_a_checkpoint_that_the_disk_cannot_read_is_passed_over(caplog, monkeypat
     fit()
     newest, real = newest_first()[0], choosing.verify_checkpoint
 
-    def verify(path, resumes):
+    def verify(path, *args):
         if os.path.samefile(path, newest):
             raise OSError(5, "Input/output error", str(path))
-        return real(path, resumes)
+        return real(path, *args)
 
     monkeypatch.setattr(choosing, "verify_checkpoint", verify)
     fit("--resume=auto", steps=6)

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.checkpoints.record import save_with_record
+from lightning_tricks.checkpoints.write_file import save_with_record
 from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.cli import next_steps as next_steps_module
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, newest_checkpoint

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints.saved import flat
 from checkpoints.shards import REST, of_file, write_shards
-from checkpoints.test_read_folder import Line, fit, flat
+from checkpoints.test_open_checkpoint import Line, fit
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError

@@ -1,6 +1,5 @@
 """Runs that are told to stop at one place, for test_preemption.py: exit codes, checkpoints and losses of each."""
 
-import json
 import logging
 import os
 import signal
@@ -166,8 +165,9 @@ def fit(
 Todo = list[tuple[str, str, tuple[int, ...]]]
 
 
-def cases(rank: int, world: int, saver: str, data: Path, folder: Path, todo: Todo) -> None:
-    """Stop a run at each (place, how, ranks), and go on to its end; writes down the codes and the checkpoints."""
+def cases(rank: int, world: int, saver: str, data: Path, folder: Path, todo: Todo) -> dict[str, Any]:
+    """Stop a run at each (place, how, ranks), and go on to its end; the codes and the checkpoints of each."""
+    results = {}
     options: Any = {"world": world, "saver": saver}
     fit(data, folder / "unbroken", Stop("", "", (), Preemption()), Preemption(), **options)
     for place, how, ranks in todo:
@@ -183,4 +183,5 @@ def cases(rank: int, world: int, saver: str, data: Path, folder: Path, todo: Tod
             torch.distributed.barrier() if torch.distributed.is_initialized() else None
             again = fit(data, case, Stop("", "", (), callback), Preemption(), ckpt_path="last", **options)
         result = {"code": code, "files": [path.name for path in found], "steps": steps, "lines": logged.count("\n")}
-        (case / f"result{rank}.json").write_text(json.dumps({**result, "again": again}))
+        results[case.name] = {**result, "again": again}
+    return results

@@ -7,25 +7,26 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from two_processes import run as run_processes
+from harness.models import Small, adamw, batches
+from harness.processes import run as run_processes
+from harness.runs import trainer_with
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import InitFrom
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 
 
-class Net(pl.LightningModule):
-    def __init__(self, width: int = 4):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(2))
+class Blocks(torch.nn.ModuleList):
+    """Two layers, which FSDP2Strategy finds as blocks."""
 
-    def training_step(self, batch, batch_idx):
-        for block in self.blocks:
-            batch = block(batch)
-        return batch.pow(2).mean()
+    def forward(self, batch):
+        return self[1](self[0](batch))
 
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+def net(width: int = 4, seed: int = 0) -> Small:
+    torch.manual_seed(seed)
+    blocks = Blocks(torch.nn.Linear(width, width) for _ in range(2))
+    return Small(net=blocks, optimizer=adamw, data=batches(torch.ones(4, 2, 4)))
 
 
 class Start(pl.Callback):
@@ -40,16 +41,12 @@ class Start(pl.Callback):
 
 def fit(folder, *callbacks, steps=2, seed=0, ckpt_path=None, strategy="auto", devices=1, module=None):
     """Train, and return what was there at the start and the trainer."""
-    torch.manual_seed(seed)
     start = Start()
-    trainer = pl.Trainer(
-        max_steps=steps, accelerator="cpu", devices=devices, strategy=strategy, logger=False, plugins=None,
-        callbacks=[*callbacks, start], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder,
-    )  # fmt: skip
+    options = {"enable_checkpointing": False, "default_root_dir": folder, "logger": False, "max_steps": steps}
+    trainer = trainer_with(*callbacks, start, devices=devices, strategy=strategy, **options)
     if strategy in ("auto", "ddp"):
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
-    trainer.fit(module or Net(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2), ckpt_path=ckpt_path)
+    trainer.fit(module or net(seed=seed), ckpt_path=ckpt_path)
     return start, trainer
 
 
@@ -91,14 +88,14 @@ def test_a_run_that_goes_on_keeps_its_own_weights_and_says_so(source, tmp_path, 
 
 def test_a_module_may_refuse_and_every_line_names_the_option(source, tmp_path):
     path, _ = source
-    module = Net()
+    module = net()
     module.check_weights = lambda checkpoint: (_ for _ in ()).throw(
         UsageError(f"not mine: {checkpoint['global_step']}")
     )
     with pytest.raises(UsageError, match=r"^init_from=.*source\.ckpt: not mine: 2"):
         fit(tmp_path, InitFrom(path), module=module)
-    with pytest.raises(UsageError, match=r"^init_from=.*: 'blocks\.0\.weight' is \(4, 4\) in it and \(5, 5\) in the"):
-        fit(tmp_path, InitFrom(path), module=Net(5))
+    with pytest.raises(UsageError, match=r"^init_from=.*: 'net\.0\.weight' is \(4, 4\) in it and \(5, 5\) in the"):
+        fit(tmp_path, InitFrom(path), module=net(5))
     with pytest.raises(UsageError, match=r"^init_from=no\.ckpt: there is no such file"):
         InitFrom("no.ckpt").check()
     (tmp_path / "deepspeed").mkdir()
@@ -117,10 +114,10 @@ def test_a_strategy_that_would_not_see_the_weights_is_refused_where_it_would_tra
         InitFrom("x").setup(trainer, None, stage)  # nothing is loaded
 
 
-def on_two_ranks(rank: int, folder: str) -> None:
+def on_two_ranks(rank: int, folder: str, weights: list) -> list:
     from lightning_tricks.strategies import FSDP2Strategy
 
-    path, weights = Path(folder, "source.ckpt"), torch.load(Path(folder, "weights.pt"))
+    path = Path(folder, "source.ckpt")
     strategy = FSDP2Strategy()
     start, trainer = fit(folder, InitFrom(path), strategy=strategy, devices=2, seed=2)
     assert same(start.weights, weights)
@@ -131,13 +128,11 @@ def on_two_ranks(rank: int, folder: str) -> None:
         start, _ = fit(folder, InitFrom(Path(folder, "shards.ckpt")), strategy=kind, devices=2, seed=3)
         assert same(start.weights, after), kind
         assert (start.step, start.moments) == (0, [])
-    if rank == 0:
-        torch.save(after, Path(folder, "after.pt"))
+    return after
 
 
 def test_shards_of_two_ranks_start_two_ranks_and_one(source, tmp_path):
-    torch.save(source[1], tmp_path / "weights.pt")
-    run_processes(on_two_ranks, str(tmp_path))
+    after, _ = run_processes(on_two_ranks, str(tmp_path), source[1])
     start, _ = fit(tmp_path, InitFrom(tmp_path / "shards.ckpt"), seed=4)
-    assert same(start.weights, torch.load(tmp_path / "after.pt"))
+    assert same(start.weights, after)
     shutil.rmtree(tmp_path / "shards.ckpt")

@@ -1,20 +1,95 @@
-"""kill -9 at any moment, resume: losses, norms, learning rates, data and final weights are the unbroken run's."""
+"""Kills and full disks at any moment of a save and of a training.
 
+In a save: what is there is whole, and the next run goes on. In a training: losses, norms, learning rates, data and
+final weights are those of the unbroken run.
+"""
+
+import contextlib
 import json
 import multiprocessing
 import random
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import beside
 import pytest
-from beside import Beside
-from killed_training import STEPS, Case, run
-from token_files import write_token_files
-from two_processes import free_port
+import torch
+from harness import processes
+from harness.processes import Beside, free_port
+from harness.token_files import write_token_files
+from killed import STEPS, Case, Moments, be_quiet, run, save_once_more
 
-from lightning_tricks.checkpoints.record import read_record
+from lightning_tricks.checkpoints.record import damage, read_record
+
+FORK = multiprocessing.get_context("fork")
+
+# ---- in a save
+
+SAVES = [(how, asynchronous) for how in ("file", "link", "copy") for asynchronous in (False, True)]
+KINDS = ("SIGKILL", "ENOSPC")
+
+
+def attempt(folder: Path, save: tuple[str, bool], number: int, kind: str, temporary: Path) -> tuple[int, int]:
+    """Save in a process to which something happens at one moment; its exit code, and the moments that it came to."""
+    listen, say = FORK.Pipe(duplex=False)
+
+    def child() -> None:
+        be_quiet()
+        tempfile.tempdir = str(temporary)
+        moments = Moments("files", number, kind)
+        moments.watch()
+        with contextlib.suppress(OSError):
+            save_once_more(folder, *save)
+        say.send(moments.seen["files"])
+
+    process = FORK.Process(target=child)
+    process.start()
+    say.close()
+    process.join()
+    with contextlib.suppress(EOFError):
+        return process.exitcode, listen.recv()
+    return process.exitcode, 0
+
+
+def check_whole(folder: Path) -> int:
+    """Every checkpoint is whole to the byte, and opens; the step to which `last.ckpt` leads."""
+    paths = list(folder.glob("*.ckpt"))
+    for path in paths:
+        assert damage(path, read_record(path)) is None
+    content = torch.load(folder / "last.ckpt", weights_only=True)
+    assert content["global_step"] == read_record(folder / "last.ckpt").step
+    hidden = [path.name for path in folder.iterdir() if path not in paths]
+    assert all(name.endswith((".saving", ".replaced")) for name in hidden)
+    assert len(hidden) <= 2, "the next save removes what a killed one left"
+    return int(content["global_step"])
+
+
+def save_at_all_moments(tmp_path: Path, how: str, asynchronous: bool) -> None:
+    """Twelve moments from a first change of a file to the last one, and two around the end, each with every kind."""
+    folder, temporary, save = tmp_path / "saved", tmp_path / "temporary", (how, asynchronous)
+    folder.mkdir()
+    temporary.mkdir()
+    for _ in range(2):
+        assert attempt(folder, save, 0, "", temporary)[0] == 0
+    _, count = attempt(folder, save, 0, "", temporary)
+    assert count > 20
+    draw = random.Random(f"{how} {asynchronous}")
+    for number in [*sorted(draw.sample(range(1, count - 5), 10)), *range(count - 5, count + 1, 2)]:
+        for kind in KINDS:
+            before = check_whole(folder)
+            code, _ = attempt(folder, save, number, kind, temporary)
+            assert code == (-signal.SIGKILL if kind == "SIGKILL" else 0)
+            assert before <= check_whole(folder) <= before + 2
+    before = check_whole(folder)
+    assert attempt(folder, save, 0, "", temporary)[0] == 0
+    assert check_whole(folder) > before
+    assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    assert (folder / "last.ckpt").is_symlink() == (how == "link")
+    assert not list(temporary.iterdir()), "nothing is staged on another file system"
+
+
+# ---- in a training
 
 CASES = {
     "tokens": Case(),
@@ -30,11 +105,10 @@ CASES = {
 
 def launch(folder: Path, case: Case, kill: tuple[str, int] = ("", 0)) -> list[int]:
     """Run the ranks of a training; their exit codes. Where a rank dies, the others are ended."""
-    context = multiprocessing.get_context("fork")
     port = free_port() if case.world > 1 else 0
     victim = 0 if kill[0] in ("save", "fsync") else case.world - 1  # rank 0 writes more than the others
     ranks = [
-        context.Process(target=run, args=(folder, case, kill if rank == victim else ("", 0), rank, port))
+        FORK.Process(target=run, args=(folder, case, kill if rank == victim else ("", 0), rank, port))
         for rank in range(case.world)
     ]
     for process in ranks:
@@ -85,10 +159,16 @@ def kill_three_times(folder: Path, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def wait_for(folder) -> Iterator[Beside]:
-    runs = {name: (kill_three_times, folder, name) for name in CASES}
-    with beside.processes(runs | {"two, then one": (change_of_world, folder)}) as wait:
+def wait_for(folder, tmp_path_factory) -> Iterator[Beside]:
+    runs = {str(save): (save_at_all_moments, tmp_path_factory.mktemp("saves"), *save) for save in SAVES}
+    runs |= {name: (kill_three_times, folder, name) for name in CASES}
+    with processes.processes(runs | {"two, then one": (change_of_world, folder)}) as wait:
         yield wait
+
+
+@pytest.mark.parametrize("save", SAVES, ids=str)
+def test_whatever_happens_in_a_save_every_checkpoint_is_whole_and_the_next_run_goes_on(wait_for, save):
+    wait_for(str(save))
 
 
 @pytest.mark.slow

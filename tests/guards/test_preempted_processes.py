@@ -10,8 +10,8 @@ from pathlib import Path
 
 import beside
 import pytest
+from harness.token_files import write_token_files
 from preloaded import left_over, python
-from token_files import write_token_files
 from two_processes import free_port
 
 RECIPE = """

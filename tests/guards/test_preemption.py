@@ -1,11 +1,9 @@
 """A run that is told to stop, at every place: its exit code, one new checkpoint, and nothing lost or done twice."""
 
-import json
-
 import pytest
+from harness.processes import run
+from harness.token_files import write_token_files
 from preempted_run import STEPS, cases
-from token_files import write_token_files
-from two_processes import run
 
 HOWS = ("SIGTERM", "SIGUSR1", "SIGINT", "deadline")
 # the step after which one process stops
@@ -31,33 +29,25 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    run(
-        cases,
-        1,
-        "ModelCheckpoint",
-        data,
-        folder,
-        [(place, how, (0,)) for place, how in (*ALONE, ("last step", "SIGINT"))],
-        world=1,
-    )
-    return folder
+    todo = [(place, how, (0,)) for place, how in (*ALONE, ("last step", "SIGINT"))]
+    return folder, *run(cases, 1, "ModelCheckpoint", data, folder, todo, world=1)
 
 
 @pytest.mark.parametrize(("place", "how"), ALONE)
 def test_one_process(alone, place, how):
-    case = alone / f"{place}-{how}-0"
-    result = json.loads((case / "result0.json").read_text())
-    step = PLACES[place]
+    folder, results = alone
+    case = f"{place}-{how}-0"
+    result, step = results[case], PLACES[place]
     assert (result["code"], result["again"]) == (code_of(how), None)
     assert result["files"] == ["last.ckpt"]
-    assert result["steps"] == [[step, step // 2]]  # what is due at that step is validated before
+    assert result["steps"] == [(step, step // 2)]  # what is due at that step is validated before
     assert result["lines"] == 2 * step
     for name in ("losses0.txt", "csv/metrics.csv"):
-        assert (case / name).read_text() == (alone / "unbroken" / name).read_text()
+        assert (folder / case / name).read_text() == (folder / "unbroken" / name).read_text()
 
 
 def test_in_the_last_step_the_run_ends_as_ever(alone):
-    result = json.loads((alone / "last step-SIGINT-0" / "result0.json").read_text())
+    result = alone[1]["last step-SIGINT-0"]
     assert (result["code"], result["lines"]) == (None, 2 * STEPS)
 
 
@@ -73,20 +63,19 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def together(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("together")
-    run(cases, 2, "SafeCheckpoint", data, folder, [*PAIRS, ("last step", "SIGTERM", (1,))])
-    return folder
+    return folder, *run(cases, 2, "SafeCheckpoint", data, folder, [*PAIRS, ("last step", "SIGTERM", (1,))])
 
 
 @pytest.mark.parametrize(("place", "how", "ranks"), PAIRS)
 def test_two_processes(together, place, how, ranks):
-    case = together / f"{place}-{how}-{'-'.join(map(str, ranks))}"
-    results = [json.loads((case / f"result{rank}.json").read_text()) for rank in (0, 1)]
-    step = TOGETHER[place]
+    folder, *both = together
+    case = f"{place}-{how}-{'-'.join(map(str, ranks))}"
+    results, step = [results[case] for results in both], TOGETHER[place]
     assert [(result["code"], result["again"]) for result in results] == [(code_of(how), None)] * 2
-    assert results[0]["steps"] == [[3, 1]] * (step > 3) + [[step, step // 2]]  # that of an interval, and the new one
+    assert results[0]["steps"] == [(3, 1)] * (step > 3) + [(step, step // 2)]  # that of an interval, and the new one
     assert [result["lines"] for result in results] == [2 * step] * 2
     for name in ("losses0.txt", "losses1.txt", "csv/metrics.csv"):
-        assert (case / name).read_text() == (together / "unbroken" / name).read_text()
+        assert (folder / case / name).read_text() == (folder / "unbroken" / name).read_text()
 
 
 def test_every_reason_and_every_choice_of_ranks_occurs():
@@ -95,5 +84,4 @@ def test_every_reason_and_every_choice_of_ranks_occurs():
 
 
 def test_a_rank_that_is_told_in_the_last_step_lets_the_run_end(together):
-    codes = [json.loads((together / "last step-SIGTERM-1" / f"result{r}.json").read_text())["code"] for r in (0, 1)]
-    assert codes == [None, None]
+    assert [results["last step-SIGTERM-1"]["code"] for results in together[1:]] == [None, None]

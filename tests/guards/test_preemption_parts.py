@@ -17,23 +17,30 @@ import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness.models import Small
+from harness.processes import run
+from harness.runs import On, trainer_with
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
-from two_processes import run
 
 from lightning_tricks import Preemption, SafeCheckpoint
 from lightning_tricks._errors import UsageError
 from lightning_tricks._process import process_age
 from lightning_tricks.checkpoints import atomic_checkpoint_io
+from lightning_tricks.checkpoints.check_checkpoint import identity
 from lightning_tricks.guards.preemption import loader_workers, stop_signals
-from lightning_tricks.guards.preemption.agreement import Agreement
 from lightning_tricks.guards.preemption.loader_workers import shielded_workers
-from lightning_tricks.guards.preemption.preemption import Preempted
-from lightning_tricks.guards.preemption.slurm import job_id, requeue
-from lightning_tricks.guards.preemption.stop_signals import Reason, StopSignals
-from lightning_tricks.guards.preemption.time_limit import deadline, seconds_left_in_job
+from lightning_tricks.guards.preemption.preemption import Agreement, Preempted
+from lightning_tricks.guards.preemption.stop_signals import (
+    Reason,
+    StopSignals,
+    deadline,
+    job_id,
+    requeue,
+    seconds_left_in_job,
+)
 
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -42,35 +49,33 @@ def handlers():
     return [signal.getsignal(number) for number in NUMBERS]
 
 
-class Model(pl.LightningModule):
-    """Calls `act` in its third step."""
+class Model(Small):
+    """Calls `then` in its third step."""
 
-    def __init__(self, act=lambda: None):
-        super().__init__()
-        self.layer, self.act = torch.nn.Linear(2, 1), act
+    def __init__(self, then=lambda: None):
+        super().__init__(2, 1)
+        self.then = then
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 2:
-            self.act()
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+            self.then()
+        return super().training_step(batch, batch_idx)
 
 
-def fit(folder, act, *callbacks, preemption=None, loader=None, ckpt_path=None, **options):
+def fit(folder, act, *callbacks, preemption=None, ckpt_path=None, **options):
     """The exception with which a fit of 6 steps ends, None if it comes to its end."""
     warnings.simplefilter("ignore")
-    trainer = pl.Trainer(
-        max_steps=6, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, default_root_dir=folder,
-        enable_model_summary=False, callbacks=[preemption or Preemption(), *callbacks],
-        **{"enable_checkpointing": bool(callbacks), **options},
-    )  # fmt: skip
+    own = {"max_steps": 6, "logger": False, "default_root_dir": folder, "enable_checkpointing": bool(callbacks)}
+    trainer = trainer_with(preemption or Preemption(), *callbacks, **{**own, **options})
     try:
-        trainer.fit(Model(act), loader or DataLoader(torch.ones(9, 2)), ckpt_path=ckpt_path)
+        trainer.fit(Model(act), ckpt_path=ckpt_path)
     except BaseException as error:
         return error.with_traceback(None)
     return None
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def terminate():
@@ -122,36 +127,29 @@ def test_into_a_bucket_the_checkpoint_is_written_under_its_name_at_once(tmp_path
 
 def test_an_older_checkpoint_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
     fit(tmp_path, terminate, ModelCheckpoint(tmp_path))
-    before = (tmp_path / "last.ckpt").read_bytes()
+    last = tmp_path / "last.ckpt"
+    before = identity(last)
     real = pl.Trainer.save_checkpoint
 
     def half(self, filepath, *args, **kwargs):
-        assert (tmp_path / "last.ckpt").read_bytes() == before
+        assert identity(last) == before
         real(self, filepath, *args, **kwargs)
-        assert (tmp_path / "last.ckpt").read_bytes() == before
+        assert identity(last) == before
 
     monkeypatch.setattr(pl.Trainer, "save_checkpoint", half)
     fit(tmp_path, terminate, ModelCheckpoint(tmp_path, save_top_k=0), max_epochs=None)
     assert step_of(tmp_path / "last.ckpt") == 3
-    assert (tmp_path / "last.ckpt").read_bytes() != before
+    assert identity(last) != before
 
 
 def test_a_save_in_the_background_has_its_name_before_the_process_leaves(tmp_path):
-    written = []
+    class Slow(TorchCheckpointIO):
+        def save_checkpoint(self, *args, **kwargs):
+            time.sleep(0.5)
+            super().save_checkpoint(*args, **kwargs)
 
-    class Slow(AsyncCheckpointIO):
-        def save_checkpoint(self, checkpoint, path, storage_options=None):
-            go = threading.Event()
-            threading.Timer(0.5, go.set).start()
-            inner = self.checkpoint_io.save_checkpoint
-            self.checkpoint_io.save_checkpoint = lambda *args, **kwargs: (go.wait(), inner(*args, **kwargs))
-            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
-            self.checkpoint_io.save_checkpoint = inner if go.is_set() else self.checkpoint_io.save_checkpoint
-            written.append(Path(path).exists())
-
-    stop = fit(tmp_path, terminate, ModelCheckpoint(tmp_path, save_top_k=0), plugins=[Slow()])
+    stop = fit(tmp_path, terminate, ModelCheckpoint(tmp_path, save_top_k=0), plugins=[AsyncCheckpointIO(Slow())])
     assert isinstance(stop, Preempted)
-    assert written == [False]
     assert step_of(tmp_path / "last.ckpt") == 3
 
 
@@ -170,17 +168,13 @@ def test_a_callback_that_saves_by_itself_is_asked_to(tmp_path):
 def test_a_step_without_a_checkpoint_is_said_and_the_step_that_the_named_checkpoint_holds(
     tmp_path, monkeypatch, capfd, cause
 ):
-    class Spoils(pl.Callback):
-        def on_before_backward(self, trainer, pl_module, loss):
-            if trainer.global_step == 2 and cause == "NaN":
-                pl_module.layer.weight.data.fill_(math.nan)
-            elif trainer.global_step == 2:
-                monkeypatch.setattr(atomic_checkpoint_io, "write_file", full)
+    def spoils(trainer, pl_module, loss):
+        if trainer.global_step == 2 and cause == "NaN":
+            pl_module.net[0].weight.data.fill_(math.nan)
+        elif trainer.global_step == 2:
+            monkeypatch.setattr(atomic_checkpoint_io, "write_file", full)
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    stop = fit(tmp_path, terminate, SafeCheckpoint(tmp_path, every_n_train_steps=2), Spoils())
+    stop = fit(tmp_path, terminate, SafeCheckpoint(tmp_path, every_n_train_steps=2), On(on_before_backward=spoils))
     last = tmp_path / "last.ckpt"
     assert (stop.step, stop.checkpoint, step_of(last)) == (3, str(last), 2)
     line = f"Stopped by SIGTERM after step 3, of which no checkpoint to go on from was saved: {last} is of step 2\n"
@@ -190,9 +184,6 @@ def test_a_step_without_a_checkpoint_is_said_and_the_step_that_the_named_checkpo
 def test_on_a_full_disk_it_names_the_checkpoint_of_the_resume_and_without_one_that_there_is_none(
     tmp_path, monkeypatch, capfd
 ):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     fit(tmp_path / "one", lambda: None, SafeCheckpoint(tmp_path / "one", every_n_train_steps=1, keep_last=9))
     monkeypatch.setattr(atomic_checkpoint_io, "write_file", full)
     first = tmp_path / "one" / "step=1.ckpt"
@@ -205,17 +196,8 @@ def test_on_a_full_disk_it_names_the_checkpoint_of_the_resume_and_without_one_th
 
 
 def test_it_saves_what_every_other_callback_has_done_in_the_step(tmp_path):
-    class Counts(pl.Callback):
-        def __init__(self):
-            self.steps = 0
-
-        def on_train_batch_end(self, *_):
-            self.steps += 1
-
-        def state_dict(self):
-            return {"steps": self.steps}
-
-    counts = Counts()
+    done = []
+    counts = On(on_train_batch_end=lambda *_: done.append(1), state_dict=lambda: {"steps": len(done)})
     fit(tmp_path, terminate, counts, enable_checkpointing=False)
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"][counts.state_key] == {"steps": 3}
 
@@ -263,13 +245,10 @@ def test_while_it_leaves_signals_are_of_no_effect_until_the_program_has_caught_i
 
 
 def test_lightnings_own_handlers_and_its_broadcast_are_back_after_the_fit(tmp_path):
-    trainer = pl.Trainer(
-        max_steps=1, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
-        enable_model_summary=False, callbacks=[Preemption()], default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = trainer_with(Preemption(), max_steps=1, default_root_dir=tmp_path)
     owners = [trainer._signal_connector, trainer.fit_loop.epoch_loop]
     before = [dict(vars(owner)) for owner in owners]
-    trainer.fit(Model(), DataLoader(torch.ones(9, 2)))
+    trainer.fit(Model())
     assert [vars(owner).keys() for owner in owners] == [known.keys() for known in before]
 
 
@@ -325,17 +304,24 @@ def test_handlers_are_put_back_in_the_main_thread_alone():
     assert handlers() == before
 
 
+def in_a_fork(act):
+    """The exit code of a forked process that calls `act` and then leaves with what it returns."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(act())
+        except KeyboardInterrupt:
+            os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def test_a_forked_process_goes_on_after_a_handler_of_the_program():
     told = []
     before = signal.signal(signal.SIGTERM, lambda *_: told.append(os.getpid()))
     ours = StopSignals({signal.SIGTERM: Reason.SIGTERM})
     ours.install()
     try:
-        child = os.fork()
-        if child == 0:
-            terminate()
-            os._exit(7 if told == [os.getpid()] and ours.received is Reason.NONE else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert in_a_fork(lambda: terminate() or [*told, ours.received] == [os.getpid(), Reason.NONE]) == 1
     finally:
         ours.restore()
         signal.signal(signal.SIGTERM, before)
@@ -348,22 +334,11 @@ def test_a_forked_process_acts_as_without_the_handlers(number):
     ours = StopSignals(dict.fromkeys(NUMBERS, Reason.SIGTERM))
     ours.install()
     try:
-        child = os.fork()
-        if child == 0:
-            try:
-                os.kill(os.getpid(), number)
-                time.sleep(60)
-            except KeyboardInterrupt:
-                os._exit(7)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
+        code = in_a_fork(lambda: (os.kill(os.getpid(), number), time.sleep(60), 0)[-1])
     finally:
         ours.restore()
         signal.signal(number, before)
-    if number == signal.SIGINT:
-        assert os.waitstatus_to_exitcode(status) == 7
-    else:
-        assert os.waitstatus_to_exitcode(status) == -number
+    assert code == (7 if number == signal.SIGINT else -number)
     assert ours.received is Reason.NONE
 
 
@@ -540,11 +515,7 @@ def test_one_process_agrees_with_itself_at_once():
 def test_no_part_of_it_is_there_in_a_development_run(tmp_path):
     seen = []
     before = handlers()
-    trainer = pl.Trainer(
-        fast_dev_run=3, accelerator="cpu", devices=1, logger=False, callbacks=[Preemption()],
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Model(lambda: seen.append(handlers()[1:])), DataLoader(torch.ones(9, 2)))
+    trainer_with(Preemption(), fast_dev_run=3, logger=False).fit(Model(lambda: seen.append(handlers()[1:])))
     assert seen == [before[1:]]
 
 

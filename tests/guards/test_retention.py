@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tricks.checkpoints.record import Record
-from lightning_tricks.guards.saving.retention import Retention, best_first, last_of, to_delete, to_make_room
+from lightning_tricks.guards.saving.checkpoint_folder import Retention, best_first, last_of, to_delete, to_make_room
 
 RECORDS = st.builds(
     Record,
@@ -76,11 +76,11 @@ def test_a_score_of_weights_that_are_not_finite_is_none():
     assert best_first(records, "min", 9) == ["step=1.ckpt"]
 
 
-def test_permanent_ones_held_ones_and_those_without_a_number_stay():
+def test_permanent_ones_protected_ones_and_those_without_a_number_stay():
     records = history(
         Record(1, 1, True, permanent=True), Record(2, 2, True), Record(3, 3, True), Record(4, 0), Record(5, 5, True)
     )
-    assert to_delete(records, keep(1), held=["step=2.ckpt"]) == ["step=3.ckpt"]
+    assert to_delete(records, keep(1), protected=["step=2.ckpt"]) == ["step=3.ckpt"]
 
 
 def test_a_full_disk_costs_what_is_not_finite_then_the_oldest_and_never_the_last_good_one():

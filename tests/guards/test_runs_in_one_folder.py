@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import shutil
-import warnings
 import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-import two_processes
 from cli.test_run_folder import RUN_OF_TOY, command_line
 from guards.test_safe_checkpoint import Batches, Model, fit, names, steps
+from guards.test_safe_checkpoint import lines_of as all_lines_of
+from harness import processes
+from harness.runs import On, trainer_with
 
-from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import SafeCheckpoint
-from lightning_tricks.checkpoints.record import KEY, Record, read_record, save_with_record
-from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
+from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
+from lightning_tricks.checkpoints.record import KEY, Record, read_record
+from lightning_tricks.checkpoints.write_file import save_with_record
 
 
 def saver(folder: Path, keep_last: int = 2, **options: Any) -> SafeCheckpoint:
@@ -29,10 +30,7 @@ def saver(folder: Path, keep_last: int = 2, **options: Any) -> SafeCheckpoint:
 
 def lines_of(*args: Any, **options: Any) -> list[str]:
     """The lines of a fit on checkpoints that it did not write."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(*args, **options)
-    return [str(warning.message) for warning in caught if "this run did not write" in str(warning.message)]
+    return [line for line in all_lines_of(*args, **options) if "this run did not write" in line]
 
 
 def runs(folder: Path) -> list[str | None]:
@@ -106,13 +104,12 @@ def test_two_savers_of_a_trainer_name_one_run(tmp_path):
 
 
 def test_a_copy_that_the_user_made_stays(tmp_path):
-    class Copies(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 3:
-                shutil.copy(tmp_path / "step=2.ckpt", tmp_path / "mine.ckpt")
-                shutil.copytree(tmp_path, tmp_path / "all", symlinks=True)
+    def copies(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            shutil.copy(tmp_path / "step=2.ckpt", tmp_path / "mine.ckpt")
+            shutil.copytree(tmp_path, tmp_path / "all", symlinks=True)
 
-    fit([Copies(), saver(tmp_path, keep_last=1)], 8)
+    fit([On(on_train_batch_end=copies), saver(tmp_path, keep_last=1)], 8)
     assert names(tmp_path) == {"step=8.ckpt", "last.ckpt", "mine.ckpt", "all"}
     assert names(tmp_path / "all") == {"step=2.ckpt", "last.ckpt", "mine.ckpt"}
 
@@ -182,7 +179,7 @@ def on_two_ranks(rank: int, folder: Path) -> None:
 
 
 def test_two_ranks_agree_on_the_run(tmp_path):
-    two_processes.run(on_two_ranks, tmp_path)
+    processes.run(on_two_ranks, tmp_path)
 
 
 # ---- after the fit
@@ -194,8 +191,9 @@ def test_after_a_fit_the_saver_and_its_trainer_can_be_pickled_and_copied(tmp_pat
     for copied in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
         other = copied.checkpoint_callback
         assert other.best_model_path == own.best_model_path
-        again = pl.Trainer(callbacks=[other], max_steps=6, logger=False, enable_progress_bar=False, accelerator="cpu")
-        again.fit(Model(), torch.utils.data.DataLoader(torch.ones(64, 3)), ckpt_path=tmp_path / "step=4.ckpt")
+        trainer_with(other, max_steps=6, logger=False).fit(
+            Model(), torch.utils.data.DataLoader(torch.ones(64, 3)), ckpt_path=tmp_path / "step=4.ckpt"
+        )
         assert steps(tmp_path) == [4, 6]
 
 
@@ -208,5 +206,5 @@ def again_in_another_process(folder: Path) -> None:
 
 
 def test_a_second_fit_under_ddp_spawn_works(tmp_path):
-    two_processes.end(two_processes.start_alone(again_in_another_process, tmp_path))
+    processes.end(processes.start_alone(again_in_another_process, tmp_path))
     assert steps(tmp_path) == [4, 6]

@@ -4,16 +4,17 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from preloaded import python
-from two_processes import run
+from harness.preloaded import python
+from harness.processes import run
+from harness.runs import trainer_with
+from harness.token_files import write_token_files
 
 from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.checkpoints.record import read_record
-from lightning_tricks.data import ShardWriter, TokenData
+from lightning_tricks.data import TokenData
 
 
 class Model(pl.LightningModule):
@@ -34,21 +35,11 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def make_data(folder: Path) -> Path:
-    ids = np.random.default_rng(0).integers(0, 64, 4000)
-    with ShardWriter(folder, "train", 64) as writer:
-        writer.append(ids)
-    return folder / "train_000000.bin"
-
-
 def fit(data: Path, saver: Any, steps: int, ckpt_path: Any = None, num_workers: int = 0, **options: Any) -> Any:
     torch.manual_seed(0 if ckpt_path is None else 99)
-    defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "limit_val_batches": 0}
-    trainer = pl.Trainer(
-        max_steps=steps, callbacks=[saver], enable_progress_bar=False, enable_model_summary=False,
-        **{**defaults, **options},
-    )  # fmt: skip
-    loader = TokenData(train=str(data), val=str(data), seq_len=8, micro_batch_size=2, num_workers=num_workers, seed=3)
+    trainer = trainer_with(saver, max_steps=steps, **{"logger": False, "limit_val_batches": 0, **options})
+    files = {name: str(data / f"{name}.bin") for name in ("train", "val")}
+    loader = TokenData(**files, seq_len=8, micro_batch_size=2, num_workers=num_workers, seed=3)
     model = Model()
     trainer.fit(model, loader, ckpt_path=ckpt_path)
     return trainer, model
@@ -56,7 +47,7 @@ def fit(data: Path, saver: Any, steps: int, ckpt_path: Any = None, num_workers: 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_with_token_data_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path, num_workers):
-    data, options = make_data(tmp_path), {"num_workers": num_workers, "accumulate_grad_batches": 2}
+    data, options = write_token_files(tmp_path), {"num_workers": num_workers, "accumulate_grad_batches": 2}
     _, whole = fit(data, SafeCheckpoint(tmp_path / "a", every_n_train_steps=3, keep_last=9), 8, **options)
     _, resumed = fit(data, SafeCheckpoint(tmp_path / "b"), 8, tmp_path / "a" / "step=3.ckpt", **options)
     assert resumed.losses == whole.losses[6:]
@@ -80,7 +71,7 @@ def two_ranks(rank: int, folder: Path, data: Path) -> None:
 
 
 def test_two_ranks_save_and_resume_together(tmp_path):
-    run(two_ranks, tmp_path, make_data(tmp_path))
+    run(two_ranks, tmp_path, write_token_files(tmp_path))
 
 
 CLASSIC = """

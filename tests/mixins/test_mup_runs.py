@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import LanguageModel, Llama, MuP, OptimizerMixin, WarmupLinear
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints.read_file import load_file
+from lightning_tricks.checkpoints.open_checkpoint import load_file
 from lightning_tricks.commands.generate import decoder_from_checkpoint
 
 CONFIG = Llama(vocab_size=61, d_model=32, n_layers=2, n_heads=2, max_seq_len=16)

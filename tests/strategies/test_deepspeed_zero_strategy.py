@@ -31,8 +31,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import BatchSizeWarmup, DecayOnDemand, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
-from lightning_tricks.checkpoints.checksummed_file import ChecksummedFile
 from lightning_tricks.checkpoints.record import damage, read_record
+from lightning_tricks.checkpoints.write_file import ChecksummedFile
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.data.batches import IGNORED

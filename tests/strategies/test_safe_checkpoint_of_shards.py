@@ -14,8 +14,8 @@ from foreign import CausalLM, rows
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import SafeCheckpoint
+from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.record import KEY, read_record
-from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 from lightning_tricks.guards.saving.content import check_class
 from lightning_tricks.strategies import FSDP2Strategy
 

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that the
 import lightning_tricks.strategies.verify_together as verify_together_module
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint, read_folder
-from lightning_tricks.checkpoints.checksummed_file import ChecksummedFile
+from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.record import KEY, read_record, record_of
-from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
+from lightning_tricks.checkpoints.write_file import ChecksummedFile
 from lightning_tricks.strategies import DeepSpeedZeROStrategy
 from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
 from lightning_tricks.strategies.broadcast import broadcast

@@ -8,9 +8,7 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.load_weights import matched
-from lightning_tricks.checkpoints.read_file import read_file
-from lightning_tricks.checkpoints.read_folder import read_folder
-from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
+from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.commands.autopsy.documents import Document, documents_of, rows_of, samples_of_step
 from lightning_tricks.commands.autopsy.gradients import AdamUpdate, Gradients, moments_of, norm
 from lightning_tricks.commands.autopsy.report import SHOWN, RankedDocument, Report, suspicions, visible
@@ -51,8 +49,8 @@ def autopsy(
             that the run has not; no whole checkpoint.
     """
     _check_kinds(module, data)
-    path = verify_checkpoint(checkpoint_path)
-    checkpoint = read_folder(path, weights_only) if path.is_dir() else read_file(path, weights_only)
+    path = Path(checkpoint_path)
+    checkpoint = open_checkpoint(path, weights_only=weights_only)
     data.prepare_data()
     data.setup("fit")
     asked = samples_of_step(data, checkpoint, path, step, max_steps)

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
-from lightning_tricks.checkpoints.read_file import load_file
+from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.data.batches import IGNORED, Batch, TrainBatches, document_ids
 
 Runs = list[tuple[int, int]]  # first and last position of each unbroken run of samples
@@ -71,7 +70,7 @@ def _later_states(path: Path, kind: str, step: int) -> Iterator[tuple[Path, dict
     """The data's state in each checkpoint of the folder that has done the step."""
     for other in sorted(other for other in path.parent.glob("*.ckpt") if not other.is_symlink()):
         try:
-            content = load_file(other / TRAINER_STATE if other.is_dir() else other, weights_only=True)
+            content = open_checkpoint(other, parts=(), weights_only=True, verify=False)
         except (UsageError, OSError):
             continue  # this one is not the one that was asked for
         state = content.get(kind) if isinstance(content, dict) and content.get("global_step", 0) > step else None

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_tricks._errors import UsageError
@@ -22,20 +24,21 @@ from lightning_tricks._trainer import (
     dismiss_process_observer,
     is_accumulating,
     is_restarting,
+    last_saved_step,
     launched_processes,
     signal_connector,
     sigterm_broadcast,
+    slurm_checkpoint,
     slurm_environment,
     validation_follows,
 )
-from lightning_tricks.guards.preemption.agreement import Agreement
+from lightning_tricks.checkpoints.atomic_checkpoint_io import wait_for_write
+from lightning_tricks.checkpoints.record import record_or_none
+from lightning_tricks.checkpoints.write_file import clear_staging, put_in_place
 from lightning_tricks.guards.preemption.loader_workers import shielded_workers
-from lightning_tricks.guards.preemption.save import link_for_slurm, save
-from lightning_tricks.guards.preemption.slurm import job_id, requeue
-from lightning_tricks.guards.preemption.stop_signals import Reason, StopSignals
-from lightning_tricks.guards.preemption.time_limit import deadline
-from lightning_tricks.guards.saving.last_link import record_or_none
+from lightning_tricks.guards.preemption.stop_signals import Reason, StopSignals, deadline, job_id, requeue
 
+LAST = "last.ckpt"  # what Lightning's `ckpt_path="last"` and ours look for
 _CHILDREN_SECONDS = 30.0  # for the processes of Lightning's launcher to leave, after this one has
 
 
@@ -197,7 +200,7 @@ class Preemption(pl.Callback):
             atexit.register(_end_all, children)
         self._signals.ignore_at_exit()
         if trainer.is_global_zero:
-            self._say(trainer)
+            self._print_end(trainer)
         code = 130 if self._reason is Reason.CTRL_C else 143
         stop = Preempted(code if self.exit_code is None else self.exit_code, trainer.global_step, self._checkpoint)
         weakref.finalize(stop, self._signals.restore).atexit = False  # until a program drops it, no signal is obeyed
@@ -206,7 +209,7 @@ class Preemption(pl.Callback):
         finally:
             del stop  # or the exception would hold itself
 
-    def _say(self, trainer: Any) -> None:
+    def _print_end(self, trainer: Any) -> None:
         why = {
             Reason.TIME_LIMIT: "at the time limit",
             Reason.REQUEUE: f"by {signal.Signals(_requeue_signal(trainer)).name}",
@@ -267,3 +270,114 @@ def _end_all(processes: list[subprocess.Popen]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, until - time.monotonic()))
         process.kill()
+
+
+# ---- the ranks agree to stop
+
+
+class Agreement:
+    """Finds the largest number that any rank has given, over a gloo group of its own; every rank must make each call.
+
+    Each call of `later` starts an `all_reduce` on the host, in the background, and reads the result of the one before,
+    which has had a whole step to finish. So no step waits for another rank, and no device for the host.
+
+    Args:
+        world_size: number of ranks; 1 needs no group, and `later` gives its own number at once.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
+        self._pending: tuple[Any, torch.Tensor] | None = None
+
+    def later(self, number: int) -> int:
+        """The largest of the numbers that the ranks gave to the call before this one; 0 at the first call."""
+        if self._group is None:
+            return number
+        agreed = self._finish()
+        self._start(number)
+        return agreed
+
+    def now(self, number: int) -> int:
+        """The largest of the numbers that the ranks give to this call and gave to the one before; waits for all."""
+        if self._group is None:
+            return number
+        self._start(max(number, self._finish()))
+        return self._finish()
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.now(0)
+
+    def close(self) -> None:
+        """Give the group back, when all ranks are at the end of a fit and none of them has failed."""
+        self._finish()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = self._pending = None
+
+    def _start(self, number: int) -> None:
+        tensor = torch.tensor([number], dtype=torch.int32, device="cpu")
+        self._pending = dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group, async_op=True), tensor
+
+    def _finish(self) -> int:
+        if self._pending is None:
+            return 0
+        (work, tensor), self._pending = self._pending, None
+        work.wait()
+        return int(tensor)
+
+
+# ---- the checkpoint to go on from
+
+
+def save(trainer: Any, barrier: Callable[[], None]) -> str:
+    """Save the run as it is now, and return the path of the checkpoint to go on from when all of it is on the disk.
+
+    A callback with a method `save_now(trainer)` does it in its own way; the checkpoint is an older one if that cannot
+    save, as on a full disk, and the path empty if there is none. Otherwise `last.ckpt` is written: into the
+    folder of the first ModelCheckpoint, or into `default_root_dir` where there is none. It replaces an older one when
+    all of it is written. Every rank must call, between two optimizer steps; `barrier` waits for all of them.
+    """
+    for callback in trainer.callbacks:
+        if hasattr(callback, "save_now"):
+            path = callback.save_now(trainer)
+            wait_for_write(trainer)
+            return str(trainer.strategy.broadcast(str(path or callback.last_model_path or trainer.ckpt_path or "")))
+    saver = next((one for one in trainer.checkpoint_callbacks if getattr(one, "dirpath", None)), None)
+    if saver is not None and last_saved_step(saver) == trainer.global_step > 0 and saver.save_last:
+        wait_for_write(trainer)
+        return str(saver.last_model_path)
+    folder = str(saver.dirpath if saver is not None else trainer.default_root_dir)
+    path = os.path.join(folder, LAST)
+    if saver is not None:
+        saver.last_model_path = path  # a part of its state: the next run's replaces this file, and writes no last-v1
+    if "://" in folder:
+        trainer.save_checkpoint(path)  # there is no rename there
+        wait_for_write(trainer)
+    else:
+        _save_and_rename(trainer, Path(path), barrier)
+    return path
+
+
+def _save_and_rename(trainer: Any, path: Path, barrier: Callable[[], None]) -> None:
+    staging = str(clear_staging(path)) if trainer.is_global_zero else ""
+    staging = trainer.strategy.broadcast(staging)  # also: nobody writes before it is cleared
+    trainer.save_checkpoint(staging)
+    wait_for_write(trainer)
+    barrier()
+    if trainer.is_global_zero:
+        put_in_place(path)
+    barrier()
+
+
+def link_for_slurm(trainer: Any, checkpoint: str) -> None:
+    """Name the checkpoint `hpc_ckpt_N.ckpt` as well: from there Lightning goes on when SLURM runs the job again.
+
+    Only where this run was not started from a checkpoint of the program's own choice: that one would choose again.
+    """
+    chosen = trainer.ckpt_path is not None and not os.path.basename(str(trainer.ckpt_path)).startswith("hpc_ckpt_")
+    if chosen or not checkpoint or "://" in checkpoint or not trainer.is_global_zero:
+        return
+    link = slurm_checkpoint(trainer)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(os.path.relpath(checkpoint, link.parent))

@@ -1,8 +1,10 @@
-"""Signals that ask a run to stop: the handler only notes the reason, in the process that installed it."""
+"""Why and when a run has to stop: signals, its own time limit, the end of its SLURM job, which may be requeued."""
 
 import atexit
+import math
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Mapping
@@ -10,6 +12,9 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any
 
+from lightning_tricks._process import process_age
+
+MARGIN_FRACTION = 0.1  # of a SLURM job: a short job shall train as well
 SECOND_CTRL_C_SECONDS = 1.0  # a launcher may hand on the SIGINT that a terminal has sent to all processes already
 
 
@@ -24,7 +29,7 @@ class Reason(IntEnum):
 
 
 class StopSignals:
-    """Handlers for the signals that ask a run to stop.
+    """Handlers for the signals that ask a run to stop; each only notes the reason, in the process that installed it.
 
     A second Ctrl-C, at least a second after the first, raises KeyboardInterrupt. A process that was forked from this
     one inherits the handlers; there they act as those that they replaced.
@@ -94,3 +99,51 @@ def _write(line: str) -> None:
     """Print from a signal handler, which may have interrupted another print."""
     with suppress(OSError):  # nobody reads it
         os.write(2, f"\n{line}\n".encode())
+
+
+# ---- the time limit, and the SLURM job
+
+
+def seconds_left_in_job(environment: Mapping[str, str], margin_minutes: float, now: float) -> float:
+    """Seconds until a SLURM job has to be left; infinite where the environment does not tell its end.
+
+    Args:
+        environment: of the process. SLURM gives `SLURM_JOB_END_TIME` and `SLURM_JOB_START_TIME`, in Unix time.
+        margin_minutes: before the job's end, and never more than a tenth of the job.
+        now: in Unix time.
+    """
+    try:
+        end = float(environment["SLURM_JOB_END_TIME"])
+    except (KeyError, ValueError):
+        return math.inf
+    margin = 60 * margin_minutes
+    with suppress(KeyError, ValueError):
+        margin = min(margin, MARGIN_FRACTION * (end - float(environment["SLURM_JOB_START_TIME"])))
+    return end - margin - now
+
+
+def deadline(max_minutes: float | None, margin_minutes: float) -> float:
+    """The moment to leave, on the clock of `time.monotonic`: the earlier of both; infinite where there is neither."""
+    own = math.inf if max_minutes is None else time.monotonic() - process_age() + 60 * max_minutes
+    return min(own, time.monotonic() + seconds_left_in_job(os.environ, margin_minutes, time.time()))
+
+
+def job_id(environment: Mapping[str, str]) -> str | None:
+    """The id of the job as `scontrol` takes it, of an array's job with its number in the array; None outside SLURM."""
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    if array is not None and "SLURM_ARRAY_TASK_ID" in environment:
+        return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment.get("SLURM_JOB_ID")
+
+
+def requeue(job: str) -> str:
+    """Have SLURM run the job again, and return a line that says so, or why not."""
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        return f"SLURM job {job} is not requeued ({error.strerror}): {' '.join(command)}"
+    if done.returncode:
+        answer = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        return f"SLURM job {job} is not requeued ({answer}): {' '.join(command)}"
+    return f"SLURM job {job} is requeued"

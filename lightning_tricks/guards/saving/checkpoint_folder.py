@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: what is in it, what is deleted, a full disk, the leftovers of killed processes.
+"""The folder of a run's checkpoints: which ones stay, `last.ckpt`, a full disk, the leftovers of killed processes.
 
 What is deleted is always a checkpoint of this run: its record names the run, and its name is one that SafeCheckpoint
 gives. Checkpoints of other runs, those whose record names none because a version before 2 of the record wrote it, and
@@ -7,24 +7,159 @@ copies that the user made under other names are neither counted nor deleted nor 
 Needs no Trainer. One process of a run, rank 0, changes the folder.
 """
 
+import contextlib
 import errno
 import itertools
+import math
 import os
 import re
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_tricks._lightning import rank_zero_warn
-from lightning_tricks.checkpoints.check_checkpoint import replaced_path
-from lightning_tricks.checkpoints.record import Record
-from lightning_tricks.checkpoints.swap_in import remove, staging_path
-from lightning_tricks.guards.saving.last_link import LAST, move_last, record_or_none
-from lightning_tricks.guards.saving.retention import Records, Retention, best_first, last_of, to_delete, to_make_room
+from lightning_tricks.checkpoints import AtomicCheckpointIO
+from lightning_tricks.checkpoints.check_checkpoint import identity, replaced_path
+from lightning_tricks.checkpoints.record import Record, record_or_none
+from lightning_tricks.checkpoints.write_file import fsync_path, put_in_place, remove, staging_path
 
+LAST = "last.ckpt"
+Records = Mapping[str, Record]  # by the name of the file or folder
 _PATTERN = "*.ckpt"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the process's limit
+
+
+# ---- which checkpoints stay, and which one `last` means: functions of their records alone
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How many checkpoints stay.
+
+    Args:
+        keep_last: the newest ones.
+        keep_best: those with the best scores.
+        mode: whether the lowest score is the best one, "min", or the highest, "max".
+    """
+
+    keep_last: int
+    keep_best: int
+    mode: Literal["min", "max"]
+
+
+def last_of(records: Records) -> str | None:
+    """The checkpoint that `last` means: the newest whose weights are finite numbers; where none is, the newest."""
+    numbered = {name: record for name, record in records.items() if record.number > 0}
+    whole = {name: record for name, record in numbered.items() if record.finite is not False}
+    return _newest(whole) or _newest(numbered)
+
+
+def best_first(records: Records, mode: str, keep: int) -> list[str]:
+    """The `keep` checkpoints with the best scores, the best first; as with ModelCheckpoint, the older one of equals."""
+    sign = -1 if mode == "max" else 1
+    scored = [
+        (sign * record.score, record.number, name)
+        for name, record in records.items()
+        if record.score is not None and math.isfinite(record.score) and record.finite is not False
+    ]
+    return [name for *_, name in sorted(scored)[:keep]]
+
+
+def to_delete(records: Records, retention: Retention, protected: Collection[str] = ()) -> list[str]:
+    """The checkpoints to delete, the oldest first.
+
+    Never among them: permanent ones, the newest one whose weights are finite, `last_of(records)`, and any that
+    SafeCheckpoint did not save, which have no number.
+
+    Args:
+        records: of every checkpoint of this run in the folder, the new one with them.
+        retention: how many stay.
+        protected: names that stay besides, such as the checkpoint that the run was resumed from.
+    """
+    candidates = _unprotected(records, retention, protected)
+    newest = sorted(records, key=lambda name: records[name].number)[-retention.keep_last :]
+    return [name for name in candidates if name not in newest]
+
+
+def to_make_room(records: Records, retention: Retention, protected: Collection[str] = ()) -> str | None:
+    """The checkpoint to delete on a full disk, before a new one is there: the next to go; None where all must stay.
+
+    One with weights that are not finite goes first, then the oldest. What `to_delete` never names stays here too.
+    """
+    candidates = _unprotected(records, retention, protected)
+    return min(candidates, key=lambda name: (records[name].finite is not False, records[name].number), default=None)
+
+
+def _unprotected(records: Records, retention: Retention, protected: Collection[str]) -> list[str]:
+    """The checkpoints that no rule but `keep_last` protects, the oldest first."""
+    finite = {name: record for name, record in records.items() if record.number > 0 and record.finite}
+    best = best_first(records, retention.mode, retention.keep_best)
+    stay = {*protected, *best, _newest(finite), last_of(records)}
+    ours = [name for name, record in records.items() if record.number > 0 and not record.permanent]
+    return sorted(set(ours) - stay, key=lambda name: records[name].number)
+
+
+def _newest(records: Records) -> str | None:
+    return max(records, key=lambda name: (records[name].number, name), default=None)
+
+
+# ---- `last.ckpt`, the name that leads to the newest checkpoint
+
+
+def move_last(target: Path, record_of: Callable[[Path], Record | None] = record_or_none) -> None:
+    """Let `last.ckpt` beside a checkpoint lead to it: a relative link, else a hard link, else a copy.
+
+    At every moment a reader finds the older or the newer one. (Of folders, where links are impossible, it finds for a
+    moment neither.) A `last.ckpt` that SafeCheckpoint did not make is renamed to `foreign-last.ckpt`,
+    or to `foreign-last-v1.ckpt` and so on where that name is taken.
+    """
+    last = target.with_name(LAST)
+    if last.is_symlink() and os.readlink(last) == target.name:
+        return
+    if os.path.lexists(last) and not last.is_symlink():
+        record = record_of(last)
+        if record is None or record.number == 0:
+            last.rename(_free_name(last.with_name(f"foreign-{LAST}")))
+        elif record == record_of(target):
+            return
+    new = staging_path(last)
+    remove(new)  # a link or copy that a killed process had not put in place: nobody else gives that hidden name
+    _link_or_copy(target, new)
+    if new.is_symlink() or new.is_file():
+        new.replace(last)
+        fsync_path(last.parent)
+    else:
+        put_in_place(last)
+
+
+def _free_name(path: Path) -> Path:
+    """The path, with the first of -v1, -v2, ... that is not taken if it is."""
+    versions = (path.with_stem(f"{path.stem}-v{version}") for version in itertools.count(1))
+    return next(free for free in itertools.chain([path], versions) if not os.path.lexists(free))
+
+
+def _link_or_copy(target: Path, new: Path) -> None:
+    with contextlib.suppress(OSError):
+        new.symlink_to(target.name)
+        return
+    if target.is_dir():
+        shutil.copytree(target, new, copy_function=_hard_link_or_copy)
+    else:
+        _hard_link_or_copy(target, new)
+
+
+def _hard_link_or_copy(source: str | Path, new: str | Path) -> None:
+    try:
+        os.link(source, new)
+    except OSError:
+        shutil.copyfile(source, new)
+        fsync_path(Path(new))
+
+
+# ---- the folder
 
 
 class CheckpointFolder:
@@ -41,9 +176,11 @@ class CheckpointFolder:
         self, path: Path, retention: Retention, run: str, on_update: Callable[[Records], None] = lambda _: None
     ) -> None:
         self.path, self.retention, self.run, self.on_update = path, retention, run, on_update
-        self.held: set[str] = set()  # names of checkpoints that stay whatever their age
-        self.written: dict[str, Record] = {}  # of this process: for a CheckpointIO that writes no records
-        self.answered: Path | None = None  # the newest checkpoint that was written or given up
+        self.protected: set[str] = set()  # names of checkpoints that stay whatever their age
+        self.records_of_this_process: dict[str, Record] = {}  # also where a CheckpointIO writes none into the file
+        self.last_finished: Path | None = None  # the newest checkpoint that was written or given up
+        self._known: dict[str, tuple[list[int], Record | None]] = {}  # by name: the file's identity, and its record
+        self._begun: dict[str, Record] = {}  # of the writes that have not finished
         self._retried: Path | None = None
         self._lock = threading.Lock()
 
@@ -56,13 +193,23 @@ class CheckpointFolder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
 
+    def record(self, path: Path) -> Record | None:
+        """The record of a checkpoint without its checksums; opens no file that is as it was when it was last asked."""
+        file, known = identity(path), self._known.get(path.name)
+        if known is None and file and path.name in self._begun:  # it has its name, and `on_commit` comes next
+            self._know(path, self._begun[path.name])
+        elif file and (known is None or known[0] != file):
+            self._know(path, record_or_none(path))
+        return self._known.get(path.name, (file, None))[1] if file else None
+
+    def _know(self, path: Path, record: Record | None) -> None:
+        record = record or self.records_of_this_process.get(path.name)
+        self._known[path.name] = identity(path), record and replace(record, checksums={})
+
     def records(self) -> dict[str, Record]:
         """The records of all checkpoints that have one; those of other programs, and damaged ones, are left out."""
-        found = {}
-        for path in self.path.glob(_PATTERN):
-            if path.name != LAST and (record := record_or_none(path) or self.written.get(path.name)):
-                found[path.name] = record
-        return found
+        found = {path.name: self.record(path) for path in self.path.glob(_PATTERN) if path.name != LAST}
+        return {name: record for name, record in found.items() if record}
 
     def of_this_run(self, records: Records) -> dict[str, Record]:
         """Those of the records that name this run, by the names that `path_of` gives: others are a user's copies."""
@@ -116,13 +263,15 @@ class CheckpointFolder:
 
     def has(self, path: Path, record: Record) -> bool:
         """Whether the checkpoint of a record has its name, and not an older one that it replaces in the background."""
-        found = record_or_none(path)
+        found = self.record(path)
         return path.exists() and (found is None or found.number == record.number)
 
-    def hold(self, path: Path) -> None:
+    def protect(self, path: Path) -> None:
         """Keep a checkpoint, or the one of which it is a link or a copy, whatever its age."""
         record = record_or_none(path)
-        self.held = {name for name, other in self.records().items() if other == record}
+        same = replace(record, checksums={}) if record else None
+        alike = [name for name, other in self.records().items() if other == same]
+        self.protected = {name for name in alike if record_or_none(self.path / name) == record}  # to the checksums
 
     def update(self) -> Records:
         """Move `last.ckpt` to the newest finite checkpoint, then delete what need not stay; returns this run's records.
@@ -132,16 +281,21 @@ class CheckpointFolder:
         with self._lock:
             records = self.records()
             if name := last_of(records):
-                move_last(self.path / name)
+                move_last(self.path / name, self.record)
             ours = self.of_this_run(records)
-            for old in to_delete(ours, self.retention, self.held):
+            for old in to_delete(ours, self.retention, self.protected):
                 self._delete(old)
                 del ours[old]
             return ours
 
+    def begin(self, path: Path, record: Record) -> None:
+        """This process is about to write a checkpoint, whose record then need not be read."""
+        self.records_of_this_process[path.name] = self._begun[path.name] = record
+
     def on_commit(self, path: Path) -> None:
         """A new checkpoint has its name."""
-        self.answered = path
+        self.last_finished = path
+        self._know(path, self._begun.pop(path.name, None) or record_or_none(path))
         records = self.update()
         if last_of(records):  # not where a user has saved weights alone, before the first checkpoint
             self.on_update(records)
@@ -149,12 +303,15 @@ class CheckpointFolder:
     def on_error(self, path: Path, error: OSError) -> Literal["retry", "skip", "raise"]:
         """A new checkpoint could not be written: on a full disk, make room once, else do without it."""
         if error.errno not in _DISK_FULL:
+            self._begun.pop(path.name, None)
             return "raise"
         if self._retried != path and (name := self._make_room(path)):
             self._retried = path
             rank_zero_warn(f"SafeCheckpoint: {path}: {error.strerror}: deleted {name} to make room, and trying again")
             return "retry"
-        self._retried, self.answered = None, path
+        self._retried, self.last_finished = None, path
+        self._begun.pop(path.name, None)
+        self.records_of_this_process.pop(path.name, None)
         newest = self.newest()
         rank_zero_warn(
             f"SafeCheckpoint: {path} was not saved: {error.strerror}. Training goes on, and the next save tries again: "
@@ -169,25 +326,47 @@ class CheckpointFolder:
             if leftover == replaced_path(path) and not os.path.lexists(path):
                 leftover.rename(path)
             elif leftover in (staging_path(path), replaced_path(path)):
-                remove(leftover)
+                remove(
+                    leftover
+                )  # of a killed save, by a hidden name that nobody else gives; what it replaced has its name
         newest = self.newest()
         if newest and not (self.path / LAST).exists():  # a link to another place may be the user's choice
-            move_last(newest)
+            move_last(newest, self.record)
 
     def _make_room(self, new: Path) -> str | None:
         """Delete one checkpoint; returns its name, None where all must stay."""
         with self._lock:
             records = self.records()
-            if name := to_make_room(self.of_this_run(records), self.retention, self.held | {new.name}):
-                move_last(self.path / (last_of(records) or name))  # it never leads to a deleted checkpoint
+            if name := to_make_room(self.of_this_run(records), self.retention, self.protected | {new.name}):
+                move_last(self.path / (last_of(records) or name), self.record)  # it never leads to a deleted one
                 self._delete(name)
             return name
 
     def _delete(self, name: str) -> None:
-        """Delete a checkpoint; a folder first loses its name, so that nobody finds half of one."""
+        """Delete a checkpoint; a folder first loses its name, so that nobody finds half of one.
+
+        It is one of this run: the callers take the name from `of_this_run`, thus by the run in its record.
+        """
         path = self.path / name
         if path.is_dir():
-            remove(staging_path(path))
+            remove(staging_path(path))  # unfinished, by a killed save or deletion of the same checkpoint
             path = path.rename(staging_path(path))
         remove(path)
-        self.written.pop(name, None)
+        self.records_of_this_process.pop(name, None)
+        self._known.pop(name, None)
+
+
+def report_writes(io: AtomicCheckpointIO, folders: Sequence[CheckpointFolder]) -> None:
+    """Have the CheckpointIO report each write, done or failed, to the folder in which it is."""
+
+    def of(path: Path) -> list[CheckpointFolder]:
+        return [folder for folder in folders if os.path.realpath(path.parent) == os.path.realpath(folder.path)]
+
+    def on_commit(path: Path) -> None:
+        for folder in of(path):
+            folder.on_commit(path)
+
+    def on_error(path: Path, error: OSError) -> Literal["retry", "skip", "raise"]:
+        return next((folder.on_error(path, error) for folder in of(path)), "raise")  # somebody else asked for it
+
+    io.on_commit, io.on_error = on_commit, on_error

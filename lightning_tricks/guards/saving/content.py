@@ -1,5 +1,9 @@
-"""What SafeCheckpoint adds to a Lightning checkpoint, and what it checks before a fit goes on from one."""
+"""What SafeCheckpoint adds to a Lightning checkpoint: its record, score, recipe, versions; and the check at a load.
 
+A checkpoint of another class, or of other weights, is refused before a fit goes on from it.
+"""
+
+import math
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,12 +15,14 @@ import torch
 
 import lightning_tricks
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl
 from lightning_tricks._replaced import replaced
+from lightning_tricks._suggest import did_you_mean
 from lightning_tricks._trainer import is_a
-from lightning_tricks.checkpoints.other_weights import other_weights
+from lightning_tricks.checkpoints.load_weights import other_weights
 from lightning_tricks.checkpoints.record import KEY, Record, record_of
 
+_COUNTS = {"epoch": "current_epoch", "step": "global_step"}  # always there, by the Trainer's attribute
 _recipes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # YAML by SaveConfigCallback
 
 
@@ -67,12 +73,7 @@ def versions() -> dict[str, str]:
 
 @contextmanager
 def refusing_other_modules(trainer: Trainer, module: Module) -> Iterator[None]:
-    """Have a checkpoint of another class or of other weights refused in one line, while Lightning restores a module.
-
-    Raises:
-        UsageError: at restoring: the module's class is not the one that was saved, nor a subclass of it; a key or a
-            shape differs.
-    """
+    """Have a checkpoint of another class or of other weights refused in one line, while Lightning restores a module."""
     on_load, load = module.on_load_checkpoint, module.load_state_dict
 
     def checked_on_load(checkpoint: dict[str, Any]) -> None:
@@ -94,11 +95,7 @@ def refusing_other_modules(trainer: Trainer, module: Module) -> Iterator[None]:
 
 
 def check_class(checkpoint: Mapping[str, Any], module: Module, path: Any) -> None:
-    """Refuse a checkpoint of another class.
-
-    Raises:
-        UsageError: the module is neither of the class that was saved nor of a subclass of it.
-    """
+    """Refuse a checkpoint if the module is neither of the class that was saved nor of a subclass of it."""
     saved = checkpoint.get(KEY, {}).get("module")
     if saved is None:
         return
@@ -111,3 +108,60 @@ def check_class(checkpoint: Mapping[str, Any], module: Module, path: Any) -> Non
             f"cannot go on from it: give --init_from {path} to start anew with its weights (from Python: "
             "load_state_dict), or train the class that saved it"
         )
+
+
+class FreshScore:
+    """Reads a logged metric at a save, if it was logged for the weights that are saved.
+
+    Lightning keeps the values of the last validation, which may be many steps old.
+
+    Args:
+        monitor: name of the metric, or `epoch` or `step`; None for no score.
+    """
+
+    def __init__(self, monitor: str | None) -> None:
+        self.monitor = monitor
+        self._validated: tuple[int, float | None] | None = None  # step and value of the last validation
+        self._warn_once = WarnOnce()
+
+    def after_validation(self, trainer: Any) -> None:
+        """Take note of the metric's value and of its step."""
+        self._validated = (trainer.global_step, self._logged(trainer))
+
+    def read(self, trainer: Any) -> float | None:
+        """The score of the weights as they are; None where there is none, which is said once.
+
+        Raises:
+            UsageError: a validation has run, and no such metric is logged.
+        """
+        if self.monitor is None:
+            return None
+        value = self._logged(trainer)
+        if self.monitor in _COUNTS:
+            return value
+        if value is None and self._validated and self.monitor not in trainer.callback_metrics:
+            near = did_you_mean(self.monitor, list(trainer.callback_metrics))
+            raise UsageError(f"SafeCheckpoint: monitor={self.monitor}: the run logs no such metric{near}")
+        step = trainer.global_step
+        stale = self._validated is not None and self._validated[0] != step and self._validated[1] == value
+        if value is not None and not stale:
+            return value
+        if not stale and self.monitor in trainer.callback_metrics:
+            number = float(trainer.callback_metrics[self.monitor])
+            self._warn_once(
+                "not finite",
+                f"SafeCheckpoint: {self.monitor} is {number} at step {step}: such a checkpoint cannot be the best",
+            )
+        else:
+            self._warn_once(
+                "stale",
+                f"SafeCheckpoint: {self.monitor} has no value for the weights of step {step}, so this checkpoint and "
+                "later ones like it cannot be the best: let every_n_train_steps divide the steps between validations",
+            )
+        return None
+
+    def _logged(self, trainer: Any) -> float | None:
+        value = trainer.callback_metrics.get(self.monitor)
+        if self.monitor in _COUNTS:  # as ModelCheckpoint does, also where they are not logged
+            return float(int(getattr(trainer, _COUNTS[self.monitor]) if value is None else value))
+        return float(value) if value is not None and math.isfinite(value) else None

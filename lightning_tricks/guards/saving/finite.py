@@ -15,9 +15,7 @@ _RUNNING_STATISTICS = ("running_mean", "running_var")  # of every kind of batch 
 def numbers_of(module: nn.Module, buffers: Collection[str] = ()) -> Iterator[Tensor]:
     """What must be finite in a module: its parameters, its running statistics, and further buffers by their names.
 
-    Args:
-        module: any.
-        buffers: `finite_buffers(module)` when training began. Other buffers may hold infinities by design, as masks do.
+    Those are `finite_buffers(module)` when training began. Others may hold infinities by design, as masks do.
     """
     yield from module.parameters()
     for name, buffer in module.named_buffers():

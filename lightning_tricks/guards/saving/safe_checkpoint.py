@@ -1,5 +1,7 @@
 """Save checkpoints that survive a kill, a full disk and a run of NaN; at a resume, put back the random state."""
 
+import os
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -8,26 +10,92 @@ from weakref import proxy
 
 import torch
 
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_warn
 from lightning_tricks._random_state import save_random_states, saved_random_states, set_random_state_of
-from lightning_tricks._trainer import batch_progress, is_accumulating, is_last_step, logging_step, validation_follows
+from lightning_tricks._trainer import (
+    batch_progress,
+    has_default_checkpoint_io,
+    is_a,
+    is_accumulating,
+    is_last_step,
+    logging_step,
+    validation_follows,
+)
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.checkpoints.record import KEY, Record, record_of
-from lightning_tricks.guards.saving.checkpoint_folder import CheckpointFolder
-from lightning_tricks.guards.saving.content import content, refusing_other_modules
+from lightning_tricks.checkpoints.record import KEY, Record, record_of, record_or_none
+from lightning_tricks.guards.saving.checkpoint_folder import (
+    LAST,
+    CheckpointFolder,
+    Records,
+    Retention,
+    best_first,
+    last_of,
+    report_writes,
+)
+from lightning_tricks.guards.saving.content import FreshScore, content, refusing_other_modules
 from lightning_tricks.guards.saving.finite import finite_buffers, not_finite, numbers_of
-from lightning_tricks.guards.saving.fresh_score import FreshScore
-from lightning_tricks.guards.saving.last_link import LAST, record_or_none
-from lightning_tricks.guards.saving.retention import Records, Retention, best_first, last_of
-from lightning_tricks.guards.saving.save_clock import SaveClock
-from lightning_tricks.guards.saving.save_options import check_folder, check_no_other_saver, check_options
-from lightning_tricks.guards.saving.trainer_io import answer, atomic_io, savers_of
 
 # What ModelCheckpoint shows of its checkpoints, on every rank.
 _SHOWN = (
     "best_model_path", "best_model_score", "best_k_models", "kth_best_model_path", "kth_value", "current_score",
     "last_model_path",
 )  # fmt: skip
+
+
+# ---- when a checkpoint is due
+
+
+def passes_multiple(before: int, step: int, every: int | None) -> bool:
+    """Whether a multiple of `every` lies after `before` and not after `step`; never where `every` is None."""
+    return every is not None and step // every > before // every
+
+
+def passes_power_of_two(before: int, step: int) -> bool:
+    """Whether 1, 2, 4, 8, ... lies after `before` and not after `step`."""
+    return step.bit_length() > before.bit_length()
+
+
+class SaveClock:
+    """Whether a checkpoint is due, and whether it shall stay for ever, by SafeCheckpoint's options of these names."""
+
+    def __init__(
+        self,
+        every_n_train_steps: int | None,
+        every_n_minutes: float | None,
+        permanent_steps: int | Literal["powers_of_two"] | None,
+    ) -> None:
+        self.every_n_train_steps, self.every_n_minutes = every_n_train_steps, every_n_minutes
+        self.permanent_steps = permanent_steps
+        self.due = self.permanent = False
+        self._step, self._saved_at = 0, 0.0
+
+    def start(self, step: int) -> None:
+        """Begin to count at a step whose checkpoint, if any, there is already."""
+        self._step = step
+        self.saved()
+
+    def saved(self) -> None:
+        """A checkpoint was saved now, or it was tried."""
+        self.due = self.permanent = False
+        self._saved_at = time.monotonic()
+
+    def advance(self, step: int) -> bool:
+        """Take note of the optimizer steps done so far; returns whether there are more than at the last call."""
+        before, self._step = self._step, step
+        if self.permanent_steps == "powers_of_two":
+            self.permanent |= passes_power_of_two(before, step)
+        else:
+            self.permanent |= passes_multiple(before, step, self.permanent_steps)
+        self.due |= self.permanent or passes_multiple(before, step, self.every_n_train_steps)
+        return step != before
+
+    def minutes_are_over(self) -> bool:
+        """Whether the interval in minutes has passed on this process's clock."""
+        return self.every_n_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_n_minutes
+
+
+# ---- the callback
 
 
 class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
@@ -96,7 +164,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self.every_n_train_steps, self.every_n_minutes = every_n_train_steps, every_n_minutes
         self.keep_last, self.keep_best, self.mode = keep_last, keep_best, mode
         self.permanent_steps, self.asynchronous = permanent_steps, asynchronous
-        check_options(self)
+        self._check_options()
         super().__init__(
             dirpath, monitor=monitor, mode=mode, save_top_k=0, every_n_train_steps=every_n_train_steps or 0
         )
@@ -112,9 +180,24 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._saving: Record | None = None
         self._rng: list[Any] | None = None  # of each rank, to put back
         self._resumes = True  # what is loaded; False: it is evaluated
-        self._untold = False  # there is a checkpoint that the loggers do not know
-        self._said: set[str] = set()
+        self._loggers_outdated = False  # there is a checkpoint that they do not know
+        self._warn_once = WarnOnce()
         self._finite_buffers: set[str] = set()  # names of the buffers that were finite when training began
+
+    def _check_options(self) -> None:
+        for name, least, words in (
+            ("every_n_train_steps", 1, (None,)),
+            ("permanent_steps", 1, (None, "powers_of_two")),
+            ("keep_last", 1, ()),
+            ("keep_best", 0, ()),
+        ):
+            value = getattr(self, name)
+            if value not in words and (not isinstance(value, int) or value < least):
+                raise UsageError(f"SafeCheckpoint: {name}={value!r}: give a whole number of at least {least}")
+        if self.every_n_minutes is not None and not self.every_n_minutes > 0:
+            raise UsageError(f"SafeCheckpoint: every_n_minutes={self.every_n_minutes!r}: give a number above 0")
+        if self.mode not in ("min", "max"):
+            raise UsageError(f"SafeCheckpoint: mode={self.mode!r}: give 'min' or 'max'")
 
     @property
     def state_key(self) -> str:
@@ -126,8 +209,12 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the folder and put it in order; give the Trainer a CheckpointIO that loses nothing."""
         super().setup(trainer, pl_module, stage)
-        check_folder(self)
-        self._io = atomic_io(trainer, self.asynchronous)
+        if "://" in str(self.dirpath):
+            raise UsageError(
+                f"SafeCheckpoint: dirpath={self.dirpath}: give a folder of this machine's file systems, because a "
+                "bucket cannot rename at once; ModelCheckpoint writes to buckets"
+            )
+        self._io = _atomic_io(trainer, self.asynchronous)
         if stage != "fit":
             return
         retention = Retention(self.keep_last, self.keep_best, "max" if self.mode == "max" else "min")
@@ -141,16 +228,22 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._number = trainer.strategy.broadcast(self._number)
         self._refusals.enter_context(refusing_other_modules(trainer, pl_module))
         if self._io:
-            savers = savers_of(trainer, SafeCheckpoint)
-            answer(self._io, [saver._folder for saver in savers if hasattr(saver, "_folder")])
+            report_writes(self._io, [saver._folder for saver in _savers_of(trainer) if hasattr(saver, "_folder")])
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Refuse a folder to which another callback saves."""
-        check_no_other_saver(self, trainer)
+        """Refuse a folder to which another callback saves; every one of them knows its folder by now."""
+        for other in trainer.checkpoint_callbacks:
+            if other is self or not is_a(other, "ModelCheckpoint"):
+                continue
+            if os.path.realpath(str(other.dirpath)) == os.path.realpath(str(self.dirpath)):  # type: ignore[attr-defined]
+                raise UsageError(
+                    f"SafeCheckpoint: dirpath={self.dirpath}: another {type(other).__name__} saves to this folder too, "
+                    "and each would delete checkpoints that the other counts on: give one of them another dirpath"
+                )
 
     def _find_run(self, trainer: Trainer) -> None:
         """Begin a run, unless the Trainer goes on with its last one; all savers of a Trainer name the same run."""
-        first = savers_of(trainer, SafeCheckpoint)[0]
+        first = _savers_of(trainer)[0]
         if first is not self:
             self._run, self._is_new_run = first._run, first._is_new_run
         elif not self._run or trainer.global_step == 0:
@@ -172,7 +265,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if self._rng:
             set_random_state_of(trainer.global_rank, self._rng)
         if trainer.ckpt_path:
-            self._folder.hold(Path(trainer.ckpt_path))
+            self._folder.protect(Path(trainer.ckpt_path))
 
     def state_dict(self) -> dict[str, Any]:
         """The best checkpoint so far; everything else is in the records of the folder."""
@@ -208,7 +301,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             self._io.wait()
         shown = {name: getattr(self, name) for name in _SHOWN}
         vars(self).update(trainer.strategy.broadcast(shown))
-        self._tell_loggers(trainer)
+        self._update_loggers(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Wait for what is being written."""
@@ -232,7 +325,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         """Raise the error of a failed write in the background; tell the loggers of a new checkpoint."""
         if self._io:
             self._io.raise_if_failed()
-        self._tell_loggers(trainer)
+        self._update_loggers(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if it is due, when an optimizer step is done: at the end of an accumulation window."""
@@ -282,23 +375,24 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         path = trainer.strategy.broadcast(self._folder.path_of(record))
         self._last_global_step_saved = trainer.global_step  # on each rank, also where rank 0 finds the disk full
         self._clock.saved()
-        self._folder.written[path.name] = self._saving = record
+        self._saving = record
+        self._folder.begin(path, record)
         try:
             trainer.save_checkpoint(path, weights_only=False)
         finally:
             self._saving = None
-        if trainer.is_global_zero and self._folder.answered != path and self._folder.has(path, record):
+        if trainer.is_global_zero and self._folder.last_finished != path and self._folder.has(path, record):
             self._commit_foreign(trainer, path)
-        self._tell_loggers(trainer)
+        self._update_loggers(trainer)
 
     def _new_record(self, trainer: Trainer, permanent: bool) -> Record:
         numbers = numbers_of(trainer.lightning_module, self._finite_buffers)
         weights = not_finite(numbers).to(trainer.strategy.root_device)
         finite = float(trainer.strategy.reduce(weights, reduce_op="sum")) == 0
         if finite:
-            self._said.discard("not finite")
+            self._warn_once.again("not finite")
         else:
-            self._say_once(
+            self._warn_once(
                 "not finite",
                 f"SafeCheckpoint: at step {trainer.global_step} some weights or running statistics are NaN or "
                 f"infinite: its checkpoint is marked, and {LAST} leads to the newest one that is finite",
@@ -310,7 +404,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Add the record, the random states, the recipe and versions; a save by other hands stays for ever."""
         if KEY not in checkpoint:
-            saving = next((one._saving for one in savers_of(trainer, SafeCheckpoint) if one._saving), None)
+            saving = next((one._saving for one in _savers_of(trainer) if one._saving), None)
             checkpoint[KEY] = content(trainer, pl_module, saving or self._new_record(trainer, permanent=True))
         save_random_states(checkpoint)
 
@@ -328,27 +422,46 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             self.best_model_path = str(self._folder.path / str(last_of(records)))
         elif best and not self._folder.is_beaten_by(self.best_model_path, self.best_model_score, records[best[0]]):
             self.best_model_path, self.best_model_score = next(iter(scores.items()))
-        self._untold = True
+        self._loggers_outdated = True
 
     def _commit_foreign(self, trainer: Trainer, path: Path) -> None:
         """Do what a CheckpointIO that does not call `on_commit` leaves undone."""
         self._folder.on_commit(path)
         if record_or_none(path) is None:
-            self._say_once(
+            self._warn_once(
                 "foreign",
                 f"SafeCheckpoint: {type(trainer.strategy.checkpoint_io).__name__} under "
                 f"{type(trainer.strategy).__name__} writes checkpoints without a record: a kill may leave one "
                 "incomplete, damage is not noticed, and checkpoints of earlier runs are neither counted nor deleted",
             )
 
-    def _tell_loggers(self, trainer: Trainer) -> None:
+    def _update_loggers(self, trainer: Trainer) -> None:
         """Tell loggers that upload checkpoints that there is a new one."""
-        if self._untold:
-            self._untold = False
+        if self._loggers_outdated:
+            self._loggers_outdated = False
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(proxy(self))
 
-    def _say_once(self, what: str, line: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            rank_zero_warn(line)
+
+def _savers_of(trainer: Any) -> list[SafeCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, SafeCheckpoint)]
+
+
+def _atomic_io(trainer: Any, asynchronous: bool) -> AtomicCheckpointIO | None:
+    """The Trainer's AtomicCheckpointIO, which it gets in place of Lightning's own; None where the user chose another.
+
+    Raises:
+        UsageError: that other one is Lightning's AsyncCheckpointIO.
+    """
+    if has_default_checkpoint_io(trainer):
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+    io = trainer.strategy.checkpoint_io
+    if is_a(io, "AsyncCheckpointIO"):
+        raise UsageError(
+            "plugins=AsyncCheckpointIO: a save returns before the checkpoint is written, and SafeCheckpoint cannot "
+            "tell when it is: leave the plugin out, and give SafeCheckpoint asynchronous=True"
+        )
+    if not isinstance(io, AtomicCheckpointIO):
+        return None
+    io.asynchronous |= asynchronous
+    return io

@@ -16,11 +16,10 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local, sharded_like
 from lightning_tricks._trainer import enabled_scaler, unwrapped
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
+from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, candidates, newest_whole, restore_name
-from lightning_tricks.checkpoints.read_file import load_file
+from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.snapshot import PinnedBuffers, snapshot
-from lightning_tricks.checkpoints.verify_checkpoint import verify_checkpoint
 from lightning_tricks.guards.averages.weight_average import drop_gathered
 from lightning_tricks.guards.saving.finite import not_finite, numbers_of
 from lightning_tricks.optim.keep_settings_on_load import layers_of
@@ -279,9 +278,7 @@ def _step_of(candidate: Candidate) -> int:
     """`trainer.global_step` at which a checkpoint was written; read from its content where it has no record."""
     if candidate.record is not None:
         return candidate.record.step
-    place = candidate.place
-    content = load_file(place / TRAINER_STATE if place.is_dir() else place, weights_only=None)
-    return int(content["global_step"])
+    return int(open_checkpoint(candidate.place, parts=(), verify=False)["global_step"])
 
 
 @torch.no_grad()

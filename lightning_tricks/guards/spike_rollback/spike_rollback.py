@@ -18,7 +18,7 @@ from lightning_tricks._refusals import refuse
 from lightning_tricks._samples import in_words as samples_in_words
 from lightning_tricks._samples import step_samples
 from lightning_tricks._trainer import enabled_scaler, is_accumulating, logging_step, validation_follows
-from lightning_tricks.guards.preemption.save import save
+from lightning_tricks.guards.preemption.preemption import save
 from lightning_tricks.guards.spike_rollback.earlier_states import SavedStates, SnapshotRing, folders_of
 from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector
 from lightning_tricks.guards.step_guard.step_guard import StepGuard, refuse_lbfgs

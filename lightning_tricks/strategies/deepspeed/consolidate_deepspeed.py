@@ -16,10 +16,9 @@ import torch.distributed as dist
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._replaced import replaced
-from lightning_tricks.checkpoints.checksummed_file import open_checksummed
+from lightning_tricks.checkpoints.check_checkpoint import check_bytes
 from lightning_tricks.checkpoints.record import checksum_of
-from lightning_tricks.checkpoints.swap_in import fsync_path, write_file
-from lightning_tricks.checkpoints.verify_checkpoint import check_bytes
+from lightning_tricks.checkpoints.write_file import fsync_path, open_checksummed, write_file
 from lightning_tricks.strategies.deepspeed.settings import load_deepspeed
 
 TAG = "checkpoint"  # the subfolder that Lightning has DeepSpeed write to

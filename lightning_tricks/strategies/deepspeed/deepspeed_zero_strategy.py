@@ -271,7 +271,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         module: Any = self.lightning_module
         path = self.broadcast(checkpoint_path)
         layout = read_together(lambda: read_layout(path))
-        verify_together(layout.path)
+        verify_together(layout.path, self.checkpoint_io)
         if module.trainer.state.fn != "fit":
             return self._load_weights(module, layout)
         layout.refuse_other(self.stage, self.world_size, self.precision_plugin.precision)

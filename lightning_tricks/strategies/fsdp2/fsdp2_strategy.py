@@ -18,14 +18,14 @@ from lightning_tricks._random_state import random_state, set_random_state
 from lightning_tricks._trainer import set_device_mesh, unwrapped
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.averages import AVERAGES
-from lightning_tricks.checkpoints.read_file import read_file
+from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
 from lightning_tricks.strategies.broadcast import broadcast
 from lightning_tricks.strategies.fsdp2 import shard, sharded_checkpoint
 from lightning_tricks.strategies.fsdp2.manual_optimization import GatherOnCall
-from lightning_tricks.strategies.verify_together import check_together, verify_together
+from lightning_tricks.strategies.verify_together import check_together, verify_together, was_verified
 from lightning_tricks.strategies.write_folder import FolderWriter
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -315,10 +315,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         given = self.broadcast(checkpoint_path)
         path = check_together(given)
         if path.is_dir():
-            verify_together(path)
+            verify_together(path, self.checkpoint_io)
             return sharded_checkpoint.read_shards(path, self._module, self.optimizers, weights_only)
         if path.is_file():
-            return read_file(path, weights_only)
+            return open_checkpoint(path, weights_only=weights_only, verify=not was_verified(self.checkpoint_io, path))
         return self.checkpoint_io.load_checkpoint(given, weights_only=weights_only)  # not on a file system
 
     def teardown(self) -> None:

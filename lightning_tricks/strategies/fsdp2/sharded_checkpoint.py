@@ -27,9 +27,9 @@ from lightning_tricks._find_modules import clean_name
 from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
-from lightning_tricks.checkpoints.checksummed_file import open_checksummed
-from lightning_tricks.checkpoints.read_folder import KeyPath, by_index, read_by_name
-from lightning_tricks.checkpoints.record import checksum_of, save_with_record
+from lightning_tricks.checkpoints.open_checkpoint import ALL, WITHOUT_OPTIMIZERS, KeyPath, by_index, open_checkpoint
+from lightning_tricks.checkpoints.record import checksum_of
+from lightning_tricks.checkpoints.write_file import open_checksummed, save_with_record
 from lightning_tricks.optim.low_bit_state import LOW_BIT, empty_state, owners_of, plain_values, to_low_bit
 from lightning_tricks.strategies.agreement import on_all_ranks
 
@@ -168,7 +168,8 @@ def read_shards(
                 return torch.empty(entry.size, dtype=dtype)
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
 
-    return read_by_name(folder, weights_only, allocate, bool(optimizers))
+    parts = ALL if optimizers else WITHOUT_OPTIMIZERS
+    return open_checkpoint(folder, parts=parts, weights_only=weights_only, verify=False, allocate=allocate)
 
 
 def _is_a_chunk(shard: DTensor, saved: TensorStorageMetadata) -> bool:

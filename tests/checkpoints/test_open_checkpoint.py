@@ -2,19 +2,20 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from checkpoints.saved import flat
+from checkpoints.shards import REST, of_file, write_shards
+from harness.models import Small, batches
+from harness.runs import trainer_with
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.utils.data import DataLoader
-
-sys.path.insert(0, str(Path(__file__).parent))
-from shards import REST, of_file, write_shards
 
 from lightning_tricks import RecipeCLI
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints import AtomicCheckpointIO, read_folder, size_of_folder
+from lightning_tricks.checkpoints import AtomicCheckpointIO, open_checkpoint, read_folder, size_of_folder
 from lightning_tricks.cli import main
 from lightning_tricks.optim import decay_groups, keep_settings_on_load
 
@@ -57,10 +58,12 @@ def test_the_order_in_which_shards_are_listed_does_not_matter():
     assert found == {"groups": [{"lr": 1.0, "params": ["a"]}, {"lr": 2.0}], "none": None}
 
 
-def test_ten_optimizers_keep_their_order(tmp_path):
+def test_ten_optimizers_keep_their_order_and_weights_have_the_name_that_fsdp1_gives_them_too(tmp_path):
     states = {f"optimizer_{i}": {"param_groups": [{"lr": float(i), "params": ["a"]}]} for i in range(11)}
-    found = read_folder(write_shards(tmp_path / "at.ckpt", {"state_dict": WEIGHTS, **states}))
+    found = read_folder(write_shards(tmp_path / "at.ckpt", {"model": WEIGHTS, **states}))
     assert [state["param_groups"][0]["lr"] for state in found["optimizer_states"]] == [float(i) for i in range(11)]
+    assert found["state_dict"].keys() == WEIGHTS.keys()
+    assert "model" not in found
 
 
 def test_a_folder_with_weights_only_has_no_optimizer_states(tmp_path):
@@ -68,10 +71,17 @@ def test_a_folder_with_weights_only_has_no_optimizer_states(tmp_path):
     assert found.keys() == {"global_step", "state_dict"}
 
 
-def test_the_weights_of_fsdp1_have_another_name(tmp_path):
-    found = read_folder(write_shards(tmp_path / "at.ckpt", {"model": WEIGHTS}))
-    assert found["state_dict"].keys() == WEIGHTS.keys()
-    assert "model" not in found
+@pytest.mark.parametrize("parts", [(), ("weights",), ("weights", "averages"), ("weights", "optimizers", "averages")])
+def test_of_a_folder_only_the_parts_are_read_that_are_asked_for(tmp_path, parts):
+    averages = {"ema": {"weights": {"mean": {"c": torch.full((1,), 3.0)}}, "shares": {"mean": 1.0}}}
+    shards = {"state_dict": WEIGHTS, "optimizer_0": NAMED, "averages": averages}
+    folder = write_shards(tmp_path / "at.ckpt", shards)
+    found = open_checkpoint(folder, parts=parts)
+    assert ("state_dict" in found, "averages" in found) == ("weights" in parts, "averages" in parts)
+    assert len(found.get("optimizer_states", [])) == ("optimizers" in parts)
+    averaged = open_checkpoint(folder, average="ema")
+    assert averaged["state_dict"]["c"] == 3.0
+    assert not averaged.keys() & {"averages", "optimizer_states"}
 
 
 def test_the_size_counts_each_tensor_once(tmp_path):
@@ -110,36 +120,26 @@ def test_a_shard_with_other_bytes_in_a_folder_without_checksums_is_damaged(place
         read_folder(folder, weights_only)
 
 
-class Line(pl.LightningModule):
-    def __init__(self, recipe=False, weight_decay=0.1) -> None:
-        super().__init__()
+class Line(Small):
+    """Two layers under AdamW, with or without the collection's checks of names and settings."""
+
+    def __init__(self, recipe: bool = False, weight_decay: float = 0.1) -> None:
+        super().__init__(2, 3, 1, data=batches(torch.arange(8.0).view(4, 1, 2) / 8))
         self.save_hyperparameters()
-        torch.manual_seed(0)
-        self.hidden, self.out = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
 
-    def training_step(self, batch, batch_idx):
-        return self.out(self.hidden(batch)).square().mean()
-
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(decay_groups(self, self.hparams.weight_decay), lr=0.1)
         return keep_settings_on_load(optimizer) if self.hparams.recipe else optimizer
 
 
-def fit(model, steps, path=None, plugins=None, **kwargs) -> pl.Trainer:
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_checkpointing=False, plugins=plugins,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    data = DataLoader(torch.arange(8.0).view(4, 2) / 8, batch_size=1)
-    trainer.fit(model, data, ckpt_path=path, **kwargs)
+def fit(model: Any, steps: int, path: Any = None, plugins: Any = None, **options: Any) -> Any:
+    trainer = trainer_with(max_steps=steps, plugins=plugins, enable_checkpointing=False)
+    trainer.fit(model, ckpt_path=path, **options)
     return trainer
 
 
-def flat(value, path=()):
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if entries is None:
-        return {path: value}
-    return {key: leaf for name, child in entries for key, leaf in flat(child, (*path, name)).items()}
+def fit_with_ours(model: Any, steps: int, path: Any = None) -> Any:
+    return fit(model, steps, path, [AtomicCheckpointIO()])
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_a_plain_trainer_opens_it_and_goes_on_to_the_bit(file_and_folder):
     ends = []
     for path in file_and_folder:
         model = Line()
-        trainer = fit(model, 5, path, [AtomicCheckpointIO()])
+        trainer = fit_with_ours(model, 5, path)
         assert trainer.global_step == 5
         ends.append({**model.state_dict(), **flat(trainer.optimizers[0].state_dict()["state"])})
     assert ends[0].keys() == ends[1].keys()
@@ -173,20 +173,20 @@ def test_a_plain_trainer_opens_it_and_goes_on_to_the_bit(file_and_folder):
 
 def test_the_recipes_checks_of_names_and_settings_are_at_work(file_and_folder, tmp_path):
     model = Line(recipe=True)
-    trainer = fit(model, 4, file_and_folder[1], [AtomicCheckpointIO()])
+    trainer = fit_with_ours(model, 4, file_and_folder[1])
     assert [group["weight_decay"] for group in trainer.optimizers[0].param_groups] == [0.1, 0.0]
     rest = torch.load(file_and_folder[0], weights_only=True)
     group = rest["optimizer_states"][0]["param_groups"][0]
     group["param_names"] = group["param_names"][::-1]
     torch.save(rest, tmp_path / "turned.ckpt")
     folder = of_file(tmp_path / "turned.ckpt", tmp_path / "turned", model)
-    with pytest.raises(UsageError, match=r"the checkpoint's optimizer has 'out\.weight'"):
-        fit(Line(recipe=True), 4, folder, [AtomicCheckpointIO()])
+    with pytest.raises(UsageError, match=r"the checkpoint's optimizer has 'net\.2\.weight'"):
+        fit_with_ours(Line(recipe=True), 4, folder)
 
 
 def test_a_file_takes_a_folders_place_whole(file_and_folder):
     file, folder = file_and_folder
-    trainer = fit(Line(), 3, plugins=[AtomicCheckpointIO()])
+    trainer = fit_with_ours(Line(), 3)
     trainer.save_checkpoint(folder)
     assert folder.is_file()
     assert torch.load(folder, weights_only=True)["global_step"] == 3
@@ -197,12 +197,12 @@ def test_a_file_takes_a_folders_place_whole(file_and_folder):
 def test_what_is_no_checkpoint_is_refused_before_it_is_used(file_and_folder, tmp_path):
     (file_and_folder[1] / ".metadata").unlink()
     with pytest.raises(UsageError, match="incomplete: "):
-        fit(Line(), 4, file_and_folder[1], [AtomicCheckpointIO()])
+        fit_with_ours(Line(), 4, file_and_folder[1])
     bare = tmp_path / "bare.pt"
     for content in (Line().state_dict(), torch.zeros(1)):
         torch.save(content, bare)
         with pytest.raises(UsageError, match="holds no state_dict, so it is no checkpoint of Lightning"):
-            fit(Line(), 4, bare, [AtomicCheckpointIO()])
+            fit_with_ours(Line(), 4, bare)
 
 
 @pytest.mark.parametrize("plugins", ["[]", "[AsyncCheckpointIO]"])

@@ -1,25 +1,30 @@
-"""One training of `test_kill_matrix.py`: it writes down every step to the bit, and kills itself where it is told to."""
+"""The runs of `test_kill_matrix.py`: each kills itself, or finds its disk full, at the moment that it is told."""
 
+import errno
 import hashlib
 import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from harness.models import Small, adamw
+from harness.runs import trainer_with
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tricks.callbacks import ExactResume, SafeCheckpoint
-from lightning_tricks.checkpoints.checksummed_file import FileForTorch
+from lightning_tricks.checkpoints import AtomicCheckpointIO
+from lightning_tricks.checkpoints.record import read_record
+from lightning_tricks.checkpoints.write_file import FileForTorch
 from lightning_tricks.data import TokenData
 from lightning_tricks.precision import BF16Mixed, FP16Mixed
 from lightning_tricks.schedules import ScheduleLR, WarmupCosine
@@ -42,38 +47,108 @@ class Case:
     asynchronous: bool = False
 
 
-class Killer:
-    """Ends this process at the n-th time that it comes to a place, as a scheduler does that waits no longer."""
+class Moments:
+    """Counts the times that this process comes to a place, and ends it, or lets its disk be full, at one of them.
 
-    def __init__(self, place: str | None, times: int) -> None:
-        self.place, self.times, self.seen = place, times, Counter[str]()
+    Args:
+        place: `step`, `window` or `validation`, which a model tells by `here`; `save`, each write into a checkpoint;
+            `fsync`, before each; `files`, before each of these and before and after each change of a name.
+        number: of the time at which it happens, from 1.
+        kind: SIGKILL, as a scheduler sends that waits no longer, or ENOSPC.
+    """
+
+    def __init__(self, place: str = "", number: int = 0, kind: str = "SIGKILL") -> None:
+        self.place, self.number, self.kind, self.seen = place, number, kind, Counter[str]()
 
     def here(self, place: str) -> None:
         self.seen[place] += 1
-        if place == self.place and self.seen[place] == self.times:
+        if place == self.place and self.seen[place] == self.number:
+            if self.kind == "ENOSPC":
+                raise OSError(errno.ENOSPC, "No space left on device")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def watch_saves(self) -> None:
-        """Be there in each write to a checkpoint, and before each call that brings it to the disk."""
-        replace(FileForTorch, "write", lambda write: lambda *args: (self.here("save"), write(*args))[1])
-        replace(os, "fsync", lambda fsync: lambda *args: (self.here("fsync"), fsync(*args))[1])
+    def watch(self) -> None:
+        """Be there whenever this process changes a file."""
+
+        def streamed(write: Any) -> Any:
+            def written(file: Any, data: Any) -> Any:
+                if file.file.tell() % 3:
+                    file.file.flush()  # so that a part of what was written is in the file
+                try:
+                    self.here("save")
+                    self.here("files")
+                except OSError as error:
+                    file.error = error  # as the real write does, for torch raises another one
+                    raise
+                return write(file, data)
+
+            return written
+
+        def around(call: Any, *places: str, then: tuple[str, ...] = ()) -> Any:
+            def called(*args: Any, **options: Any) -> Any:
+                for place in places:
+                    self.here(place)
+                result = call(*args, **options)
+                for place in then:
+                    self.here(place)
+                return result
+
+            return called
+
+        FileForTorch.write = streamed(FileForTorch.write)
+        os.fsync = around(os.fsync, "fsync", "files")
+        for owner, names in CHANGES.items():
+            for name in names:
+                setattr(owner, name, around(getattr(owner, name), "files", then=("files",)))
 
 
-def replace(owner: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
-    """Put what `wrapped` makes of a function in its place."""
-    setattr(owner, name, wrapped(getattr(owner, name)))
+CHANGES: dict[Any, tuple[str, ...]] = {
+    Path: ("replace", "rename", "unlink", "symlink_to"),
+    os: ("link",),
+    shutil: ("copyfile", "rmtree"),
+}
+
+
+def be_quiet() -> None:
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+
+
+def save_once_more(folder: Path, how: str, asynchronous: bool) -> None:
+    """Write a checkpoint one step newer than the newest of the folder."""
+    if how == "file":
+        path, io = folder / "last.ckpt", AtomicCheckpointIO(asynchronous)
+        step = read_record(path).step + 1 if path.exists() else 0
+        io.save_checkpoint({"global_step": step, "state_dict": {"weight": torch.full((100,), float(step))}}, path)
+        io.wait()
+        return
+    if how == "copy":
+        refuse_links()
+    last = folder / "last.ckpt"
+    done = read_record(last).step if last.exists() else 0
+    saver = SafeCheckpoint(folder, every_n_train_steps=1, keep_last=1, asynchronous=asynchronous)
+    trainer_with(saver, max_steps=done + 2).fit(Small(optimizer=adamw), ckpt_path=last if done else None)
+
+
+def refuse_links() -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("this file system has no links")
+
+    Path.symlink_to = os.symlink = os.link = refuse
 
 
 class Model(pl.LightningModule):
     """A module that knows nothing of us, with dropout. It appends a line a step and a line a validation."""
 
-    def __init__(self, log: Path, killer: Killer) -> None:
+    def __init__(self, log: Path, moments: Moments) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.embedding = nn.Embedding(64, 16)
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2)) for _ in range(2)])
         self.head = nn.Linear(16, 64)
-        self.log_file, self.killer = log, killer
+        self.log_file, self.moments = log, moments
         self.window: list[list[str]] = []
 
     def loss(self, batch: Any) -> torch.Tensor:
@@ -84,9 +159,9 @@ class Model(pl.LightningModule):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.killer.here("step")
+        self.moments.here("step")
         if self.window:
-            self.killer.here("window")
+            self.moments.here("window")
         loss = self.loss(batch)
         ids = batch["input_ids"] if isinstance(batch, dict) else batch
         rows = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:12]
@@ -105,7 +180,7 @@ class Model(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
-            self.killer.here("validation")
+            self.moments.here("validation")
         self.log("val/loss", self.loss(batch), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
@@ -153,10 +228,7 @@ def loaders(case: Case, folder: Path) -> dict[str, Any]:
 
 def run(folder: Path, case: Case, kill: tuple[str, int] = ("", 0), rank: int = 0, port: int = 0) -> None:
     """Train to the last step, from `last.ckpt` if there is one; at the end write the hash of the weights."""
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    be_quiet()
     multiprocessing.set_start_method("fork", force=True)  # workers of a fork server would outlive this process
     options: dict[str, Any] = {}
     if case.world > 1:
@@ -169,9 +241,8 @@ def run(folder: Path, case: Case, kill: tuple[str, int] = ("", 0), rank: int = 0
         }
         os.environ.update({name: str(value) for name, value in env.items()})
         options = {"devices": case.world, "strategy": FSDP2Strategy() if case.strategy == "fsdp2" else case.strategy}
-    killer = Killer(*kill)
-    if kill[0] in ("save", "fsync"):
-        killer.watch_saves()
+    moments = Moments(*kill)
+    moments.watch()
     pl.seed_everything(5, verbose=False)
     trainer = pl.Trainer(
         max_steps=STEPS,
@@ -190,7 +261,7 @@ def run(folder: Path, case: Case, kill: tuple[str, int] = ("", 0), rank: int = 0
         enable_model_summary=False,
         **options,
     )
-    module = Model(folder / f"log.{rank}", killer)
+    module = Model(folder / f"log.{rank}", moments)
     last = folder / "saved" / "last.ckpt"
     trainer.fit(module, **loaders(case, folder), ckpt_path=last if last.exists() else None)
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters()]

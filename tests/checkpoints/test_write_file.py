@@ -9,7 +9,7 @@ import pytest
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import swap_in
-from lightning_tricks.checkpoints.swap_in import clear_staging, put_in_place, write_file
+from lightning_tricks.checkpoints.write_file import clear_staging, put_in_place, write_file
 
 
 def folder_at(path: Path, *names: str) -> Path:
@@ -78,71 +78,46 @@ def test_what_a_killed_process_left_is_cleared(tmp_path):
     assert content(tmp_path) == {"last.ckpt"}
 
 
-def test_a_kill_between_the_renames_loses_nothing(tmp_path, monkeypatch):
+def test_a_kill_between_the_renames_loses_nothing(tmp_path):
     path = folder_at(tmp_path / "last.ckpt", "meta.pt", "__1_0.distcp")
-    rename = Path.rename
-
-    def killed(self, target):
-        if self.name.endswith(".saving"):
-            raise KeyboardInterrupt
-        return rename(self, target)
-
-    def swap(patch):
-        with swap_in(path) as new:
-            folder_at(new, "meta.pt")
-            patch.setattr(Path, "rename", killed)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        swap(patch)
-    assert content(tmp_path / ".last.ckpt.replaced") == {"meta.pt", "__1_0.distcp"}
-    assert content(tmp_path / ".last.ckpt.saving") == {"meta.pt"}
-    shutil.rmtree(tmp_path / ".last.ckpt.saving")
+    path.rename(tmp_path / ".last.ckpt.replaced")  # and there it was killed
     with swap_in(path) as new:
-        assert (tmp_path / ".last.ckpt.replaced").exists()  # until there is a newer one
+        assert content(tmp_path / ".last.ckpt.replaced") == {"meta.pt", "__1_0.distcp"}  # until there is a newer one
         folder_at(new, "meta.pt")
     assert content(tmp_path) == {"last.ckpt"}
-
-
-def test_a_rename_that_fails_is_taken_back(tmp_path, monkeypatch):
-    path = folder_at(tmp_path / "last.ckpt", "meta.pt", "__1_0.distcp")
-    folder_at(clear_staging(path), "meta.pt")
-    rename = Path.rename
-
-    def refused(self, target):
-        if self.name.endswith(".saving"):
-            raise OSError("refused")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(OSError, match="refused"):
-        put_in_place(path)
-    assert content(path) == {"meta.pt", "__1_0.distcp"}
-
-
-def no_space(self, target):
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 RENAME = Path.rename
 
 
-def test_a_rename_that_fails_says_why_where_there_was_no_older_one(tmp_path, monkeypatch):
-    folder_at(clear_staging(tmp_path / "first.ckpt"), "meta.pt")
-    monkeypatch.setattr(Path, "rename", lambda self, to: (no_space if ".saving" in self.name else RENAME)(self, to))
-    with pytest.raises(OSError, match="No space left on device") as caught:
-        put_in_place(tmp_path / "first.ckpt")
-    assert caught.value.errno == errno.ENOSPC
-    assert content(tmp_path) == {".first.ckpt.saving"}
+def no_space_for(monkeypatch, refused) -> None:
+    """Let the renaming of these paths fail."""
+
+    def rename(self, target):
+        if refused(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return RENAME(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
 
 
-def test_where_the_older_one_cannot_be_put_back_the_cause_says_where_it_is(tmp_path, monkeypatch):
-    path = folder_at(tmp_path / "last.ckpt", "meta.pt")
+@pytest.mark.parametrize("older", ["put back", "not there", "lost its name"])
+def test_a_rename_that_fails_says_why_and_the_older_one_has_its_name_again_or_a_note_tells_where_it_is(
+    tmp_path, monkeypatch, older
+):
+    path, replaced = tmp_path / "last.ckpt", tmp_path / ".last.ckpt.replaced"
+    if older != "not there":
+        folder_at(path, "meta.pt", "__1_0.distcp")
     folder_at(clear_staging(path), "meta.pt")
-    monkeypatch.setattr(Path, "rename", lambda self, to: (RENAME if self == path else no_space)(self, to))
+    no_space_for(monkeypatch, lambda one: ".saving" in one.name or (older == "lost its name" and one != path))
     with pytest.raises(OSError, match="No space left on device") as caught:
         put_in_place(path)
-    assert caught.value.__notes__ == [f"the older checkpoint is at {tmp_path}/.last.ckpt.replaced: rename it to {path}"]
-    assert content(tmp_path / ".last.ckpt.replaced") == {"meta.pt"}
+    assert caught.value.errno == errno.ENOSPC
+    if older == "lost its name":
+        assert caught.value.__notes__ == [f"the older checkpoint is at {replaced}: rename it to {path}"]
+        assert content(replaced) == {"meta.pt", "__1_0.distcp"}
+    else:
+        assert content(tmp_path) == {".last.ckpt.saving"} | ({"last.ckpt"} if older == "put back" else set())
 
 
 def test_an_older_one_that_cannot_be_deleted_is_a_warning_and_the_new_one_is_saved(tmp_path, monkeypatch):

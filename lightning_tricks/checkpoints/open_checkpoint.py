@@ -1,0 +1,222 @@
+"""Open a checkpoint, whatever its layout: one file, or a folder of shards as any number of processes wrote it.
+
+`open_checkpoint` is the one entry for all that read a checkpoint; `load_weights` uses it too, and opens files of
+weights alone besides. Or a checkpoint is refused in one line that says why it cannot be opened.
+"""
+
+import io
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import load as load_shards
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.averages import AVERAGES, with_average
+from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_bytes, check_checkpoint, no_weights
+from lightning_tricks.checkpoints.folder_metadata import SafePlanner, SafeReader, read_metadata
+
+Part = Literal["weights", "optimizers", "averages"]
+ALL: tuple[Part, ...] = ("weights", "optimizers", "averages")
+WITHOUT_OPTIMIZERS: tuple[Part, ...] = ("weights", "averages")
+WEIGHTS: tuple[Part, ...] = ("weights",)
+KeyPath = tuple[str | int, ...]
+# Makes the tensor to read into, given its path in the checkpoint and torch's description of it: size, type, chunks.
+AllocateTensor = Callable[[KeyPath, TensorStorageMetadata], Tensor]
+# Errors of torch's unpickler, besides UnpicklingError, on bytes that torch.save did not write.
+_UNREADABLE = (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError, ImportError)
+# What torch's reader of pickles and pickle itself say of bytes that are no pickle.
+_NO_PICKLE = re.compile(r"Unsupported operand \d+|invalid load key, '.*?'|pickle data was truncated")
+_OPTIMIZER = re.compile(r"optimizer_(\d+)")
+
+
+def open_checkpoint(
+    path: str | Path,
+    *,
+    parts: Collection[Part] = ALL,
+    weights_only: bool | None = None,
+    average: str | None = None,
+    verify: bool = True,
+    allocate: AllocateTensor | None = None,
+    map_location: Any = "cpu",
+    mmap: bool = True,
+    bare: bool = False,
+) -> dict[str, Any]:
+    """A checkpoint as a plain Trainer's file holds it: `state_dict`, `optimizer_states` by number, the Trainer's state.
+
+    Every byte is compared with what was written before anything is unpickled; in a run of several processes, by one
+    of each host. A folder needs no process group, whatever number of processes wrote it; folders of Lightning's
+    ModelParallelStrategy are read alike, and weights under the name that its FSDPStrategy gives them.
+
+    Args:
+        path: a file or a folder of shards, see `check_checkpoint`.
+        parts: what to read of a folder besides the Trainer's own state; none for that state alone. A file has all.
+        weights_only: for everything but tensors, as in `torch.load`: None stands for True, unless
+            TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 is set. `.metadata` never runs anything, see `read_metadata`.
+        average: name of an average of the weights to take in their place, see `with_average`; the averages and the
+            optimizers' state are then left out.
+        verify: False where the caller has checked the path and its bytes already, or needs neither.
+        allocate: makes the tensors to read a folder into, such as DTensors of which this process reads its shards; the
+            optimizers' state is then by name, as in the folder. By default each tensor is whole.
+        map_location: of a file, as in `torch.load`.
+        mmap: whether a file's values are read when they are first needed; the disk space of a file that is deleted
+            comes free when no tensor needs it any more.
+        bare: whether a file without `state_dict` passes: weights alone that one process hands to another.
+
+    Raises:
+        UsageError: see `verify_checkpoint`; a file or a folder of another program; an object that `weights_only`
+            refuses, naming its class; a file that torch cannot open; no such average.
+    """
+    place = Path(path)
+    if verify:
+        place = check_checkpoint(path)
+        check_bytes(place, _store())
+    if not parts:
+        state: dict[str, Any] = load_file(place / TRAINER_STATE if place.is_dir() else place, weights_only)
+        return state
+    if place.is_dir():
+        if average is not None:
+            parts = WITHOUT_OPTIMIZERS
+        checkpoint = _read_folder(place, weights_only, parts, allocate)
+    else:
+        checkpoint = load_file(place, weights_only, map_location, mmap)
+        if not bare or "state_dict" in checkpoint:
+            check_content(checkpoint, path)
+    if average is not None:
+        checkpoint = with_average(checkpoint, average, path)
+        checkpoint.pop("optimizer_states", None)
+        checkpoint.pop(AVERAGES)
+    return checkpoint
+
+
+def _store() -> Any:
+    """The store of the run's processes; None outside of a run of several."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def as_file(checkpoint: dict[str, Any]) -> io.BytesIO:
+    """A checkpoint as a file in memory, for Lightning's `load_from_checkpoint`."""
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    file.seek(0)
+    return file
+
+
+# ---- one file
+
+
+def load_file(path: Path, weights_only: bool | None, map_location: Any = "cpu", mmap: bool = True) -> Any:
+    """`torch.load` of a file; see `open_checkpoint`."""
+    try:
+        mmap = mmap and zipfile.is_zipfile(path)
+        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise refused_object(path, error) from None
+    except _UNREADABLE as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"damaged: {path} cannot be opened ({type(error).__name__}: {reason})") from error
+
+
+def check_content(checkpoint: Any, path: Any) -> None:
+    """Refuse what torch can open but Lightning did not save: without weights, or the mark of Lightning's version."""
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise no_weights(path)
+    if "pytorch-lightning_version" not in checkpoint:
+        raise UsageError(
+            f"{path} lacks 'pytorch-lightning_version', so it is no whole checkpoint of Lightning: give the file "
+            "that a run saved, unchanged"
+        )
+
+
+def refused_object(path: Any, error: pickle.UnpicklingError) -> UsageError:
+    """Torch's refusal of an object, in one line that names the object's class and the way to let it in."""
+    found = re.search(r"GLOBAL ([\w.]+)|<class '([\w.]+)'>", str(error))
+    return UsageError(
+        f"{path} holds {(found[1] or found[2]) if found else 'objects'}, which weights_only=True does not let in: if "
+        "you trust it, load with weights_only=False, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 under a strategy that "
+        "ignores it"
+    )
+
+
+# ---- a folder of shards
+
+
+def read_folder(folder: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """`open_checkpoint` by an older name."""
+    return open_checkpoint(folder, weights_only=weights_only)
+
+
+def by_index(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict by name, numbered through the groups as `Optimizer.state_dict` does."""
+    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    index_of = {name: index for index, name in enumerate(names)}
+    groups = [{**group, "params": [index_of[name] for name in group["params"]]} for group in state_dict["param_groups"]]
+    state = {index_of[name]: value for name, value in state_dict.get("state", {}).items()}
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _read_folder(
+    folder: Path, weights_only: bool | None, parts: Collection[Part], allocate: AllocateTensor | None
+) -> dict[str, Any]:
+    metadata = read_metadata(folder)
+    trainer_state = load_file(folder / TRAINER_STATE, weights_only)
+    paths: dict[str, KeyPath] = {key: tuple(path) for key, path in (metadata.planner_data or {}).items()}
+    numbers = {key: int(found[1]) for key, path in paths.items() if (found := _OPTIMIZER.fullmatch(str(path[0])))}
+    flat: dict[str, Any] = {}
+    for key, path in paths.items():
+        if ("optimizers" in parts or key not in numbers) and ("averages" in parts or path[0] != AVERAGES):
+            entry = metadata.state_dict_metadata[key]
+            is_tensor = isinstance(entry, TensorStorageMetadata)  # an object replaces None when it is read
+            flat[key] = (allocate or _allocate_whole)(path, entry) if is_tensor else None
+    _fill(flat, folder, metadata, weights_only)
+    tree = unflatten_state_dict(flat, paths)
+    weights = tree.pop("state_dict", None) or tree.pop("model", None)
+    if weights is None:
+        raise UsageError(f"{folder} holds no state_dict: it is a checkpoint of another program")
+    checkpoint = {**trainer_state, "state_dict": weights}
+    if AVERAGES in tree:
+        checkpoint[AVERAGES] = tree[AVERAGES]
+    if "lr_schedulers" in trainer_state:  # otherwise only the weights were saved
+        indices = sorted(set(numbers.values())) if "optimizers" in parts else []
+        states = [tree[f"optimizer_{index}"] for index in indices]
+        checkpoint["optimizer_states"] = states if allocate else [by_index(state) for state in states]
+    return checkpoint
+
+
+def _allocate_whole(path: KeyPath, entry: TensorStorageMetadata) -> Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+def _fill(flat: dict[str, Any], folder: Path, metadata: Any, weights_only: bool | None) -> None:
+    """Read a flat dict's tensors in place, and its objects."""
+    planner = SafePlanner(weights_only)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
+            load_shards(flat, storage_reader=SafeReader(folder, metadata), planner=planner, no_dist=True)
+    except CheckpointException as failed:
+        error = next(iter(failed.failures.values()))[0]
+        no_pickle = _NO_PICKLE.search(str(error))
+        if isinstance(error, pickle.UnpicklingError) and not no_pickle:
+            raise refused_object(folder, error) from None
+        reason = no_pickle[0] if no_pickle else str(error).partition("\n")[0]
+        raise UsageError(f"damaged: {folder} cannot be read ({type(error).__name__}: {reason})") from error
+
+
+def size_of_folder(folder: Path) -> int:
+    """Bytes of all tensors of a folder of shards, each counted once."""
+    entries = read_metadata(folder).state_dict_metadata.values()
+    tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+    return sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
