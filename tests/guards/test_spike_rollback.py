@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness.processes import run
 from harness.runs import On
-from spiking_run import QUICK, Data, Model, States, batch_of, fit, huge_at, nan_at, rollbacks, same, state_of
+from spiking_run import Data, Model, States, batch_of, fit, huge_at, nan_at, rollbacks, same, state_of
 from test_no_sync import Counts
 from torch import nn
 from torch.utils.data import DataLoader
@@ -94,24 +94,11 @@ def test_each_repeat_goes_back_further_and_after_the_last_one_the_run_stops():
         fit(Data(spoil), rollbacks(keep_snapshots=2))
 
 
-class Copies(SpikeRollback):
-    """Notes the steps at which it copies the state."""
-
-    state_key = "SpikeRollback"  # it goes on from checkpoints of that class
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{**QUICK, **options})
-        self.made: list[int] = []
-
-    def _copy(self, trainer: Any, pl_module: Any) -> None:
-        self.made.append(trainer.global_step)
-        super()._copy(trainer, pl_module)
-
-
-def test_a_copy_is_made_only_while_the_loss_is_within_bounds():
-    callback = Copies(patience_steps=60, snapshot_every_n_steps=15)
-    fit(Data(nan_at(45)), callback, steps=100)
-    assert callback.made == [0, 20, 40]
+def test_a_copy_is_made_only_while_the_loss_is_within_bounds(monkeypatch):
+    made, copy_state = [], SpikeRollback._copy
+    monkeypatch.setattr(SpikeRollback, "_copy", lambda *args: made.append(args[1].global_step) or copy_state(*args))
+    fit(Data(nan_at(45)), rollbacks(patience_steps=60, snapshot_every_n_steps=15), steps=100)
+    assert made == [0, 20, 40]
 
 
 def test_manual_optimization_with_two_optimizers_and_accumulation_work():
@@ -141,20 +128,19 @@ def test_manual_optimization_with_two_optimizers_and_accumulation_work():
 
 @pytest.mark.parametrize("copies", [2, 0], ids=["from memory", "from a checkpoint"])
 def test_the_loss_scale_goes_back(copies, tmp_path):
-    class Scale(pl.Callback):
-        at: dict[int, float] = {}
-
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            self.at[trainer.global_step] = trainer.precision_plugin.scaler.get_scale()
-
-    scale = Scale()
+    at: dict[int, float] = {}
+    scale = On(
+        on_train_batch_start=lambda trainer, *_: at.update(
+            {trainer.global_step: trainer.precision_plugin.scaler.get_scale()}
+        )
+    )
     found = fit(
         Data(nan_at(*range(45, 50))), rollbacks(keep_snapshots=copies), scale, saver(tmp_path),
         plugins=[FP16Mixed(init_scale=256.0)], steps=52, folder=tmp_path,
     )  # fmt: skip
     (line,) = found.lines
     assert f"those of step 40 again, from {'memory' if copies else tmp_path / 'step=40.ckpt'}; passed over" in line
-    assert scale.at[49] < scale.at[40] == scale.at[50]
+    assert at[49] < at[40] == at[50]
 
 
 def test_beside_step_guard_weights_that_an_accepted_step_destroyed_come_back():
@@ -174,15 +160,10 @@ def test_beside_step_guard_weights_that_an_accepted_step_destroyed_come_back():
 
 
 def test_every_callback_that_wants_to_know_is_told():
-    class Average(pl.Callback):
-        told = 0
-
-        def after_rollback(self) -> None:
-            self.told += 1
-
-    average = Average()
-    fit(Data(nan_at(45)), rollbacks(), average, steps=60)
-    assert average.told == 1
+    told, callback = [], pl.Callback()
+    callback.after_rollback = lambda: told.append(1)
+    fit(Data(nan_at(45)), rollbacks(), callback, steps=60)
+    assert told == [1]
 
 
 class LostError(Exception):
@@ -273,16 +254,16 @@ def test_a_run_that_began_without_it_goes_back_to_the_checkpoints_of_its_beginni
 
 
 def test_a_damaged_checkpoint_and_one_that_is_not_finite_are_passed_over(tmp_path):
-    class Evil(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            if trainer.global_step == 42:
-                newest = tmp_path / "step=40.ckpt"
-                newest.write_bytes(newest.read_bytes()[:-500])
-                content = torch.load(older := tmp_path / "step=30.ckpt", weights_only=False)
-                content["state_dict"]["net.0.weight"].fill_(math.nan)
-                torch.save(content, older)  # without our record, which knew better
+    def damage(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 42:
+            newest = tmp_path / "step=40.ckpt"
+            newest.write_bytes(newest.read_bytes()[:-500])
+            content = torch.load(older := tmp_path / "step=30.ckpt", weights_only=False)
+            content["state_dict"]["net.0.weight"].fill_(math.nan)
+            torch.save(content, older)  # without our record, which knew better
 
-    found = fit(Data(nan_at(45)), rollbacks(keep_snapshots=0), saver(tmp_path), Evil(), steps=60, folder=tmp_path)
+    evil = On(on_train_batch_start=damage)
+    found = fit(Data(nan_at(45)), rollbacks(keep_snapshots=0), saver(tmp_path), evil, steps=60, folder=tmp_path)
     assert "of step 20 again, from" in found.lines[0]
 
 
@@ -453,6 +434,13 @@ class Wide(Model):
 class Validated(Data):
     def val_dataloader(self) -> Any:
         return DataLoader([batch_of(9)], batch_size=None)
+
+
+def test_a_spike_that_a_validation_reads_within_a_step_is_undone_behind_that_step():
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 101, "log_every_n_steps": 100}
+    found = fit(Validated(nan_at(45)), rollbacks(), model=Wide(), steps=60, **options)
+    assert found.lines[0].startswith("SpikeRollback: step 51: ")
+    assert all(parameter.isfinite().all() for parameter in found.model.parameters())
 
 
 def strategy_of(name: str) -> Any:

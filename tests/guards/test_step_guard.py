@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,15 +35,15 @@ class Line(pl.LightningModule):
     """Fits a line; the batch of step BAD is spoilt: its data, its loss or its gradients."""
 
     def __init__(
-        self, spoilt: str, optimizer: str = "fused AdamW", bad_rank: int | None = None, bad_step: int = BAD
+        self, spoilt: str, optimizer: str = "fused AdamW", bad_rank: int | None = None, bad: Any = (BAD,)
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.spoilt, self.optimizer, self.bad_rank, self.bad_step = spoilt, optimizer, bad_rank, bad_step
+        self.spoilt, self.optimizer, self.bad_rank, self.bad = spoilt, optimizer, bad_rank, bad
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        here = self.global_step == self.bad_step and self.bad_rank in (None, self.global_rank)
+        here = self.global_step in self.bad and self.bad_rank in (None, self.global_rank)
         x = batch * math.nan if here and self.spoilt == "NaN batch" else batch
         loss = loss_of(self.net, x)
         if here and self.spoilt == "Inf loss":
@@ -114,7 +115,7 @@ def test_the_bad_step_leaves_the_weights_of_a_run_without_its_update(spoilt, opt
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_very_first_step_may_be_bad(optimizer):
-    result, _ = guarded(Line("NaN batch", optimizer, bad_step=0))
+    result, _ = guarded(Line("NaN batch", optimizer, bad=[0]))
     assert equal(result.weights, without_the_step(optimizer, bad_step=0))
 
 
@@ -153,9 +154,8 @@ def test_the_module_and_the_optimizer_keep_nothing_of_it():
     assert not {"found_inf", "grad_scale"} & vars(result.trainer.optimizers[0]).keys()
 
 
-class Always(Line):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (math.nan if self.global_step >= 2 else 1.0)
+def nan_at(*steps: int) -> Line:
+    return Line("NaN batch", bad=steps)
 
 
 def test_after_so_many_in_a_row_it_stops_and_names_them():
@@ -165,28 +165,20 @@ def test_after_so_many_in_a_row_it_stops_and_names_them():
         r"finite and gradient norm not finite; batch 2 of epoch 0 to batch 5 of epoch 0\. The weights are those of "
         r"step 2:",
     ):
-        guarded(Always(""), max_skipped_steps=3, log_every_n_steps=3)
+        guarded(nan_at(*range(2, 99)), max_skipped_steps=3, log_every_n_steps=3)
 
 
 @pytest.mark.parametrize("again", [[], [9]], ids=["accepted", "skipped at the end"])
 def test_it_does_not_call_the_weights_those_of_a_step_after_which_others_were_accepted(again):
-    class Three(Line):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) * (math.nan if self.global_step in [2, 3, 4, *again] else 1)
-
     with pytest.raises(
         UsageError,
         match=r"all steps from 2 to 4 were skipped, .*\. Later steps were accepted, so the weights are newer:",
     ):
-        guarded(Three(""), max_skipped_steps=3, log_every_n_steps=10)
+        guarded(nan_at(2, 3, 4, *again), max_skipped_steps=3, log_every_n_steps=10)
 
 
 def test_two_skipped_steps_that_are_not_in_a_row_do_not_stop_it():
-    class Twice(Line):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) * (math.nan if self.global_step in (5, 6, 8, 9) else 1.0)
-
-    _, lines = guarded(Twice(""), max_skipped_steps=3)
+    _, lines = guarded(nan_at(5, 6, 8, 9), max_skipped_steps=3)
     assert [int(line.split()[2]) for line in lines] == [5, 6, 8, 9]
 
 
@@ -194,7 +186,7 @@ def test_after_a_rollback_it_counts_and_names_only_later_steps():
     guard = StepGuard(**EARLY, max_skipped_steps=3)
     back = On(on_train_batch_start=lambda trainer, *_: guard.after_rollback() if trainer.global_step == 5 else None)
     with pytest.raises(UsageError, match=r"all steps from 5 to 9 were skipped, .*; batch 5 of epoch 0 to batch 9 of"):
-        fit(Always(""), guard, back, max_steps=STEPS, log_every_n_steps=5)
+        fit(nan_at(*range(2, 99)), guard, back, max_steps=STEPS, log_every_n_steps=5)
 
 
 class ByHand(pl.LightningModule):
@@ -242,17 +234,13 @@ def test_by_hand_each_optimizer_is_judged_by_its_own_loss():
 @pytest.mark.parametrize("plugin", [BF16True, lambda: FP16Mixed(init_scale=1.0)], ids=["BF16True", "FP16Mixed"])
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "momentum"])
 def test_under_other_precisions_the_bad_step_changes_no_weight(plugin, optimizer):
-    class Weights(pl.Callback):
-        seen: list[list[Tensor]] = []
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            self.seen.append([parameter.detach().clone() for parameter in pl_module.parameters()])
-
-    weights = Weights()
-    weights.seen = []
+    seen: list[list[Tensor]] = []
+    weights = On(
+        on_train_batch_end=lambda _, module, *__: seen.append([own.detach().clone() for own in module.parameters()])
+    )
     _, lines = guarded(Line("gradient x 1e4", optimizer), weights, plugins=[plugin()])
     assert len(lines) == 1
-    changed = [not equal(before, after) for before, after in zip(weights.seen, weights.seen[1:], strict=False)]
+    changed = [not equal(before, after) for before, after in pairwise(seen)]
     assert changed == [step != BAD for step in range(1, STEPS)]
 
 
@@ -328,15 +316,11 @@ def test_its_windows_and_counts_go_on_from_a_checkpoint():
 
 
 def test_a_state_that_is_loaded_after_the_fit_has_started_counts_too():
-    class LoadsLate(pl.Callback):
-        """As strategies do that restore a checkpoint after their setup, FSDP2 among them."""
-
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            second.load_state_dict(first.state_dict())
-
+    """As strategies do that restore a checkpoint after their setup, FSDP2 among them."""
     first, second = StepGuard(**EARLY), StepGuard(**EARLY)
     guarded_steps(first, 9)
-    fit(Line(""), second, LoadsLate(), max_steps=1)
+    late = On(on_fit_start=lambda *_: second.load_state_dict(first.state_dict()))
+    fit(Line(""), second, late, max_steps=1)
     assert window_state(second)["steps"] == window_state(first)["steps"] + 1
     assert window_state(second)["counts"] == [0.0, 1.0]
 
@@ -363,13 +347,6 @@ class Faulty(Line):
         return loss * 1e6 * self.calls if faulty and self.global_step == BAD else loss
 
 
-class Draws(pl.Callback):
-    """Draws a random number between the forward pass and the step."""
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        torch.rand(())
-
-
 class ClippingFaulty(GradientClippingMixin, Faulty):
     pass
 
@@ -377,8 +354,9 @@ class ClippingFaulty(GradientClippingMixin, Faulty):
 @pytest.mark.parametrize("module", [Faulty, ClippingFaulty])
 def test_a_transient_fault_is_mended_and_told_from_bad_data(module):
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "recheck": True}
+    draws = On(on_before_optimizer_step=lambda *_: torch.rand(()))  # between the forward pass and the step
     (clean, silent), (mended, once), (_, often), (skipped, data) = (
-        guarded(module(fault), Draws(), **options) for fault in ("none", "once", "often", "data")
+        guarded(module(fault), draws, **options) for fault in ("none", "once", "often", "data")
     )
     assert silent == []
     assert same_training(mended, clean)
