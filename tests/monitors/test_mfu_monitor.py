@@ -1,21 +1,18 @@
 """Throughput: rates worked out by hand with a clock of our own, for any batch and module, and no trace left."""
 
-import contextlib
 import dataclasses
-import random
 import sys
-import warnings
 from typing import NamedTuple
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
-import two_processes
+from harness import processes
+from harness.runs import Memory, On, fit
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks import LanguageModel, Llama
 from lightning_tricks._errors import UsageError
@@ -56,143 +53,123 @@ def clock(monkeypatch):
 
 
 class Net(pl.LightningModule):
-    """One Linear(4, 4); a step takes `step_seconds` of the clock, a validation batch 7 seconds."""
+    """One Linear(4, 4); a step takes `seconds` of the clock, the last of a list ever after, a validation batch 7."""
 
-    def __init__(self, clock=None, step_seconds=2.0) -> None:
+    def __init__(self, clock=None, seconds=(2.0,)) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4, bias=False)
-        self.clock, self.step_seconds = clock, step_seconds
+        self.clock, self.seconds = clock or Clock(), [*seconds]
 
     def rows(self, batch):
         return batch if isinstance(batch, torch.Tensor) else batch["input_ids"]
 
+    def pass_time(self):
+        self.clock.now += self.seconds.pop(0) if self.seconds[1:] else self.seconds[0]
+
     def training_step(self, batch, batch_idx):
-        if self.clock is not None:
-            self.clock.now += self.step_seconds
+        self.pass_time()
         return self.layer(self.rows(batch).float().reshape(-1, 4)).square().mean()
 
     def validation_step(self, batch, batch_idx):
-        if self.clock is not None:
-            self.clock.now += 7.0
+        self.clock.now += 7.0
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Log(pl.loggers.logger.Logger):
-    """Keeps what it is given: {step: values}."""
+class Figures(NamedTuple):
+    """What a run logged: {step: values}."""
 
-    name, version = "log", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: dict[int, dict[str, float]] = {}
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.setdefault(step, {}).update(metrics)
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
+    rows: dict[int, dict[str, float]]
+    trainer: pl.Trainer
 
     def series(self, name):
         return {step: values[PREFIX + name] for step, values in self.rows.items() if PREFIX + name in values}
+
+    def shows(self, **expected):
+        """Each series has these values, or one value at the end of each interval: 1, 3 and 5, counted from 0."""
+        for name, values in expected.items():
+            wanted = values if isinstance(values, dict) else dict.fromkeys((1, 3, 5), values)
+            assert self.series(name) == pytest.approx(wanted), name
 
 
 IDS = torch.ones(64, 8, dtype=torch.long)
 
 
-def run(module, monitor=None, data=IDS, batch_size=2, callbacks=(), **kwargs):
-    options = {
-        "max_steps": 6, "log_every_n_steps": 2, "enable_checkpointing": False, "limit_val_batches": 0,
-        "num_sanity_val_steps": 0,
-    }  # fmt: skip
-    log = Log()
+def run(module, monitor=None, data=IDS, batch_size=2, callbacks=(), **options):
+    defaults = {"max_steps": 6, "limit_val_batches": 0, "num_sanity_val_steps": 0}
     monitor = monitor or MFUMonitor(flops_per_token=10.0, peak_flops=1000.0)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=log, enable_model_summary=False, enable_progress_bar=False,
-        callbacks=[*([monitor] if monitor != "none" else []), *callbacks], **(options | kwargs),
-    )  # fmt: skip
     loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=batch_size)
-    trainer.fit(module, loader, loader)
-    return log, trainer
+    done = fit(module, monitor, *callbacks, data=loader, val=loader, **{**defaults, **options})
+    rows = {}
+    for step, values in done.rows:
+        rows.setdefault(step, {}).update(values)
+    return Figures(rows, done.trainer)
+
+
+def said_by(monitor, warned):
+    return [str(w.message) for w in warned if monitor in str(w.message)]
 
 
 # ---------------------------------------------------------------------------------------------------------- the rates
 
 
 def test_the_figures_of_an_interval_by_hand(clock):
-    log, trainer = run(Net(clock))
+    log = run(Net(clock))
     # 2 rows of 8 tokens a step, 2 seconds a step: 8 tokens/s, 1 sample/s; 10 FLOPs each against a peak of 1000
     expected = {
         "tokens_per_second": 8.0, "tokens_per_second_per_device": 8.0, "samples_per_second": 1.0, "step_seconds": 2.0,
         "model_flops_per_second": 80.0, "mfu": 0.08,
     }  # fmt: skip
-    for name, value in expected.items():
-        # steps count from 0: the intervals end with steps 1, 3 and 5, the first of them without the first step
-        assert log.series(name) == pytest.approx({1: value, 3: value, 5: value}), name
-        assert trainer.callback_metrics[PREFIX + name] == pytest.approx(value)
-    assert log.series("first_step_seconds") == {0: 2.0}
-    assert not log.series("hfu")  # what is computed again is not known where FLOPs were given
-    for name in ("validation_seconds", "checkpoint_seconds", "compile_seconds"):
-        assert not log.series(name), name
-    assert not any(name.startswith("_") for row in log.rows.values() for name in row)
+    log.shows(**expected, first_step_seconds={0: 2.0})
+    assert {name: log.trainer.callback_metrics[PREFIX + name] for name in expected} == pytest.approx(expected)
+    # no hfu: what is computed again is not known where FLOPs were given
+    recorded = {name for row in log.rows.values() for name in row}
+    assert recorded == {PREFIX + name for name in (*expected, "first_step_seconds")}
 
 
 def test_each_interval_has_its_own_rate(clock):
-    net = Net(clock)
-    seconds = iter([50.0, 2.0, 1.0, 3.0, 8.0, 8.0])
-
-    class Slower(pl.Callback):
-        def on_train_batch_start(self, *_):
-            net.step_seconds = next(seconds)
-
-    log, _ = run(net, callbacks=[Slower()])
+    log = run(Net(clock, [50.0, 2.0, 1.0, 3.0, 8.0, 8.0]))
     # 16 tokens in 2 seconds; 32 in 1 + 3; 32 in 8 + 8; the 50 seconds of the first step are in none
-    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0, 5: 2.0})
-    assert log.series("step_seconds") == pytest.approx({1: 2.0, 3: 2.0, 5: 8.0})
-    assert log.series("first_step_seconds") == {0: 50.0}
+    log.shows(tokens_per_second={1: 8.0, 3: 8.0, 5: 2.0}, step_seconds={1: 2.0, 3: 2.0, 5: 8.0})
+    log.shows(first_step_seconds={0: 50.0})
 
 
 def test_all_micro_batches_of_a_step_count(clock):
-    log, _ = run(Net(clock), accumulate_grad_batches=3, max_steps=4)
-    assert log.series("first_step_seconds") == {0: 6.0}
-    assert log.series("step_seconds") == pytest.approx({1: 6.0, 3: 6.0})
-    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0})
-    assert log.series("samples_per_second") == pytest.approx({1: 1.0, 3: 1.0})
-    assert log.series("mfu") == pytest.approx({1: 0.08, 3: 0.08})
+    log = run(Net(clock), accumulate_grad_batches=3, max_steps=4)
+    log.shows(first_step_seconds={0: 6.0}, step_seconds={1: 6.0, 3: 6.0}, tokens_per_second={1: 8.0, 3: 8.0})
+    log.shows(samples_per_second={1: 1.0, 3: 1.0}, mfu={1: 0.08, 3: 0.08})
 
 
-def test_logging_every_step_leaves_the_first_one_out_all_the_same(clock):
-    log, _ = run(Net(clock), log_every_n_steps=1, max_steps=3)
-    assert log.series("first_step_seconds") == {0: 2.0}
-    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 2: 8.0})
-
-
-def test_a_run_of_one_step_reports_that_step(clock):
-    log, _ = run(Net(clock), max_steps=1)
-    assert log.rows == {0: {"throughput/first_step_seconds": 2.0}}
+def test_logging_every_step_leaves_the_first_one_out_all_the_same_and_one_step_is_reported(clock):
+    run(Net(clock), log_every_n_steps=1, max_steps=3).shows(
+        first_step_seconds={0: 2.0}, tokens_per_second={1: 8.0, 2: 8.0}
+    )
+    assert run(Net(clock), max_steps=1).rows == {0: {"throughput/first_step_seconds": 2.0}}
 
 
 def test_waiting_for_data_counts_as_training_time(clock):
-    class Late(torch.utils.data.Dataset):
-        def __len__(self):
-            return 64
-
-        def __getitem__(self, index):
+    def late():
+        while True:
             clock.now += 0.5
-            return IDS[0]
+            yield IDS[:2]
 
-    log, _ = run(Net(clock), data=Late(), max_steps=4)
-    assert log.series("step_seconds")[3] == pytest.approx(3.0)
+    assert run(Net(clock), data=DataLoader(Stream(late), batch_size=None), max_steps=4).series("step_seconds")[3] == 2.5
+
+
+class Stream(IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return self.items()
 
 
 def test_a_second_fit_starts_anew(clock):
     net, monitor = Net(clock), MFUMonitor(flops_per_token=10.0, peak_flops=1000.0)
     run(net, monitor)
     clock.now += 1000.0
-    log, _ = run(net, monitor)
-    assert log.series("first_step_seconds") == {0: 2.0}
-    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0, 5: 8.0})
+    run(net, monitor).shows(first_step_seconds={0: 2.0}, tokens_per_second=8.0)
 
 
 def test_manual_optimization_and_several_optimizers(clock):
@@ -208,7 +185,7 @@ def test_manual_optimization_and_several_optimizers(clock):
         def configure_optimizers(self):
             return [super().configure_optimizers(), super().configure_optimizers()]
 
-    log, _ = run(Manual(clock), MFUMonitor(peak_flops=1000.0), max_steps=12)
+    log = run(Manual(clock), MFUMonitor(peak_flops=1000.0), max_steps=12)
     # each of two passes: 4 rows of 4 through a 4 by 4 matrix, forward and its gradient, 2 * 2 * 4 * 16 = 256 FLOPs
     assert log.series("step_seconds")[3] == pytest.approx(4.0)
     assert log.series("tokens_per_second")[3] == pytest.approx(16 / 4)
@@ -218,17 +195,11 @@ def test_manual_optimization_and_several_optimizers(clock):
 # ---------------------------------------------------------------------------------------------- what is left out of it
 
 
-def test_validation_is_left_out_and_reported(clock):
-    log, _ = run(Net(clock), limit_val_batches=3, val_check_interval=3)
+def test_validation_is_left_out_and_reported_and_the_sanity_check_is_not_timed(clock):
+    log = run(Net(clock), limit_val_batches=3, val_check_interval=3, num_sanity_val_steps=1)
     # after steps 2 and 5 (from 0), three batches of 7 seconds each; the second has no step after it to go with
-    assert log.series("validation_seconds") == {3: 21.0, 5: 21.0}
-    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 2: 8.0, 3: 8.0, 5: 8.0})
-
-
-def test_the_sanity_check_is_not_timed(clock):
-    log, _ = run(Net(clock), limit_val_batches=1, val_check_interval=20, num_sanity_val_steps=1)
-    assert not log.series("validation_seconds")
-    assert log.series("first_step_seconds") == {0: 2.0}
+    log.shows(validation_seconds={3: 21.0, 5: 21.0}, tokens_per_second={1: 8.0, 2: 8.0, 3: 8.0, 5: 8.0})
+    log.shows(first_step_seconds={0: 2.0})
 
 
 class Slow(ModelCheckpoint):
@@ -244,33 +215,23 @@ class Slow(ModelCheckpoint):
 
 
 def test_checkpoints_are_left_out_and_reported(clock, tmp_path):
-    log, _ = run(
-        Net(clock), enable_checkpointing=True, callbacks=[Slow(clock, tmp_path, every_n_train_steps=4)], max_steps=7
-    )
-    assert log.series("checkpoint_seconds") == {5: 5.0}
-    assert log.series("tokens_per_second") == pytest.approx(dict.fromkeys(log.series("tokens_per_second"), 8.0))
+    log = run(Net(clock), callbacks=[Slow(clock, tmp_path, every_n_train_steps=4)], max_steps=7)
+    log.shows(checkpoint_seconds={5: 5.0}, tokens_per_second=dict.fromkeys(log.series("tokens_per_second"), 8.0))
     assert len(log.series("tokens_per_second")) >= 4
 
 
 def test_a_checkpoint_before_the_first_batch_is_nobodys_time(clock, tmp_path):
-    class AtOnce(pl.Callback):
-        def on_train_start(self, trainer, pl_module):
-            trainer.save_checkpoint(tmp_path / "first.ckpt")
+    def save(trainer, pl_module):
+        trainer.save_checkpoint(tmp_path / "first.ckpt")
+        clock.now += 5.0
 
-        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-            clock.now += 5.0
-
-    log, _ = run(Net(clock), callbacks=[AtOnce()])
+    log = run(Net(clock), callbacks=[On(on_train_start=save)])
     assert (tmp_path / "first.ckpt").exists()
-    assert log.series("first_step_seconds") == {0: 2.0}
-    assert not log.series("checkpoint_seconds")
+    log.shows(first_step_seconds={0: 2.0}, checkpoint_seconds={})
 
 
 def test_an_interval_too_short_for_the_clock_has_no_rate(clock):
-    log, _ = run(Net(clock, step_seconds=0.0))
-    assert log.series("first_step_seconds") == {0: 0.0}
-    assert not log.series("tokens_per_second")
-    assert not log.series("step_seconds")
+    run(Net(clock, [0.0])).shows(first_step_seconds={0: 0.0}, tokens_per_second={}, step_seconds={})
 
 
 def test_a_checkpoint_inside_a_validation_is_counted_once(clock, tmp_path):
@@ -281,45 +242,8 @@ def test_a_checkpoint_inside_a_validation_is_counted_once(clock, tmp_path):
         def on_save_checkpoint(self, checkpoint):
             self.clock.now += 5.0
 
-    log, _ = run(Saving(clock), limit_val_batches=3, val_check_interval=3, max_steps=4)
-    assert log.series("validation_seconds") == {3: 21.0}
-    assert log.series("checkpoint_seconds") == {3: 5.0}
-    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 2: 8.0, 3: 8.0})
-
-
-def test_the_trainer_gets_its_method_back(clock, tmp_path):
-    class Failing(Net):
-        def training_step(self, batch, batch_idx):
-            assert "save_checkpoint" in vars(self.trainer)
-            if batch_idx == 3:
-                raise RuntimeError("lost")
-            return super().training_step(batch, batch_idx)
-
-    _, trainer = run(Net(clock))
-    assert "save_checkpoint" not in vars(trainer)
-    monitor = MFUMonitor(flops_per_token=10.0, peak_flops=1.0)
-    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[monitor], enable_progress_bar=False,
-                         enable_checkpointing=False, enable_model_summary=False)  # fmt: skip
-    with pytest.raises(RuntimeError, match="lost"):
-        trainer.fit(Failing(clock), DataLoader(IDS, batch_size=2))
-    assert "save_checkpoint" not in vars(trainer)
-
-
-def test_other_stages_than_fit_are_left_alone():
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    callbacks = trainer.callbacks
-    trainer.callbacks.append(MFUMonitor())
-    trainer.validate(Net(), DataLoader(IDS, batch_size=2), verbose=False)
-    assert "save_checkpoint" not in vars(trainer)
-    assert trainer.callbacks is callbacks
-
-
-def test_a_method_wrapped_by_another_is_left_to_it(clock):
-    monitor, trainer = MFUMonitor(), pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    monitor.on_fit_start(trainer, None)
-    other = trainer.save_checkpoint = lambda *_: None
-    monitor.teardown(trainer, None, "fit")
-    assert trainer.save_checkpoint is other
+    log = run(Saving(clock), limit_val_batches=3, val_check_interval=3, max_steps=4)
+    log.shows(validation_seconds={3: 21.0}, checkpoint_seconds={3: 5.0}, tokens_per_second={1: 8.0, 2: 8.0, 3: 8.0})
 
 
 def test_compilations_are_left_out_and_reported(clock):
@@ -333,17 +257,15 @@ def test_compilations_are_left_out_and_reported(clock):
             return super().training_step(batch, batch_idx)
 
     before = len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)
-    log, _ = run(Compiling(clock))
-    assert log.series("compile_seconds") == {0: 30.0, 3: 30.0}
-    assert log.series("first_step_seconds") == {0: 2.0}
-    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0, 5: 8.0})
+    log = run(Compiling(clock))
+    log.shows(compile_seconds={0: 30.0, 3: 30.0}, first_step_seconds={0: 2.0}, tokens_per_second=8.0)
     assert (len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)) == before
 
 
 def test_torch_compile_tells_of_its_compilations():
     net = Net()
     net.layer = torch.compile(net.layer, backend="eager")
-    log, _ = run(net)
+    log = run(net)
     assert log.series("compile_seconds")[0] > 0
 
 
@@ -365,34 +287,23 @@ def test_waiting_for_the_device_is_training_time_also_before_a_validation_or_a_c
         def on_save_checkpoint(self, checkpoint):
             self.clock.now += 5.0
 
-    log, _ = run(Saving(clock), limit_val_batches=1, val_check_interval=3, log_every_n_steps=4, max_steps=8)
-    assert log.series("first_step_seconds") == {0: 3.0}
+    log = run(Saving(clock), limit_val_batches=1, val_check_interval=3, log_every_n_steps=4, max_steps=8)
     # two steps and a wait; one and a wait; two and a wait, ...
-    assert log.series("step_seconds") == pytest.approx({2: 2.5, 3: 3.0, 5: 2.5, 6: 3.0, 7: 3.0})
-    assert log.series("validation_seconds") == {3: 7.0, 6: 7.0}
-    assert log.series("checkpoint_seconds") == {7: 5.0}
+    log.shows(first_step_seconds={0: 3.0}, step_seconds={2: 2.5, 3: 3.0, 5: 2.5, 6: 3.0, 7: 3.0})
+    log.shows(validation_seconds={3: 7.0, 6: 7.0}, checkpoint_seconds={7: 5.0})
 
 
 def test_an_interval_that_fails_has_no_rate_and_loses_nothing_else(clock):
-    class Failing(Net):
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 5:
-                raise RuntimeError("lost")
-            return super().training_step(batch, batch_idx)
+    def fail(trainer, *_):
+        MetricBuffer.of(trainer).record("throughput/other", trainer.global_step)
+        if trainer.global_step == 5:
+            raise RuntimeError("lost")
 
-    class Other(pl.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            MetricBuffer.of(trainer).record("throughput/other", trainer.global_step)
-
-    log = Log()
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=log, log_every_n_steps=2, enable_progress_bar=False, enable_checkpointing=False,
-        enable_model_summary=False, callbacks=[MFUMonitor(flops_per_token=1.0, peak_flops=1.0), Other()],
-    )  # fmt: skip
+    memory = Memory()
     with pytest.raises(RuntimeError, match="lost"):
-        trainer.fit(Failing(clock), DataLoader(IDS, batch_size=2))
-    assert list(log.series("tokens_per_second")) == [1, 3]
-    assert log.series("other") == {0: 1, 1: 2, 2: 3, 3: 4, 4: 5}
+        run(Net(clock), callbacks=[On(on_train_batch_end=fail)], logger=memory)
+    assert [step for step, values in memory.rows if "throughput/tokens_per_second" in values] == [1, 3]
+    assert [values["throughput/other"] for _, values in memory.rows if "throughput/other" in values] == [1, 2, 3, 4, 5]
 
 
 def test_a_second_goes_to_what_was_entered_last(clock):
@@ -488,26 +399,21 @@ def padded(n_real=6):
 
 
 def test_padding_counts_neither_as_token_nor_as_work(clock):
-    log, _ = run(Net(clock), data=padded(6))
-    # 12 of the 16 tokens of a step are real
-    assert log.series("tokens_per_second") == pytest.approx({1: 6.0, 3: 6.0, 5: 6.0})
-    assert log.series("mfu") == pytest.approx({1: 0.06, 3: 0.06, 5: 0.06})
-    assert log.series("samples_per_second") == pytest.approx({1: 1.0, 3: 1.0, 5: 1.0})
+    log = run(Net(clock), data=padded(6))
+    log.shows(tokens_per_second=6.0, mfu=0.06, samples_per_second=1.0)  # 12 of the 16 tokens of a step are real
     # also where the FLOPs were counted on the whole batch: 2 rows of 8 are 4 of 4, 256 FLOPs with their padding
-    log, _ = run(Net(clock), MFUMonitor(peak_flops=1000.0), data=padded(6))
+    log = run(Net(clock), MFUMonitor(peak_flops=1000.0), data=padded(6))
     assert log.series("model_flops_per_second")[3] == pytest.approx(256 / 2 * 12 / 16)
 
 
 def test_padding_and_accumulation(clock):
-    log, _ = run(Net(clock), data=padded(6), accumulate_grad_batches=2, max_steps=4)
-    assert log.series("tokens_per_second") == pytest.approx({1: 6.0, 3: 6.0})
-    assert log.series("mfu") == pytest.approx({1: 0.06, 3: 0.06})
+    log = run(Net(clock), data=padded(6), accumulate_grad_batches=2, max_steps=4)
+    log.shows(tokens_per_second={1: 6.0, 3: 6.0}, mfu={1: 0.06, 3: 0.06})
 
 
 def test_flops_by_the_sample_know_no_padding(clock):
-    log, _ = run(Net(clock), MFUMonitor(flops_per_sample=100.0, peak_flops=1000.0), data=padded(6))
-    assert log.series("tokens_per_second") == pytest.approx({1: 6.0, 3: 6.0, 5: 6.0})
-    assert log.series("mfu") == pytest.approx({1: 0.1, 3: 0.1, 5: 0.1})
+    log = run(Net(clock), MFUMonitor(flops_per_sample=100.0, peak_flops=1000.0), data=padded(6))
+    log.shows(tokens_per_second=6.0, mfu=0.1)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -516,22 +422,18 @@ def test_a_module_may_count_its_own_tokens(clock, as_tensor):
         def tokens_in(self, batch):
             return torch.tensor(4) if as_tensor else 4
 
-    log, _ = run(Counting(clock))
-    assert log.series("tokens_per_second") == pytest.approx({1: 2.0, 3: 2.0, 5: 2.0})
-    assert log.series("mfu") == pytest.approx({1: 0.02, 3: 0.02, 5: 0.02})
+    log = run(Counting(clock))
+    log.shows(tokens_per_second=2.0, mfu=0.02)
     # a number says what counts as a token, a scalar which of the 16 positions are no padding; 256 FLOPs were counted
-    log, _ = run(Counting(clock), MFUMonitor(peak_flops=1000.0))
+    log = run(Counting(clock), MFUMonitor(peak_flops=1000.0))
     assert log.series("model_flops_per_second")[3] == pytest.approx(256 / 2 * (4 / 16 if as_tensor else 1))
 
 
 def test_images_have_samples_and_no_tokens(clock):
-    log, _ = run(Net(clock), MFUMonitor(peak_flops=1000.0), data=torch.ones(64, 1, 2, 2))
+    log = run(Net(clock), MFUMonitor(peak_flops=1000.0), data=torch.ones(64, 1, 2, 2))
     # 2 images of 4 values a step: 2 * 2 * 2 * 16 = 128 FLOPs in 2 seconds
-    assert log.series("samples_per_second") == pytest.approx({1: 1.0, 3: 1.0, 5: 1.0})
-    assert log.series("model_flops_per_second") == pytest.approx({1: 64.0, 3: 64.0, 5: 64.0})
-    assert log.series("mfu") == pytest.approx({1: 0.064, 3: 0.064, 5: 0.064})
-    assert not log.series("tokens_per_second")
-    assert not log.series("tokens_per_second_per_device")
+    log.shows(samples_per_second=1.0, model_flops_per_second=64.0, mfu=0.064)
+    log.shows(tokens_per_second={}, tokens_per_second_per_device={})
 
 
 def test_a_batch_is_counted_before_the_step_takes_it_apart(clock):
@@ -540,9 +442,8 @@ def test_a_batch_is_counted_before_the_step_takes_it_apart(clock):
             return super().training_step(batch.pop("input_ids"), batch_idx)
 
     data = [{"input_ids": IDS[0]} for _ in range(64)]
-    log, _ = run(Popping(clock), MFUMonitor(peak_flops=1000.0), data=data)
-    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0, 5: 8.0})
-    assert log.series("mfu")[3] == pytest.approx(0.128)
+    log = run(Popping(clock), MFUMonitor(peak_flops=1000.0), data=data)
+    log.shows(tokens_per_second=8.0, mfu=0.128)
 
 
 # ---------------------------------------------------------------------------------------------------------- the FLOPs
@@ -551,17 +452,15 @@ def test_a_batch_is_counted_before_the_step_takes_it_apart(clock):
 def test_counted_flops_tell_mfu_from_hfu(clock):
     class Checkpointed(Net):
         def training_step(self, batch, batch_idx):
-            self.clock.now += self.step_seconds
+            self.pass_time()
             x = batch.float().reshape(-1, 4)
             return torch.utils.checkpoint.checkpoint(
                 lambda x: self.layer(x).relu().square(), x, use_reentrant=False
             ).mean()
 
-    log, _ = run(Checkpointed(clock), MFUMonitor(peak_flops=1000.0))
+    log = run(Checkpointed(clock), MFUMonitor(peak_flops=1000.0))
     # 256 FLOPs a step for the model, 128 for the forward product once more, in 2 seconds
-    assert log.series("mfu") == pytest.approx({1: 0.128, 3: 0.128, 5: 0.128})
-    assert log.series("hfu") == pytest.approx({1: 0.192, 3: 0.192, 5: 0.192})
-    assert log.series("model_flops_per_second") == pytest.approx({1: 128.0, 3: 128.0, 5: 128.0})
+    log.shows(mfu=0.128, hfu=0.192, model_flops_per_second=128.0)
 
 
 def test_a_module_may_know_its_flops_for_rows_of_any_length(clock):
@@ -573,12 +472,9 @@ def test_a_module_may_know_its_flops_for_rows_of_any_length(clock):
             return 10.0 * seq_len, 5.0 * seq_len
 
     rows = [torch.ones(1, 8, dtype=torch.long)] * 2 + [torch.ones(1, 4, dtype=torch.long)] * 4
-    log, _ = run(
-        Knowing(clock), MFUMonitor(peak_flops=1000.0, attention="full"), data=DataLoader(rows, batch_size=None)
-    )
+    log = run(Knowing(clock), MFUMonitor(peak_flops=1000.0, attention="full"), data=DataLoader(rows, batch_size=None))
     # one row a step: 8 tokens of 80 FLOPs, later 4 tokens of 40, each in 2 seconds
-    assert log.series("mfu") == pytest.approx({1: 0.32, 3: 0.08, 5: 0.08})
-    assert log.series("hfu") == pytest.approx({1: 0.48, 3: 0.12, 5: 0.12})
+    log.shows(mfu={1: 0.32, 3: 0.08, 5: 0.08}, hfu={1: 0.48, 3: 0.12, 5: 0.12})
     assert asked == [(8, "full"), (4, "full")]
 
 
@@ -587,13 +483,10 @@ def test_the_language_model_has_its_flops_in_closed_form(clock, attention, caplo
     config = Llama(vocab_size=32, d_model=16, n_layers=1, n_heads=2, max_seq_len=8)
     model = LanguageModel(config, activation_checkpointing="full")
 
-    class TwoSeconds(pl.Callback):
-        def on_train_batch_end(self, *_):
-            clock.now += 2.0
-
+    two_seconds = On(on_train_batch_end=lambda *_: setattr(clock, "now", clock.now + 2.0))
     data = [{"input_ids": IDS[0], "labels": IDS[0]} for _ in range(64)]
     with caplog.at_level("INFO"):
-        log, _ = run(model, MFUMonitor(peak_flops=1e9, attention=attention), data=data, callbacks=[TwoSeconds()])
+        log = run(model, MFUMonitor(peak_flops=1e9, attention=attention), data=data, callbacks=[two_seconds])
     once, again = (
         training_flops_per_token(config, 8, attention),
         recompute_flops_per_token(config, 8, attention, "full"),
@@ -618,27 +511,15 @@ class Uncountable(Net):
         return weight @ weight
 
 
-def test_flops_that_cannot_be_counted_cost_one_warning_and_nothing_else(clock):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        log, _ = run(Uncountable(clock), MFUMonitor(peak_flops=1000.0))
-    (said,) = [str(w.message) for w in caught if "MFUMonitor" in str(w.message)]
+def test_flops_that_cannot_be_counted_cost_one_warning_and_the_option_gives_them(clock, recwarn):
+    log = run(Uncountable(clock), MFUMonitor(peak_flops=1000.0))
+    (said,) = said_by("MFUMonitor", recwarn)
     assert "Uncountable cannot be counted" in said
     assert "torch.compile does not capture it as one graph" in said
     assert "give flops_per_token or flops_per_sample" in said
-    assert log.series("tokens_per_second") == pytest.approx({1: 8.0, 3: 8.0, 5: 8.0})
-    assert log.series("samples_per_second") == pytest.approx({1: 1.0, 3: 1.0, 5: 1.0})
-    assert log.series("first_step_seconds") == {0: 2.0}
-    for name in ("mfu", "hfu", "model_flops_per_second"):
-        assert not log.series(name)
-
-
-def test_such_a_module_gets_its_mfu_from_the_option(clock):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        log, _ = run(Uncountable(clock), MFUMonitor(flops_per_token=10.0, peak_flops=1000.0))
-    assert not [w for w in caught if "MFUMonitor" in str(w.message)]
-    assert log.series("mfu") == pytest.approx({1: 0.08, 3: 0.08, 5: 0.08})
+    log.shows(tokens_per_second=8.0, samples_per_second=1.0, mfu={}, hfu={}, model_flops_per_second={})
+    run(Uncountable(clock)).shows(mfu=0.08)
+    assert said_by("MFUMonitor", recwarn) == [said]
 
 
 def test_the_time_spent_on_counting_is_no_training_time(clock, monkeypatch):
@@ -649,9 +530,9 @@ def test_the_time_spent_on_counting_is_no_training_time(clock, monkeypatch):
         return count(*args)
 
     monkeypatch.setattr(FlopCounter, "_count", slow)
-    log, _ = run(Net(clock), MFUMonitor(peak_flops=1000.0))
+    log = run(Net(clock), MFUMonitor(peak_flops=1000.0))
     assert log.series("first_step_seconds")[0] > 1000.0
-    assert log.series("step_seconds") == pytest.approx({1: 2.0, 3: 2.0, 5: 2.0})
+    log.shows(step_seconds=2.0)
 
 
 def test_an_interval_of_unknown_flops_has_no_figure():
@@ -669,7 +550,7 @@ def test_an_optimizer_that_asks_for_several_passes_does_their_work(clock, counts
             return torch.optim.LBFGS(self.parameters(), lr=1e-6, max_iter=4, tolerance_grad=0, tolerance_change=0)
 
     monitor = MFUMonitor(None if counts else 10.0, peak_flops=1e5)
-    log, _ = run(Lbfgs(clock), monitor)
+    log = run(Lbfgs(clock), monitor)
     # 4 passes of 2 seconds a step, each over 16 tokens; 16 FLOPs a token were counted
     assert log.series("step_seconds")[3] == pytest.approx(8.0)
     assert log.series("tokens_per_second")[3] == pytest.approx(16 / 8)
@@ -734,19 +615,16 @@ def test_an_unknown_peak_is_no_guess_but_a_line(monkeypatch, device, precision):
 def test_a_run_on_an_unknown_device_lacks_only_mfu(clock, monkeypatch, caplog):
     monkeypatch.setattr(PEAKS, "measure_peak_flops", lambda device, dtype: None)
     with caplog.at_level("INFO"):
-        log, _ = run(Net(clock), MFUMonitor())
+        log = run(Net(clock), MFUMonitor())
     assert sum("give peak_flops" in record.message for record in caplog.records) == 1
-    assert log.series("model_flops_per_second") == pytest.approx({1: 128.0, 3: 128.0, 5: 128.0})
-    assert log.series("tokens_per_second")
-    assert not log.series("mfu")
-    assert not log.series("hfu")
+    log.shows(model_flops_per_second=128.0, tokens_per_second=8.0, mfu={}, hfu={})
 
 
 def test_a_cpus_peak_is_measured_and_labelled(clock, monkeypatch, caplog):
     asked = []
     monkeypatch.setattr(PEAKS, "measure_peak_flops", lambda device, dtype: asked.append(dtype) or 2e12)
     with caplog.at_level("INFO"):
-        log, _ = run(Net(clock), MFUMonitor(), precision="bf16-mixed")
+        log = run(Net(clock), MFUMonitor(), precision="bf16-mixed")
         device_peak(CPU, "bf16-mixed")
     assert asked == ["bf16"]  # once a process
     (said,) = [record.message for record in caplog.records if "MFUMonitor" in record.message]
@@ -755,21 +633,11 @@ def test_a_cpus_peak_is_measured_and_labelled(clock, monkeypatch, caplog):
     assert log.series("mfu")[3] == pytest.approx(128 / 2e12)
 
 
-def test_mfu_above_one_is_left_out_with_one_warning(clock):
-    net, monitor = Net(clock), MFUMonitor(flops_per_token=10.0, peak_flops=60.0)
-    seconds = iter([2.0, 2.0, 2.0, 2.0, 4.0, 4.0])
-
-    class Slower(pl.Callback):
-        def on_train_batch_start(self, *_):
-            net.step_seconds = next(seconds)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        log, _ = run(net, monitor, callbacks=[Slower()])
+def test_mfu_above_one_is_left_out_with_one_warning(clock, recwarn):
+    log = run(Net(clock, [2.0, 2.0, 2.0, 2.0, 4.0, 4.0]), MFUMonitor(flops_per_token=10.0, peak_flops=60.0))
     # 16 tokens of 10 FLOPs in 2 seconds are 80 FLOP/s of 60; in 4 seconds 40
-    assert log.series("mfu") == pytest.approx({5: 40 / 60})
-    assert log.series("model_flops_per_second") == pytest.approx({1: 80.0, 3: 80.0, 5: 40.0})
-    (said,) = [str(w.message) for w in caught if "MFUMonitor" in str(w.message)]
+    log.shows(mfu={5: 40 / 60}, model_flops_per_second={1: 80.0, 3: 80.0, 5: 40.0})
+    (said,) = said_by("MFUMonitor", recwarn)
     assert "throughput/mfu is left out" in said
     assert said.endswith("give peak_flops")
 
@@ -802,144 +670,70 @@ def test_rates_by_hand_of_many_ranks():
     )
 
 
-def train_two(rank: int, folder: str) -> None:
-    clock = Clock()
-    stopwatch.clock = clock
+def train_two(rank):
+    stopwatch.clock = clock = Clock()
     # rank 0 sees rows of 8 tokens, rank 1 rows of 8 of which half is padding
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[:, 8 - 4 * rank :] = 0
-    data = [{"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": mask} for _ in range(12)]
+    padding = [{"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": mask} for _ in range(12)]
+    found = []
+    for batches in (padding, [torch.ones(2, 8 - 4 * rank, dtype=torch.long)] * 12):
+        options = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+        log = run(Net(clock), data=DataLoader(batches, batch_size=None), **options)
+        found.append({name: float(value) for name, value in log.trainer.callback_metrics.items()})
+    return found
 
-    def fit(batches):
-        log = Log()
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=2, strategy="ddp", logger=log, max_steps=6, log_every_n_steps=2,
-            enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False,
-            use_distributed_sampler=False,
-            callbacks=[MFUMonitor(flops_per_token=10.0, peak_flops=1000.0)], default_root_dir=folder,
-        )  # fmt: skip
-        trainer.fit(Net(clock), DataLoader(batches, batch_size=None))
-        return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
-    found = fit(data)
+def test_two_ranks_count_their_own_tokens_once():
+    with_padding, shorter = processes.run(train_two)[0]
     # a step: 16 + 8 real tokens and 4 samples on two devices, in 2 seconds
-    assert found["throughput/tokens_per_second"] == pytest.approx(12.0)
-    assert found["throughput/tokens_per_second_per_device"] == pytest.approx(6.0)
-    assert found["throughput/samples_per_second"] == pytest.approx(2.0)
-    assert found["throughput/mfu"] == pytest.approx(6 * 10 / 1000)
-    assert found["throughput/step_seconds"] == pytest.approx(2.0)
+    expected = {"tokens_per_second": 12.0, "tokens_per_second_per_device": 6.0, "samples_per_second": 2.0}
+    expected |= {"mfu": 6 * 10 / 1000, "step_seconds": 2.0}
+    assert {name: with_padding[PREFIX + name] for name in expected} == pytest.approx(expected)
     # without masks, and rows of another length on each rank
-    found = fit([torch.ones(2, 8 - 4 * rank, dtype=torch.long)] * 12)
-    assert found["throughput/tokens_per_second"] == pytest.approx((16 + 8) / 2)
-    assert found["throughput/mfu"] == pytest.approx(6 * 10 / 1000)
-
-
-def test_two_ranks_count_their_own_tokens_once(tmp_path):
-    two_processes.run(train_two, str(tmp_path))
+    assert shorter[PREFIX + "tokens_per_second"] == pytest.approx((16 + 8) / 2)
+    assert shorter[PREFIX + "mfu"] == pytest.approx(6 * 10 / 1000)
 
 
 # ------------------------------------------------------------------------------------------------------ its manners
 
 
-def test_training_and_random_states_are_bitwise_unchanged(tmp_path):
-    class Noisy(Net):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.3)
-
-        def training_step(self, batch, batch_idx):
-            x = batch.float().reshape(-1, 4) * torch.randn(1) * random.random() * np.random.rand()
-            return self.drop(self.layer(self.norm(x))).square().mean()
-
-    def final(monitor):
-        pl.seed_everything(3)
-        net = Noisy()
-        run(net, monitor, max_steps=5, accumulate_grad_batches=2)
-        state = [*net.state_dict().values(), torch.get_rng_state()]
-        return state, random.random(), np.random.rand()
-
-    with_it, without = final(MFUMonitor()), final("none")
-    assert all(torch.equal(a, b) for a, b in zip(with_it[0], without[0], strict=True))
-    assert with_it[1:] == without[1:]
-
-
-@pytest.mark.parametrize("method", ["item", "tolist", "cpu", "__float__"])
-def test_nothing_is_read_from_a_tensor_between_flushes(monkeypatch, method):
-    reads = []
-    original = getattr(torch.Tensor, method)
-
-    class Watch(pl.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx in (2, 3, 4):  # after the first step, before the interval's end
-                with counting():
-                    monitor.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx in (2, 3, 4):
-                with counting():
-                    monitor.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    @contextlib.contextmanager
-    def counting():
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, method, lambda self, *a, **k: reads.append(1) or original(self, *a, **k))
-            yield
-
-    monitor = MFUMonitor(flops_per_token=10.0, peak_flops=1000.0)
-    run(Net(), monitor, data=padded(), callbacks=[Watch()], log_every_n_steps=6)
-    assert not reads
-
-
 def test_on_a_device_the_transfer_takes_something_along_to_wait_for(clock, monkeypatch):
-    recorded = []
-    record = MetricBuffer.record
-    monkeypatch.setattr(
-        MetricBuffer, "record", lambda self, name, *a, **k: recorded.append(name) or record(self, name, *a, **k)
-    )
-    monitor = MFUMonitor(flops_per_token=10.0, peak_flops=1000.0)
-
-    class Pretend(pl.Callback):
-        def on_before_optimizer_step(self, *_):
-            monitor._fence = torch.zeros(())  # as on a device that works in its own time
-
-    run(Net(clock), monitor, callbacks=[Pretend()])
-    assert recorded.count("_fence") == 6
+    device = torch.zeros(())  # as on a device that works in its own time
+    monkeypatch.setattr(mfu_monitor, "fence", lambda _: device)
+    recorded, record = [], MetricBuffer.record
+    monkeypatch.setattr(MetricBuffer, "record", lambda self, *a, **k: recorded.append(a[1]) or record(self, *a, **k))
+    run(Net(clock))
+    assert sum(value is device for value in recorded) == 6
 
 
 def test_without_a_logging_interval_nothing_is_done(clock, caplog):
     with caplog.at_level("INFO"):
-        log, trainer = run(Net(clock), log_every_n_steps=0)
+        log = run(Net(clock), log_every_n_steps=0)
     assert not log.rows
-    assert not [name for name in trainer.callback_metrics if name.startswith(PREFIX)]
+    assert not [name for name in log.trainer.callback_metrics if name.startswith(PREFIX)]
     assert not [record for record in caplog.records if "MFUMonitor" in record.message]
 
 
-class Mute(Log):
+class Mute(Memory):
     """A logger that takes no metrics."""
 
     log_metrics = property()
 
 
-@pytest.mark.parametrize("logger", [False, Mute])
+@pytest.mark.parametrize("logger", [False, Mute()])
 def test_without_a_logger_the_figures_reach_callbacks(clock, logger):
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=logger and logger(), max_steps=4, log_every_n_steps=2, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False, limit_val_batches=2, val_check_interval=4,
-        num_sanity_val_steps=0, callbacks=[MFUMonitor(flops_per_token=10.0, peak_flops=1000.0)],
-    )  # fmt: skip
-    loader = DataLoader(IDS, batch_size=2)
-    trainer.fit(Net(clock), loader, loader)
-    assert trainer.callback_metrics["throughput/mfu"] == pytest.approx(0.08)
-    assert trainer.callback_metrics["throughput/validation_seconds"] == 14.0
+    log = run(Net(clock), logger=logger, max_steps=4, limit_val_batches=2, val_check_interval=4)
+    assert log.trainer.callback_metrics["throughput/mfu"] == pytest.approx(0.08)
+    assert log.trainer.callback_metrics["throughput/validation_seconds"] == 14.0
 
 
 def test_validating_and_saving_after_the_run_are_untouched(clock, tmp_path):
-    log, trainer = run(Net(clock), limit_val_batches=1, val_check_interval=20)
-    before = {step: dict(values) for step, values in log.rows.items()}
+    trainer = run(Net(clock), limit_val_batches=1, val_check_interval=20).trainer
+    before = [*trainer.logger.rows]
     trainer.validate(Net(clock), DataLoader(IDS), verbose=False)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
-    assert (tmp_path / "after.ckpt").exists()
-    assert log.rows == before
+    assert trainer.logger.rows == before
 
 
 @pytest.mark.parametrize(
@@ -970,5 +764,5 @@ def test_precision_plugins_may_say_their_dtype(clock, monkeypatch):
         peak_dtype = "fp8"
 
     monkeypatch.setattr(PEAKS, "measure_peak_flops", lambda device, dtype: {"fp8": 7e12}.get(dtype))
-    log, _ = run(Net(clock), MFUMonitor(flops_per_token=7e10), plugins=[InFp8()])
+    log = run(Net(clock), MFUMonitor(flops_per_token=7e10), plugins=[InFp8()])
     assert log.series("mfu")[3] == pytest.approx(8 * 7e10 / 7e12)
