@@ -2,21 +2,20 @@
 
 import math
 import warnings
-from pathlib import Path
 
 import lightning.pytorch as pl
-import monitored
 import pytest
 import torch
+from harness import processes, runs
+from harness.models import LLAMA, SHAPE, Decoding
+from harness.runs import Memory, fit, same_training
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from monitored import LLAMA, SHAPE, Decoding, Memory, fit, same_training
 from test_no_sync import Counts
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from two_processes import run as run_in_two
 
 from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, PrecisionMonitor
 from lightning_tricks.models import GPT2, Decoder, Llama
@@ -88,13 +87,16 @@ class Counting(MixedPrecision):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_each_step_has_the_scale_that_it_used_and_the_steps_skipped_so_far(fused):
+@pytest.mark.parametrize("plugin", [scaling, lambda: FP16Mixed(init_scale=8.0, growth_interval=2)])
+def test_each_step_has_the_scale_that_it_used_and_the_steps_skipped_so_far(plugin, fused):
     # it doubles after two good steps in a row, halves after a bad one: 8 8 | 16 bad | 8 8 | 16 bad | 8 bad | 4
-    run = fit(Overflowing((2, 5, 6), fused), PrecisionMonitor(), plugins=[scaling()], max_steps=8, log_every_n_steps=3)
+    options = {"max_steps": 8, "log_every_n_steps": 3}
+    run = fit(Overflowing((2, 5, 6), fused), PrecisionMonitor(), plugins=[plugin()], **options)
     assert [step for step, _ in run.rows] == list(range(8))
     assert run.of(SCALE) == [8, 8, 16, 8, 8, 16, 8, 4]
     assert run.of(SKIPPED) == [0, 0, 1, 1, 1, 2, 3, 3]
     assert run.names() == {SCALE, SKIPPED}
+    assert same_training(fit(Overflowing((2, 5, 6), fused), plugins=[plugin()], **options), run)
 
 
 def test_with_accumulation_there_is_one_figure_a_step():
@@ -104,10 +106,11 @@ def test_with_accumulation_there_is_one_figure_a_step():
     assert (run.of(SCALE), run.of(SKIPPED)) == ([8, 8, 4], [0, 1, 1])
 
 
-def test_two_optimizers_in_one_batch_are_two_steps():
+@pytest.mark.parametrize("plugin", [scaling, lambda: FP16Mixed(init_scale=8.0, growth_interval=2)])
+def test_two_optimizers_in_one_batch_are_two_steps(plugin):
     # batch 0: 8 good, 8 good; batch 1: 16 bad, 8 good; batch 2: 8 good, 16 bad; batch 3: 8, 8
     model = Overflowing(((1, 0), (2, 1)), manual=True)
-    run = fit(model, PrecisionMonitor(), plugins=[scaling()], max_steps=8, log_every_n_steps=1)
+    run = fit(model, PrecisionMonitor(), plugins=[plugin()], max_steps=8, log_every_n_steps=1)
     assert (run.of(SCALE), run.of(SKIPPED)) == ([8, 8, 16, 8], [0, 1, 2, 2])
 
 
@@ -120,11 +123,8 @@ def test_a_plugin_that_counts_by_itself_is_believed():
 def test_a_resumed_run_goes_on_counting(tmp_path):
     def resuming(last, ckpt_path=None):
         saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-        trainer = pl.Trainer(
-            accelerator="cpu", max_steps=last, log_every_n_steps=1, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, plugins=[scaling()], callbacks=[PrecisionMonitor(), saving],
-        )  # fmt: skip
-        trainer.fit(Overflowing((0, 2, 4, 7)), ckpt_path=ckpt_path)
+        model, options = Overflowing((0, 2, 4, 7)), {"plugins": [scaling()], "log_every_n_steps": 1}
+        trainer = fit(model, PrecisionMonitor(), saving, max_steps=last, ckpt_path=ckpt_path, **options).trainer
         return trainer.callback_metrics[SKIPPED].item()
 
     assert resuming(6) == 3
@@ -141,23 +141,6 @@ def test_a_second_fit_counts_anew():
     monitor = PrecisionMonitor()
     runs = [fit(Overflowing((0,)), monitor, plugins=[scaling()], max_steps=2, log_every_n_steps=1) for _ in range(2)]
     assert runs[0].of(SKIPPED) == runs[1].of(SKIPPED) == [1, 1]
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_scaler_and_its_training_are_left_alone(fused):
-    plain = fit(Overflowing((2,), fused), plugins=[scaling()], max_steps=6)
-    watched = fit(Overflowing((2,), fused), PrecisionMonitor(), plugins=[scaling()], max_steps=6)
-    assert same_training(plain, watched)
-    states = [run.trainer.precision_plugin.scaler.state_dict() for run in (plain, watched)]
-    assert states[0] == states[1]
-
-
-def test_nothing_waits_for_the_device_between_logged_steps(monkeypatch):
-    counts = Counts(11, 19, monkeypatch)
-    options = {"max_steps": 22, "log_every_n_steps": 10}
-    fit(Overflowing((13,), fused=True), PrecisionMonitor(), counts, plugins=[scaling()], **options)
-    assert counts.steps == 8
-    assert counts.reads == []  # an unfused optimizer's scaler reads by itself, this one does not
 
 
 @pytest.mark.parametrize(
@@ -300,7 +283,7 @@ def test_layers_are_watched_on_log_steps_alone():
 
 def decoding(*callbacks, plugin=None, **options):
     options = {"backend": "eager", "plugins": [plugin or InFp8(pattern="attn")], **options}
-    return monitored.decoding(*callbacks, **options)
+    return runs.decoding(*callbacks, **options)
 
 
 @pytest.mark.parametrize("options", [
@@ -562,24 +545,6 @@ def test_our_model_brings_it_where_the_plugin_has_something_to_say():
     assert brought(FP16Mixed(), callbacks=[PrecisionMonitor(per_layer=False)]) == 0
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_fp16mixed_tells_its_scale_and_its_own_count(fused):
-    plugin = FP16Mixed(init_scale=8.0, growth_interval=2)
-    plain = fit(Overflowing((2, 5, 6), fused), plugins=[FP16Mixed(8.0, 2)], max_steps=8, log_every_n_steps=3)
-    run = fit(Overflowing((2, 5, 6), fused), PrecisionMonitor(), plugins=[plugin], max_steps=8, log_every_n_steps=3)
-    assert run.of(SCALE) == [8, 8, 16, 8, 8, 16, 8, 4]
-    assert run.of(SKIPPED) == [0, 0, 1, 1, 1, 2, 3, 3]
-    assert plugin.skipped_steps == 3
-    assert same_training(plain, run)
-
-
-def test_fp16mixed_with_two_optimizers():
-    model = Overflowing(((1, 0), (2, 1)), manual=True)
-    run = fit(model, PrecisionMonitor(), plugins=[FP16Mixed(8.0, 2)], max_steps=8, log_every_n_steps=1)
-    # as above: 8 8 | 16 bad, 8 | 8, 16 bad | 8 8
-    assert (run.of(SCALE), run.of(SKIPPED)) == ([8, 8, 16, 8], [0, 1, 2, 2])
-
-
 # -------------------------------------------------------------------------------------------------------- with Float8
 
 Q = "model.blocks.1.attn.q"
@@ -673,25 +638,22 @@ class Ranks(Doubling):
         return (self.blocks[1](x) if self.global_rank else 0 * self.blocks[1].weight.sum() + x).sum()
 
 
-def joined_over_ranks(rank, folder):
+def joined_over_ranks(rank):
     options = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False, "log_every_n_steps": 1}
     run = fit(Ranks(), PrecisionMonitor(), plugins=[InFp8()], max_steps=2, **options)
-    # batches 1, 0.05 and 2, 0.1: small is 0.05 on rank 0, and nothing on rank 1, whose numbers are twice as large
-    assert run.trainer.callback_metrics["fp8/blocks.0/input_amax"] == 4
-    if rank == 0:
-        assert run.of("fp8/blocks.0/input_amax") == [2, 4]
-        assert run.of("fp8/blocks.0/input_underflow") == [0.25, 0]
-        assert run.of("fp8/blocks.1/input_amax") == [4, 8]
-        assert run.of("fp8/blocks.1/input_underflow") == [0, 0]
-        assert run.of("fp8/blocks.0/weight_amax") == [2, 2]
-        assert run.of(WORST) == [0.25, 0]
-    Path(folder, str(rank)).touch()
+    names = {name for name in run.names() if "fp8" in name}
+    return {name: run.of(name) for name in names}, float(run.trainer.callback_metrics["fp8/blocks.0/input_amax"])
 
 
 @pytest.mark.slow
-def test_ranks_give_their_largest_and_their_mean(tmp_path):
-    run_in_two(joined_over_ranks, str(tmp_path))
-    assert len(list(tmp_path.iterdir())) == 2
+def test_ranks_give_their_largest_and_their_mean():
+    # batches 1, 0.05 and 2, 0.1: small is 0.05 on rank 0, and nothing on rank 1, whose numbers are twice as large
+    (found, latest), (_, of_rank_1) = processes.run(joined_over_ranks)
+    expected = {"0/input_amax": [2, 4], "0/input_underflow": [0.25, 0], "0/weight_amax": [2, 2]}
+    expected |= {"1/input_amax": [4, 8], "1/input_underflow": [0, 0]}
+    assert {name: found[f"fp8/blocks.{name}"] for name in expected} == expected
+    assert found[WORST] == [0.25, 0]
+    assert latest == of_rank_1 == 4
 
 
 class TwoLayers(nn.Module):
@@ -756,7 +718,7 @@ def local(run):
     return [p.to_local() if isinstance(p, DTensor) else p for p in run.weights]
 
 
-def sharded(rank, folder):
+def sharded(rank, alone):
     def run(monitors, *args, **kwargs):
         torch.compiler.reset()
         strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
@@ -770,7 +732,6 @@ def sharded(rank, folder):
         assert all(torch.equal(a, b) for a, b in zip(local(plain[casting]), local(watched), strict=True)), compiled
         rows[casting, compiled] = watched.rows
         assert len(watched.rows) == 2
-    alone = torch.load(Path(folder, "alone.pt"))
     for (casting, _), found in rows.items():
         for (_, row), (_, expected) in zip(found, alone, strict=True):
             assert len(row) == 2 + 2 * 4
@@ -781,17 +742,14 @@ def sharded(rank, folder):
     assert nested.names() == {SHARE}
     if rank == 0:
         assert sum("2 of 2 fp8 layers are inside a model" in str(w.message) for w in caught) == 1
-    Path(folder, f"done{rank}").touch()
 
 
 @pytest.mark.slow
-def test_shards_tell_what_one_process_tells_eager_and_compiled_and_train_the_same(tmp_path):
+def test_shards_tell_what_one_process_tells_eager_and_compiled_and_train_the_same():
     model = Sharded("no")
     model.configure_model = lambda: None
     options = {"plugins": [Whole(pattern="attn")], "max_steps": 2, "log_every_n_steps": 1}
-    torch.save(fit(model, PrecisionMonitor(), **options).rows, tmp_path / "alone.pt")
-    run_in_two(sharded, str(tmp_path))
-    assert len(list(tmp_path.glob("done*"))) == 2
+    processes.run(sharded, fit(model, PrecisionMonitor(), **options).rows)
 
 
 def ours_in_float8(**options):
@@ -805,7 +763,7 @@ def ours_in_float8(**options):
     return model, DataLoader([{"input_ids": ids, "labels": ids}] * 3, batch_size=None)
 
 
-def with_float8(rank, folder):
+def with_float8(rank, alone):
     runs = {}
     Decoder.compile_blocks = lambda self: [block.compile(backend="eager") for block in self.blocks]
     for compiled, watched in ((False, False), (False, True), (True, True)):
@@ -817,7 +775,6 @@ def with_float8(rank, folder):
         runs[compiled, watched] = (run.trainer.loggers[0].rows, local(run))
     for compiled in (False, True):
         assert all(torch.equal(a, b) for a, b in zip(runs[False, False][1], runs[compiled, True][1], strict=True))
-    alone = torch.load(Path(folder, "float8.pt"))
     for compiled in (False, True):
         rows = runs[compiled, True][0]
         assert len(rows) == 2
@@ -826,14 +783,11 @@ def with_float8(rank, folder):
             far = {n: (own[n], v) for n, v in expected.items() if own[n] != pytest.approx(v, rel=0.04, abs=1e-3)}
             assert not far, (compiled, far)
             assert len(own) == 2 + 4 * 2
-    Path(folder, f"float8{rank}").touch()
 
 
 @pytest.mark.slow
-def test_float8_gathered_in_fp8_shows_what_one_process_shows(tmp_path):
+def test_float8_gathered_in_fp8_shows_what_one_process_shows():
     model, loader = ours_in_float8()
     run = fit(model, PrecisionMonitor(), data=loader, plugins=[float8(exclude=BUT_Q)], max_steps=2, log_every_n_steps=1)
     own = [(step, {n: v for n, v in row.items() if n.startswith(("fp8/", "precision/"))}) for step, row in run.rows]
-    torch.save(own, tmp_path / "float8.pt")
-    run_in_two(with_float8, str(tmp_path))
-    assert len(list(tmp_path.glob("float8?"))) == 2
+    processes.run(with_float8, own)
