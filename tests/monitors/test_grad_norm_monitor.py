@@ -1,7 +1,6 @@
 """The logged norm: every step's own, before the clip, of the whole gradient, however it is accumulated or sharded."""
 
 import copy
-import json
 import math
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -9,37 +8,18 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers.logger import Logger
+from harness import processes
+from harness.runs import On, fit, same_training
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from two_processes import run
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.mixins import GradientClippingMixin
 from lightning_tricks.monitors.grad_norm_monitor import interval_figures, parameters_by_block
-
-
-class Kept(Logger):
-    """Keeps what it is given."""
-
-    name, version = "kept", 0
-
-    def __init__(self):
-        super().__init__()
-        self.rows = {}
-
-    def log_metrics(self, metrics, step):
-        self.rows.setdefault(step, {}).update(metrics)
-
-    def log_hyperparams(self, *_):
-        pass
-
-    def series(self, name):
-        return {step: row[name] for step, row in self.rows.items() if name in row}
 
 
 class Net(pl.LightningModule):
@@ -97,20 +77,8 @@ def data(batch_size, rank=None):
     return DataLoader(rows, batch_size=batch_size, sampler=sampler)
 
 
-def fit(model, *callbacks, batch_size=4, rank=None, **kwargs):
-    """The Trainer, its logger, and the weights after six steps."""
-    logger = Kept()
-    options = {"max_steps": 6, "log_every_n_steps": 4, "accelerator": "cpu", "devices": 1, **kwargs}
-    trainer = pl.Trainer(
-        logger=logger, callbacks=list(callbacks), enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, **options,
-    )  # fmt: skip
-    trainer.fit(model, data(batch_size, rank))
-    return trainer, logger, [p.detach().clone() for p in model.parameters()]
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def train(model, *callbacks, batch_size=4, rank=None, **options):
+    return fit(model, *callbacks, data=data(batch_size, rank), **{"max_steps": 6, "log_every_n_steps": 4, **options})
 
 
 CLIPS = [
@@ -126,17 +94,10 @@ CLIPS = [
 def test_every_steps_norm_is_torchs_before_the_clip(kind, clip, accumulate):
     reference = Reference()
     options = {**clip, "accumulate_grad_batches": accumulate, "max_steps": 4}
-    _, logger, _ = fit(kind(), reference, GradNormMonitor(), **options)
-    assert logger.series("train/grad_norm") == dict(enumerate(reference.norms))
+    run = train(kind(), reference, GradNormMonitor(), **options)
+    assert run.at("train/grad_norm") == dict(enumerate(reference.norms))
     assert len(set(reference.norms)) == 4  # a stale value would repeat
     assert all(norm > 0.5 for norm in reference.norms)
-
-
-@pytest.mark.parametrize("clip", CLIPS, ids=["norm", "value", "none"])
-@pytest.mark.parametrize("per", [None, "block", "group"])
-def test_training_is_bitwise_unchanged(clip, per):
-    _, _, weights = fit(Net(), GradNormMonitor(per=per), **clip)
-    assert same(weights, fit(Net(), **clip)[2])
 
 
 def test_the_clip_gets_the_norm_and_needs_no_second_pass():
@@ -146,7 +107,7 @@ def test_the_clip_gets_the_norm_and_needs_no_second_pass():
         patch("torch.nn.utils.clip_grad_norm_"),
     )
     with measuring as measured, clipping as lightnings:
-        fit(Net(), GradNormMonitor(), gradient_clip_val=0.5)
+        train(Net(), GradNormMonitor(), gradient_clip_val=0.5)
     assert measured.call_count == 6
     lightnings.assert_not_called()
 
@@ -164,18 +125,18 @@ def test_what_the_interval_says_together():
 
 @pytest.mark.parametrize("kind", [Net, Clipping])
 def test_the_fraction_of_clipped_steps_belongs_to_its_interval(kind):
-    _, logger, _ = fit(kind(), GradNormMonitor(), gradient_clip_val=1.0)
-    norms = logger.series("train/grad_norm")
+    run = train(kind(), GradNormMonitor(), gradient_clip_val=1.0)
+    norms = run.at("train/grad_norm")
     share = lambda steps: sum(norms[step] > 1.0 for step in steps) / len(steps)  # noqa: E731
-    assert logger.series("train/clipped_fraction") == {3: share(range(4)), 5: share((4, 5))}
+    assert run.at("train/clipped_fraction") == {3: share(range(4)), 5: share((4, 5))}
 
 
 @pytest.mark.parametrize("kind", [Net, Clipping])
 @pytest.mark.parametrize("clip", [CLIPS[1], CLIPS[2]], ids=["value", "none"])
 def test_without_a_clip_by_norm_no_fraction_is_claimed(kind, clip):
-    _, logger, _ = fit(kind(), GradNormMonitor(), **clip)
-    assert not logger.series("train/clipped_fraction")
-    assert logger.series("train/nonfinite_grad_norms") == {3: 0.0, 5: 0.0}
+    run = train(kind(), GradNormMonitor(), **clip)
+    assert not run.at("train/clipped_fraction")
+    assert run.at("train/nonfinite_grad_norms") == {3: 0.0, 5: 0.0}
 
 
 def test_a_step_with_a_nan_is_counted_and_logged():
@@ -183,9 +144,9 @@ def test_a_step_with_a_nan_is_counted_and_logged():
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * (math.nan if batch_idx == 5 else 1.0)
 
-    _, logger, _ = fit(Poisoned(), GradNormMonitor(), gradient_clip_val=1.0)
-    assert math.isnan(logger.series("train/grad_norm")[5])
-    assert logger.series("train/nonfinite_grad_norms") == {3: 0.0, 5: 1.0}
+    run = train(Poisoned(), GradNormMonitor(), gradient_clip_val=1.0)
+    assert math.isnan(run.at("train/grad_norm")[5])
+    assert run.at("train/nonfinite_grad_norms") == {3: 0.0, 5: 1.0}
 
 
 def fp16(scale):
@@ -196,18 +157,18 @@ def fp16(scale):
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_under_fp16_the_norm_is_that_of_unscaled_gradients(optimizer, clip):
     reference = Reference()  # Lightning has unscaled by then
-    _, logger, weights = fit(Net(optimizer, lr=1e-3), reference, GradNormMonitor(), plugins=[fp16(16.0)], **clip)
-    assert logger.series("train/grad_norm") == dict(enumerate(reference.norms))
-    assert same(weights, fit(Net(optimizer, lr=1e-3), plugins=[fp16(16.0)], **clip)[2])
+    run = train(Net(optimizer, lr=1e-3), reference, GradNormMonitor(), plugins=[fp16(16.0)], **clip)
+    assert run.at("train/grad_norm") == dict(enumerate(reference.norms))
+    assert same_training(run, train(Net(optimizer, lr=1e-3), plugins=[fp16(16.0)], **clip))
 
 
 def test_under_fp16_with_a_fused_optimizer_which_unscales_in_its_step():
     kwargs = {"optimizer": torch.optim.AdamW, "fused": True, "lr": 0.0}
-    _, logger, _ = fit(Net(**kwargs), GradNormMonitor(per="block"), plugins=[fp16(16.0)])
-    _, plain, _ = fit(Net(**kwargs), GradNormMonitor(per="block"), plugins=[fp16(1.0)])
+    run = train(Net(**kwargs), GradNormMonitor(per="block"), plugins=[fp16(16.0)])
+    plain = train(Net(**kwargs), GradNormMonitor(per="block"), plugins=[fp16(1.0)])
     for name in ("train/grad_norm", "grad_norms/head"):
-        assert plain.series(name)
-        assert logger.series(name) == pytest.approx(plain.series(name), rel=2e-3)  # fp16's ten bits, not 16
+        assert plain.at(name)
+        assert run.at(name) == pytest.approx(plain.at(name), rel=2e-3)  # fp16's ten bits, not 16
 
 
 def test_blocks_and_groups_are_named_and_make_up_the_whole():
@@ -218,12 +179,12 @@ def test_blocks_and_groups_are_named_and_make_up_the_whole():
             return torch.optim.SGD([{"params": matrices, "name": "decay"}, {"params": rest}], lr=0.05)
 
     for per, names in (("block", ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]), ("group", ["decay", "1"])):
-        _, logger, _ = fit(Grouped(), GradNormMonitor(per=per), gradient_clip_val=0.5)
+        run = train(Grouped(), GradNormMonitor(per=per), gradient_clip_val=0.5)
         for step in (3, 5):
-            parts = {name: norm for name, norm in logger.rows[step].items() if name.startswith("grad_norms/")}
+            parts = {name: norm for name, norm in run.rows[step][1].items() if name.startswith("grad_norms/")}
             assert list(parts) == [f"grad_norms/{name}" for name in names]
-            assert math.hypot(*parts.values()) == pytest.approx(logger.rows[step]["train/grad_norm"], rel=1e-6)
-        assert not any(name.startswith("grad_norms/") for name in logger.rows[4])  # on log steps only
+            assert math.hypot(*parts.values()) == pytest.approx(run.at("train/grad_norm")[step], rel=1e-6)
+        assert not any(name.startswith("grad_norms/") for name in run.rows[4][1])  # on log steps only
 
 
 def test_a_module_with_a_clip_of_its_own_keeps_it():
@@ -244,11 +205,11 @@ def test_a_module_with_a_clip_of_its_own_keeps_it():
 
     for kind in (Own, ByHand, AfterMixin):
         reference = Reference()
-        _, logger, weights = fit(kind(), reference, GradNormMonitor(), gradient_clip_val=0.2)
-        assert logger.series("train/grad_norm") == dict(enumerate(reference.norms))
-        assert same(weights, fit(kind(), gradient_clip_val=0.2)[2])
+        run = train(kind(), reference, GradNormMonitor(), gradient_clip_val=0.2)
+        assert run.at("train/grad_norm") == dict(enumerate(reference.norms))
+        assert same_training(run, train(kind(), gradient_clip_val=0.2))
         # the limit is known where the clip is Lightning's
-        assert bool(logger.series("train/clipped_fraction")) == (kind is Own)
+        assert bool(run.at("train/clipped_fraction")) == (kind is Own)
 
 
 class Adversaries(Net):
@@ -274,12 +235,12 @@ class Adversaries(Net):
 
 def test_several_optimizers_in_manual_optimization_have_a_norm_each():
     model = Adversaries()
-    _, logger, weights = fit(model, GradNormMonitor(per="group"), max_steps=12)
+    run = train(model, GradNormMonitor(per="group"), max_steps=12)
     for index in (0, 1):
-        assert logger.series(f"train/grad_norm/{index}") == dict(enumerate(model.seen[index]))
-    assert list(logger.series("grad_norms/1/0")) == [3, 5]  # each fourth step, and the last
-    assert not logger.series("train/grad_norm")
-    assert same(weights, fit(Adversaries(), max_steps=12)[2])
+        assert run.at(f"train/grad_norm/{index}") == dict(enumerate(model.seen[index]))
+    assert list(run.at("grad_norms/1/0")) == [3, 5]  # each fourth step, and the last
+    assert not run.at("train/grad_norm")
+    assert same_training(run, train(Adversaries(), max_steps=12))
 
 
 class Critic(Net):
@@ -306,31 +267,30 @@ class Critic(Net):
 @pytest.mark.parametrize("clips", [True, False])
 def test_of_several_steps_of_one_optimizer_in_a_batch_the_largest_norm_is_logged(clips):
     model = Critic(clips)
-    _, logger, weights = fit(model, GradNormMonitor(), max_steps=12)
+    run = train(model, GradNormMonitor(), max_steps=12)
     assert len(model.seen) == 4
-    assert list(logger.series("train/grad_norm").values()) == pytest.approx(model.seen, rel=1e-6)
-    assert same(weights, fit(Critic(clips), max_steps=12)[2])
+    assert list(run.at("train/grad_norm").values()) == pytest.approx(model.seen, rel=1e-6)
+    assert same_training(run, train(Critic(clips), max_steps=12))
 
 
 def test_a_norm_that_is_not_finite_is_the_batchs_whichever_step_has_it():
     class Bad(Critic):
         factors = (1.0, math.nan, 0.0)
 
-    _, logger, _ = fit(Bad(), GradNormMonitor(), max_steps=3)
-    assert math.isnan(logger.series("train/grad_norm")[0])
+    run = train(Bad(), GradNormMonitor(), max_steps=3)
+    assert math.isnan(run.at("train/grad_norm")[0])
 
 
 def test_of_the_gradients_that_lbfgs_asks_for_in_a_step_the_largest_norm_is_logged():
     reference, seen = Reference(), []
     net = Net(torch.optim.LBFGS, lr=0.1, max_iter=3)
 
-    class PerBatch(pl.Callback):
-        def on_train_batch_end(self, *_):
-            seen.append(max(reference.norms))
-            reference.norms.clear()
+    def keep_largest(*_):
+        seen.append(max(reference.norms))
+        reference.norms.clear()
 
-    _, logger, _ = fit(net, reference, GradNormMonitor(), PerBatch())
-    assert list(logger.series("train/grad_norm").values()) == pytest.approx(seen, rel=1e-6)
+    run = train(net, reference, GradNormMonitor(), On(on_train_batch_end=keep_largest))
+    assert list(run.at("train/grad_norm").values()) == pytest.approx(seen, rel=1e-6)
 
 
 @pytest.mark.parametrize("clips", [True, False])
@@ -348,9 +308,9 @@ def test_in_manual_optimization_what_is_still_scaled_is_logged_unscaled(clips):
                 self.clip_gradients(optimizer, 1e9, "norm")
             optimizer.step()
 
-    _, logger, _ = fit(Manual(), GradNormMonitor(), plugins=[fp16(16.0)])
-    _, plain, _ = fit(Manual(), GradNormMonitor(), plugins=[fp16(1.0)])
-    assert logger.series("train/grad_norm") == pytest.approx(plain.series("train/grad_norm"), rel=2e-3)
+    run = train(Manual(), GradNormMonitor(), plugins=[fp16(16.0)])
+    plain = train(Manual(), GradNormMonitor(), plugins=[fp16(1.0)])
+    assert run.at("train/grad_norm") == pytest.approx(plain.at("train/grad_norm"), rel=2e-3)
 
 
 def test_a_compiled_block_keeps_its_name():
@@ -369,27 +329,23 @@ def test_a_copy_of_the_watched_module_copies_no_trainer():
             self._trainer = trainer
             assert copied._trainer is None
 
-    fit(Copies(), GradNormMonitor(), max_steps=1)
+    train(Copies(), GradNormMonitor(), max_steps=1)
 
 
 def test_deepspeeds_norm_is_its_engines():
     monitor, strategy = GradNormMonitor(), type("DeepSpeedStrategy", (), {})()
     monitor._has_engine = True
     strategy.deepspeed_engine = SimpleNamespace(get_global_grad_norm=lambda: 2.5)
-    trainer = SimpleNamespace(
-        strategy=strategy,
-        optimizers=[object()],
-        gradient_clip_val=1.0,
-        fit_loop=SimpleNamespace(_should_accumulate=bool),
-    )
-    trainer.optimizers[0] = SimpleNamespace()
+    loop = SimpleNamespace(_should_accumulate=bool)
+    optimizer = SimpleNamespace()
+    trainer = SimpleNamespace(strategy=strategy, optimizers=[optimizer], gradient_clip_val=1.0, fit_loop=loop)
     recorded = {}
     monitor._buffer = SimpleNamespace(record=lambda name, value: recorded.update({name: value}))
     model = Net()
     monitor.on_train_batch_end(trainer, model, None, None, 0)
     assert recorded == {"train/grad_norm": 2.5}
     assert monitor._clip_val == 1.0
-    monitor.on_before_optimizer_step(trainer, model, trainer.optimizers[0])  # `.grad` is empty there
+    monitor.on_before_optimizer_step(trainer, model, optimizer)  # `.grad` is empty there
     strategy.deepspeed_engine.get_global_grad_norm = lambda: None  # before the engine's first step
     recorded.clear()
     monitor.on_train_batch_end(trainer, model, None, None, 0)
@@ -429,26 +385,23 @@ STRATEGIES = {
 CASES = [(clip, accumulate) for clip in (CLIPS[0], CLIPS[2]) for accumulate in (1, 4)]
 
 
-def norms_of_a_rank(rank, kind, folder):
+def rows_of_a_rank(rank, kind):
     model, strategy = STRATEGIES[kind]
-    per = "block" if kind == "fsdp2" else None
-    for case, (clip, accumulate) in enumerate(CASES):
-        _, logger, _ = fit(
-            model(), GradNormMonitor(per=per), batch_size=2, rank=rank, devices=2, strategy=strategy(), max_steps=4,
-            accumulate_grad_batches=accumulate, use_distributed_sampler=False, **clip,
-        )  # fmt: skip
-        if rank == 0:
-            (folder / f"{case}.json").write_text(json.dumps(logger.rows))
+    options = {"devices": 2, "max_steps": 4, "use_distributed_sampler": False}
+    per, found = "block" if kind == "fsdp2" else None, []
+    for clip, accumulate in CASES:
+        own = {"strategy": strategy(), "accumulate_grad_batches": accumulate, **clip, **options}
+        found.append(train(model(), GradNormMonitor(per=per), batch_size=2, rank=rank, **own).rows)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_two_processes_log_the_norms_of_one(kind, tmp_path):
-    run(norms_of_a_rank, kind, tmp_path)
-    for case, (clip, accumulate) in enumerate(CASES):
-        rows = {int(step): row for step, row in json.loads((tmp_path / f"{case}.json").read_text()).items()}
+def test_two_processes_log_the_norms_of_one(kind):
+    for (clip, accumulate), found in zip(CASES, processes.run(rows_of_a_rank, kind)[0], strict=True):
+        rows = dict(found)
         reference = Reference()
-        fit(Net(), reference, max_steps=4, accumulate_grad_batches=accumulate, **clip)
+        train(Net(), reference, max_steps=4, accumulate_grad_batches=accumulate, **clip)
         norms = [rows[step]["train/grad_norm"] for step in range(4)]
         rel = 1e-6 if clip.get("gradient_clip_val") else 1e-5  # without a clip this run grows, and its rounding with it
         assert norms == pytest.approx(reference.norms, rel=rel), (clip, accumulate)

@@ -5,8 +5,8 @@ import functools
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness.runs import Memory, On, fit, same_training
 from lightning.pytorch.plugins.precision import Precision
-from monitored import Memory, fit, same_training
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
@@ -101,14 +101,12 @@ def test_a_clip_in_the_modules_own_hook_has_its_own_steps_norm_and_so_has_the_lo
 @pytest.mark.parametrize("clip", HOW)
 @pytest.mark.parametrize("mixin", [True, False])
 def test_a_clip_in_a_callback_behind_the_monitor_comes_after_the_logged_norm(clip, mixin):
-    class Clips(pl.Callback):
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            clip(pl_module, optimizer)
+    clips = On(on_before_optimizer_step=lambda trainer, pl_module, optimizer: clip(pl_module, optimizer))
 
     class Mixed(GradientClippingMixin, Slope):
         pass
 
-    run = watched(Mixed if mixin else Slope, Clips(), gradient_clip_val=1.0)
+    run = watched(Mixed if mixin else Slope, clips, gradient_clip_val=1.0)
     assert run.of("train/grad_norm") == NORMS
     assert run.weights[0].tolist() == UNIT_STEPS
 
@@ -240,17 +238,6 @@ def test_what_fails_in_the_clip_leaves_nothing_behind(monkeypatch, automatic, er
     assert fit(Slope(), monitor, plugins=[plugin], gradient_clip_val=1.0).of("train/grad_norm") == NORMS
 
 
-def test_a_clip_that_is_never_called_leaves_nothing_behind():
-    class Fails(Slope):
-        def on_before_optimizer_step(self, optimizer):
-            raise RuntimeError("before the clip")
-
-    plugin = BF16Mixed()
-    with pytest.raises(RuntimeError, match="before the clip"):
-        fit(Fails(), GradNormMonitor(), plugins=[plugin], gradient_clip_val=1.0)
-    assert "clip_grad_by_norm" not in vars(plugin)
-
-
 def test_an_epoch_that_the_module_ends_early_leaves_nothing_behind():
     class Ends(Slope):
         def on_train_batch_start(self, batch, batch_idx):
@@ -264,14 +251,10 @@ def test_an_epoch_that_the_module_ends_early_leaves_nothing_behind():
 
 
 def test_the_plugin_has_its_own_methods_outside_of_batches():
-    class Looks(pl.Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            assert not replaced_methods(trainer)
+    def look(trainer, *_):
+        assert not replaced_methods(trainer)
 
-        on_validation_start = on_train_epoch_end = on_train_epoch_start
-
-        def on_train_batch_end(self, trainer, *_):
-            assert not replaced_methods(trainer)
+    hooks = ("on_train_epoch_start", "on_validation_start", "on_train_batch_end", "on_train_epoch_end")
 
     class Validated(Slope):
         def validation_step(self, batch, batch_idx):
@@ -280,13 +263,7 @@ def test_the_plugin_has_its_own_methods_outside_of_batches():
         val_dataloader = Slope.train_dataloader
 
     for make in (Validated, lambda: Validated(automatic=False).steps_by_hand()):
-        watched(make, Looks(), val_check_interval=2)
-
-
-def test_two_monitors_leave_nothing_behind():
-    for make in (Slope, lambda: Slope(automatic=False).steps_by_hand((1.0, "norm"))):
-        clip_val = 1.0 if make is Slope else None
-        assert watched(make, GradNormMonitor(), gradient_clip_val=clip_val).of("train/grad_norm") == NORMS
+        watched(make, On(**dict.fromkeys(hooks, look)), val_check_interval=2)
 
 
 def test_a_second_fit_with_the_same_objects_knows_nothing_of_the_first():
