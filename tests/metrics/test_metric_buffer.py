@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
+from harness import processes
+from harness.runs import On
+from harness.runs import trainer_with as quiet_trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.strategies import DDPStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -86,12 +87,9 @@ def loader(n: int = BATCHES) -> DataLoader:
     return DataLoader(torch.arange(2 * n, dtype=torch.float32) + 1, batch_size=2)
 
 
-def trainer_with(callbacks, logger, **kwargs) -> pl.Trainer:
-    options = {"max_steps": 10, "log_every_n_steps": 4, "enable_checkpointing": False, "limit_val_batches": 0}
-    return pl.Trainer(
-        accelerator="cpu", devices=1, logger=logger, callbacks=callbacks, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, **{**options, **kwargs},
-    )  # fmt: skip
+def trainer_with(callbacks, logger, **options) -> pl.Trainer:
+    defaults = {"max_steps": 10, "log_every_n_steps": 4, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+    return quiet_trainer(*callbacks, logger=logger, **{**defaults, **options})
 
 
 def run(give=None, model=None, callbacks=(), **kwargs):
@@ -214,11 +212,8 @@ def test_the_last_step_is_a_log_step_where_batches_make_one_step_or_two(first, e
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_values_are_in_wherever_the_callback_stands(place):
-    class AtStart(pl.Callback):
-        def setup(self, trainer, pl_module, stage):
-            MetricBuffer.of(trainer)
-
-    callbacks = [AtStart(), MetricBuffer()]
+    at_start = On(setup=lambda trainer, *_, **__: MetricBuffer.of(trainer))
+    callbacks = [at_start, MetricBuffer()]
     callbacks.insert(2 * place, Recorder())
     logger = Plain()
     trainer = trainer_with(callbacks, logger)
@@ -260,7 +255,7 @@ def test_two_fits_with_one_trainer_count_on_and_share_nothing():
 def test_resume_continues_the_step_numbers(tmp_path):
     first, second = Plain(), Plain()
     save = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
-    trainer_with([Recorder(), save], first, max_steps=5, enable_checkpointing=True).fit(Model(), loader())
+    trainer_with([Recorder(), save], first, max_steps=5).fit(Model(), loader())
     trainer = trainer_with([Recorder()], second, max_steps=9)
     trainer.fit(Model(), loader(), ckpt_path=str(tmp_path / "step=5.ckpt"))
     assert list(first.of("train/loss")) == [0, 1, 2, 3, 4]
@@ -324,28 +319,6 @@ def test_to_host_makes_one_transfer_a_device_and_keeps_order_and_dtypes():
     assert counts["tolist"] == 1
 
 
-def test_training_is_bitwise_unchanged():
-    class Noisy(Model):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-
-        def training_step(self, batch, batch_idx):
-            return self.net(batch[:, None]).square().mean() + 0 * self.weight
-
-        def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters())
-
-    def weights(callbacks):
-        model = Noisy()
-        trainer_with(callbacks, Plain()).fit(model, loader())
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-    assert torch.equal(weights([]), weights([Recorder()]))
-    assert not torch.equal(weights([]), weights([Recorder(lambda *_: torch.rand(1))]))  # it would be seen
-
-
 def test_log_every_n_steps_0_keeps_nothing():
     def give(trainer, buffer, loss):
         buffer.record("a", loss)
@@ -368,13 +341,6 @@ def test_of_values_that_some_ranks_may_not_have_only_those_that_one_has_are_logg
 
     logger, _ = run(give, max_steps=2)
     assert logger.rows == [(1, {"y": loss_of(1)})]
-
-
-def test_nothing_is_kept_after_a_flush():
-    recorder = Recorder()
-    trainer_with([recorder], Plain(), max_steps=8).fit(Model(), loader())
-    assert not recorder.buffer._finished
-    assert not recorder.buffer._current
 
 
 # ---- what may be recorded
@@ -491,17 +457,6 @@ def test_at_flush_sees_the_intervals_rows_and_its_result_joins_the_last():
     assert not {"_x", "_hidden"} & trainer.callback_metrics.keys()
 
 
-class AsksAnew(pl.Callback):
-    """Asks in each fit with a new function, as a watcher's helper object does."""
-
-    def __init__(self):
-        self.calls = []
-
-    def setup(self, trainer, pl_module, stage):
-        fit = max(self.calls, default=0) + 1
-        MetricBuffer.of(trainer).at_flush(lambda rows: self.calls.append(fit) or {"fit": fit})
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_function_is_called_in_the_fit_that_asked_for_it_and_in_no_later_one(fails):
     class Fails(Model):
@@ -509,13 +464,16 @@ def test_a_function_is_called_in_the_fit_that_asked_for_it_and_in_no_later_one(f
             if fails and self.trainer.global_step == 4:
                 raise RuntimeError("after a flush")
 
-    asks, recorder, buffer = AsksAnew(), Recorder(), MetricBuffer()
+    def ask(trainer, *_, **__):  # in each fit with a new function, as a watcher's helper object does
+        fit = max(calls, default=0) + 1
+        MetricBuffer.of(trainer).at_flush(lambda rows: calls.append(fit) or {"fit": fit})
+
+    calls, asks, recorder, buffer = [], On(setup=ask), Recorder(), MetricBuffer()
     for _ in range(3):
-        logger = Plain()
-        trainer = trainer_with([asks, recorder, buffer], logger, max_steps=4)
+        trainer = trainer_with([asks, recorder, buffer], Plain(), max_steps=4)
         with pytest.raises(RuntimeError, match="after") if fails else contextlib.nullcontext():
             trainer.fit(Fails(), loader())
-    assert asks.calls == [1, 2, 3]
+    assert calls == [1, 2, 3]
 
 
 def test_wall_time_goes_to_a_logger_that_takes_it(monkeypatch):
@@ -553,7 +511,7 @@ def test_a_checkpoint_monitors_the_value_of_its_own_step(tmp_path):
         tmp_path, monitor="train/loss", mode="max", every_n_train_steps=3, save_top_k=-1,
         filename="{step}-{train/loss:.0f}", auto_insert_metric_name=False,
     )  # fmt: skip
-    logger, _ = run(callbacks=[save], enable_checkpointing=True, log_every_n_steps=50, max_steps=9)
+    logger, _ = run(callbacks=[save], log_every_n_steps=50, max_steps=9)
     # after steps 3, 6 and 9: the losses of the third, sixth and ninth batch, though the interval never ended
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.ckpt")}
     assert found == {"3-11.ckpt", "6-23.ckpt", "9-35.ckpt"}
@@ -564,9 +522,7 @@ def test_a_checkpoint_monitors_the_value_of_its_own_step(tmp_path):
 def test_epoch_end_monitors_see_the_last_steps_value(tmp_path):
     save = ModelCheckpoint(tmp_path, monitor="train/loss", save_top_k=-1, save_on_train_epoch_end=True)
     stop = EarlyStopping("train/loss", patience=1, mode="min", check_on_train_epoch_end=True)
-    _, trainer = run(
-        callbacks=[stop, save], enable_checkpointing=True, log_every_n_steps=50, max_steps=-1, max_epochs=9
-    )
+    _, trainer = run(callbacks=[stop, save], log_every_n_steps=50, max_steps=-1, max_epochs=9)
     assert trainer.current_epoch == 2  # the loss of the last batch is the same in each epoch
     assert list(save.best_k_models.values()) == [loss_of(BATCHES - 1)] * 2
 
@@ -574,11 +530,10 @@ def test_epoch_end_monitors_see_the_last_steps_value(tmp_path):
 def test_validation_sees_what_was_recorded_before_it():
     seen = []
 
-    class Look(pl.Callback):
-        def on_validation_end(self, trainer, pl_module):
-            seen.append((trainer.global_step, trainer.callback_metrics["train/loss"].item()))
-
-    logger, trainer = run(callbacks=[Look()], val_check_interval=3, limit_val_batches=1, log_every_n_steps=50)
+    look = lambda trainer, _: seen.append((trainer.global_step, trainer.callback_metrics["train/loss"].item()))  # noqa: E731
+    logger, trainer = run(
+        callbacks=[On(on_validation_end=look)], val_check_interval=3, limit_val_batches=1, log_every_n_steps=50
+    )
     assert seen == [(3, 11.0), (6, 23.0), (9, 35.0)]
     assert trainer.callback_metrics["train/loss"] == loss_of(9)
     assert trainer.logged_metrics["train/loss"] == loss_of(9)
@@ -586,18 +541,14 @@ def test_validation_sees_what_was_recorded_before_it():
 
 
 def test_the_sanity_check_flushes_nothing():
-    class Early(pl.Callback):
-        def on_sanity_check_start(self, trainer, pl_module):
-            buffer = MetricBuffer.of(trainer)
-            buffer.record("early", 1.0)
-            buffer._close_step()
+    def early(trainer, pl_module):
+        buffer = MetricBuffer.of(trainer)
+        buffer.record("early", 1.0)
+        buffer._close_step()
 
-    logger = Plain()
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=logger, callbacks=[Early(), Recorder()], enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, max_steps=2, num_sanity_val_steps=1,
-    )  # fmt: skip
-    seen = []
+    seen, logger = [], Plain()
+    options = {"max_steps": 2, "num_sanity_val_steps": 1, "limit_val_batches": 1}
+    trainer = trainer_with([On(on_sanity_check_start=early), Recorder()], logger, **options)
     logger.log_metrics = lambda metrics, step=None: seen.append((trainer.sanity_checking, step))
     trainer.fit(Model(), loader(), loader(2))
     assert seen
@@ -721,7 +672,7 @@ def test_flushes_in_quick_succession_save_once_and_a_checkpoint_saves_in_any_cas
     trainer_with([Recorder()], quick).fit(Model(), loader())
     assert 8 not in quick.saved
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=7)
-    trainer_with([Recorder(), checkpoint], saving, enable_checkpointing=True).fit(Model(), loader())
+    trainer_with([Recorder(), checkpoint], saving).fit(Model(), loader())
     assert 7 in saving.saved
 
 
@@ -827,43 +778,30 @@ class Two(Model):
         return super().training_step(batch, batch_idx)
 
 
-def _ranks(rank: int, path: str) -> None:
-    def fit(model, **kwargs):
-        logger = Plain()
-        data = torch.arange(64.0)
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="gloo"), logger=logger,
-            callbacks=[LRMonitor()], enable_progress_bar=False, enable_model_summary=False,
-            enable_checkpointing=False, use_distributed_sampler=False, accumulate_grad_batches=2, max_steps=3,
-            log_every_n_steps=2, **kwargs,
-        )  # fmt: skip
-        sampler = DistributedSampler(data, 2, rank, shuffle=False)
-        try:
-            trainer.fit(model, DataLoader(data, batch_size=2, sampler=sampler))
-        except ZeroDivisionError:
-            assert rank == 0
-        return logger, trainer
-
-    logger, trainer = fit(Two())
-    total = [11.0, 22.0, 33.0]
-    assert list(logger.of("sum").values()) == total
-    assert list(logger.of("max").values()) == [10.0, 20.0, 30.0]
-    assert list(logger.of("v0").values()) == [10.0, 20.0, 30.0]
-    assert list(logger.of("v1").values()) == [-1.0, -2.0, -3.0]
-    assert list(logger.of("number").values()) == [11.0] * 3
-    assert list(logger.of("mean").values()) == [22 / 8] * 3
-    assert list(logger.of("alone").values()) == [10.0**rank * i for i in (1, 2, 3)]
-    assert trainer.callback_metrics["sum"] == 33  # on every rank, so that EarlyStopping agrees
-    with open(f"{path}/{rank}", "w") as done:
-        done.write("done")
+OF_TWO = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
 
 
-def test_sums_maxima_and_means_over_two_ranks(tmp_path):
-    two_processes.run(_ranks, str(tmp_path))
-    assert {file.name for file in tmp_path.iterdir()} == {"0", "1"}
+def _ranks(rank):
+    logger, data = Plain(), torch.arange(64.0)
+    batches = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, rank, shuffle=False))
+    options = {"accumulate_grad_batches": 2, "max_steps": 3, "log_every_n_steps": 2, **OF_TWO}
+    trainer = trainer_with([LRMonitor()], logger, **options)
+    trainer.fit(Two(), batches)
+    names = ("sum", "max", "v0", "v1", "number", "mean", "alone")
+    return {name: list(logger.of(name).values()) for name in names}, float(trainer.callback_metrics["sum"])
 
 
-def _fails_alone(rank: int, path: str) -> None:
+def test_sums_maxima_and_means_over_two_ranks():
+    expected = {
+        "sum": [11.0, 22.0, 33.0], "max": [10.0, 20.0, 30.0], "v0": [10.0, 20.0, 30.0], "v1": [-1.0, -2.0, -3.0],
+        "number": [11.0] * 3, "mean": [22 / 8] * 3,
+    }  # fmt: skip
+    for rank, found in enumerate(processes.run(_ranks)):
+        # the latest is on every rank, so that EarlyStopping agrees
+        assert found == ({**expected, "alone": [10.0**rank * i for i in (1, 2, 3)]}, 33.0)
+
+
+def _fails_alone(rank):
     """Rank 0 fails in mid-window; nobody answers a collective any more."""
 
     class Failing(Two):
@@ -874,28 +812,19 @@ def _fails_alone(rank: int, path: str) -> None:
             return loss
 
     logger = Plain()
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="gloo"), logger=logger,
-        callbacks=[LRMonitor()], enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        use_distributed_sampler=False, max_steps=8, log_every_n_steps=4,
-    )  # fmt: skip
+    trainer = trainer_with([LRMonitor()], logger, max_steps=8, **OF_TWO)
     gone = ZeroDivisionError if rank == 0 else RuntimeError  # rank 1 waits for gradients until rank 0 has left
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(gone):
             trainer.fit(Failing(), DataLoader(torch.arange(64.0), batch_size=2))
-    if rank == 0:
-        assert list(logger.of("sum")) == list(range(7))
-        assert logger.of("sum")[3] == 44.0
-        assert logger.of("sum")[6] == 7.0
-        assert sum("rank 0 alone" in str(warning.message) for warning in caught) == 1
-        with open(f"{path}/0", "w") as done:
-            done.write("done")
+    return logger.of("sum"), sum("rank 0 alone" in str(warning.message) for warning in caught)
 
 
-def test_a_rank_that_fails_asks_nobody(tmp_path):
-    two_processes.run(_fails_alone, str(tmp_path))
-    assert (tmp_path / "0").is_file()
+def test_a_rank_that_fails_asks_nobody():
+    (sums, warned), _ = processes.run(_fails_alone)
+    assert list(sums) == list(range(7))
+    assert (sums[3], sums[6], warned) == (44.0, 7.0, 1)
 
 
 def test_values_of_a_step_that_is_computed_again_replace_the_first_ones_shares_of_means_too():
