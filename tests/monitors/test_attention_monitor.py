@@ -1,14 +1,15 @@
 """Attention logits: the maximum by hand and by brute force, whatever the slices, and the block's own work untouched."""
 
+import itertools
 import math
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from monitored import GPT, LLAMA, SHAPE, Decoding, decoding, fit, same_training
+from harness import processes
+from harness.models import GPT, LLAMA, SHAPE, Decoding, batches
+from harness.runs import decoding, fit, same_training
 from torch import nn
-from two_processes import run as run_in_two
 
 import lightning_tricks.models.attention as attention
 from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, UpdateMonitor
@@ -180,7 +181,7 @@ def test_a_model_without_it_gets_one_line():
     assert run.names() == set()
 
 
-def fsdp1(rank, folder):
+def fsdp1(rank):
     from lightning.pytorch.strategies import FSDPStrategy
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -206,13 +207,11 @@ def fsdp1(rank, folder):
     assert len(watched.rows) == 2
     for (_, found), (_, expected) in zip(watched.rows, alone.rows, strict=True):  # and no update: they are flat
         assert found == pytest.approx(expected, rel=1e-3)
-    Path(folder, f"done{rank}").touch()
 
 
 @pytest.mark.slow
-def test_flat_shards_are_gathered_when_a_block_is_asked(tmp_path):
-    run_in_two(fsdp1, str(tmp_path))
-    assert len(list(tmp_path.glob("done*"))) == 2
+def test_flat_shards_are_gathered_when_a_block_is_asked():
+    processes.run(fsdp1)
 
 
 class Ranks(Decoding):
@@ -222,77 +221,68 @@ class Ranks(Decoding):
         return super().training_step((batch * (1 + 2 * self.global_rank)) % 61, batch_idx)
 
 
-def largest_of_ranks(rank, folder):
-    singles = [torch.load(Path(folder, f"{seen}.pt")) for seen in (0, 1)]
-    run = fit(Ranks(), AttentionMonitor(), devices=2, strategy="ddp", use_distributed_sampler=False, max_steps=1)
-    for name, value in run.rows[0][1].items():
-        assert value == pytest.approx(max(single[name] for single in singles), rel=1e-5)
-        assert singles[0][name] != singles[1][name]
-    Path(folder, f"done{rank}").touch()
+def largest_of_ranks(rank):
+    options = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+    return fit(Ranks(), AttentionMonitor(), max_steps=1, **options).rows[0][1]
 
 
 @pytest.mark.slow
-def test_ranks_give_their_largest(tmp_path):
+def test_ranks_give_their_largest():
+    singles = []
     for seen in (0, 1):
         model = Ranks()
         type(model).global_rank = property(lambda self, seen=seen: seen)
-        torch.save(fit(model, AttentionMonitor(), max_steps=1).rows[0][1], tmp_path / f"{seen}.pt")
+        singles.append(fit(model, AttentionMonitor(), max_steps=1).rows[0][1])
     del Ranks.global_rank
-    run_in_two(largest_of_ranks, str(tmp_path))
-    assert len(list(tmp_path.glob("done*"))) == 2
+    assert all(singles[0][name] != singles[1][name] for name in singles[0])
+    largest = {name: max(single[name] for single in singles) for name in singles[0]}
+    assert processes.run(largest_of_ranks) == [pytest.approx(largest, rel=1e-5)] * 2
 
 
-def sharded(rank, folder):
-    from monitored import Memory
-    from torch.distributed.tensor import DTensor
-
-    from lightning_tricks.language_model import LanguageModel
-    from lightning_tricks.strategies import FSDP2Strategy
-
-    ids = torch.arange(2 * 16).view(2, 16)
-    batches = [{"input_ids": ids, "labels": ids}] * 4
-    found = {}
-    for compiled in (False, True):
-        for watched in (False, True):
-            torch.compiler.reset()
-            torch.manual_seed(0)
-            model = LanguageModel(LLAMA, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2))
-            if compiled:
-                configure = model.configure_model
-
-                def compiling(model=model, configure=configure):
-                    configure()
-                    for block in model.decoder.blocks:
-                        block.compile(backend="eager")
-
-                model.configure_model = compiling
-            monitors = [AttentionMonitor(), ActivationMonitor()] if watched else []
-            strategy = FSDP2Strategy()
-            loader = torch.utils.data.DataLoader(batches, batch_size=None)
-            run = fit(model, *monitors, data=loader, devices=2, strategy=strategy, logger=Memory(), max_steps=2,
-                      log_every_n_steps=1)  # fmt: skip
-            weights = [p.to_local() if isinstance(p, DTensor) else p for p in run.weights]
-            found[compiled, watched] = (run.trainer.loggers[0].rows, weights)
-    for compiled in (False, True):
-        (_, plain), (rows, weights) = found[compiled, False], found[compiled, True]
-        assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True)), compiled
-        assert len([name for _, row in rows for name in row if "max_logit" in name]) == 4
-        for (_, row), (_, expected) in zip(rows, torch.load(Path(folder, "alone.pt")), strict=True):
-            own = {name: value for name, value in row.items() if name in expected}
-            assert own == pytest.approx(expected, rel=1e-3), compiled
-    Path(folder, f"done{rank}").touch()
-
-
-@pytest.mark.slow
-def test_shards_tell_what_one_process_tells_eager_and_compiled_and_train_the_same(tmp_path):
+def language_model():
+    """Ours, with its data."""
     from lightning_tricks.language_model import LanguageModel
 
     ids = torch.arange(2 * 16).view(2, 16)
     torch.manual_seed(0)
     model = LanguageModel(LLAMA, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2))
-    loader = torch.utils.data.DataLoader([{"input_ids": ids, "labels": ids}] * 4, batch_size=None)
-    run = fit(model, AttentionMonitor(), ActivationMonitor(), data=loader, max_steps=2, log_every_n_steps=1)
+    return model, batches([{"input_ids": ids, "labels": ids}] * 4)
+
+
+def sharded(rank, alone):
+    from torch.distributed.tensor import DTensor
+
+    from lightning_tricks.strategies import FSDP2Strategy
+
+    found = {}
+    for compiled, watched in itertools.product((False, True), (False, True)):
+        torch.compiler.reset()
+        model, data = language_model()
+        if compiled:
+            configure = model.configure_model
+
+            def compiling(model=model, configure=configure):
+                configure()
+                for block in model.decoder.blocks:
+                    block.compile(backend="eager")
+
+            model.configure_model = compiling
+        monitors = [AttentionMonitor(), ActivationMonitor()] if watched else []
+        options = {"devices": 2, "strategy": FSDP2Strategy(), "max_steps": 2, "log_every_n_steps": 1}
+        run = fit(model, *monitors, data=data, **options)
+        found[compiled, watched] = run.rows, [p.to_local() if isinstance(p, DTensor) else p for p in run.weights]
+    for compiled in (False, True):
+        (_, plain), (rows, weights) = found[compiled, False], found[compiled, True]
+        assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True)), compiled
+        assert len([name for _, row in rows for name in row if "max_logit" in name]) == 4
+        for (_, row), (_, expected) in zip(rows, alone, strict=True):
+            own = {name: value for name, value in row.items() if name in expected}
+            assert own == pytest.approx(expected, rel=1e-3), compiled
+
+
+@pytest.mark.slow
+def test_shards_tell_what_one_process_tells_eager_and_compiled_and_train_the_same():
+    model, data = language_model()
+    run = fit(model, AttentionMonitor(), ActivationMonitor(), data=data, max_steps=2, log_every_n_steps=1)
     own = [(step, {n: v for n, v in row.items() if n.startswith(("att", "act"))}) for step, row in run.rows]
-    torch.save(own, tmp_path / "alone.pt")
-    run_in_two(sharded, str(tmp_path))
-    assert len(list(tmp_path.glob("done*"))) == 2
+    processes.run(sharded, own)

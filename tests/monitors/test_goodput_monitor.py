@@ -7,16 +7,16 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
+from harness import processes
+from harness.runs import Memory, On
+from harness.runs import trainer_with as quiet_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from monitored import Memory
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -109,12 +109,11 @@ class SlowDisk(TorchCheckpointIO):
         self.clock.now += 3.0
 
 
-class Spends(pl.Callback):
+def spends(clock, **seconds):
     """Lets time pass in hooks."""
-
-    def __init__(self, clock, **seconds):
-        for hook, spent in seconds.items():
-            setattr(self, hook, lambda *_, spent=spent: setattr(clock, "now", clock.now + spent))
+    return On(
+        **{hook: lambda *_, spent=spent: setattr(clock, "now", clock.now + spent) for hook, spent in seconds.items()}
+    )
 
 
 class Log(Memory):
@@ -126,15 +125,9 @@ class Log(Memory):
 
 
 def trainer_with(clock, monitor, *callbacks, **options):
-    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    defaults = {
-        "max_steps": 6, "log_every_n_steps": 2, "limit_val_batches": 0, "num_sanity_val_steps": 0, "logger": Log(),
-        "enable_checkpointing": saves, "plugins": [SlowDisk(clock)], "devices": 1,
-    }  # fmt: skip
-    return pl.Trainer(
-        accelerator="cpu", callbacks=[monitor, *callbacks], enable_progress_bar=False, enable_model_summary=False,
-        **(defaults | options),
-    )  # fmt: skip
+    defaults = {"max_steps": 6, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+    defaults |= {"logger": Log(), "plugins": [SlowDisk(clock)]}
+    return quiet_trainer(monitor, *callbacks, **{**defaults, **options})
 
 
 def fit(clock, monitor=None, *callbacks, data=None, ckpt_path=None, **options):
@@ -143,6 +136,16 @@ def fit(clock, monitor=None, *callbacks, data=None, ckpt_path=None, **options):
     loader = DataLoader(data or Data(clock), batch_size=None)
     trainer.fit(Net(clock), loader, DataLoader(torch.ones(8, 2)), ckpt_path=ckpt_path)
     return monitor, trainer
+
+
+def raises(step, error=None):
+    """Before the batch after `step` steps."""
+
+    def on_train_batch_start(trainer, *_):
+        if trainer.global_step == step:
+            raise error or RuntimeError("power cut")
+
+    return On(on_train_batch_start=on_train_batch_start)
 
 
 def save_every(steps, folder):
@@ -162,7 +165,7 @@ def bills(caplog):
 
 
 def test_a_run_by_hand_adds_up(clock, tmp_path, caplog):
-    others = Spends(clock, on_validation_end=4.0, on_train_epoch_end=0.5, on_train_end=1.0)
+    others = spends(clock, on_validation_end=4.0, on_train_epoch_end=0.5, on_train_end=1.0)
     with caplog.at_level("INFO"):
         monitor, _ = fit(
             clock, None, others, save_every(3, tmp_path), limit_val_batches=2, val_check_interval=4,
@@ -241,15 +244,14 @@ class InBackground(SlowDisk):
         self.clock.now += 30.0
 
 
-class WaitsAtTheEnd(pl.Callback):
+def wait_at_the_end(trainer, pl_module):
     """As SafeCheckpoint does."""
-
-    def on_train_end(self, trainer, pl_module):
-        trainer.strategy.checkpoint_io.wait()
+    trainer.strategy.checkpoint_io.wait()
 
 
 def test_a_wait_for_what_is_written_in_the_background_is_a_checkpoints(clock, tmp_path):
-    monitor, trainer = fit(clock, None, WaitsAtTheEnd(), save_every(3, tmp_path), plugins=[InBackground(clock)])
+    waits = On(on_train_end=wait_at_the_end)
+    monitor, trainer = fit(clock, None, waits, save_every(3, tmp_path), plugins=[InBackground(clock)])
     assert spent(monitor) == pytest.approx({"setup": 18, "steps": 10, "data": 5, "checkpoint": 6 + 30})
     assert "wait" not in vars(trainer.strategy.checkpoint_io)
 
@@ -257,45 +259,37 @@ def test_a_wait_for_what_is_written_in_the_background_is_a_checkpoints(clock, tm
 # ------------------------------------------------------------------------------------------------------------- restarts
 
 
-class Kill(pl.Callback):
-    """SIGKILL in a step, before it changes anything."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        if trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def process(rank, folder, started_at, ckpt_path, kill_at, report):
+def process(rank, folder, started_at, ckpt_path, kill_at):
     """One process of a run that saves every 4 steps; it starts at a time of day."""
     clock = Clock(started_at + AGE).rule()
-    monitor, _ = fit(
-        clock, None, save_every(4, folder), *([Kill(kill_at)] if kill_at else []), ckpt_path=ckpt_path, max_steps=12
-    )
-    Path(report).write_text(json.dumps({"seconds": monitor.seconds, "now": clock.now}))
+
+    def kill(trainer, *_):  # in a step, before it changes anything
+        if trainer.global_step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    options = {"ckpt_path": ckpt_path, "max_steps": 12}
+    monitor, _ = fit(clock, None, save_every(4, folder), On(on_before_optimizer_step=kill), **options)
+    return monitor.seconds, clock.now
 
 
 def killed(*args):
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        two_processes.run(process, *args, world=1)
+        processes.run(process, *args, world=1)
 
 
 def test_two_kills_and_a_resume_lose_no_second(tmp_path):
-    report, checkpoint = tmp_path / "report", tmp_path / "step=4.ckpt"
+    checkpoint = tmp_path / "step=4.ckpt"
     # set-up 10 + 5 + 3 until 1018; steps 2 to 4 until 1027, a save until 1030; steps 5 and 6 until 1036; the batch and
     # the step of the kill until 1039
-    killed(tmp_path, 1000.0, None, 6, report)
+    killed(tmp_path, 1000.0, None, 6)
     file = json.loads((tmp_path / "goodput.json").read_text())
     assert file["processes"] == [[1000.0, 1030.0]]  # with the save; the log step at 1036 came within ten seconds
     assert file["saves"] == [[1027.0, 1030.0]]
     # a process that goes on from step 4 and is killed in its second step, before it logs or saves
-    killed(tmp_path, 2000.0, checkpoint, 5, report)
+    killed(tmp_path, 2000.0, checkpoint, 5)
     file = json.loads((tmp_path / "goodput.json").read_text())
     assert file["processes"] == [[1000.0, 1030.0], [2000.0, 2015.0]]  # its start, when it took over
-    two_processes.run(process, tmp_path, 3000.0, checkpoint, None, report, world=1)
-    found = json.loads(report.read_text())
+    ((seconds, now),) = processes.run(process, tmp_path, 3000.0, checkpoint, None, world=1)
     by_hand = {
         "setup": (AGE + 5 + 3) + (AGE + 5 + 3),  # that of the process in between is lost
         "steps": 3 * 2 + 7 * 2,
@@ -304,21 +298,14 @@ def test_two_kills_and_a_resume_lose_no_second(tmp_path):
         "lost": 15,  # what is known of the process in between; all of the first was saved
         "down": 2000 - 1030 + 3000 - 2015,
     }
-    assert {part: seconds for part, seconds in found["seconds"].items() if abs(seconds) > 1e-6} == pytest.approx(
-        by_hand
-    )
-    assert sum(by_hand.values()) == pytest.approx(found["now"] - 1000)  # since the very first start
+    assert {part: spent for part, spent in seconds.items() if abs(spent) > 1e-6} == pytest.approx(by_hand)
+    assert sum(by_hand.values()) == pytest.approx(now - 1000)  # since the very first start
 
 
 def test_steps_after_the_last_save_are_lost_to_a_restart(clock, tmp_path):
-    class Stop(pl.Callback):
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step == 9:
-                raise RuntimeError("power cut")
-
     monitor = GoodputMonitor()
     with pytest.raises(RuntimeError, match="power cut"):
-        fit(clock, monitor, Stop(), save_every(6, tmp_path), max_steps=12)
+        fit(clock, monitor, raises(9), save_every(6, tmp_path), max_steps=12)
     before = spent(monitor)
     assert before == pytest.approx({"setup": 18, "steps": 8 * 2, "data": 9, "checkpoint": 3})
     clock.now += 100.0
@@ -512,12 +499,7 @@ def test_a_count_that_begins_anew_begins_at_zero():
 
 @pytest.mark.parametrize("error", [RuntimeError("power cut"), KeyboardInterrupt()])
 def test_the_line_comes_after_an_exception_too(clock, tmp_path, caplog, error):
-    class Stop(pl.Callback):
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step == 5:
-                raise error
-
-    trainer = trainer_with(clock, GoodputMonitor(), Stop(), save_every(3, tmp_path))
+    trainer = trainer_with(clock, GoodputMonitor(), raises(5, error), save_every(3, tmp_path))
     with caplog.at_level("INFO"), pytest.raises((RuntimeError, SystemExit)):
         trainer.fit(Net(clock), DataLoader(Data(clock), batch_size=None))
     assert "save_checkpoint" not in vars(trainer)  # the Trainer has its own method back
@@ -562,12 +544,11 @@ def test_a_broken_device_hides_neither_the_users_error_nor_the_line(clock, monke
 
 
 def test_a_fit_that_fails_before_training_has_a_line(clock, caplog):
-    class Stop(pl.Callback):
-        def on_fit_start(self, *_):
-            raise RuntimeError("no device")
+    def stop(*_):
+        raise RuntimeError("no device")
 
     with caplog.at_level("INFO"), pytest.raises(RuntimeError, match="no device"):
-        fit(clock, None, Stop())
+        fit(clock, None, On(on_fit_start=stop))
     assert bills(caplog) == ["wall 15.0 s = steps 0.0 % + set-up 100.0 % + other 0.0 %"]
 
 
@@ -634,12 +615,12 @@ def test_no_file_is_written_where_nothing_is_saved(clock, tmp_path, monkeypatch)
 def test_the_file_is_written_with_a_save_and_on_log_steps_ten_seconds_apart(clock, tmp_path):
     stamps = []
 
-    class Looks(pl.Callback):
-        def on_train_batch_start(self, *_):
-            file = tmp_path / "goodput.json"
-            stamps.append(json.loads(file.read_text())["processes"][-1][1] - 990 if file.exists() else None)
+    def look(*_):
+        file = tmp_path / "goodput.json"
+        stamps.append(json.loads(file.read_text())["processes"][-1][1] - 990 if file.exists() else None)
 
-    fit(clock, None, Looks(), ModelCheckpoint(tmp_path, every_n_train_steps=7, save_top_k=-1), max_steps=15)
+    looks = On(on_train_batch_start=look)
+    fit(clock, None, looks, ModelCheckpoint(tmp_path, every_n_train_steps=7, save_top_k=-1), max_steps=15)
     # a step lasts 3 seconds; the first ends at 18, and step 7, which is saved until 39, at 36; log steps are the even
     # ones: 8 ends at 42, 10 at 48, 12 at 54, and step 14, which is saved until 63, at 60
     assert stamps == [None] * 7 + [39, 39, 39, 39, 39, 54, 54, 63]
@@ -692,27 +673,20 @@ def train_two(rank, folder):
     if rank:
         clock.now += 1.0
         goodput_monitor.process_age = lambda: 500.0  # another rank's times do not count
-    monitor = GoodputMonitor()
-    trainer = trainer_with(
-        clock, monitor, save_every(3, folder), devices=2, strategy="ddp", use_distributed_sampler=False
-    )
-    trainer.fit(Net(clock), DataLoader(Data(clock), batch_size=None))
+    options = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+    monitor, trainer = fit(clock, None, save_every(3, folder), **options)
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    Path(folder, f"rank{rank}").write_text(json.dumps([found, monitor.seconds]))
-    monitor = GoodputMonitor()
-    trainer = trainer_with(clock, monitor, devices=2, strategy="ddp", use_distributed_sampler=False, max_steps=8)
     clock.now += 100.0
-    trainer.fit(Net(clock), DataLoader(Data(clock), batch_size=None), ckpt_path=f"{folder}/step=6.ckpt")
-    if not rank:
-        assert monitor.seconds["down"] == pytest.approx(100)
-        assert sum(monitor.seconds.values()) == pytest.approx(clock.now - 990)
+    resumed, _ = fit(clock, ckpt_path=f"{folder}/step=6.ckpt", max_steps=8, **options)
+    return found, monitor.seconds, resumed.seconds, clock.now
 
 
 def test_in_two_processes_the_times_are_those_of_rank_0(tmp_path):
-    two_processes.run(train_two, str(tmp_path))
-    found, seconds = json.loads((tmp_path / "rank0").read_text())
+    (found, seconds, resumed, now), _ = processes.run(train_two, str(tmp_path))
     assert seconds["setup"] == pytest.approx(18)
     assert found["goodput/setup"] == pytest.approx(18 / 36)
+    assert resumed["down"] == pytest.approx(100)
+    assert sum(resumed.values()) == pytest.approx(now - 990)
     assert json.loads((tmp_path / "goodput.json").read_text())["processes"][0][0] == 990.0
     state = torch.load(tmp_path / "step=6.ckpt", weights_only=True)["callbacks"]["GoodputMonitor"]
     assert state["seconds"]["setup"] == pytest.approx(18)
