@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib
 import io
-import json
 import pathlib
 import pkgutil
 import random
@@ -375,10 +374,10 @@ class Trial:
 
     def _note_rows(self) -> None:
         rows = self._memory.rows
-        users = [(step, {name: value for name, value in values.items() if is_users(name)}) for step, values in rows]
-        others = [
-            (step, {name: value for name, value in values.items() if not is_users(name)}) for step, values in rows
-        ]
+        users, others = (
+            [(step, {name: value for name, value in values.items() if is_users(name) is own}) for step, values in rows]
+            for own in (True, False)
+        )
         self.note("rows of the user's metrics", [row for row in users if row[1]])
         self.record.logged.append([row for row in others if row[1]])
         self.record.evidence |= {f"logged {name}" for _, values in others for name in values}
@@ -592,11 +591,11 @@ def without(situation: Callable[[Trial], None]) -> Record:
     return play(situation)
 
 
-def report_of_two_processes(rank: int, groups: list[dict[str, Make]], report: pathlib.Path) -> None:
-    """Play the situation of several processes with each group; writes what they change on this rank, and do."""
+def report_of_two_processes(rank: int, groups: list[dict[str, Make]]) -> dict[str, tuple[str, list[str]]]:
+    """Play the situation of several processes with each group: what they change on this rank, and do."""
     plain = without(two_processes)
     found = {}
     for group in groups:
         record = play(two_processes, all_of(group))
         found[" and ".join(group)] = str(plain.differences(record) or ""), sorted(record.evidence - plain.evidence)
-    report.with_suffix(f".{rank}").write_text(json.dumps(found))
+    return found

@@ -33,7 +33,7 @@ from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
 PLAIN = (type(None), bool, int, str, float, complex, bytes, enum.Enum, torch.dtype, torch.device, pathlib.Path)
 # Only attributes of these are looked at: of Lightning's and the tests' classes, and of a few of torch's.
-PACKAGES = ("lightning", "battery", "monitored", "test_battery")
+PACKAGES = ("lightning", "battery", "harness", "test_battery")
 CLASSES = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, DataLoader, torch.amp.GradScaler)
 # Not looked at: a time, a case's own folder, an `id()`; the test logger's rows, of which the user's are noted apart.
 CHANGING = {"_last_val_time", "_default_root_dir", "_torchdynamo_wrapper_id", "rows"}

@@ -9,7 +9,6 @@ import copy
 import functools
 import inspect
 import itertools
-import json
 import os
 import pathlib
 import pickle
@@ -21,7 +20,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-import two_processes
 from battery import (
     ALONE,
     LOG_EVERY,
@@ -46,6 +44,8 @@ from battery import (
     scales_the_loss,
     without,
 )
+from harness import processes
+from harness.runs import On
 
 import lightning_tricks.monitors
 import lightning_tricks.outputs
@@ -156,59 +156,42 @@ def test_a_monitor_and_its_trainer_can_be_pickled_and_copied_after_a_fit(make, f
     assert back.global_step == LOG_EVERY * 2 or fails
 
 
-def in_two_processes(groups, report):
+def in_two_processes(groups):
     """(what it changes on each rank, evidence of it on rank 0) of each group."""
-    two_processes.run(report_of_two_processes, groups, report)
-    ranks = [json.loads(report.with_suffix(f".{rank}").read_text()) for rank in range(2)]
+    ranks = processes.run(report_of_two_processes, groups)
     return {name: ([rank[name][0] for rank in ranks], ranks[0][name][1]) for name in ranks[0]}
 
 
-def test_no_monitor_changes_anything_in_two_processes(tmp_path):
+def test_no_monitor_changes_anything_in_two_processes():
     alone = {name: {name: make} for name, make in CASES.items()}
-    found = in_two_processes(GROUPS, tmp_path / "together")
+    found = in_two_processes(GROUPS)
     if any(any(changes) for changes, _ in found.values()):
-        found |= in_two_processes(list(alone.values()), tmp_path / "alone")
+        found |= in_two_processes(list(alone.values()))
     assert {name: changes for name, (changes, _) in found.items() if any(changes)} == {}
 
 
 # --------------------------------------------------------------------- the battery's own test: callbacks that must fail
 
 
-class DrawsFromTorch(pl.Callback):
-    def on_train_batch_end(self, *_):
-        torch.rand(())
+def on(**hooks):
+    return lambda: On(**hooks)
 
 
-class DrawsFromNumpy(pl.Callback):
-    def on_validation_end(self, *_):
-        np.random.rand()
+def halve_gradients(trainer, pl_module, optimizer):
+    pl_module.net.head.bias.grad.mul_(0.5)
 
 
-class DrawsFromPython(pl.Callback):
-    def on_train_start(self, *_):
-        random.random()
+halves_gradients = on(on_before_optimizer_step=halve_gradients)
 
 
-class HalvesGradients(pl.Callback):
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        pl_module.net.head.bias.grad.mul_(0.5)
+def leave_a_patch(trainer, pl_module):
+    plugin = trainer.precision_plugin
+    clip = plugin.clip_grad_by_norm
+    plugin.clip_grad_by_norm = functools.wraps(clip)(lambda *args, **kwargs: clip(*args, **kwargs))
 
 
-class LeavesAPatch(pl.Callback):
-    def on_train_start(self, trainer, pl_module):
-        plugin = trainer.precision_plugin
-        clip = plugin.clip_grad_by_norm
-        plugin.clip_grad_by_norm = functools.wraps(clip)(lambda *args, **kwargs: clip(*args, **kwargs))
-
-
-class LeavesAPatchAfterAFailure(LeavesAPatch):
-    def on_train_end(self, trainer, pl_module):
-        del trainer.precision_plugin.clip_grad_by_norm
-
-
-class DeletesTheUsersMethod(pl.Callback):
-    def on_train_end(self, trainer, pl_module):
-        del trainer.save_checkpoint
+def take_it_back(trainer, pl_module):
+    del trainer.precision_plugin.clip_grad_by_norm
 
 
 class PassesTheUsersMethodBy(pl.Callback):
@@ -220,73 +203,9 @@ class PassesTheUsersMethodBy(pl.Callback):
         pl_module.configure_gradient_clipping = self.users
 
 
-class LeavesAnAttribute(pl.Callback):
-    def on_train_start(self, trainer, pl_module):
-        pl_module.net.blocks[1].watched_by = "me"
-
-
-class LeavesAModuleHook(pl.Callback):
-    def on_train_start(self, trainer, pl_module):
-        pl_module.net.blocks[0].register_forward_hook(lambda *_: None)
-
-
-class LeavesATensorHook(pl.Callback):
-    def on_train_start(self, trainer, pl_module):
-        pl_module.net.head.weight.register_hook(lambda grad: None)
-
-
-class PatchesAClass(pl.Callback):
-    def __init__(self, patch):
-        self.patch = patch
-
-    def on_train_start(self, *_):
-        step = torch.optim.Optimizer.zero_grad
-        self.patch.setattr(torch.optim.Optimizer, "zero_grad", lambda *args, **kwargs: step(*args, **kwargs))
-
-
-class PatchesAFunction(pl.Callback):
-    def __init__(self, patch):
-        self.patch = patch
-
-    def on_train_start(self, *_):
-        self.patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: None)
-
-
-class SetsTheEnvironment(pl.Callback):
-    def __init__(self, patch):
-        self.patch = patch
-
-    def on_train_start(self, *_):
-        self.patch.setitem(os.environ, "WATCHED", "1")
-
-
-class LeavesAnExceptHook(pl.Callback):
-    def __init__(self, patch):
-        self.patch = patch
-
-    def on_exception(self, *_):
-        self.patch.setattr(sys, "excepthook", print)
-
-
-class ReadsEachStep(pl.Callback):
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        outputs["loss"].item()
-
-
-class BranchesOnATensor(pl.Callback):
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        if pl_module.net.head.bias.grad.isnan().any():
-            print("NaN")
-
-
-class CopiesToTheHost(pl.Callback):
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        batch.to(device="cpu")
-
-
-class LogsUnderTheUsersName(pl.Callback):
-    def on_train_batch_end(self, trainer, *_):
-        trainer.logger.log_metrics({"train/loss": 0.0}, 0)
+def branch_on_a_tensor(trainer, pl_module, optimizer):
+    if pl_module.net.head.bias.grad.isnan().any():
+        print("NaN")
 
 
 class HooksIntoAGraph(pl.Callback):
@@ -300,32 +219,78 @@ class HooksIntoAGraph(pl.Callback):
         self.hook.remove()
 
 
-ROGUES = [
-    (DrawsFromTorch, clips_by_norm, "weight net.head.bias"), (DrawsFromTorch, clips_by_norm, "module.losses"),
-    (DrawsFromTorch, clips_by_norm, "torch's random state"), (DrawsFromNumpy, clips_by_norm, "numpy's random state"),
-    (DrawsFromPython, clips_by_norm, "python's random state"),
-    (HalvesGradients, clips_by_value, "weight net.head.bias"), (HalvesGradients, clips_by_value, "'exp_avg'"),
-    (LeavesAPatch, clips_by_norm, "clip_grad_by_norm"), (LeavesAPatch, own_methods, "that are gone"),
-    (LeavesAPatchAfterAFailure, fails_and_fits_again, "clip_grad_by_norm"),
-    (DeletesTheUsersMethod, own_methods, "that are gone"),
-    (PassesTheUsersMethodBy, own_methods, "calls of the user's"), (LeavesAnAttribute, clips_by_norm, "watched_by"),
-    (LeavesAModuleHook, clips_by_norm, "_forward_hooks"), (LeavesATensorHook, clips_by_norm, "net.head.weight.hooks"),
-    (PatchesAClass, clips_by_norm, "attributes of Optimizer"),
-    (PatchesAFunction, clips_by_norm, "functions of torch.nn.utils"),
-    (SetsTheEnvironment, clips_by_norm, "environment"), (LeavesAnExceptHook, fails_and_fits_again, "except hooks"),
-    (ReadsEachStep, accumulates_with_a_short_last_window, "reads"), (BranchesOnATensor, clips_by_norm, "reads"),
-    (CopiesToTheHost, clips_by_norm, "reads"), (LogsUnderTheUsersName, clips_by_norm, "user's metrics"),
-    (HooksIntoAGraph, compiled_network, "module.graphs"),
-]  # fmt: skip
+def sets(hook, owner, name, value):
+    """A callback that is given pytest's `patch`, by which the test takes the change back."""
+    return lambda patch: On(**{hook: lambda *_: patch.setattr(owner, name, value)})
 
 
-@pytest.mark.parametrize(("rogue", "situation", "where"), ROGUES, ids=lambda each: getattr(each, "__name__", each))
-def test_the_battery_notices(rogue, situation, where, monkeypatch):
+ZERO_GRAD = torch.optim.Optimizer.zero_grad
+ROGUES = {
+    "draws from torch": (
+        on(on_train_batch_end=lambda *_: torch.rand(())), clips_by_norm,
+        ["weight net.head.bias", "module.losses", "torch's random state"],
+    ),
+    "draws from numpy": (on(on_validation_end=lambda *_: np.random.rand()), clips_by_norm, ["numpy's random state"]),
+    "draws from Python": (on(on_train_start=lambda *_: random.random()), clips_by_norm, ["python's random state"]),
+    "halves gradients": (halves_gradients, clips_by_value, ["weight net.head.bias", "'exp_avg'"]),
+    "leaves a patch": (on(on_train_start=leave_a_patch), clips_by_norm, ["clip_grad_by_norm"]),
+    "leaves a patch over the user's": (on(on_train_start=leave_a_patch), own_methods, ["that are gone"]),
+    "leaves a patch after a failure": (
+        on(on_train_start=leave_a_patch, on_train_end=take_it_back), fails_and_fits_again, ["clip_grad_by_norm"],
+    ),
+    "deletes the user's method": (
+        on(on_train_end=lambda trainer, _: delattr(trainer, "save_checkpoint")), own_methods, ["that are gone"],
+    ),
+    "passes the user's method by": (PassesTheUsersMethodBy, own_methods, ["calls of the user's"]),
+    "leaves an attribute": (
+        on(on_train_start=lambda _, module: setattr(module.net.blocks[1], "watched_by", "me")), clips_by_norm,
+        ["watched_by"],
+    ),
+    "leaves a module's hook": (
+        on(on_train_start=lambda _, module: module.net.blocks[0].register_forward_hook(lambda *_: None)), clips_by_norm,
+        ["_forward_hooks"],
+    ),
+    "leaves a tensor's hook": (
+        on(on_train_start=lambda _, module: module.net.head.weight.register_hook(lambda grad: None)), clips_by_norm,
+        ["net.head.weight.hooks"],
+    ),
+    "patches a class": (
+        sets("on_train_start", torch.optim.Optimizer, "zero_grad", lambda *args, **kwargs: ZERO_GRAD(*args, **kwargs)),
+        clips_by_norm, ["attributes of Optimizer"],
+    ),
+    "patches a function": (
+        sets("on_train_start", torch.nn.utils, "clip_grad_norm_", lambda *args: None), clips_by_norm,
+        ["functions of torch.nn.utils"],
+    ),
+    "sets the environment": (
+        lambda patch: On(on_train_start=lambda *_: patch.setitem(os.environ, "WATCHED", "1")), clips_by_norm,
+        ["environment"],
+    ),
+    "leaves an except hook": (sets("on_exception", sys, "excepthook", print), fails_and_fits_again, ["except hooks"]),
+    "reads each step": (
+        on(on_train_batch_end=lambda trainer, module, outputs, *_: outputs["loss"].item()),
+        accumulates_with_a_short_last_window, ["reads"],
+    ),
+    "branches on a tensor": (on(on_before_optimizer_step=branch_on_a_tensor), clips_by_norm, ["reads"]),
+    "copies to the host": (
+        on(on_train_batch_start=lambda trainer, module, batch, _: batch.to(device="cpu")), clips_by_norm, ["reads"],
+    ),
+    "logs under the user's name": (
+        on(on_train_batch_end=lambda trainer, *_: trainer.logger.log_metrics({"train/loss": 0.0}, 0)), clips_by_norm,
+        ["user's metrics"],
+    ),
+    "hooks into a graph": (HooksIntoAGraph, compiled_network, ["module.graphs"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rogue", "situation", "places"), ROGUES.values(), ids=ROGUES)
+def test_the_battery_notices(rogue, situation, places, monkeypatch):
     patching = "patch" in inspect.signature(rogue).parameters
     played = play(situation, functools.partial(rogue, monkeypatch)) if patching else outcome(situation, rogue)
     found = without(situation).differences(played)
     monkeypatch.undo()
-    assert any(where in name for name in found), list(found)[:20]
+    for where in places:
+        assert any(where in name for name in found), (where, list(found)[:20])
 
 
 def test_the_battery_takes_a_callback_that_does_nothing_for_harmless():
@@ -363,7 +328,7 @@ def test_the_battery_notices_what_is_kept_from_an_earlier_fit(rogue, situation):
 
 
 def test_the_battery_names_the_one_among_many_that_changes_something():
-    group = {"idle": pl.Callback, "rogue": HalvesGradients}
+    group = {"idle": pl.Callback, "rogue": halves_gradients}
     assert list(differences_of(clips_by_value, group)) == ["rogue"]
 
 
@@ -373,16 +338,16 @@ def test_a_class_stands_once_in_a_group():
     assert [sorted(group) for group in groups] == [["a", "c"], ["b"]]
 
 
-def test_a_newcomer_is_found_in_a_folder_of_the_room_and_told_what_it_lacks(tmp_path, monkeypatch):
+def test_a_newcomer_is_found_in_a_folder_of_the_package_and_told_what_it_lacks(tmp_path, monkeypatch):
     code = (
         "import lightning.pytorch as pl\nclass Newcomer(pl.Callback):\n    def __init__(self, depth):\n        pass\n"
     )
-    (tmp_path / "room" / "corner").mkdir(parents=True)
+    (tmp_path / "package" / "corner").mkdir(parents=True)
     for path, text in {"__init__.py": "", "corner/__init__.py": "", "corner/newcomer.py": code}.items():
-        (tmp_path / "room" / pathlib.Path(path)).write_text(text)
+        (tmp_path / "package" / pathlib.Path(path)).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    room = types.SimpleNamespace(__name__="room", __path__=[str(tmp_path / "room")])
-    found = monitors_in(room)
+    package = types.SimpleNamespace(__name__="package", __path__=[str(tmp_path / "package")])
+    found = monitors_in(package)
     assert list(found) == ["Newcomer"]
     assert lacking(found, {}) == ["Newcomer needs ['depth']: give EXAMPLES one"]
     assert lacking(found, {"Newcomer": [{"depth": 1}]}) == []
