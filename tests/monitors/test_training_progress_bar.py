@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from harness.runs import On, fit
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_tricks.callbacks import MetricBuffer, TrainingProgressBar
 from lightning_tricks.monitors import training_progress_bar
@@ -57,33 +58,22 @@ class Monitors(pl.Callback):
             self.buffer.record(name, value)
 
 
-class FailsAfter(pl.Callback):
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == self.steps:
-            raise ZeroDivisionError
-
-
 class Endless(IterableDataset):
     def __iter__(self):
         while True:
             yield (torch.ones(3, 4),)
 
 
-def run(bar, *callbacks, model=None, data=None, **kwargs) -> list[torch.Tensor]:
+def run(bar, *callbacks, model=None, data=None, **options) -> None:
     torch.manual_seed(0)
-    model = model or Model()
-    data = data if data is not None else DataLoader(torch.utils.data.TensorDataset(torch.ones(40, 3, 4)), batch_size=2)
-    options = {"max_steps": 6, "log_every_n_steps": 2, "val_check_interval": 4, "limit_val_batches": 1}
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_model_summary=False,
-        enable_progress_bar=bar is not None, callbacks=[*([bar] if bar else []), *callbacks], num_sanity_val_steps=1,
-        **{**options, **kwargs},
-    )  # fmt: skip
-    trainer.fit(model, data, DataLoader(torch.ones(2, 1, 3, 4)))
-    return [p.detach() for p in model.parameters()]
+    data = data if data is not None else DataLoader(TensorDataset(torch.ones(40, 3, 4)), batch_size=2)
+    defaults = {"max_steps": 6, "val_check_interval": 4, "limit_val_batches": 1, "num_sanity_val_steps": 1}
+    model, val = model or Model(), DataLoader(torch.ones(2, 1, 3, 4))
+    fit(model, bar, *callbacks, data=data, val=val, **{"logger": False, **defaults, **options})
+
+
+def stop_at(step):
+    return On(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", trainer.global_step == step))
 
 
 def steps(text: str) -> list[str]:
@@ -208,16 +198,15 @@ def test_with_two_optimizers_an_interval_is_counted_as_lightning_does(capsys):
 
 
 def test_a_second_fit_starts_anew(capsys, time):
-    class Timed(Model):
-        def training_step(self, batch, batch_idx):
-            time.seconds += 10
-            return super().training_step(batch, batch_idx)
+    def fail(trainer, *_):
+        if trainer.global_step == 5:
+            raise ZeroDivisionError
 
     bar = TrainingProgressBar()
     with pytest.raises(ZeroDivisionError):
-        run(bar, FailsAfter(5), model=Timed())
+        run(bar, time.steps_take(10), On(on_train_batch_end=fail))
     capsys.readouterr()
-    run(bar, model=Timed(), max_steps=4, val_check_interval=20)
+    run(bar, time.steps_take(10), max_steps=4, val_check_interval=20)
     assert [(line.split()[1], line.split()[-1]) for line in steps(capsys.readouterr().out)] == [
         ("2/4", "0:00:20"),
         ("4/4", "0:00:00"),
@@ -227,12 +216,29 @@ def test_a_second_fit_starts_anew(capsys, time):
 # ---- the time left
 
 
+class Clock:
+    """Stands still unless told."""
+
+    seconds = 0.0
+
+    def perf_counter(self):
+        return self.seconds
+
+    def steps_take(self, *seconds):
+        """A callback by which each step takes so long, the later ones as long as the last that is given."""
+        left = [*seconds]
+
+        def pass_time(*_):
+            self.seconds += left.pop(0) if left[1:] else left[0]
+
+        return On(on_before_backward=pass_time)
+
+
 @pytest.fixture
 def time(monkeypatch):
-    """A clock that stands still unless told."""
-    now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(training_progress_bar, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
-    return now
+    clock = Clock()
+    monkeypatch.setattr(training_progress_bar, "time", clock)
+    return clock
 
 
 def etas(text: str) -> list[str]:
@@ -241,25 +247,16 @@ def etas(text: str) -> list[str]:
 
 def test_the_time_left_is_the_last_intervals_pace_without_validation(capsys, time):
     class Timed(Model):
-        def training_step(self, batch, batch_idx):
-            time.seconds += 60 if batch_idx < 2 else 10
-            return super().training_step(batch, batch_idx)
-
         def validation_step(self, batch, batch_idx):
             time.seconds += 10_000
 
-    run(TrainingProgressBar(), model=Timed(), val_check_interval=3, max_steps=8)
+    run(TrainingProgressBar(), time.steps_take(60, 60, 10), model=Timed(), val_check_interval=3, max_steps=8)
     assert etas(capsys.readouterr().out) == ["0:06:00", "0:00:40", "0:00:20", "0:00:00"]
 
 
 def test_with_epochs_the_time_left_is_that_until_the_last(capsys, time):
-    class Timed(Model):
-        def training_step(self, batch, batch_idx):
-            time.seconds += 10
-            return super().training_step(batch, batch_idx)
-
     epochs = {"max_steps": -1, "max_epochs": 2, "val_check_interval": 20, "accumulate_grad_batches": 3}
-    run(TrainingProgressBar(), model=Timed(), log_every_n_steps=7, **epochs)
+    run(TrainingProgressBar(), time.steps_take(10), log_every_n_steps=7, **epochs)
     out = capsys.readouterr().out  # 20 batches an epoch, three to a step
     assert [line.split()[1] for line in steps(out)] == ["7/14", "14/14"]
     assert etas(out) == ["0:03:20", "0:00:00"]
@@ -279,7 +276,7 @@ def test_whichever_comes_first_of_steps_and_epochs_is_the_end(capsys):
 def test_an_accumulation_that_changes_with_the_epoch_has_its_own_end(capsys):
     # 6 batches an epoch: 6 steps, then 3, then 2 of 4 and 2 batches
     scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})
-    data = DataLoader(torch.utils.data.TensorDataset(torch.ones(6, 3, 4)))
+    data = DataLoader(TensorDataset(torch.ones(6, 3, 4)))
     options = {"max_steps": -1, "max_epochs": 3, "log_every_n_steps": 1, "val_check_interval": 6}
     run(TrainingProgressBar(), scheduler, data=data, **options)
     lines = steps(capsys.readouterr().out)
@@ -300,24 +297,16 @@ def test_data_that_ends_before_max_steps_says_so(capsys):
 def test_an_epoch_with_other_data_than_the_one_before_has_its_own_end(capsys):
     class Growing(Model):
         def train_dataloader(self):
-            return DataLoader(torch.utils.data.TensorDataset(torch.ones(3 + self.current_epoch, 3, 4)))
+            return DataLoader(TensorDataset(torch.ones(3 + self.current_epoch, 3, 4)))
 
     options = {"max_steps": -1, "max_epochs": 2, "log_every_n_steps": 1, "reload_dataloaders_every_n_epochs": 1}
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[TrainingProgressBar()],
-        **options,
-    )  # fmt: skip
-    trainer.fit(Growing())
+    fit(Growing(), TrainingProgressBar(), logger=False, **options)
     positions = [line.split()[1] for line in steps(capsys.readouterr().out)]
     assert positions == ["1/6", "2/6", "3/7", "4/7", "5/7", "6/7", "7/7"]
 
 
 def test_without_a_known_end_there_is_no_time_left(capsys):
-    class Stop(pl.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            trainer.should_stop = trainer.global_step == 4
-
-    run(TrainingProgressBar(), Stop(), data=DataLoader(Endless()), max_steps=-1, max_epochs=2, min_epochs=0)
+    run(TrainingProgressBar(), stop_at(4), data=DataLoader(Endless()), max_steps=-1, max_epochs=2, min_epochs=0)
     lines = steps(capsys.readouterr().out)
     assert [line.split("  ")[0] for line in lines] == ["step 2", "step 4"]
     assert not any("ETA" in line for line in lines)
@@ -381,14 +370,10 @@ def test_an_error_and_an_early_end_start_on_their_own_line(capsys, terminal):
                 raise ZeroDivisionError
             return super().training_step(batch, batch_idx)
 
-    class Stop(pl.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            trainer.should_stop = trainer.global_step == 2
-
     with pytest.raises(ZeroDivisionError):
         run(TrainingProgressBar(), model=Failing())
     assert re.fullmatch(r"\r\x1b\[2Kstep 2/6[^\n]*\n", capsys.readouterr().out)
-    run(TrainingProgressBar(), Stop(), min_epochs=0, limit_val_batches=0)
+    run(TrainingProgressBar(), stop_at(2), min_epochs=0, limit_val_batches=0)
     assert re.search(
         r"\r\x1b\[2Kstep 2/6[^\n]*\n\r\x1b\[2Ktraining ended at step 2 of 6: a callback or a signal stopped it\n$",
         capsys.readouterr().out,
@@ -418,14 +403,9 @@ def test_a_disabled_bar_is_silent_and_reads_nothing(capsys, monkeypatch):
     run(bar, val_check_interval=20)
     bar.print("step")
     assert "step" not in capsys.readouterr().out
-
-
-def test_enabled_again_it_prints(capsys):
-    bar = TrainingProgressBar()
-    bar.disable()
     bar.enable()
-    run(bar)
-    assert steps(capsys.readouterr().out)
+    bar.print("step")
+    assert capsys.readouterr().out == "step\n"
 
 
 # ---- how it writes numbers

@@ -1,13 +1,12 @@
 """Updates: ratios worked out by hand, of which parameters, from how large a sample, and the same in shards."""
 
 import warnings
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness import processes
 from harness.models import GPT, Decoding
-from harness.processes import run as run_in_two
 from harness.runs import decoding, fit, same_training
 from torch import nn
 from torch.utils.data import DataLoader
@@ -328,21 +327,16 @@ class Sharded(Decoding):
         return DataLoader([torch.arange(32).view(2, 16)] * 8, batch_size=None)  # the same batch on every rank
 
 
-def shards(rank, folder):
+def shards(rank, alone):
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    alone = torch.load(Path(folder, "alone.pt"))
     fsdp2 = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     for strategy in ("ddp", fsdp2):
         run = fit(Sharded(), UpdateMonitor(None), devices=2, strategy=strategy, use_distributed_sampler=False)
         for (_, found), (_, expected) in zip(run.rows, alone, strict=True):
             assert found == pytest.approx(expected, rel=1e-4), strategy
-    Path(folder, str(rank)).touch()
 
 
 @pytest.mark.slow
-def test_ddp_and_fsdp2_give_the_figures_of_one_process(tmp_path, monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # of an earlier test: DDP would seed anew, and drop out others
-    torch.save(fit(Sharded(), UpdateMonitor(None)).rows, tmp_path / "alone.pt")
-    run_in_two(shards, str(tmp_path))
-    assert len(list(tmp_path.iterdir())) == 3
+def test_ddp_and_fsdp2_give_the_figures_of_one_process():
+    processes.run(shards, fit(Sharded(), UpdateMonitor(None)).rows)

@@ -1,13 +1,12 @@
 """SampleText: the model's own greedy text for any module with logits, without a trace in training."""
 
-import json
 import re
 
 import pytest
 import torch
 import transformers
 from harness import processes
-from harness.runs import fit
+from harness.runs import On, fit
 from short_run import tensors
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -163,29 +162,22 @@ def test_no_block_is_compiled_for_samples(capsys):
     assert capsys.readouterr().out.count("step 4  sample") == 1
 
 
-def sample_in_two(rank, expected):
+def greedy_samples(**options):
+    """What each validation of a run writes."""
+    sample, kept = SampleText(["def ", ""], max_new_tokens=8, temperature=0.0), []
+    keep = On(on_validation_epoch_end=lambda *_: kept.append([*sample._texts]))
+    run(sample, keep, **options)
+    return kept[-2:]
+
+
+def sample_in_two(rank):
     compile_ = torch.nn.Module.compile
     torch.nn.Module.compile = lambda module: compile_(module, backend="eager")  # inductor would take a minute
-    sample = SampleText(["def ", ""], max_new_tokens=8, temperature=0.0)
-    kept = []
-
-    class Keep(pl.Callback):
-        def on_validation_epoch_end(self, trainer, pl_module):
-            kept.append(list(sample._texts))
-
-    run(sample, Keep(), strategy=FSDP2Strategy(compile_blocks=True), devices=2, use_distributed_sampler=False)
-    assert kept[-2:] == json.loads(expected)
+    return greedy_samples(strategy=FSDP2Strategy(compile_blocks=True), devices=2, use_distributed_sampler=False)
 
 
 def test_sharded_compiled_modules_write_what_one_process_does():
-    sample, kept = SampleText(["def ", ""], max_new_tokens=8, temperature=0.0), []
-
-    class Keep(pl.Callback):
-        def on_validation_epoch_end(self, trainer, pl_module):
-            kept.append(list(sample._texts))
-
-    run(sample, Keep())
-    processes.run(sample_in_two, json.dumps(kept[-2:]))
+    assert processes.run(sample_in_two) == [greedy_samples()] * 2
 
 
 @pytest.mark.parametrize(
