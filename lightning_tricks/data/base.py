@@ -21,7 +21,7 @@ from lightning_tricks._machine import host_bytes, most_processes
 from lightning_tricks._trainer import data_rank
 from lightning_tricks.data.batches import Batch, TrainBatches, ValidationBatches
 from lightning_tricks.data.bpe import token_texts, vocabulary_size
-from lightning_tricks.data.order import SkippedSamples, SkippingOrder, WindowOrder
+from lightning_tricks.data.order import SkippedSamples, WindowOrder
 from lightning_tricks.data.positions import ENDLESS, BatchHistory, DataPosition, Positions, micro_batch_positions
 from lightning_tricks.data.saved_tokenizer import check_same, find_record, tokenizer_record
 from lightning_tricks.data.shards import TokenStream
@@ -206,9 +206,9 @@ class ShardData(pl.LightningDataModule):
 
     def train_dataloader(self) -> Loader:
         """Micro-batches from the run's position to its last step."""
-        order, eot_id = self._order(), self.eot_id if self.document_ids else None
-        served = SkippingOrder(order, self._position.skipped)
-        batches = TrainBatches(self.streams["train"], served, self.micro_batch_size, eot_id)
+        order = self._order(self._position.skipped)
+        eot_id = self.eot_id if self.document_ids else None
+        batches = TrainBatches(self.streams["train"], order, self.micro_batch_size, eot_id)
         if self.trainer is not None:
             self._position.begin(self.trainer)
 
@@ -227,8 +227,8 @@ class ShardData(pl.LightningDataModule):
         """All training rows by their sample position, also those in `skip_samples`; after `setup`."""
         return TrainBatches(self.streams["train"], self._order(), 1, self.eot_id if self.document_ids else None)
 
-    def _order(self) -> WindowOrder:
-        return WindowOrder(len(self.streams["train"]), self.seq_len, self.seed)
+    def _order(self, skipped: SkippedSamples | None = None) -> WindowOrder:
+        return WindowOrder(len(self.streams["train"]), self.seq_len, self.seed, skipped)
 
     def source_files(self, positions: Sequence[int]) -> list[Path | None]:
         """The text file behind each position of the training stream; None where it is not known, as for bare shards."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_tricks.data.order import SkippingOrder, WindowOrder
+from lightning_tricks.data.order import WindowOrder
 from lightning_tricks.data.shards import TokenStream
 
 IGNORED = -100  # the ignore_index of torch's cross_entropy
@@ -39,9 +39,7 @@ class TrainBatches(Dataset[Batch]):
     `eot_id`, also `document_ids` (B, T) int32.
     """
 
-    def __init__(
-        self, stream: TokenStream, order: WindowOrder | SkippingOrder, micro_batch_size: int, eot_id: int | None
-    ) -> None:
+    def __init__(self, stream: TokenStream, order: WindowOrder, micro_batch_size: int, eot_id: int | None) -> None:
         self.stream, self.order, self.micro_batch_size, self.eot_id = stream, order, micro_batch_size, eot_id
 
     def starts(self, position: int) -> NDArray[np.int64]:

@@ -61,40 +61,6 @@ def _feistel(x: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> NDArray
     return (left << np.uint64(right_bits)) | right
 
 
-class WindowOrder:
-    """The start in the stream of the window that belongs to a sample position.
-
-    The stream is cut into windows of `seq_len` tokens, whose targets reach one token further. Each pass over them
-    (epoch) has its own shuffle and its own offset of the cuts in [0, seq_len), so that a second pass does not see the
-    same windows again. In one pass no token is a target twice; at most 2 * seq_len - 1 tokens at the ends of the
-    stream are not seen.
-
-    Args:
-        tokens: length of the stream, more than `seq_len`.
-        seq_len: tokens in a window.
-        seed: any integer.
-    """
-
-    def __init__(self, tokens: int, seq_len: int, seed: int) -> None:
-        self.seq_len, self.seed = seq_len, seed
-        # one window is given up for the offset, unless it is the only one
-        self.windows = max(tokens // seq_len - 1, 1)
-        self._offsets = min(seq_len, tokens - self.windows * seq_len)
-        if self._offsets < 1:
-            raise ValueError(f"{tokens} tokens hold no window of {seq_len} tokens and the token after it")
-
-    def starts(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
-        """First token of each sample position's window: (n,) int64, from which `seq_len + 1` tokens can be read."""
-        epochs, inside = np.divmod(np.asarray(positions, dtype=np.int64), self.windows)
-        out = np.empty_like(inside)
-        for epoch in np.unique(epochs):
-            rows = epochs == epoch
-            window = permute(inside[rows], self.windows, derive_key(self.seed, int(epoch)))
-            offset = derive_key(self.seed, int(epoch), 1) % self._offsets
-            out[rows] = window * self.seq_len + offset
-        return out
-
-
 class SkippedSamples:
     """Which sample positions the stream passes over, and the arithmetic between positions and indices.
 
@@ -141,19 +107,44 @@ class SkippedSamples:
         return [*runs, (first, end)]
 
 
-class SkippingOrder:
-    """A WindowOrder that is asked by index, past the skipped samples."""
-
-    def __init__(self, order: WindowOrder, skipped: SkippedSamples) -> None:
-        self.order, self.skipped, self.seq_len = order, skipped, order.seq_len
-
-    def starts(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
-        """First token of the window of each index, see `WindowOrder.starts`."""
-        return self.order.starts(self.skipped.positions(indices))
-
-
 def _pair(given: Sequence[int]) -> tuple[int, int]:
     pair = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
     if len(pair) != 2 or not all(type(number) is int for number in pair) or not 0 <= pair[0] <= pair[1]:
         raise UsageError(f"skip_samples: {given!r} is no range of sample positions; give [first, last], from 0 on")
     return pair[0], pair[1]
+
+
+class WindowOrder:
+    """The start in the stream of the window that belongs to a sample position.
+
+    The stream is cut into windows of `seq_len` tokens, whose targets reach one token further. Each pass over them
+    (epoch) has its own shuffle and its own offset of the cuts in [0, seq_len), so that a second pass does not see the
+    same windows again. In one pass no token is a target twice; at most 2 * seq_len - 1 tokens at the ends of the
+    stream are not seen.
+
+    Args:
+        tokens: length of the stream, more than `seq_len`.
+        seq_len: tokens in a window.
+        seed: any integer.
+        skipped: samples to pass over; with it, windows are asked for by index.
+    """
+
+    def __init__(self, tokens: int, seq_len: int, seed: int, skipped: SkippedSamples | None = None) -> None:
+        self.seq_len, self.seed, self._skipped = seq_len, seed, skipped
+        # one window is given up for the offset, unless it is the only one
+        self.windows = max(tokens // seq_len - 1, 1)
+        self._offsets = min(seq_len, tokens - self.windows * seq_len)
+        if self._offsets < 1:
+            raise ValueError(f"{tokens} tokens hold no window of {seq_len} tokens and the token after it")
+
+    def starts(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
+        """First token of each sample position's window: (n,) int64, from which `seq_len + 1` tokens can be read."""
+        positions = positions if self._skipped is None else self._skipped.positions(positions)
+        epochs, inside = np.divmod(np.asarray(positions, dtype=np.int64), self.windows)
+        out = np.empty_like(inside)
+        for epoch in np.unique(epochs):
+            rows = epochs == epoch
+            window = permute(inside[rows], self.windows, derive_key(self.seed, int(epoch)))
+            offset = derive_key(self.seed, int(epoch), 1) % self._offsets
+            out[rows] = window * self.seq_len + offset
+        return out

@@ -5,6 +5,8 @@ import doctest
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness.models import Small
+from harness.runs import trainer_with
 
 from lightning_tricks import LanguageModel, Llama
 from lightning_tricks._errors import UsageError
@@ -16,33 +18,18 @@ from lightning_tricks.data.saved_tokenizer import check_same, tokenizer_record
 STAGES = ("fit", "validate", "test", "predict")
 
 
-class Foreign(pl.LightningModule):
+def foreign() -> Small:
     """A module that knows nothing of ours."""
+    return Small(net=torch.nn.Embedding(400, 1), loss=lambda module, batch: module(batch["input_ids"]).mean())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Embedding(400, 1)
 
-    def training_step(self, batch, _):
-        return self.table(batch["input_ids"]).mean()
-
-    def validation_step(self, batch, _):
-        pass
-
-    test_step = predict_step = validation_step
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+def trainer(**options) -> pl.Trainer:
+    limits = {f"limit_{name}_batches": 1 for name in ("val", "test", "predict")}
+    return trainer_with(**{"max_steps": 2, "num_sanity_val_steps": 0, "logger": False, **limits, **options})
 
 
 def language_model() -> LanguageModel:
     return LanguageModel(Llama(vocab_size=400, d_model=8, n_layers=1, n_heads=2, max_seq_len=16))
-
-
-def trainer(**options) -> pl.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 1}
-    limits = {"limit_test_batches": 1, "limit_predict_batches": 1, "num_sanity_val_steps": 0}
-    return pl.Trainer(accelerator="cpu", enable_checkpointing=False, **{"max_steps": 2, **quiet, **limits, **options})
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +64,13 @@ def train(model: pl.LightningModule, data: pl.LightningDataModule, path: str) ->
 @pytest.fixture(scope="module")
 def checkpoint(folder, text) -> str:
     """Of a foreign module, trained on the ship's tokens."""
-    return train(Foreign(), text("ship.json"), str(folder / "ship.ckpt"))
+    return train(foreign(), text("ship.json"), str(folder / "ship.ckpt"))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_refuses_another_tokenizer_and_names_both(stage, text, checkpoint, folder):
     with pytest.raises(UsageError) as caught:
-        getattr(trainer(max_steps=4), stage)(Foreign(), datamodule=text("moon.json"), ckpt_path=checkpoint)
+        getattr(trainer(max_steps=4), stage)(foreign(), datamodule=text("moon.json"), ckpt_path=checkpoint)
     message = str(caught.value)
     assert f"trained with '{folder}/ship.json' (sha256 " in message
     assert f"the data has '{folder}/moon.json' (sha256 " in message
@@ -93,12 +80,12 @@ def test_every_stage_refuses_another_tokenizer_and_names_both(stage, text, check
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_goes_on_with_the_same_one(stage, text, checkpoint):
-    getattr(trainer(max_steps=4), stage)(Foreign(), datamodule=text("ship.json"), ckpt_path=checkpoint)
+    getattr(trainer(max_steps=4), stage)(foreign(), datamodule=text("ship.json"), ckpt_path=checkpoint)
 
 
 def test_the_remedy_of_the_message_works(text, checkpoint):
     data = text(tokenizer=checkpoint)
-    trainer().validate(Foreign(), datamodule=data, ckpt_path=checkpoint, verbose=False)
+    trainer().validate(foreign(), datamodule=data, ckpt_path=checkpoint, verbose=False)
     assert data.vocab_size == 280
 
 
@@ -137,7 +124,7 @@ def test_a_checkpoint_without_a_tokenizer_opens_as_before(text, checkpoint, tmp_
     old = torch.load(checkpoint, weights_only=True)
     del old["TextData"]["tokenizer"]
     torch.save(old, tmp_path / "old.ckpt")
-    trainer(max_steps=4).fit(Foreign(), text("moon.json"), ckpt_path=tmp_path / "old.ckpt")
+    trainer(max_steps=4).fit(foreign(), text("moon.json"), ckpt_path=tmp_path / "old.ckpt")
     with pytest.raises(UsageError, match="holds no tokenizer"):
         tokenizer_from_checkpoint(old)
     with pytest.raises(UsageError, match=r"^tokenizer='.*old\.ckpt': cannot be read from this checkpoint"):
@@ -163,4 +150,4 @@ def test_a_folder_of_shards_gives_its_tokenizer(text, checkpoint, tmp_path):
     torch.save(rest, tmp_path / "at.ckpt" / "meta.pt")
     data = text(tokenizer=str(tmp_path / "at.ckpt"))
     run = trainer(plugins=[AtomicCheckpointIO()])
-    run.validate(Foreign(), datamodule=data, ckpt_path=str(tmp_path / "at.ckpt"), verbose=False)
+    run.validate(foreign(), datamodule=data, ckpt_path=str(tmp_path / "at.ckpt"), verbose=False)

@@ -11,13 +11,14 @@ import sys
 import time
 from pathlib import Path
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from harness.models import Small
+from harness.preloaded import python
+from harness.runs import trainer_with
 from hypothesis import given
 from hypothesis import strategies as st
-from preloaded import python
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data import TextData, TokenData, open_shard
@@ -334,40 +335,27 @@ def test_a_model_with_too_small_a_vocabulary_is_told_before_training(make):
 # -- under Lightning
 
 
-class Loss(pl.LightningModule):
+class Loss(Small):
     """A module that knows nothing of ours."""
 
     def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(400, 400)
+        super().__init__(net=torch.nn.Embedding(400, 400), act=Loss.see)
         self.seen = []
 
-    def training_step(self, batch, batch_idx):
+    def see(self, batch):
         self.seen.append(batch["input_ids"].tolist())
-        return self.validation_step(batch, batch_idx)
 
-    def validation_step(self, batch, batch_idx):
-        logits = self.embedding(batch["input_ids"])
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-
-    test_step = validation_step
+    def loss_of(self, batch):
+        return torch.nn.functional.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
     def predict_step(self, batch, batch_idx):
         return batch["n_bytes"]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def trainer(tmp_path, **options) -> pl.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    return pl.Trainer(default_root_dir=tmp_path, enable_checkpointing=False, **(quiet | options))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_all_four_commands_run_with_a_foreign_module(make, tmp_path):
     data, module = make(), Loss()
-    loop = trainer(tmp_path, max_steps=3)
+    loop = trainer_with(max_steps=3)
     loop.fit(module, data)
     assert module.seen == first_rows(set_up(make()), 3)
     loop.validate(module, data, verbose=False)
@@ -385,23 +373,23 @@ def set_up(data: TextData) -> TextData:
 def test_validation_alone_needs_no_training(make, tmp_path):
     module, data, counted = Loss(), make(), []
     module.validation_step = lambda batch, batch_idx: counted.append((batch["labels"] != -100).sum().item())
-    trainer(tmp_path).validate(module, data, verbose=False)
+    trainer_with().validate(module, data, verbose=False)
     assert sum(counted) == sum((batch["labels"] != -100).sum().item() for batch in data.val_dataloader()) > 0
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_another_seed_on_resume_is_told_of_and_the_recipe_wins(make, tmp_path):
     first = make(seed=0)
-    loop = trainer(tmp_path, max_steps=2)
+    loop = trainer_with(max_steps=2)
     loop.fit(Loss(), first)
     loop.save_checkpoint(tmp_path / "a.ckpt")
     module = Loss()
     with pytest.warns(UserWarning, match=r"other data settings \(seed 0 -> 1\); the recipe's are used"):
-        trainer(tmp_path, max_steps=4).fit(module, make(seed=1), ckpt_path=tmp_path / "a.ckpt")
+        trainer_with(max_steps=4).fit(module, make(seed=1), ckpt_path=tmp_path / "a.ckpt")
     assert module.seen == first_rows(set_up(make(seed=1)), 4)[2:]
     other = make(val_fraction=0.4, tokenizer=str(first.folder / "tokenizer.json"))  # learned anew, it would be another
     with pytest.warns(UserWarning, match=rf"\(data {first.folder.name} -> {other.folder.name}\)"):
-        trainer(tmp_path, max_steps=4).fit(Loss(), other, ckpt_path=tmp_path / "a.ckpt")
+        trainer_with(max_steps=4).fit(Loss(), other, ckpt_path=tmp_path / "a.ckpt")
 
 
 def test_every_option_is_documented():

@@ -3,10 +3,11 @@
 import re
 import warnings
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from harness.models import Small
+from harness.runs import fit
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data import ShardWriter, TextData, TokenData
@@ -55,38 +56,24 @@ def test_several_shards_are_one_stream_in_sorted_order(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_other_tokens_in_files_of_the_same_names_and_sizes_are_told_of_on_resume(write_shard, tmp_path):
-    class Model(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(()))
-
-        def training_step(self, batch, batch_idx):
-            return self.weight
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    def fit(steps, ckpt_path=None):
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+    def run(steps, ckpt_path=None):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             data = TokenData(train=str(tmp_path / "train_000000.bin"), seq_len=8, micro_batch_size=2)
-            trainer.fit(Model(), data, ckpt_path=ckpt_path)
-        return trainer, [str(one.message) for one in caught if "other data settings" in str(one.message)]
+            done = fit(Small(loss=lambda module, batch: module.net[0].weight.sum()), data=data, ckpt_path=ckpt_path,
+                       max_steps=steps)  # fmt: skip
+        return done.trainer, [str(one.message) for one in caught if "other data settings" in str(one.message)]
 
     write_shard(range(100))
-    fit(2)[0].save_checkpoint(tmp_path / "two.ckpt")
-    assert fit(4, tmp_path / "two.ckpt")[1] == []
+    run(2)[0].save_checkpoint(tmp_path / "two.ckpt")
+    assert run(4, tmp_path / "two.ckpt")[1] == []
     write_shard([*range(99), 7])
-    (line,) = fit(4, tmp_path / "two.ckpt")[1]
+    (line,) = run(4, tmp_path / "two.ckpt")[1]
     assert re.search(r"other data settings \(content \w{16} -> \w{16}\); the recipe's are used", line)
     checkpoint = torch.load(tmp_path / "two.ckpt", weights_only=False)
     del checkpoint["TokenData"]["content"]  # as an older version wrote it
     torch.save(checkpoint, tmp_path / "old.ckpt")
-    assert fit(4, tmp_path / "old.ckpt")[1] == []
+    assert run(4, tmp_path / "old.ckpt")[1] == []
 
 
 def test_without_validation_shards_there_is_no_validation(write_shard):
@@ -204,39 +191,26 @@ def test_document_ids_need_to_know_where_documents_end(write_shard):
         TokenData(train=str(write_shard(range(100))), document_ids=True)
 
 
-class ByHand(pl.LightningModule):
-    """Optimizes by hand, twice a batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append(batch["input_ids"][0, 0].item())
-        for _ in range(2):
-            self.optimizers().step()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_module_that_optimizes_by_hand_resumes_at_its_next_batch(write_shard, tmp_path):
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    """It steps twice a batch."""
     path = str(write_shard(np.arange(2000), vocab_size=2000))
 
-    def fit(max_steps, **resume):
-        module, data = ByHand(), TokenData(train=path, seq_len=8, micro_batch_size=2)
-        trainer = pl.Trainer(default_root_dir=tmp_path, max_steps=max_steps, enable_checkpointing=False, **options)
-        trainer.fit(module, data, **resume)
-        return trainer, module.seen
+    def run(max_steps, **resume):
+        seen = []
 
-    _, whole = fit(20)
-    trainer, first = fit(8)
+        def step_twice(module, batch):
+            seen.append(batch["input_ids"][0, 0].item())
+            module.optimizers().step()
+
+        model = Small(manual=True, act=step_twice, loss=lambda module, batch: module.net[0].weight.sum())
+        data = TokenData(train=path, seq_len=8, micro_batch_size=2)
+        return fit(model, data=data, max_steps=max_steps, **resume).trainer, seen
+
+    _, whole = run(20)
+    trainer, first = run(8)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    _, second = fit(20, ckpt_path=tmp_path / "a.ckpt")
+    _, second = run(20, ckpt_path=tmp_path / "a.ckpt")
     assert (len(first), len(second)) == (4, 6)
     assert first + second == whole
 
