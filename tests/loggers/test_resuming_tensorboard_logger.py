@@ -12,11 +12,11 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from harness.preloaded import python
+from harness.runs import On, trainer_with
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.loggers import TensorBoardLogger
-from preloaded import python
-from short_run import Model, Raise, events, fit, points, save_every
+from short_run import Model, events, fit, points, save_every
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -32,31 +32,14 @@ def logger(folder, **options) -> ResumingTensorBoardLogger:
     return ResumingTensorBoardLogger(folder, **{"name": "run", "version": "", **options})
 
 
-def raw(folder) -> list:
-    """All events with metrics, as they stand on disk."""
-    files = sorted(folder.glob("*tfevents*"))
-    return [event for file in files for event in EventFileLoader(str(file)).Load() if event.HasField("summary")]
-
-
 def of_runs(*lengths: tuple[int, range]) -> list[tuple[int, float]]:
     return [(step, 1000.0 * run + step) for run, steps in lengths for step in steps]
 
 
-@pytest.mark.parametrize("first", [logger, lambda folder: TensorBoardLogger(folder, name="run", version="")])
-def test_a_replayed_step_stands_once_with_the_resumed_runs_value(tmp_path, first):
-    with pytest.raises(RuntimeError, match="power cut"):
-        fit(first(tmp_path), 20, callbacks=(save_every(10, tmp_path), Raise(17)), enable_checkpointing=True)
-    assert points(tmp_path / "run", "train/loss") == of_runs((1, range(17)))
-    fit(logger(tmp_path), 20, model=Model(run=2), ckpt_path=tmp_path / "step=10.ckpt")
-    assert points(tmp_path / "run", "train/loss") == of_runs((1, range(10)), (2, range(10, 20)))
-    assert points(tmp_path / "run", "val/loss") == [(4, 1004), (9, 1009), (14, 2014), (19, 2019)]
-
-
-def test_a_third_start_purges_what_the_second_wrote(tmp_path):
-    fit(logger(tmp_path), 20, callbacks=(save_every(5, tmp_path),), enable_checkpointing=True)
-    fit(logger(tmp_path), 18, model=Model(run=2), ckpt_path=tmp_path / "step=10.ckpt")
-    fit(logger(tmp_path), 16, model=Model(run=3), ckpt_path=tmp_path / "step=15.ckpt")
-    assert points(tmp_path / "run", "train/loss") == of_runs((1, range(10)), (2, range(10, 15)), (3, range(15, 16)))
+def raw(folder) -> list:
+    """All events with metrics, as they stand on disk."""
+    files = sorted(folder.glob("*tfevents*"))
+    return [event for file in files for event in EventFileLoader(str(file)).Load() if event.HasField("summary")]
 
 
 def test_a_logger_may_go_back_in_a_second_fit(tmp_path):
@@ -64,29 +47,6 @@ def test_a_logger_may_go_back_in_a_second_fit(tmp_path):
     fit(one, 12, callbacks=(save_every(5, tmp_path),), enable_checkpointing=True)
     fit(one, 8, model=Model(run=2), ckpt_path=tmp_path / "step=5.ckpt")
     assert points(tmp_path / "run", "train/loss") == of_runs((1, range(5)), (2, range(5, 8)))
-
-
-def test_a_fresh_start_in_a_used_folder_hides_the_earlier_run(tmp_path):
-    fit(logger(tmp_path), 9)
-    fit(logger(tmp_path), 6, model=Model(run=2))
-    assert points(tmp_path / "run", "train/loss") == of_runs((2, range(6)))
-
-
-def test_steps_are_those_of_the_loggers_also_with_two_optimizers(tmp_path):
-    """Lightning's `global_step` counts both optimizers' steps, its loggers count batches."""
-    fit(
-        logger(tmp_path), 24, model=Model(manual=True), callbacks=(save_every(10, tmp_path),), enable_checkpointing=True
-    )
-    resumed = Model(run=2, manual=True)
-    fit(logger(tmp_path), 24, model=resumed, ckpt_path=tmp_path / "step=10.ckpt")
-    assert points(tmp_path / "run", "train/loss") == of_runs((1, range(5)), (2, range(5, 12)))
-
-
-def test_with_accumulation_steps_are_optimizer_steps(tmp_path):
-    options = {"accumulate_grad_batches": 2, "val_check_interval": 40}
-    fit(logger(tmp_path), 12, callbacks=(save_every(5, tmp_path),), enable_checkpointing=True, **options)
-    fit(logger(tmp_path), 12, model=Model(run=2), ckpt_path=tmp_path / "step=5.ckpt", **options)
-    assert points(tmp_path / "run", "train/loss") == of_runs((1, range(5)), (2, range(5, 12)))
 
 
 def test_a_second_fit_of_the_same_trainer_loses_nothing(tmp_path):
@@ -100,10 +60,7 @@ def test_a_second_fit_of_the_same_trainer_loses_nothing(tmp_path):
 
 def test_a_validation_before_the_fit_keeps_its_point(tmp_path):
     data = torch.utils.data.DataLoader(torch.randn(8, 2))
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=logger(tmp_path), max_steps=3, log_every_n_steps=1, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = trainer_with(logger=logger(tmp_path), max_steps=3, log_every_n_steps=1)
     model = Model()
     trainer.validate(model, data, verbose=False)
     assert not any(isinstance(callback, ResumePoint) for callback in trainer.callbacks)
@@ -127,9 +84,11 @@ def test_without_a_trainer_resume_at_is_called_by_hand(tmp_path):
 
 def test_a_fresh_folder_gets_no_purge(tmp_path):
     one = logger(tmp_path)
+    one.log_metrics({}, 1)  # writes no event
     one.log_metrics({"x": 1.0}, 5)
     one.resume_at(3)
     one.finalize("success")
+    assert len(raw(tmp_path / "run")) == 1
     assert points(tmp_path / "run", "x") == [(5, 1)]
 
 
@@ -161,13 +120,6 @@ def test_what_is_no_number_is_left_to_lightning(tmp_path):
     assert points(tmp_path / "run" / "pair_left", "pair") == [(1, 1)]
 
 
-def test_nothing_to_log_writes_no_event(tmp_path):
-    one = logger(tmp_path)
-    one.log_metrics({}, 1)
-    one.finalize("success")
-    assert raw(tmp_path / "run") == []
-
-
 def test_the_prefix_stands_before_each_name_once(tmp_path):
     one = logger(tmp_path, prefix="exp")
     one.log_metrics({"x": 1.0, "pair": {"left": 1.0}}, 0)
@@ -177,24 +129,13 @@ def test_the_prefix_stands_before_each_name_once(tmp_path):
 
 
 def test_hyperparameters_of_a_resumed_run_come_after_the_purge(tmp_path):
-    first = logger(tmp_path)
-    first.log_hyperparams({"lr": 1.0})
-    first.resume_at(0)
-    first.finalize("success")
-    assert points(tmp_path / "run", "hp_metric") == [(0, -1)]
-    time.sleep(1.0 - time.time() % 1.0)
-    second = logger(tmp_path)
-    second.log_hyperparams({"lr": 1.0})
-    second.resume_at(0)
-    second.finalize("success")
-    assert points(tmp_path / "run", "hp_metric") == [(0, -1)]
-    time.sleep(1.0 - time.time() % 1.0)
-    third = logger(tmp_path)
-    third.log_hyperparams({"lr": 1.0})
-    third.resume_at(3)
-    third.finalize("success")
-    assert points(tmp_path / "run", "hp_metric") == [(0, -1), (3, -1)]
-    time.sleep(1.0 - time.time() % 1.0)
+    for step, expected in ((0, [0]), (0, [0]), (3, [0, 3])):
+        one = logger(tmp_path)
+        one.log_hyperparams({"lr": 1.0})
+        one.resume_at(step)
+        one.finalize("success")
+        assert points(tmp_path / "run", "hp_metric") == [(at, -1) for at in expected]
+        time.sleep(1.0 - time.time() % 1.0)
     third = logger(tmp_path)
     third.log_hyperparams({"lr": 1.0}, {"result": 5.0})
     third.log_hyperparams({"lr": 1.0}, {"other": 6.0}, step=2)
@@ -214,37 +155,21 @@ def test_a_resume_into_a_new_folder_says_how_to_go_on_in_the_old_one(tmp_path, c
         assert "step 10 starts the new folder" in caplog.text
 
 
-def test_other_ranks_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning.fabric.utilities.rank_zero.rank_zero_only.rank", 1)
-    one = logger(tmp_path)
-    one.log_metrics({"x": 1.0}, 0)
-    one.log_hyperparams({"lr": 1.0})
-    one.log_graph(Model())
-    one.resume_at(3)
-    one.finalize("success")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_callback_that_tells_the_step_leaves_after_the_first_batch(tmp_path):
     seen = []
 
-    class Watch(pl.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            seen.append(sum(isinstance(callback, ResumePoint) for callback in trainer.callbacks))
+    def count(trainer, *_):
+        seen.append(sum(isinstance(callback, ResumePoint) for callback in trainer.callbacks))
 
     plain = pl.loggers.CSVLogger(tmp_path, name="plain", version="")  # knows of no resume
-    trainer = fit([logger(tmp_path), logger(tmp_path, name="other"), plain], 2, callbacks=(Watch(),))
+    trainer = fit(
+        [logger(tmp_path), logger(tmp_path, name="other"), plain], 2, callbacks=(On(on_train_batch_end=count),)
+    )
     assert seen == [0, 0]
     assert len((tmp_path / "plain" / "metrics.csv").read_text().splitlines()) == 3
     ResumePoint.watch(trainer.lightning_module)
     ResumePoint.watch(trainer.lightning_module)
     assert sum(isinstance(callback, ResumePoint) for callback in trainer.callbacks) == 1
-
-
-def test_training_is_bitwise_unchanged(tmp_path):
-    with_it = fit(logger(tmp_path), 6).lightning_module
-    without = fit(False, 6).lightning_module
-    assert all(torch.equal(a, b) for a, b in zip(with_it.parameters(), without.parameters(), strict=True))
 
 
 def test_the_summary_writers_own_methods_still_work(tmp_path):
