@@ -146,14 +146,23 @@ def test_when_rank_0_ends_in_order_the_others_stop_listening(ranks):
     assert {each.last_words for each in three.connections[1:]} == {'[{"0": {"part": "ended"}}, []]'}
 
 
+def greeted(hub: Hub, host: str) -> socket.socket:
+    sock = dial(hub)
+    sock.sendall(json.dumps({"token": hub.address.token, "process": vars(process(1, host=host))}).encode() + b"\n")
+    assert b"welcome" in sock.recv(100)
+    return sock
+
+
+def test_a_connection_that_is_reset_on_this_host_is_a_death(ranks):
+    two = ranks(2)
+    reset(greeted(two.hub, socket.gethostname()))
+    assert two.failures() == {gone(process(1, host=socket.gethostname()))}
+
+
 def test_a_broken_connection_is_no_death(ranks, capfd):
     two = ranks(2)
     reset(dial(two.hub))  # a stranger's is nobody's
-    far = dial(two.hub)
-    greeting = {"token": two.hub.address.token, "process": vars(process(1, host="far"))}
-    far.sendall(json.dumps(greeting).encode() + b"\n")
-    assert b"welcome" in far.recv(100)
-    reset(far)
+    reset(greeted(two.hub, "far"))
     said: list[str] = []
     until(lambda: said.append(capfd.readouterr().err) or "broke" in said[-1])
     two.connections[1].fail(ERROR)  # the hub has gone on
@@ -165,9 +174,13 @@ def test_a_broken_connection_is_no_death(ranks, capfd):
 class Server:
     """A hub played by the test, to which rank 1 connects."""
 
+    def __init__(self, host: str = "there") -> None:
+        self.rank_0 = process(0, host=host)
+
     def __enter__(self):
         self.server = socket.create_server(("127.0.0.1", 0))
-        self.connection = Connection(process(1), Address(("127.0.0.1",), self.server.getsockname()[1], "word"), PEER)
+        address = Address(("127.0.0.1",), self.server.getsockname()[1], "word")
+        self.connection = Connection(process(1), address, self.rank_0)
         return self
 
     def accept(self) -> socket.socket:
@@ -182,18 +195,17 @@ class Server:
         assert not self.connection.is_alive()
 
 
-PEER = process(0, host="there")
-
-
-def test_a_broken_connection_to_rank_0_is_no_death_of_it(capfd):
-    with Server() as server, server.accept() as hub:
+@pytest.mark.parametrize("host", ["there", socket.gethostname()])
+def test_a_broken_connection_to_rank_0_is_its_death_only_on_this_host(capfd, host):
+    """Where no network is between, a process that dies with messages unread resets its connections."""
+    with Server(host) as server, server.accept() as hub:
         assert b"word" in hub.recv(1000)
         hub.sendall(b'{"welcome": true}\n')
         until(lambda: server.connection.was_open)
         reset(hub)
         server.connection.join(10)
-        assert server.connection.failure is None
-    assert "the connection of rank 1 on here broke" in capfd.readouterr().err
+        assert server.connection.failure == (None if host == "there" else gone(server.rank_0))
+    assert ("the connection of rank 1 on here broke" in capfd.readouterr().err) is (host == "there")
 
 
 @pytest.mark.parametrize(
@@ -318,7 +330,7 @@ def test_another_program_on_the_port_is_not_taken_for_rank_0(monkeypatch):
 def test_a_rank_that_cannot_reach_rank_0_says_so_unless_it_has_ended_meanwhile(monkeypatch, capfd, ends):
     monkeypatch.setattr(channel, "CONNECT_SECONDS", 0.0)
     address = Address(("node0", "10.0.0.1"), 4321, "token")
-    connection = Connection(process(1), address, PEER, user="HangWatchdog")
+    connection = Connection(process(1), address, process(0), user="HangWatchdog")
     if ends:
         connection.close()
     connection.run()
@@ -381,16 +393,16 @@ def test_who_does_not_answer_is_named_at_once_if_dead_in_time_if_slow_and_not_if
     assert verdict.silent == (() if way == "left" else (process(1),))
 
 
-def test_where_rank_0_does_not_answer_there_is_no_verdict(monkeypatch):
+def test_where_rank_0_does_not_answer_there_is_no_verdict_and_its_death_is_told(monkeypatch):
     monkeypatch.setattr(channel, "VERDICT_SECONDS", 0.1)
     with Server() as server, server.accept() as hub:
         hub.sendall(b'{"welcome": true}\n')
         until(lambda: server.connection.was_open)
         assert server.connection.ask_all({}) is None
-        hub.close()  # now it is dead
+        hub.shutdown(socket.SHUT_RDWR)  # now it is dead
         until(lambda: not server.connection.is_open)
         assert server.connection.ask_all({}) is None
-        assert server.connection.last_words is None
+        assert (server.connection.last_words, server.connection.failure) == (None, gone(server.rank_0))
 
 
 class Wires:

@@ -152,7 +152,9 @@ class Connection(threading.Thread):
             if not self._closed.is_set():
                 self._hear({"failed": gone(self.rank_0)})
         except (OSError, ValueError) as error:  # ValueError: closed while it is read
-            if isinstance(error, OSError) and not self._closed.is_set():
+            if died_by(error, self.rank_0):
+                self._hear({"failed": gone(self.rank_0)})
+            elif isinstance(error, OSError) and not self._closed.is_set():
                 say(_unwatched(self._user, self.process, error))
         finally:
             with self._news:
@@ -329,7 +331,9 @@ class Hub(threading.Thread):
             data = sock.recv(LONGEST)
         except OSError as error:
             self._drop(sock)
-            if peer.process is not None:
+            if peer.process is not None and died_by(error, peer.process):
+                self._fail(gone(peer.process))
+            elif peer.process is not None:
                 say(_unwatched(self._user, peer.process, error))
             return
         *lines, peer.received = (peer.received + data).split(b"\n")
@@ -439,6 +443,11 @@ def first_line(error: BaseException) -> str:
 def gone(process: Process) -> str:
     """The line that says that a process has died without a goodbye."""
     return f"{process.name} is gone without a word (process {process.pid}): killed, or out of memory (dmesg tells)"
+
+
+def died_by(error: Exception, process: Process) -> bool:
+    """Whether an error of its connection says that a process has died: one of this host, with messages unread."""
+    return isinstance(error, ConnectionResetError) and process.host == socket.gethostname()
 
 
 def say(text: str) -> None:
