@@ -251,8 +251,9 @@ def test_a_tensor_is_told_from_others_by_every_bit_its_type_and_shape():
     one = torch.arange(6.0).reshape(2, 3)
     other = one.clone()
     other.view(torch.int32)[1, 2] ^= 1
-    others = [other, one.double(), one.reshape(3, 2), [one, one], {"x": one}, one.bfloat16(), torch.empty(0), None, "1"]
-    assert len({checksum(value) for value in [one, *others]}) == 10
+    others = [other, one.double(), one.reshape(3, 2), one.reshape(6), one.reshape(6, 1), one.bfloat16(), torch.empty(0)]
+    others += [[one, one], {"x": one}, None, "1"]
+    assert len({checksum(value) for value in [one, *others]}) == 12
     assert checksum({"a": [one, 1.5]}) == checksum({"a": [one.clone(), 1.5]})
     assert checksum(one.t().contiguous().t()) == checksum(one)
 
@@ -271,6 +272,7 @@ DIFFERENT = [
     np.float32(1), np.float32(2), np.int64(2), 1j, 2j, {1, 2}, {1, 3}, frozenset(), range(3), range(4),
     deque([1]), deque([2]), datetime.date(2020, 1, 1), datetime.date(2020, 1, 2), bytearray(b"a"), bytearray(b"b"),
     torch.float32, torch.float16, Row("a"), Row("b"), PARTS, judge, re.compile("a"), re.compile("b"),
+    {"a": {}, "b": 1}, {"a": {"b": 1}},
 ]  # fmt: skip
 
 
@@ -293,7 +295,7 @@ def test_the_first_difference_of_each_part_is_by_place_then_cause_then_rank():
     def row(step, rank, **parts):
         return {"step": step, "rank": rank, "a": 1, "b": 1, "c": 1} | parts
 
-    pairs = [(row(2, 0), row(2, 0, b=2, c=2)), (row(1, 1), row(1, 1, c=2)), (row(1, 0), row(1, 0, c=2))]
+    pairs = [(row(1, 1), row(1, 1, c=2)), (row(1, 0), row(1, 0, c=2)), (row(2, 0), row(2, 0, b=2, c=2))]
     found = first_differences(pairs, "abc", lambda part, one, other: None if one[part] == other[part] else part * 2)
     assert [(str(each), each.rank) for each in found] == [("c at step 1 (cc)", 0), ("b at step 2 (bb)", 0)]
 

@@ -399,6 +399,7 @@ def test_a_checkpoint_that_is_saved_after_the_fit_knows_the_batch_fetched_ahead(
     pl.seed_everything(1, verbose=False)
     trainer = trainer_with(ExactResume(), note := Note())
     trainer.fit(quiet(), stream())
+    torch.rand(3)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     rest, _ = fit(tmp_path, stream(), ckpt_path=tmp_path / "after.ckpt", max_steps=9)
     assert note.seen + rest == whole
