@@ -197,6 +197,27 @@ def test_after_a_fit_that_failed_the_watch_ends_also_where_no_hook_tells_it(repo
     assert reports.said == []
 
 
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("miss", [None, RuntimeError("changed size")])
+def test_a_look_that_fails_is_repeated_and_the_third_in_a_row_ends_the_watch(monkeypatch, reports, ends, miss):
+    real, looks = hang_watchdog.RunningCall.stack, []
+
+    def stack(call):
+        looks.append(call)
+        if not ends and len(looks) % 3 == 0:
+            return real(call)
+        if miss is not None:
+            raise miss
+        return []
+
+    monkeypatch.setattr(hang_watchdog.RunningCall, "stack", stack)
+    stands = Stands("forward", lambda: time.sleep(1.0) if ends else reports.wait_for(PLACES["forward"]))
+    fit(stands, watchdog())
+    line = [said.partition(" is ")[2] for said in reports.said if "watched" in said]
+    assert line == (["not watched now: RuntimeError: changed size"] if ends and miss is not None else [])
+    assert (len(looks) == 3) is ends
+
+
 @pytest.mark.parametrize("run", [{"fast_dev_run": 2}, {}], ids=["a trial run", "a test"])
 def test_only_a_fit_and_a_validation_are_watched(run):
     watched = []

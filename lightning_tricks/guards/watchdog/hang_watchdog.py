@@ -37,6 +37,7 @@ from lightning_tricks.guards.watchdog.channel import Connection, connect, first_
 LOOK_SECONDS = 2.0  # between two looks, at most
 TIMER_SECONDS = 6.0  # beyond the limit: the others have named this rank then
 SILENT_SECONDS = 5.0  # after the answers: for the timer of a rank that gives none
+MISSES = 3  # looks in a row that fail before the watch ends
 SHOWN_RANKS = 8  # in one line
 ENDED, FAILED = "ended", "failed"  # parts of a rank that has left its fit
 _ORDER = ("forward", "backward", "optimizer", "", "checkpoint", "validation", "loader")  # within a micro-batch
@@ -368,19 +369,25 @@ class _Watch(threading.Thread):
         """Look at the place at least ten times within the limit."""
         self._arm(self._options.first_step_seconds)
         every = pause = min(LOOK_SECONDS, self._options.limit_seconds / 10)
-        try:
-            while not self._closed.wait(pause):
-                pause = max(0.01, min(every, self._look()))
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        misses, error = 0, ""
+        while misses < MISSES and not self._closed.wait(pause):
+            try:  # what it reads may change under it: the next look finds it whole
+                left = self._look()
+                misses, error = misses + 1 if left is None else 0, ""
+            except Exception as raised:
+                left, misses, error = None, misses + 1, first_line(raised)
+            pause = every if left is None else max(0.01, min(every, left))
+        faulthandler.cancel_dump_traceback_later()
+        if misses == MISSES:  # another callback's error may have kept `on_exception` from us
+            if error:
+                say(f"HangWatchdog: {self._place.process.name} is not watched now: {error}")
+            self._leave(replace(self._place, part=FAILED, detail=error))
 
-    def _look(self) -> float:
-        """Look once; returns the seconds until the limit."""
+    def _look(self) -> float | None:
+        """Look once; returns the seconds until the limit, None where the Trainer's call is not found."""
         stack = self._call.stack()
-        if not stack:  # another callback's error has kept `on_exception` from us
-            self._closed.set()
-            self._leave(replace(self._place, part=FAILED))
-            return 0.0
+        if not stack:
+            return None
         place = read_place(self._place.process, self._trainer, stack, self.validations)
         if place.progress != self._place.progress:
             self._go_on(place)
