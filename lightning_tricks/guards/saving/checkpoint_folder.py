@@ -195,9 +195,10 @@ class CheckpointFolder:
 
     def record(self, path: Path) -> Record | None:
         """The record of a checkpoint without its checksums; opens no file that is as it was when it was last asked."""
-        file, known = identity(path), self._known.get(path.name)
-        if known is None and file and path.name in self._begun:  # it has its name, and `on_commit` comes next
-            self._know(path, self._begun[path.name])
+        begun, known = self._begun.get(path.name), self._known.get(path.name)  # in this order, see `on_commit`
+        file = identity(path)
+        if known is None and file and begun:  # it has its name, and `on_commit` comes next
+            self._know(path, begun)
         elif file and (known is None or known[0] != file):
             self._know(path, record_or_none(path))
         return self._known.get(path.name, (file, None))[1] if file else None
@@ -295,7 +296,9 @@ class CheckpointFolder:
     def on_commit(self, path: Path) -> None:
         """A new checkpoint has its name."""
         self.last_finished = path
-        self._know(path, self._begun.pop(path.name, None) or record_or_none(path))
+        if begun := self._begun.get(path.name):
+            self._know(path, begun)
+            self._begun.pop(path.name, None)  # now that it is known: another thread may ask at any moment
         records = self.update()
         if last_of(records):  # not where a user has saved weights alone, before the first checkpoint
             self.on_update(records)
