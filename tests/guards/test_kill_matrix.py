@@ -18,7 +18,7 @@ import torch
 from harness import processes
 from harness.processes import Beside, free_port
 from harness.token_files import write_token_files
-from killed import STEPS, Case, Moments, be_quiet, run, save_once_more
+from kill_moments import STEPS, Case, Moments, be_quiet, run, save_once_more
 
 from lightning_tricks.checkpoints.record import damage, read_record
 
