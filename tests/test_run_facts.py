@@ -1,6 +1,8 @@
 """What kind of run this is, and what happens around its saves."""
 
+import re
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,3 +111,18 @@ def test_a_save_that_fails_ends_every_part():
     with saves.part("a"), pytest.raises(OSError, match="disk full"):
         saves.save_checkpoint("full")
     assert saves.events[-1] == "a after"
+
+
+@pytest.mark.parametrize(
+    ("question", "owners"),
+    [
+        (r"is_a\([^)]*[Ss]trategy|hasattr\([^)]*strategy|\.__name__ [=!]= \"\w*Strategy", ("_trainer/", "strategies/")),
+        (r"replaced\([^)]*\"save_checkpoint\"", ("_trainer/around_saves.py",)),
+    ],
+)
+def test_a_question_with_an_owner_is_asked_there_alone(question, owners):
+    package = Path(lightning_tricks.__file__).parent
+    files = {path.relative_to(package).as_posix(): path.read_text("utf-8") for path in package.rglob("*.py")}
+    asked = {name for name, text in files.items() if re.search(question, text)}
+    assert asked
+    assert {name for name in asked if not name.startswith(owners)} == set()

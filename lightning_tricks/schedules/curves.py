@@ -146,6 +146,10 @@ class _DecaysToTheEnd(Schedule):
     warmup_steps: int
     min_ratio: float
 
+    def __post_init__(self) -> None:
+        check_whole(self, "warmup_steps")
+        check_share(self, "min_ratio")
+
     def start_of_decay(self, total: int) -> int:
         """The step at which the decay of a run of `total` steps starts."""
         return self.warmup_steps
@@ -190,10 +194,6 @@ class WarmupLinear(_DecaysToTheEnd):
     warmup_steps: int
     min_ratio: float = 0.0
 
-    def __post_init__(self) -> None:
-        check_whole(self, "warmup_steps")
-        check_share(self, "min_ratio")
-
     def _share_left(self, done: int, length: int) -> float:
         return share_left("linear", done, length)
 
@@ -223,10 +223,6 @@ class WarmupCosine(_DecaysToTheEnd):
     warmup_steps: int
     min_ratio: float = 0.1
 
-    def __post_init__(self) -> None:
-        check_whole(self, "warmup_steps")
-        check_share(self, "min_ratio")
-
     def _share_left(self, done: int, length: int) -> float:
         return share_left("cosine", done, length)
 
@@ -241,9 +237,8 @@ class _DecaysAfterThePeak(_DecaysToTheEnd):
     decay_start: int | None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = type(self).__name__
-        check_whole(self, "warmup_steps")
-        check_share(self, "min_ratio")
         given = [o for o in ("decay_steps", "decay_fraction", "decay_start") if getattr(self, o) is not None]
         if len(given) > 1:
             raise UsageError(f"{name}: {' and '.join(given)} are both given: keep one of them")
