@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
+import lightning_tricks
 from lightning_tricks import DeepSpeedZeROStrategy, FP16Mixed, FSDP2Strategy
 from lightning_tricks._errors import UsageError
 from lightning_tricks._refusals import REFUSALS, refuse
