@@ -16,7 +16,6 @@ LINE = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "last", "lr", "speed", "first_loss", "last_loss"),
     [

@@ -171,7 +171,6 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="dee
 REPLICAS = "--trainer.strategy.init_args.replicate_size=2"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "part", "options"),
     [

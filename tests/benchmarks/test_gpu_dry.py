@@ -59,7 +59,6 @@ def small_models(monkeypatch, text_file):
         monkeypatch.setattr(gpu_smoke, name, value)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small_models")
 def test_a_dry_run_goes_through_every_stage_and_call(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "run_limited", in_this_process)
@@ -106,7 +105,6 @@ def test_a_dry_run_goes_through_every_stage_and_call(tmp_path, monkeypatch, caps
     assert "| fp8_tensorwise | " in table
 
 
-@pytest.mark.slow
 def test_the_script_starts_its_stages_and_installs_the_wheels_beside_it(tmp_path):
     checkout = tmp_path / "checkout"
     checkout.mkdir()

@@ -52,7 +52,6 @@ def test_best_and_shift_under_mup():
     assert mup_transfer.shift(runs, (128, 512), False) == pytest.approx(-2.0)
 
 
-@pytest.mark.slow
 def test_mup_transfer(tmp_path, text_file, monkeypatch, capsys):
     real = mup_transfer.TextData
     monkeypatch.setattr(mup_transfer, "TextData", lambda **options: real(
@@ -96,7 +95,6 @@ def test_frozen_counts_weights_that_ended_where_they_began():
     assert frozen.share == 5 / 8
 
 
-@pytest.mark.slow
 def test_precision_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     decoder = precision.MODEL["model.init_args.decoder.init_args"]
     smaller = {"d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 32, "d_ff": 64}

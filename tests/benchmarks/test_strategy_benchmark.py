@@ -204,7 +204,6 @@ def test_a_wrong_option_is_one_line(capsys, arguments, line):
     assert said.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_a_fresh_run_of_a_few_steps_keeps_what_is_promised(tmp_path, capsys):
     out = tmp_path / "strategies.json"
     assert strategies.main(["fsdp1", "--steps", "4", "--out", str(out)]) == 0

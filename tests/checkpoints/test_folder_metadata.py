@@ -2,17 +2,14 @@
 
 import os
 import pickle
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from shards import write_shards
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-
-sys.path.insert(0, str(Path(__file__).parent))
-from shards import write_shards
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import check_checkpoint, read_folder

@@ -170,7 +170,6 @@ def test_overfitting_takes_the_same_batches_every_epoch(launch, tmp_path):
     assert rows[0] != rows[1]
 
 
-@pytest.mark.slow
 def test_two_processes_see_per_step_what_one_sees(launch, unbroken, tmp_path):
     folder = write_token_files(tmp_path / "run", train=3600, tokens=3700)
     assert launch.many(folder, 2, accumulate=2, max_steps=STEPS) == [0, 0]

@@ -15,11 +15,9 @@ import pytest
 import torch
 from harness import processes
 from harness.runs import On
+from hung_run import STEP, Module, Rows, Stands, fit, trainer_with
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, Dataset
-
-sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that the tests start
-from hung_run import STEP, Module, Rows, Stands, fit, trainer_with
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._process import Process, start_ticks, this_process

@@ -171,7 +171,6 @@ def test_whatever_happens_in_a_save_every_checkpoint_is_whole_and_the_next_run_g
     wait_for(str(save))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_killed_three_times_it_is_the_unbroken_run(wait_for, folder, name):
     wait_for(name)
@@ -204,7 +203,6 @@ def change_of_world(folder: Path) -> None:
     assert launch(broken, one) == [0]
 
 
-@pytest.mark.slow
 def test_one_process_goes_on_with_the_rows_of_two(wait_for, folder):
     wait_for("two, then one")
     unbroken, broken = folder / "two processes", folder / "two, then one"

@@ -8,11 +8,10 @@ import subprocess
 import time
 from pathlib import Path
 
-import beside
 import pytest
+from harness.preloaded import left_over, python
+from harness.processes import free_port, threads
 from harness.token_files import write_token_files
-from preloaded import left_over, python
-from two_processes import free_port
 
 RECIPE = """
 seed_everything: 0
@@ -141,7 +140,7 @@ def ended(tmp_path_factory):
     """A function that waits for the run of that name: its folder, exit code and output."""
     folders = {name: tmp_path_factory.mktemp("stopped") / "run" for name in RUNS}
     python()
-    with beside.threads({name: (run, folders[name], *args) for name, (run, *args) in RUNS.items()}) as wait:
+    with threads({name: (run, folders[name], *args) for name, (run, *args) in RUNS.items()}) as wait:
         yield lambda name: (folders[name], *wait(name))
 
 

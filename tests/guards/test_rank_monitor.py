@@ -363,7 +363,6 @@ def beside_each_other(tmp_path_factory):
         yield wait
 
 
-@pytest.mark.slow
 def test_under_pytorch_lightning_and_with_data_workers_a_killed_rank_is_named(beside_each_other):
     code, out = beside_each_other(KILLED)
     assert code
@@ -372,7 +371,6 @@ def test_under_pytorch_lightning_and_with_data_workers_a_killed_rank_is_named(be
     assert "Traceback" not in out
 
 
-@pytest.mark.slow
 def test_an_interrupt_is_as_without(beside_each_other):
     """Lightning's own words, its exit code, and none of ours."""
     code, out = beside_each_other(INTERRUPTED)
@@ -381,6 +379,5 @@ def test_an_interrupt_is_as_without(beside_each_other):
     assert "rank 0 of 2" not in out
 
 
-@pytest.mark.slow
 def test_what_is_no_failure_ends_nothing_and_changes_nothing(beside_each_other):
     beside_each_other("two")

@@ -2,7 +2,6 @@
 
 import copy
 import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +11,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from foreign import CausalLM, rows
 from harness import processes, runs
 from harness.preloaded import python
 from harness.runs import On
 from schedulefree import AdamWScheduleFree, RAdamScheduleFree, SGDScheduleFree
 from torch import nn
 from torch.utils.data import DataLoader
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
-from foreign import CausalLM, rows
 
 from lightning_tricks import LanguageModel, Llama, ParamRule, WarmupConstant, WarmupCosine
 from lightning_tricks._errors import UsageError

@@ -1,6 +1,5 @@
 """The decoder in shards, two processes on a CPU: the same weights, logits and gradients as whole."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from harness import processes
@@ -59,6 +58,5 @@ def compare(rank):
     dist.barrier()
 
 
-@pytest.mark.slow
 def test_two_shards_hold_the_weights_logits_and_gradients_of_the_whole():
     processes.run(compare)

@@ -602,7 +602,6 @@ def shapes_of_linears():
     return [part.weight for part in Decoding().modules() if isinstance(part, nn.Linear)]
 
 
-@pytest.mark.slow
 def test_float8_is_measured_in_graphs_as_outside_and_trains_the_same():
     """Blocks compiled in place; which other ways there are to compile is nothing to a layer."""
 
@@ -645,7 +644,6 @@ def joined_over_ranks(rank):
     return {name: run.of(name) for name in names}, float(run.trainer.callback_metrics["fp8/blocks.0/input_amax"])
 
 
-@pytest.mark.slow
 def test_ranks_give_their_largest_and_their_mean():
     # batches 1, 0.05 and 2, 0.1: small is 0.05 on rank 0, and nothing on rank 1, whose numbers are twice as large
     (found, latest), (_, of_rank_1) = processes.run(joined_over_ranks)
@@ -744,7 +742,6 @@ def sharded(rank, alone):
         assert sum("2 of 2 fp8 layers are inside a model" in str(w.message) for w in caught) == 1
 
 
-@pytest.mark.slow
 def test_shards_tell_what_one_process_tells_eager_and_compiled_and_train_the_same():
     model = Sharded("no")
     model.configure_model = lambda: None
@@ -785,7 +782,6 @@ def with_float8(rank, alone):
             assert len(own) == 2 + 4 * 2
 
 
-@pytest.mark.slow
 def test_float8_gathered_in_fp8_shows_what_one_process_shows():
     model, loader = ours_in_float8()
     run = fit(model, PrecisionMonitor(), data=loader, plugins=[float8(exclude=BUT_Q)], max_steps=2, log_every_n_steps=1)

@@ -19,10 +19,10 @@ import pytest
 import short_run
 import torch
 from harness import processes
+from harness.preloaded import python
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from preloaded import python
 from short_run import Model, Raise, events, fit, points, save_every, tensors
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
@@ -550,7 +550,6 @@ def _ranks(rank: int, folder: str) -> None:
     assert float(trainer.callback_metrics["train/clip_norm"]) == 0.5
 
 
-@pytest.mark.slow
 def test_only_rank_0_writes(tmp_path):
     processes.run(_ranks, str(tmp_path))
     assert len(texts(tmp_path)) == 1
@@ -566,7 +565,6 @@ short_run.fit(TensorBoardLogger({folder!r}, name="run", version=""), 6, callback
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_trainer_of_pytorch_lightning_gets_its_dashboard(tmp_path, monkeypatch, alone):
     """Also where the collection builds on the other package, as it does in this process."""

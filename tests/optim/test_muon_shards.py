@@ -1,20 +1,16 @@
 """Muon + AdamW under FSDP2: whole matrices are orthogonalized, and checkpoints go between world sizes."""
 
-import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
+from foreign import CausalLM, rows
 from harness import processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
-from foreign import CausalLM, rows
 
 from lightning_tricks.callbacks import SafeCheckpoint, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
@@ -115,6 +111,5 @@ def hsdp(rank: int) -> None:
     assert torch.equal(found[1], distribute_tensor(matrix.cumsum(0), mesh, [Shard(0), Shard(1)]).to_local())
 
 
-@pytest.mark.slow
 def test_copies_and_two_sharded_dimensions():
     processes.run(hsdp, world=4)

@@ -432,7 +432,6 @@ def train_in_two(rank):
     masters_in_shards(rank)
 
 
-@pytest.mark.slow
 def test_replicas_stay_equal_and_shards_round_each_in_its_own_way_without_autocast():
     processes.run(train_in_two)
 
@@ -442,7 +441,6 @@ def save_and_load_in_two(rank, folder, full):
     cross_shards(rank, folder, full)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("full", [True, False], ids=["one file", "a folder of shards"])
 def test_sharded_checkpoints_resume_bitwise_and_open_across_precisions(tmp_path, full):
     processes.run(save_and_load_in_two, tmp_path, full)

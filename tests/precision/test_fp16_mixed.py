@@ -585,7 +585,6 @@ def two_ranks(rank, kind, optimizer, plain, clip, path):
     return straight, resumed, model.dtypes, model.autocast
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "optimizer", "plain", "clip"),
     [

@@ -1,6 +1,5 @@
 """EMA and TailAverage of a sharded module: each rank averages its shards, and any other layout goes on with them."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +7,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-import two_processes
+from foreign import PLUGINS, CausalLM, rows
+from harness import processes
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
-from foreign import PLUGINS, CausalLM, rows
 
 from lightning_tricks.callbacks import EMA, InitFrom, SafeCheckpoint, TailAverage
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, read_folder
@@ -178,16 +175,14 @@ def written(tmp_path_factory):
         callback = make()
         model, _ = fit(callback)
         expected[kind] = (averages_of(callback), model.validated)
-    two_processes.run(trained_by_two, folder, expected)
+    processes.run(trained_by_two, folder, expected)
     return folder
 
 
-@pytest.mark.slow
 def test_two_ranks_average_their_shards_to_what_one_process_has_and_resume_to_the_bit(written):
     assert {path.name for path in (written / "ema").iterdir()} == {"step=3.ckpt", "step=6.ckpt", "last.ckpt"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [None, FSDP2Strategy], ids=["plain", "fsdp2"])
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_one_process_goes_on_with_the_averages_of_two(written, kind, strategy):
@@ -200,7 +195,6 @@ def test_one_process_goes_on_with_the_averages_of_two(written, kind, strategy):
     assert start.progress == there["progress"]
 
 
-@pytest.mark.slow
 def test_a_model_takes_the_average_from_a_folder_in_place_of_its_weights(written):
     model, path = Model(), written / "ema" / "last.ckpt"
     line = load_weights(model, path, average="ema")
@@ -212,9 +206,8 @@ def test_a_model_takes_the_average_from_a_folder_in_place_of_its_weights(written
     assert not equal(list(model.state_dict().values()), list(found["state_dict"].values()))
 
 
-@pytest.mark.slow
 def test_a_file_the_background_bf16_and_fp8_hold_the_average_too(tmp_path):
-    two_processes.run(other_layouts_of_two, tmp_path)
+    processes.run(other_layouts_of_two, tmp_path)
     for name in ("file", "background"):
         checkpoint = AtomicCheckpointIO().load_checkpoint(tmp_path / name / "last.ckpt")
         found, expected = checkpoint["averages"]["ema"]["weights"]["mean"], torch.load(tmp_path / name / "expected.pt")

@@ -53,7 +53,6 @@ from lightning_tricks.strategies.deepspeed.settings import (
 )
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
-pytestmark = pytest.mark.slow
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 LATER = pytest.mark.parametrize("stage", [2, 3])  # 1 and 2 are of one class of DeepSpeed's
 SHAPE = {"vocab_size": 64, "d_model": 32, "n_layers": 3, "n_heads": 2, "max_seq_len": 32}

@@ -118,7 +118,6 @@ def in_two(rank, folder, expected):
             assert not different, (plugin, dcp, different)
 
 
-@pytest.mark.slow
 def test_scalars_channels_last_and_tied_weights_train_and_resume_as_in_one_process(tmp_path):
     expected = {}
     for plugin in PLUGINS:

@@ -165,12 +165,10 @@ def alone():
     return {name: start.found for name, start in starts.items()}, {name: s.drawn for name, s in starts.items()}
 
 
-@pytest.mark.slow
 def test_ranks_of_other_seeds_start_with_the_values_of_one_process(alone):
     processes.run(starting_in_two, *alone)
 
 
-@pytest.mark.slow
 def test_replicas_of_hsdp_start_alike_where_ranks_have_other_seeds(alone):
     processes.run(starting_in_four, *alone, world=4)
 

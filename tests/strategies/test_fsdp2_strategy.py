@@ -119,7 +119,6 @@ def foreign_in_two(rank: int, expected: dict) -> None:
             )
 
 
-@pytest.mark.slow
 def test_foreign_modules_train_as_in_one_process():
     expected = {}
     for kind, cls in (("llama", CausalLM), ("encoder", Encoder), ("image", Image)):
@@ -150,7 +149,6 @@ def ours_in_two(rank: int, expected: dict) -> None:
         assert [group["name"] for group in groups] == names
 
 
-@pytest.mark.slow
 def test_the_language_model_has_the_same_groups_schedule_norm_and_flops():
     expected = {}
     for name, compiled in (("llama", False), ("tied", False)):
@@ -175,7 +173,6 @@ def gradients_in_two(rank: int, expected: dict) -> None:
             torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=f"{compiled} {name}")
 
 
-@pytest.mark.slow
 def test_every_gradient_is_that_of_one_process_compiled_or_not():
     model = CausalLM()
     batch = next(iter(rows()))
@@ -197,7 +194,6 @@ def on_four(rank: int, losses: list[float]) -> None:
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": rank}
 
 
-@pytest.mark.slow
 def test_hsdp_shards_over_two_and_copies_over_two():
     model = CausalLM()
     fit(model, data=rows(), max_steps=3)

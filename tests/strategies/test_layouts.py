@@ -325,7 +325,6 @@ def test_shards_that_a_thread_wrote_are_those_of_the_step(folder):
     read(folder, "background", "foreign")
 
 
-@pytest.mark.slow
 def test_a_kill_while_saving_leaves_the_older_checkpoint_whole(started):
     processes, folder = started["killed"]
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
@@ -337,7 +336,6 @@ def test_a_kill_while_saving_leaves_the_older_checkpoint_whole(started):
     read(folder, "foreign, 2, True", "foreign")
 
 
-@pytest.mark.slow
 def test_shards_of_two_open_on_four_and_those_of_hsdp_and_plain_files_on_two(started):
     processes, folder = started["four"]
     end(processes)

@@ -1,16 +1,13 @@
 """SafeCheckpoint over folders of shards: what it keeps, at once and in the background, and the run that goes on."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import two_processes
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))  # also in the processes that the tests start
 from foreign import CausalLM, rows
+from harness import processes
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import SafeCheckpoint
@@ -52,7 +49,7 @@ def saved_and_resumed(rank: int, folder: Path) -> None:
 
 
 def test_the_two_newest_folders_stay_whole_and_a_run_goes_on_from_either(tmp_path):
-    two_processes.run(saved_and_resumed, tmp_path)
+    processes.run(saved_and_resumed, tmp_path)
     for place in tmp_path.iterdir():
         for step in (6, 9):
             record = read_record(verify_checkpoint(place / f"step={step}.ckpt"))

@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import sys
 import threading
 import warnings
 from datetime import timedelta
@@ -16,14 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import two_processes
+from harness import processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
-
-sys.path.insert(0, str(Path(__file__).parent))  # also in the processes that the tests start
 
 import lightning_tricks.strategies.verify_together as verify_together_module
 from lightning_tricks._errors import UsageError
@@ -324,7 +321,7 @@ def saved(rank: int, folder: Path, step: int) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("folders")
-    two_processes.run(cases, folder)
+    processes.run(cases, folder)
     return folder
 
 
@@ -387,7 +384,7 @@ def test_ranks_share_the_reading_and_say_the_same(folder, tmp_path):
         shutil.copytree(folder / "overwritten_in_flight" / "async.ckpt", tmp_path / name)
         if name != "good":
             flip(tmp_path / name / name, (tmp_path / name / name).stat().st_size * 4)
-    two_processes.run(alone_and_damaged, tmp_path)
+    processes.run(alone_and_damaged, tmp_path)
 
 
 def alone_and_damaged(rank: int, folder: Path) -> None:
@@ -396,9 +393,9 @@ def alone_and_damaged(rank: int, folder: Path) -> None:
 
 
 def test_a_rank_killed_in_a_save_leaves_the_older_checkpoint_and_the_next_save_nothing_else(tmp_path):
-    two_processes.run(saved, tmp_path, 3)
+    processes.run(saved, tmp_path, 3)
     with pytest.raises((ProcessExitedException, ProcessRaisedException)):
-        two_processes.run(killed, tmp_path)
+        processes.run(killed, tmp_path)
     (tmp_path / "killed").unlink()
     assert read_record(verify_checkpoint(tmp_path / "at.ckpt")).step == 3
     left = tmp_path / ".at.ckpt.saving"
@@ -407,7 +404,7 @@ def test_a_rank_killed_in_a_save_leaves_the_older_checkpoint_and_the_next_save_n
             check_checkpoint(left)
     left.mkdir(exist_ok=True)
     (left / "__7_0.distcp").touch()  # of a run with more ranks
-    two_processes.run(saved, tmp_path, 5)
+    processes.run(saved, tmp_path, 5)
     assert read_record(verify_checkpoint(tmp_path / "at.ckpt")).step == 5
     assert {entry.name for entry in tmp_path.iterdir()} == {"at.ckpt"}
     assert {entry.name for entry in (tmp_path / "at.ckpt").iterdir()} == set(FILES)

@@ -1,3 +1,0 @@
-"""Old name of a part of `harness`."""
-
-from harness.runs import Fail  # noqa: F401
