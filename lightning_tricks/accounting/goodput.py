@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 Interval = tuple[float, float]
 
-# The parts of a run's wall time, with their names in `bill`; `other` is the rest.
+# The parts of a run's wall time, with their names in `breakdown`; `other` is the rest.
 PARTS = {
     "steps": "steps",
     "validation": "validation",
@@ -85,7 +85,7 @@ def duration(seconds: float) -> str:
     return "{} d {} h".format(*divmod(round(seconds / 3600), 24))
 
 
-def bill(seconds: Mapping[str, float]) -> str:
+def breakdown(seconds: Mapping[str, float]) -> str:
     """The parts in one line, in percent that add up to 100.0. Parts of 0.0 % are left out, except steps and other.
 
     Args:

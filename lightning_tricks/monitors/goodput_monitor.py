@@ -15,7 +15,7 @@ from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero
 from lightning_tricks._on_exception import only_warn
 from lightning_tricks._process import process_age
 from lightning_tricks._trainer import is_accumulating
-from lightning_tricks.accounting.goodput import PARTS, Interval, bill, fractions, lost_to_restart
+from lightning_tricks.accounting.goodput import PARTS, Interval, breakdown, fractions, lost_to_restart
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors._clock import (
@@ -288,7 +288,7 @@ class GoodputMonitor(pl.Callback):
         self._end_interval(0, waited)
         self._time.end()
         self._write()
-        rank_zero_info(f"GoodputMonitor: {bill(self._time.seconds())}")
+        rank_zero_info(f"GoodputMonitor: {breakdown(self._time.seconds())}")
 
     # ---- state in the checkpoint
 

@@ -1,4 +1,4 @@
-"""The bill of a run's wall time: intervals, shares and texts worked out by hand; percentages that add up."""
+"""The breakdown of a run's wall time: intervals, shares and texts worked out by hand; percentages that add up."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_tricks.accounting.goodput import (
     PARTS,
-    bill,
+    breakdown,
     covered,
     duration,
     fractions,
@@ -64,20 +64,20 @@ def test_shares_add_up(values):
 def test_no_time_has_no_shares():
     nothing = dict.fromkeys(PARTS, 0.0)
     assert fractions(nothing) == nothing
-    assert bill(nothing) == "wall 0.0 s = steps 0.0 % + other 0.0 %"
+    assert breakdown(nothing) == "wall 0.0 s = steps 0.0 % + other 0.0 %"
 
 
-def test_a_bill_by_hand():
+def test_a_breakdown_by_hand():
     # 11520 seconds: three parts of 1/3 of 9.9 % round to 3.3 % each
     seconds = dict.fromkeys(PARTS, 0.0) | {"steps": 10380, "validation": 380, "lost": 380, "down": 380, "data": 0.5}
-    assert bill(seconds) == (
+    assert breakdown(seconds) == (
         "wall 3 h 12 min = steps 90.1 % + validation 3.3 % + lost work 3.3 % + down time 3.3 % + other 0.0 %"
     )
 
 
 def test_percentages_are_rounded_so_that_they_add_up():
     thirds = dict.fromkeys(PARTS, 0.0) | {"steps": 1, "data": 1, "other": 1}
-    assert bill(thirds) == "wall 3.0 s = steps 33.4 % + data wait 33.3 % + other 33.3 %"
+    assert breakdown(thirds) == "wall 3.0 s = steps 33.4 % + data wait 33.3 % + other 33.3 %"
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def spent(monitor):
     return {part: seconds for part, seconds in monitor.seconds.items() if abs(seconds) > 1e-6}
 
 
-def bills(caplog):
+def breakdowns(caplog):
     return [r.message.removeprefix("GoodputMonitor: ") for r in caplog.records if "GoodputMonitor: " in r.message]
 
 
@@ -183,7 +183,7 @@ def test_a_run_by_hand_adds_up(clock, tmp_path, caplog):
     by_hand["setup"] += 4
     assert spent(monitor) == pytest.approx(by_hand)
     assert sum(by_hand.values()) == clock.now - 1000 + AGE  # the wall time, from the start of the process
-    assert bills(caplog) == [
+    assert breakdowns(caplog) == [
         "wall 1 min 10 s = steps 14.4 % + validation 25.9 % + checkpoints 8.6 % + data wait 7.2 % + set-up 41.7 % + "
         "other 2.2 %"
     ]
@@ -370,7 +370,7 @@ def test_a_process_older_than_its_checkpoint_counts_no_second_twice(clock, tmp_p
     assert sum(monitor.seconds.values()) == pytest.approx(clock.now - 1000 + AGE)
 
 
-def test_a_checkpoint_without_the_monitor_begins_a_bill(clock, tmp_path):
+def test_a_checkpoint_without_the_monitor_begins_a_breakdown(clock, tmp_path):
     fit(clock, pl.Callback(), save_every(3, tmp_path), max_steps=3)
     clock.now += 100.0
     monitor, _ = fit(clock, None, max_steps=5, ckpt_path=tmp_path / "step=3.ckpt")
@@ -503,7 +503,7 @@ def test_the_line_comes_after_an_exception_too(clock, tmp_path, caplog, error):
     with caplog.at_level("INFO"), pytest.raises((RuntimeError, SystemExit)):
         trainer.fit(Net(clock), DataLoader(Data(clock), batch_size=None))
     assert "save_checkpoint" not in vars(trainer)  # the Trainer has its own method back
-    assert bills(caplog) == [
+    assert breakdowns(caplog) == [
         "wall 34.0 s = steps 23.5 % + checkpoints 8.8 % + data wait 14.7 % + set-up 53.0 % + other 0.0 %"
     ]
     file = json.loads((tmp_path / "goodput.json").read_text())
@@ -536,7 +536,7 @@ def test_a_broken_device_hides_neither_the_users_error_nor_the_line(clock, monke
     with caplog.at_level("INFO"), pytest.raises(IndexError, match="the user's own"):
         fit(clock, None, Stop())
     assert len(told) == 1  # the hooks of later callbacks are called
-    assert [line.split(" + ")[0] for line in bills(caplog)] == ["wall 28.0 s = steps 35.7 %"]
+    assert [line.split(" + ")[0] for line in breakdowns(caplog)] == ["wall 28.0 s = steps 35.7 %"]
     assert any(
         "GoodputMonitor: waits for data since the last logged step count as steps: RuntimeError: CUDA" in str(w.message)
         for w in recwarn
@@ -549,7 +549,7 @@ def test_a_fit_that_fails_before_training_has_a_line(clock, caplog):
 
     with caplog.at_level("INFO"), pytest.raises(RuntimeError, match="no device"):
         fit(clock, None, On(on_fit_start=stop))
-    assert bills(caplog) == ["wall 15.0 s = steps 0.0 % + set-up 100.0 % + other 0.0 %"]
+    assert breakdowns(caplog) == ["wall 15.0 s = steps 0.0 % + set-up 100.0 % + other 0.0 %"]
 
 
 # ---------------------------------------------------------------------------------------------- several fits, other use
@@ -567,7 +567,7 @@ def test_each_fit_without_a_checkpoint_has_a_bill_of_its_own(clock, tmp_path, ca
         trainer.fit(net, loader)
     assert first == pytest.approx({"setup": AGE + 5 + 3, "steps": 4, "data": 2, "checkpoint": 3})
     assert spent(monitor) == pytest.approx({"setup": 5 + 3, "steps": 4, "data": 2, "checkpoint": 6})
-    assert len(bills(caplog)) == 2
+    assert len(breakdowns(caplog)) == 2
     assert "save_checkpoint" not in vars(trainer)
 
 
@@ -579,7 +579,7 @@ def test_validating_and_saving_after_the_run_change_no_figure(clock, tmp_path, c
         trainer.validate(Net(clock), DataLoader(torch.ones(2, 2)), verbose=False)
         trainer.save_checkpoint(tmp_path / "after.ckpt")
     assert monitor.seconds == before
-    assert bills(caplog) == []
+    assert breakdowns(caplog) == []
 
 
 class Fails(Net):
@@ -602,7 +602,7 @@ def test_without_a_logging_interval_there_is_still_a_bill(clock, caplog):
     with caplog.at_level("INFO"):
         monitor, trainer = fit(clock, log_every_n_steps=0)
     assert spent(monitor) == pytest.approx({"setup": 18, "steps": 10, "data": 5})
-    assert len(bills(caplog)) == 1
+    assert len(breakdowns(caplog)) == 1
     assert trainer.logger.last() == {}
 
 
@@ -661,7 +661,7 @@ def test_a_real_run_adds_up_to_the_time_outside(tmp_path, monkeypatch, caplog):
     assert inner.seconds <= wall <= outer  # on any machine
     assert all(monitor.seconds[part] > 0 for part in ("setup", "steps", "validation", "checkpoint", "data", "other"))
     assert min(monitor.seconds.values()) >= 0
-    (line,) = bills(caplog)
+    (line,) = breakdowns(caplog)
     assert sum(round(10 * float(share)) for share in re.findall(r"([\d.]+) %", line)) == 1000
 
 
