@@ -81,7 +81,7 @@ class Saves:
         return around_saves(
             self,
             before_save=lambda path: self.events.append(f"{name} before {path}"),
-            weights_in_place=weights,
+            during_save=weights,
             after_save=lambda: self.events.append(f"{name} after"),
         )
 

@@ -14,7 +14,7 @@ _FIELD = "_lightning_tricks_saves"  # on the replaced method: the parts of its p
 @dataclass(eq=False)
 class _Part:
     before_save: Callable[[Any], None]
-    weights_in_place: Callable[[], AbstractContextManager[Any]]
+    during_save: Callable[[], AbstractContextManager[Any]]
     after_save: Callable[[], None]
 
 
@@ -23,22 +23,22 @@ def around_saves(
     trainer: Any,
     *,
     before_save: Callable[[Any], None] | None = None,
-    weights_in_place: Callable[[], AbstractContextManager[Any]] | None = None,
+    during_save: Callable[[], AbstractContextManager[Any]] | None = None,
     after_save: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Take part in each `trainer.save_checkpoint` inside the `with`; the only replacement of that method.
 
-    All parts' `before_save` come first, in the order in which they joined; then each `weights_in_place` is entered, the
-    latest first, because it took the place of the earlier ones' weights last; then the checkpoint is written; then the
-    weights are put back in the reverse order, and each `after_save` is called, also after an error.
+    All parts' `before_save` come first, in the order in which they joined; then each `during_save` is entered, the
+    latest first, because it took the place of the earlier ones' weights last; then the checkpoint is written; then each
+    is left in the reverse order, and each `after_save` is called, also after an error.
 
     Args:
         trainer: of this process. A user's own override of its method stays: it is called inside.
         before_save: called with the path.
-        weights_in_place: a context in which the weights are those to save.
+        during_save: a context for the save itself: it may put in place the weights to save, or take the time.
         after_save: called last, if this part's `before_save` was begun.
     """
-    part = _Part(before_save or _nothing_before, weights_in_place or ExitStack, after_save or _nothing_after)
+    part = _Part(before_save or _nothing_before, during_save or ExitStack, after_save or _nothing_after)
     saves = getattr(trainer.save_checkpoint, _FIELD, None)
     if saves is None:
         saves = _Saves()
@@ -64,12 +64,12 @@ class _Saves:
 
         @wraps(save)
         def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as afterwards, ExitStack() as weights:
+            with ExitStack() as afterwards, ExitStack() as during:
                 for part in self.parts:
                     afterwards.callback(part.after_save)
                     part.before_save(filepath)
                 for part in reversed(self.parts):
-                    weights.enter_context(part.weights_in_place())
+                    during.enter_context(part.during_save())
                 return save(filepath, *args, **kwargs)
 
         setattr(save_checkpoint, _FIELD, self)

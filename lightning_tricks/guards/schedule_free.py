@@ -85,7 +85,7 @@ class ScheduleFree(pl.Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Put the weights that are trained in place, and let each save take the average from now on."""
         self._train()
-        self._saves.enter_context(around_saves(trainer, weights_in_place=self._average_in_place))
+        self._saves.enter_context(around_saves(trainer, during_save=self._average_in_place))
         names = ", ".join(type(part).__name__ for part in self._parts)
         rank_zero_info(f"ScheduleFree: validation and checkpoints have the average of {names} as the weights")
 

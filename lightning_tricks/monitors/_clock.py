@@ -99,7 +99,7 @@ def saves_timed(
             after()
 
     with ExitStack() as scope:
-        scope.enter_context(around_saves(trainer, before_save=before, weights_in_place=save))
+        scope.enter_context(around_saves(trainer, before_save=before, during_save=save))
         for writer in (trainer.strategy, trainer.strategy.checkpoint_io):
             if hasattr(writer, "wait"):
                 scope.enter_context(replaced(writer, "wait", watch.timing("checkpoint")(writer.wait)))

@@ -378,7 +378,7 @@ class WeightAverage(pl.Callback):
 
         try:
             swap.enter()
-            with around_saves(trainer, weights_in_place=weights_back):
+            with around_saves(trainer, during_save=weights_back):
                 yield
         finally:
             swap.leave()
