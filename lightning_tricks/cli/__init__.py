@@ -6,7 +6,7 @@ A command line passes through these files, in this order; `recipe_cli` calls the
   settings stay when a class replaces another one.
 - `fit_options`: `resume`, `total_tokens` and `init_from`, the options of `fit` at the top of a recipe; values that
   Lightning accepts and fails on later.
-- `choose_checkpoint`: the checkpoint that the command starts from. `same_checkpoint` gives it to all ranks.
+- `choose_checkpoint`: the checkpoint that the command starts from, the same one on all ranks.
 - `run_folder`: the folder that it writes to.
 - `before_launch`: what this machine cannot run, while there is one process.
 - `error_lines`: jsonargparse's complaints, and errors of the run that the user can mend, become one line.

@@ -21,9 +21,8 @@ from lightning_tricks._exit import end_within
 from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks.callbacks import PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.cli import same_checkpoint
 from lightning_tricks.cli.before_launch import check_before_launch
-from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
+from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, choose_once, clear_choice
 from lightning_tricks.cli.class_names import change_lines, known_names_first, watch_class_changes
 from lightning_tricks.cli.error_lines import parse_message, trainer_line, usage_errors, without_advertisements
 from lightning_tricks.cli.fit_options import (
@@ -242,7 +241,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
                 print(go_on(trainer, self._options(), stop.checkpoint), file=sys.stderr)
             raise
         finally:
-            same_checkpoint.clear_choice()
+            clear_choice()
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Choose checkpoint and folder, and refuse what cannot run, before any data are prepared."""
@@ -251,7 +250,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
         if self._needs == "a Trainer" and "ckpt_path" in given:
             given["ckpt_path"] = choose_checkpoint(subcommand, given["ckpt_path"], trainer)
         elif self._needs is None:
-            given["ckpt_path"] = same_checkpoint.choose_once(subcommand, given, trainer)
+            given["ckpt_path"] = choose_once(subcommand, given, trainer)
             if subcommand == "fit":
                 trainer.callbacks[:0] = option_callbacks(given, self.model)
             check_folders(trainer)

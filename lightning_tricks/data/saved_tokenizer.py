@@ -4,17 +4,17 @@ A model's weights are useless with another tokenizer, in which the same ids stan
 """
 
 import hashlib
-import pickle
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
+from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.data.bpe import as_text_only, load_tokenizer
 
 
@@ -105,13 +105,13 @@ def open_tokenizer(option: str | None) -> tuple[Tokenizer | None, str]:
     if option is None:
         return None, ""
     path = Path(option).expanduser()
-    file = path / "meta.pt" if path.is_dir() else path
+    file = path / TRAINER_STATE if path.is_dir() else path
     if not zipfile.is_zipfile(file):
         return load_tokenizer(path), str(path)
     try:
-        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        content = open_checkpoint(path, parts=(), weights_only=True, verify=False)
         saved = tokenizer_from_checkpoint(content if isinstance(content, dict) else {})
-    except (pickle.UnpicklingError, RuntimeError, UsageError) as error:
+    except UsageError as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"tokenizer={str(path)!r}: cannot be read from this checkpoint ({reason})") from error
     return saved.tokenizer, saved.name

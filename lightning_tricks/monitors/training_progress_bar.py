@@ -127,6 +127,8 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         if every and not is_accumulating(trainer):
             # Lightning's count for its loggers: with two optimizers, global_step counts each
             step = logging_step(trainer) + 1
+            # the step at 100 % of the shown total, which is known beforehand: a wish to stop ends training earlier, and
+            # `on_train_end` says so; `_trainer.LastStep` tells that step too, but has no total
             self._due = step % every == 0 or trainer.global_step == self._total
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:

@@ -16,7 +16,7 @@ from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import check_bytes
 from lightning_tricks.checkpoints.write_file import write_file
-from lightning_tricks.cli.same_checkpoint import choose_once
+from lightning_tricks.cli.choose_checkpoint import choose_once
 
 CONTENT = {"pytorch-lightning_version": "2.6.0", "state_dict": {"weight": torch.ones(9)}, "lr_schedulers": []}
 

@@ -22,10 +22,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.find_checkpoint import candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.write_file import save_with_record
-from lightning_tricks.cli import RecipeCLI, same_checkpoint
+from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.cli import choose_checkpoint as choosing
-from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
-from lightning_tricks.cli.same_checkpoint import SameCheckpoint, identity
+from lightning_tricks.cli.choose_checkpoint import SameCheckpoint, choose_checkpoint, identity
 
 KEEP = "[{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 1, save_top_k: -1, save_last: link}}]"
 pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
@@ -315,17 +314,17 @@ def test_a_checkpoint_that_is_replaced_between_choice_and_load_is_refused():
 
 def test_a_rank_that_lightning_started_takes_the_choice_of_the_process_that_started_it(tmp_path, monkeypatch):
     path = save(tmp_path / "a.ckpt", 1, 1, 10)
-    chosen = same_checkpoint.publish_choice(str(path))
+    chosen = choosing.publish_choice(str(path))
     assert json.loads(os.environ["LIGHTNING_TRICKS_CHOICE"]) == [str(path), identity(str(path))]
-    assert same_checkpoint.inherited_choice() is None, "rank 0 itself looks anew in its next command"
+    assert choosing.inherited_choice() is None, "rank 0 itself looks anew in its next command"
     monkeypatch.setenv("LOCAL_RANK", "1")
     save(path, 2, 2, 20)  # in the meantime
-    handed = same_checkpoint.inherited_choice()
+    handed = choosing.inherited_choice()
     assert (handed.path, handed.before) == (str(path), chosen.before)
     with pytest.raises(UsageError, match="it was replaced while this run started"):
         handed.on_load_checkpoint(None, None, {})
-    same_checkpoint.clear_choice()
-    assert same_checkpoint.inherited_choice() is None
+    choosing.clear_choice()
+    assert choosing.inherited_choice() is None
 
 
 def other_choices(rank: int, folder: str) -> None:
