@@ -51,10 +51,6 @@ class Batches:
             yield torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
 
 
-def nothing(module: Any, batch: Any) -> None:
-    pass
-
-
 class Model(Small):
     """Two layers with dropout; notes each loss with its batch and step. `val/loss` is best at step 6.
 
@@ -65,7 +61,7 @@ class Model(Small):
 
     def __init__(self, nan_from: int | None = None, optimizers: int = 1) -> None:
         net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-        super().__init__(net=net, optimizer=adamw, optimizers=optimizers, act=nothing)  # which can be pickled
+        super().__init__(net=net, optimizer=adamw, optimizers=optimizers)
         self.nan_from = nan_from
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -104,6 +100,10 @@ def steps(folder: Path) -> list[int]:
     return sorted(read_record(path).step for path in folder.glob("step=*.ckpt"))
 
 
+def every(steps: int, folder: Path, **options: Any) -> SafeCheckpoint:
+    return SafeCheckpoint(folder, every_n_train_steps=steps, **options)
+
+
 VALIDATION = {"limit_val_batches": 1, "check_val_every_n_epoch": None}
 
 
@@ -111,7 +111,7 @@ VALIDATION = {"limit_val_batches": 1, "check_val_every_n_epoch": None}
 
 
 def test_the_newest_stay_and_last_is_a_relative_link_to_the_final_step(tmp_path):
-    trainer, _ = fit(SafeCheckpoint(tmp_path, every_n_train_steps=3), steps=10)
+    trainer, _ = fit(every(3, tmp_path), steps=10)
     assert names(tmp_path) == {"step=9.ckpt", "step=10.ckpt", "last.ckpt"}
     assert os.readlink(tmp_path / "last.ckpt") == "step=10.ckpt"
     assert trainer.checkpoint_callback.last_model_path == str(tmp_path / "last.ckpt")
@@ -124,25 +124,24 @@ def test_the_newest_stay_and_last_is_a_relative_link_to_the_final_step(tmp_path)
 def test_a_save_opens_no_archive_whose_record_is_in_memory(tmp_path, monkeypatch, asynchronous):
     opened, real = [], checkpoint_folder.record_or_none
     monkeypatch.setattr(checkpoint_folder, "record_or_none", lambda path: opened.append(path.name) or real(path))
-    saver = SafeCheckpoint(tmp_path, every_n_train_steps=1, keep_last=3, asynchronous=asynchronous)
-    fit(saver, steps=8)
+    fit(every(1, tmp_path, keep_last=3, asynchronous=asynchronous), steps=8)
     assert opened == []
     assert steps(tmp_path) == [6, 7, 8]
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=3), steps=12, ckpt_path=tmp_path / "last.ckpt")
+    fit(every(2, tmp_path, keep_last=3), steps=12, ckpt_path=tmp_path / "last.ckpt")
     starts = ["last.ckpt", "step=6.ckpt", "step=7.ckpt", "step=8.ckpt", "step=8.ckpt"]
     assert sorted(opened) == starts, "the folder as the run finds it, and what it goes on from; nothing at a save"
     assert steps(tmp_path) == [8, 10, 12]
 
 
 def test_permanent_ones_stay(tmp_path):
-    fit(SafeCheckpoint(tmp_path / "a", every_n_train_steps=3, keep_last=1, permanent_steps=4), steps=10)
+    fit(every(3, tmp_path / "a", keep_last=1, permanent_steps=4), steps=10)
     assert steps(tmp_path / "a") == [4, 8, 10]
-    fit(SafeCheckpoint(tmp_path / "b", every_n_train_steps=100, keep_last=1, permanent_steps="powers_of_two"), steps=10)
+    fit(every(100, tmp_path / "b", keep_last=1, permanent_steps="powers_of_two"), steps=10)
     assert steps(tmp_path / "b") == [1, 2, 4, 8, 10]
 
 
 def test_the_best_by_a_fresh_score_stays(tmp_path):
-    saver = SafeCheckpoint(tmp_path, every_n_train_steps=1, keep_last=1, monitor="val/loss")
+    saver = every(1, tmp_path, keep_last=1, monitor="val/loss")
     with pytest.warns(UserWarning, match="val/loss has no value for the weights of step 1"):
         fit(saver, steps=10, val_check_interval=2, **VALIDATION)
     assert steps(tmp_path) == [6, 10]
@@ -150,14 +149,6 @@ def test_the_best_by_a_fresh_score_stays(tmp_path):
     assert saver.best_model_score == 0
     scores = {record.step: record.score for record in map(read_record, tmp_path.glob("step*"))}
     assert scores == {6: 0.0, 10: 4.0}
-
-
-def test_evaluating_the_best_checkpoint_leaves_it_the_best(tmp_path):
-    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, monitor="val/loss")
-    trainer, model = fit(saver, val_check_interval=2, **VALIDATION)
-    for evaluate in (trainer.validate, trainer.test, trainer.predict):
-        evaluate(model, DataLoader(torch.zeros(1, 3)), ckpt_path="best")
-        assert trainer.ckpt_path == saver.best_model_path == str(tmp_path / "step=6.ckpt")
 
 
 def lines_of(*args: Any, raises: Any = (), **options: Any) -> list[str]:
@@ -170,7 +161,7 @@ def lines_of(*args: Any, raises: Any = (), **options: Any) -> list[str]:
 
 
 def test_a_metric_that_is_not_a_number_is_said_once(tmp_path):
-    model, saver = Model(), SafeCheckpoint(tmp_path, every_n_train_steps=2, monitor="val/loss")
+    model, saver = Model(), every(2, tmp_path, monitor="val/loss")
     model.validation_step = lambda batch, batch_idx: model.log("val/loss", math.nan)
     assert lines_of(saver, model=model, val_check_interval=2, **VALIDATION) == [
         "SafeCheckpoint: val/loss is nan at step 2: such a checkpoint cannot be the best"
@@ -178,16 +169,15 @@ def test_a_metric_that_is_not_a_number_is_said_once(tmp_path):
 
 
 def test_one_with_a_metric_does_not_judge_the_checkpoints_of_another(tmp_path):
-    best = SafeCheckpoint(tmp_path / "best", every_n_train_steps=4, monitor="val/loss")
-    others = SafeCheckpoint(tmp_path / "others", every_n_train_steps=1)
+    best = every(4, tmp_path / "best", monitor="val/loss")
+    others = every(1, tmp_path / "others")
     assert lines_of([best, others], val_check_interval=4, **VALIDATION) == []
     assert [read_record(tmp_path / "best" / f"step={step}.ckpt").number for step in (4, 8)] == [1, 2]
 
 
 def test_a_metric_that_nobody_logs_is_one_line(tmp_path):
-    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, monitor="val/los")
     with pytest.raises(UsageError, match=r"monitor=val/los: the run logs no such metric; did you mean val/loss"):
-        fit(saver, val_check_interval=2, **VALIDATION)
+        fit(every(2, tmp_path, monitor="val/los"), val_check_interval=2, **VALIDATION)
 
 
 def test_without_an_interval_it_saves_after_validations_and_epochs(tmp_path):
@@ -203,14 +193,14 @@ def test_a_save_comes_after_the_validation_that_is_due_and_at_the_end_of_a_windo
     def sees(trainer, pl_module, checkpoint):
         seen.append((trainer.global_step, trainer.fit_loop.total_batch_idx + 1, list(pl_module.validated)))
 
-    savers = [SafeCheckpoint(tmp_path, every_n_train_steps=1), On(on_save_checkpoint=sees)]
+    savers = [every(1, tmp_path), On(on_save_checkpoint=sees)]
     fit(savers, steps=3, accumulate_grad_batches=4, val_check_interval=8, **VALIDATION)
     assert seen == [(1, 4, []), (2, 8, [2]), (3, 12, [2])]
 
 
 def test_several_optimizers_are_counted_as_lightning_counts_them(tmp_path):
     # two steps a batch: 2, 4, 6, ...; the multiples of 3 are passed at 4, 6, 10, 12
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=3, keep_last=9), steps=12, model=Model(optimizers=2))
+    fit(every(3, tmp_path, keep_last=9), steps=12, model=Model(optimizers=2))
     assert steps(tmp_path) == [4, 6, 10, 12]
 
 
@@ -252,10 +242,10 @@ def test_neither_a_dry_run_nor_a_sanity_check_saves(tmp_path, options):
 
 def test_a_run_that_is_told_to_stop_or_ends_with_its_epochs_saves_its_last_step(tmp_path):
     stop = On(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", trainer.global_step == 5))
-    fit([SafeCheckpoint(tmp_path / "stopped", every_n_train_steps=3), stop], steps=9)
+    fit([every(3, tmp_path / "stopped"), stop], steps=9)
     assert steps(tmp_path / "stopped") == [3, 5]
     loader = DataLoader(torch.ones(5, 3))
-    fit(SafeCheckpoint(tmp_path / "epoch", every_n_train_steps=3), steps=-1, loader=loader, max_epochs=1)
+    fit(every(3, tmp_path / "epoch"), steps=-1, loader=loader, max_epochs=1)
     assert steps(tmp_path / "epoch") == [3, 5]
 
 
@@ -266,7 +256,7 @@ def test_files_of_others_are_not_touched(tmp_path):
     foreign = {"best.ckpt", "step=2.ckpt", "last.ckpt", "notes.txt"}
     for name in foreign:
         (tmp_path / name).write_text("theirs")
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=1, keep_last=1), steps=2)
+    fit(every(1, tmp_path, keep_last=1), steps=2)
     assert names(tmp_path) == foreign | {"step=2-v1.ckpt", "foreign-last.ckpt"}
     for name in foreign - {"last.ckpt"} | {"foreign-last.ckpt"}:
         assert (tmp_path / name).read_text() == "theirs"
@@ -288,48 +278,39 @@ def test_each_last_of_another_program_keeps_its_content_under_a_free_name(tmp_pa
     assert [(path / "shard" if folder else path).read_text() for path in found] == ["first", "second", "third"]
 
 
-def saves_mine(folder: Path, step: int, then: Any = lambda: None, **options: Any) -> Any:
-    """A user who saves to `mine.ckpt` behind a step."""
+def saves_by_hand(path: Path, step: int, then: Any = lambda: None, **options: Any) -> Any:
+    """A user who saves behind a step."""
 
     def save(trainer, *_):
         if trainer.global_step == step:
-            trainer.save_checkpoint(folder / "mine.ckpt", **options)
+            trainer.save_checkpoint(path, **options)
             then()
 
     return On(on_train_batch_end=save)
 
 
-def test_a_save_by_the_user_stays_for_ever(tmp_path):
-    fit([saves_mine(tmp_path, 2), SafeCheckpoint(tmp_path, every_n_train_steps=1, keep_last=1)], steps=5)
-    assert names(tmp_path) == {"mine.ckpt", "step=5.ckpt", "last.ckpt"}
-    assert read_record(tmp_path / "mine.ckpt").permanent
-
-
-def test_a_save_by_the_user_over_one_of_ours_stays_for_ever(tmp_path):
-    def over(trainer, *_):
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(tmp_path / "step=2.ckpt")
-
-    fit([On(on_train_batch_end=over), SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1)], steps=8)
-    assert names(tmp_path) == {"step=2.ckpt", "step=8.ckpt", "last.ckpt"}
-    assert read_record(tmp_path / "step=2.ckpt").permanent
+@pytest.mark.parametrize("name", ["mine.ckpt", "step=2.ckpt"])
+def test_a_save_by_the_user_stays_for_ever_also_over_one_of_ours(tmp_path, name):
+    fit([saves_by_hand(tmp_path / name, 3), every(2, tmp_path, keep_last=1)])
+    assert names(tmp_path) == {name, "step=8.ckpt", "last.ckpt"}
+    assert read_record(tmp_path / name).permanent
 
 
 def test_weights_that_the_user_saves_before_the_first_checkpoint_are_none_of_ours(tmp_path):
-    seen, saver = [], SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1)
+    seen, saver = [], every(2, tmp_path, keep_last=1)
     sees = lambda: seen.append((saver.best_model_path, saver.last_model_path))  # noqa: E731
-    fit([saves_mine(tmp_path, 1, sees, weights_only=True), saver], steps=4)
+    fit([saves_by_hand(tmp_path / "mine.ckpt", 1, sees, weights_only=True), saver], steps=4)
     assert seen == [("", "")]
     assert names(tmp_path) == {"mine.ckpt", "step=4.ckpt", "last.ckpt"}
 
 
 def test_a_checkpoint_with_a_damaged_record_is_neither_counted_nor_deleted(tmp_path):
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=2)
+    fit(every(2, tmp_path), steps=2)
     damaged = tmp_path / "step=2.ckpt"
     content = damaged.read_bytes()
     damaged.write_bytes(content.replace(b'"number": 1', b'"number": 7'))
     assert damaged.read_bytes() != content
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1), steps=6)
+    fit(every(2, tmp_path, keep_last=1), steps=6)
     assert names(tmp_path) == {"step=2.ckpt", "step=6.ckpt", "last.ckpt"}
     assert read_record(tmp_path / "last.ckpt").number == 3
 
@@ -353,15 +334,15 @@ def test_the_best_checkpoint_of_the_run_before_stays_the_best_from_its_own_folde
 
 
 def test_going_back_to_an_earlier_step_keeps_the_newer_saves(tmp_path):
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=4), steps=8)
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1), steps=4, ckpt_path=tmp_path / "step=2.ckpt")
+    fit(every(2, tmp_path, keep_last=4), steps=8)
+    fit(every(2, tmp_path, keep_last=1), steps=4, ckpt_path=tmp_path / "step=2.ckpt")
     # the one that it went on from stays, and 6 and 8 of the older run were saved before 4
     assert steps(tmp_path) == [2, 4]
     assert os.readlink(tmp_path / "last.ckpt") == "step=4.ckpt"
 
 
 def test_leftovers_are_swept_and_a_replaced_folder_gets_its_name_back(tmp_path):
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=4)
+    fit(every(2, tmp_path), steps=4)
     (tmp_path / ".step=6.ckpt.saving").write_bytes(b"half")
     (tmp_path / "step=2.ckpt").rename(tmp_path / ".step=2.ckpt.replaced")
     (tmp_path / ".step=4.ckpt.replaced").write_bytes(b"older")
@@ -382,7 +363,7 @@ def no_links(*_, **__):
 def test_where_links_are_impossible_last_is_a_hard_link_or_a_copy(tmp_path, monkeypatch, broken):
     for name in broken:
         monkeypatch.setattr(os, name, no_links)
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=4)
+    fit(every(2, tmp_path), steps=4)
     assert names(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "last.ckpt"}
     last = tmp_path / "last.ckpt"
     assert not last.is_symlink()
@@ -391,7 +372,7 @@ def test_where_links_are_impossible_last_is_a_hard_link_or_a_copy(tmp_path, monk
     move_last(tmp_path / "step=4.ckpt")
     after = last.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)  # it leads there already
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1), steps=6, ckpt_path=last)
+    fit(every(2, tmp_path, keep_last=1), steps=6, ckpt_path=last)
     assert steps(tmp_path) == [4, 6]  # 4 is the one that `last` was
     assert read_record(last).step == 6
 
@@ -436,7 +417,7 @@ def test_two_in_one_folder_are_refused(tmp_path):
 
 
 def test_two_in_two_folders_keep_each_its_own(tmp_path):
-    savers = [SafeCheckpoint(tmp_path / str(n), every_n_train_steps=n, keep_last=1) for n in (2, 3)]
+    savers = [every(n, tmp_path / str(n), keep_last=1) for n in (2, 3)]
     fit(savers, steps=7)
     assert [steps(tmp_path / str(n)) for n in (2, 3)] == [[7], [7]]
     assert savers[0].last_model_path == str(tmp_path / "2" / "last.ckpt")
@@ -459,7 +440,7 @@ def test_a_bucket_is_refused():
 
 
 def test_loggers_hear_of_a_checkpoint_that_is_replaced_when_the_new_one_has_its_name(tmp_path, monkeypatch):
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=9), steps=4)
+    fit(every(2, tmp_path, keep_last=9), steps=4)
     go_on, told = threading.Event(), []
 
     class Uploads(DummyLogger):
@@ -468,7 +449,7 @@ def test_loggers_hear_of_a_checkpoint_that_is_replaced_when_the_new_one_has_its_
 
     goes_on = On(on_train_batch_start=lambda trainer, *_: go_on.set() if trainer.global_step == 5 else None)
     before_writes(monkeypatch, lambda path: go_on.wait())
-    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=9, asynchronous=True)
+    saver = every(2, tmp_path, keep_last=9, asynchronous=True)
     fit([saver, goes_on], steps=6, ckpt_path=tmp_path / "step=2.ckpt", logger=Uploads())
     assert set(told) == {3}  # 1 and 2 are of the first run
 
@@ -477,7 +458,7 @@ def test_loggers_hear_of_a_checkpoint_that_is_replaced_when_the_new_one_has_its_
 
 
 def test_a_run_of_nan_keeps_the_last_good_checkpoint_and_last_leads_to_it(tmp_path):
-    (said,) = lines_of(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=2), 12, Model(nan_from=5))
+    (said,) = lines_of(every(2, tmp_path, keep_last=2), 12, Model(nan_from=5))
     assert said.startswith("SafeCheckpoint: at step 6 some weights or running statistics are NaN or infinite")
     assert os.readlink(tmp_path / "last.ckpt") == "step=4.ckpt"
     records = [read_record(path) for path in tmp_path.glob("step*")]
@@ -485,9 +466,9 @@ def test_a_run_of_nan_keeps_the_last_good_checkpoint_and_last_leads_to_it(tmp_pa
 
 
 def test_a_checkpoint_of_nan_never_takes_the_place_of_a_good_one(tmp_path):
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=9), steps=4)
+    fit(every(2, tmp_path, keep_last=9), steps=4)
     options = {"steps": 4, "ckpt_path": tmp_path / "step=2.ckpt"}
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=9), model=Model(nan_from=2), **options)
+    fit(every(2, tmp_path, keep_last=9), model=Model(nan_from=2), **options)
     assert names(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "step=4-not-finite.ckpt", "last.ckpt"}
     assert os.readlink(tmp_path / "last.ckpt") == "step=4.ckpt"
 
@@ -516,7 +497,7 @@ class Normalized(Model):
 )
 def test_a_checkpoint_whose_running_statistics_are_not_finite_takes_the_place_of_no_good_one(tmp_path, wrong, value):
     model = Normalized(wrong, value)
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=2), steps=12, model=model)
+    fit(every(2, tmp_path, keep_last=2), steps=12, model=model)
     assert all(weight.isfinite().all() for weight in model.parameters())
     assert steps(tmp_path) == [4, 10, 12]
     assert os.readlink(tmp_path / "last.ckpt") == "step=4.ckpt"
@@ -528,7 +509,7 @@ def test_a_checkpoint_whose_running_statistics_are_not_finite_takes_the_place_of
 
 
 def test_buffers_that_are_not_finite_by_design_or_that_no_checkpoint_holds_do_not_count(tmp_path):
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=6, model=Normalized("cache", math.nan))
+    fit(every(2, tmp_path), steps=6, model=Normalized("cache", math.nan))
     assert [read_record(tmp_path / f"step={step}.ckpt").finite for step in (4, 6)] == [True, True]
     model = Normalized("cache", math.nan)
     assert finite_buffers(model) == {"scale"}
@@ -583,7 +564,7 @@ def full_disk(monkeypatch, folder: Path, room: int, until: int = 10**9) -> list[
 def test_on_a_full_disk_the_next_to_go_goes_and_the_save_is_tried_again(tmp_path, monkeypatch):
     tried = full_disk(monkeypatch, tmp_path, room=2)
     with pytest.warns(UserWarning, match=r"step=6.ckpt: No space left on device: deleted step=2.ckpt to make room"):
-        fit(SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=3), steps=6)
+        fit(every(2, tmp_path, keep_last=3), steps=6)
     assert tried == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt", "step=6.ckpt"]
     assert steps(tmp_path) == [4, 6]
 
@@ -592,9 +573,8 @@ def test_on_a_full_disk_the_next_to_go_goes_and_the_save_is_tried_again(tmp_path
 def test_without_room_training_goes_on_and_the_next_save_tries_again(tmp_path, monkeypatch, asynchronous):
     tried = full_disk(monkeypatch, tmp_path, room=1, until=4)
     match = r"step=4.ckpt was not saved: No space left on device. Training goes on.*newest checkpoint is .*step=2.ckpt"
-    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=3, asynchronous=asynchronous)
     with pytest.warns(UserWarning, match=match):
-        trainer, _ = fit(saver, steps=10)
+        trainer, _ = fit(every(2, tmp_path, keep_last=3, asynchronous=asynchronous), steps=10)
     assert trainer.global_step == 10
     assert tried == [f"step={step}.ckpt" for step in (2, 4, 6, 8, 10)]
     assert steps(tmp_path) == [2, 8, 10]  # the only good one was never given for room
@@ -603,8 +583,8 @@ def test_without_room_training_goes_on_and_the_next_save_tries_again(tmp_path, m
 
 def test_each_of_two_savers_does_without_what_its_own_disk_cannot_hold_and_other_saves_fail(tmp_path, monkeypatch):
     before_writes(monkeypatch, lambda path: path.parent == tmp_path / "a" or refuse(errno.ENOSPC))
-    savers = [SafeCheckpoint(tmp_path / name, every_n_train_steps=2) for name in ("a", "b")]
-    assert lines_of([*savers, saves_mine(tmp_path, 3)], raises=OSError) == [
+    savers = [every(2, tmp_path / name) for name in ("a", "b")]
+    assert lines_of([*savers, saves_by_hand(tmp_path / "mine.ckpt", 3)], raises=OSError) == [
         f"SafeCheckpoint: {tmp_path}/b/step=2.ckpt was not saved: No space left on device. Training goes on, and the "
         "next save tries again: free some space. There is no checkpoint yet"
     ]
@@ -614,12 +594,12 @@ def test_each_of_two_savers_does_without_what_its_own_disk_cannot_hold_and_other
 def test_a_real_limit_on_files_costs_no_step(tmp_path):
     """EFBIG from the system itself, in the middle of a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=2)
+    fit(every(2, tmp_path), steps=2)
     size = (tmp_path / "step=2.ckpt").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, before[1]))
     try:
         with pytest.warns(UserWarning, match=r"step=6.ckpt was not saved: File too large.*newest.*step=2.ckpt"):
-            trainer, _ = fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=6, ckpt_path=tmp_path / "last.ckpt")
+            trainer, _ = fit(every(2, tmp_path), steps=6, ckpt_path=tmp_path / "last.ckpt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert trainer.global_step == 6
@@ -642,7 +622,7 @@ def test_a_real_full_disk_is_kept_going_by_its_ring(small_disk):
     model = Model()
     model.register_buffer("ballast", torch.zeros(2**19))
     with pytest.warns(UserWarning, match=r"step=4.ckpt: No space left on device: deleted step=1.ckpt to make room"):
-        fit(SafeCheckpoint(small_disk, every_n_train_steps=1, keep_last=9), steps=6, model=model)
+        fit(every(1, small_disk, keep_last=9), steps=6, model=model)
     assert steps(small_disk) == [4, 5, 6]
     assert os.readlink(small_disk / "last.ckpt") == "step=6.ckpt"
 
@@ -650,7 +630,7 @@ def test_a_real_full_disk_is_kept_going_by_its_ring(small_disk):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_another_error_of_the_disk_ends_the_run_at_once_or_at_the_next_step(tmp_path, monkeypatch, asynchronous):
     before_writes(monkeypatch, lambda path: refuse(errno.EACCES))
-    model, saver = Model(), SafeCheckpoint(tmp_path, every_n_train_steps=2, asynchronous=asynchronous)
+    model, saver = Model(), every(2, tmp_path, asynchronous=asynchronous)
     with pytest.raises(OSError, match="Permission denied"):
         fit(saver, model=model, steps=1000)
     assert len(model.losses) == 2 if not asynchronous else 2 <= len(model.losses) < 1000
@@ -665,12 +645,11 @@ def test_a_write_that_fails_while_the_run_fails_is_told_and_hides_no_error(tmp_p
             raise ValueError("bad batch")
 
     before_writes(monkeypatch, lambda path: failing.wait(60) and refuse(errno.EACCES))
-    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, asynchronous=True)
     with (
         pytest.warns(UserWarning, match=r"^SafeCheckpoint: the last checkpoint was not saved: .*Permission denied"),
         pytest.raises(ValueError, match="bad batch"),
     ):
-        fit([saver, On(on_train_batch_start=fails)])
+        fit([every(2, tmp_path, asynchronous=True), On(on_train_batch_start=fails)])
 
 
 # ---- the way back
@@ -687,7 +666,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path, sized, accumulat
     options = {"accumulate_grad_batches": accumulate, "val_check_interval": 2 * accumulate, **VALIDATION}
 
     def saver(name):
-        return SafeCheckpoint(tmp_path / name, every_n_train_steps=3, keep_last=9, asynchronous=asynchronous)
+        return every(3, tmp_path / name, keep_last=9, asynchronous=asynchronous)
 
     _, whole = fit(saver("whole"), 12, loader=Batches(sized=sized), **options)
     for step, validated in ((3, [2]), (6, [2, 4, 6]), (9, [2, 4, 6, 8])):
@@ -710,7 +689,7 @@ def test_a_checkpoint_restored_in_mid_fit_leaves_the_next_fit_its_random_numbers
             trainer._checkpoint_connector.restore(tmp_path / "search.ckpt")
 
     def second_fit(name, *callbacks):
-        saver, loader = SafeCheckpoint(tmp_path / name, every_n_train_steps=9), Batches()
+        saver, loader = every(9, tmp_path / name), Batches()
         trainer, model = fit([*callbacks, saver], 2, loader=loader)
         trainer.fit_loop.epoch_loop.max_steps = 6
         torch.manual_seed(3)
@@ -721,9 +700,8 @@ def test_a_checkpoint_restored_in_mid_fit_leaves_the_next_fit_its_random_numbers
 
 
 def test_a_resumed_run_has_its_first_checkpoint_already(tmp_path):
-    fit(SafeCheckpoint(tmp_path / "a", every_n_train_steps=2), steps=2)
-    saver = SafeCheckpoint(tmp_path / "b", every_n_train_steps=2)
-
+    fit(every(2, tmp_path / "a"), steps=2)
+    saver = every(2, tmp_path / "b")
     saves_now = On(on_train_start=lambda trainer, pl_module: saver.save_now(trainer))
     fit([saves_now, saver], steps=4, ckpt_path=tmp_path / "a" / "last.ckpt")
     assert steps(tmp_path / "b") == [4]
@@ -742,7 +720,7 @@ def test_a_resumed_epoch_is_that_of_the_unbroken_run(tmp_path):
 
 
 def test_the_content_is_there_and_opens_safely(tmp_path):
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=2)
+    fit(every(2, tmp_path), steps=2)
     checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
     added = checkpoint[KEY]
     assert sorted(added) == ["module", "recipe", "record", "versions"]
@@ -756,7 +734,7 @@ def test_the_content_is_there_and_opens_safely(tmp_path):
 
 
 def test_a_checkpoint_of_another_class_is_one_line(tmp_path):
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=2)
+    fit(every(2, tmp_path), steps=2)
 
     class Other(Small):
         pass
@@ -773,7 +751,7 @@ def test_a_checkpoint_of_another_class_is_one_line(tmp_path):
 
 
 def test_a_checkpoint_of_other_weights_names_the_first_key(tmp_path):
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=2)
+    fit(every(2, tmp_path), steps=2)
     model = Model()
     model.net.append(torch.nn.Linear(1, 1))
     with pytest.raises(UsageError, match=r"of another model than the recipe's Model: it lacks \"net.3.weight\" and 1"):
@@ -782,7 +760,7 @@ def test_a_checkpoint_of_other_weights_names_the_first_key(tmp_path):
 
 
 def test_another_error_of_a_module_that_loads_is_raised_as_it_is(tmp_path, monkeypatch):
-    fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), steps=2)
+    fit(every(2, tmp_path), steps=2)
     model, error = Model(), RuntimeError("CUDA out of memory")
 
     def load_state_dict(*args, **kwargs):
@@ -802,13 +780,15 @@ def test_it_goes_on_from_a_checkpoint_of_lightnings_own_saver(tmp_path):
     assert steps(tmp_path / "ours") == [5]
 
 
-def test_lightnings_last_and_best_lead_here(tmp_path):
-    saver = SafeCheckpoint(tmp_path, every_n_train_steps=2, keep_last=1, monitor="val/loss")
+def test_lightnings_last_and_best_lead_here_and_evaluating_them_leaves_the_best_the_best(tmp_path):
+    saver = every(2, tmp_path, keep_last=1, monitor="val/loss")
     trainer, model = fit(saver, 10, val_check_interval=2, **VALIDATION)
     for name, step in (("best", 6), ("last", 10)):
-        trainer.validate(model, DataLoader(torch.zeros(1, 3)), ckpt_path=name, verbose=False)
-        assert read_record(Path(trainer.ckpt_path)).step == step
-    trainer, _ = fit(SafeCheckpoint(tmp_path, every_n_train_steps=2), 12, ckpt_path="last")
+        for evaluate in (trainer.validate, trainer.test, trainer.predict):
+            evaluate(model, DataLoader(torch.zeros(1, 3)), ckpt_path=name)
+            assert read_record(Path(trainer.ckpt_path)).step == step
+            assert saver.best_model_path == str(tmp_path / "step=6.ckpt")
+    trainer, _ = fit(every(2, tmp_path), 12, ckpt_path="last")
     assert trainer.global_step == 12
 
 
@@ -829,7 +809,7 @@ class Plain(pl.plugins.CheckpointIO):
 
 
 def test_with_a_users_own_checkpoint_io_it_says_once_what_is_lost(tmp_path):
-    (said,) = lines_of(SafeCheckpoint(tmp_path, every_n_train_steps=2), plugins=[Plain()])
+    (said,) = lines_of(every(2, tmp_path), plugins=[Plain()])
     assert "writes checkpoints without a record" in said
     assert names(tmp_path) == {"step=6.ckpt", "step=8.ckpt", "last.ckpt"}
     assert os.readlink(tmp_path / "last.ckpt") == "step=8.ckpt"
