@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from foreign import CausalLM, rows
 from harness import processes, runs
+from harness.models import Small
 from harness.preloaded import python
-from harness.runs import On
+from harness.runs import On, same, weights_of
 from schedulefree import AdamWScheduleFree, RAdamScheduleFree, SGDScheduleFree
 from torch import nn
 from torch.utils.data import DataLoader
@@ -43,42 +44,26 @@ def adamw(params: Any) -> Any:
     return OPTIMIZERS["adamw"](params)
 
 
-class Net(pl.LightningModule):
+class Net(Small):
     """Two layers; its losses, the weights that each validation sees, and whether each step trains what it should."""
 
     def __init__(self, make: Any = adamw) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-        self.make, self.losses = make, []
+        super().__init__(4, 8, 4, optimizer=make)
         self.seen: dict[int, list[torch.Tensor]] = {}
-        self.act: Any = lambda module: None  # in the last lines of a validation
+        self.in_validation: Any = lambda module: None
 
     def loss_of(self, batch: torch.Tensor) -> torch.Tensor:
         return (self.net(batch) - batch.roll(1, 1)).pow(2).mean()
 
     def training_step(self, batch, batch_idx):
-        assert self.trainer.optimizers[0].param_groups[0]["train_mode"]
-        loss = self.loss_of(batch)
-        self.losses.append(loss.item())
-        return loss
+        assert self.trainer.optimizers[0].param_groups[-1]["train_mode"]
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch, batch_idx):
-        self.seen[self.trainer.global_step] = weights(self)
-        self.act(self)
+        self.seen[self.trainer.global_step] = weights_of(self)
+        self.in_validation(self)
 
     test_step = predict_step = validation_step
-
-    def configure_optimizers(self):
-        return self.make(self.parameters())
-
-
-def weights(module: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in module.parameters()]
-
-
-def same(one: Any, other: Any) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 ROWS = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
@@ -98,7 +83,7 @@ def by_hand(make: Any = adamw, steps: int = 12, micro: int = 1) -> tuple[list[fl
     """The library called by hand: the losses, and the average after each step, of a copy of model and optimizer."""
     module, losses, averages = Net(make), [], {}
     optimizer = make(module.parameters())
-    averages[0] = weights(module)
+    averages[0] = weights_of(module)
     optimizer.train()
     batches = [batch for _ in range(micro * steps) for batch in data()]
     for step in range(steps):
@@ -110,7 +95,7 @@ def by_hand(make: Any = adamw, steps: int = 12, micro: int = 1) -> tuple[list[fl
         optimizer.zero_grad()
         evaluated, switched = copy.deepcopy((module, optimizer))
         switched.eval()
-        averages[step + 1] = weights(evaluated)
+        averages[step + 1] = weights_of(evaluated)
     return losses, averages
 
 
@@ -125,7 +110,7 @@ def test_losses_and_averages_are_those_of_the_library_by_hand_whatever_is_valida
         trainer = fit(module, ScheduleFree(), **options)
         assert module.losses == losses
         assert all(same(seen, averages[step]) for step, seen in module.seen.items())
-        assert same(weights(module), averages[12]), "after the fit the module is the average"
+        assert same(weights_of(module), averages[12]), "after the fit the module is the average"
         assert "save_checkpoint" not in vars(trainer)
     assert not module.seen
     module = Net(OPTIMIZERS[kind])
@@ -138,7 +123,7 @@ def test_a_validation_within_an_accumulation_window_changes_nothing():
     module = Net()
     fit(module, ScheduleFree(), steps=8, accumulate_grad_batches=2, val_check_interval=3)
     assert module.losses == losses
-    assert same(weights(module), averages[8])
+    assert same(weights_of(module), averages[8])
     assert same(module.seen[5], averages[5])  # after micro-batch 11, with the gradient of half a step
 
 
@@ -146,8 +131,8 @@ def test_what_other_callbacks_do_after_a_validation_sees_the_average():
     found: dict[int, list[torch.Tensor]] = {}
 
     looks = On(
-        on_validation_end=lambda trainer, module: found.update({trainer.global_step: weights(module)}),
-        on_train_end=lambda trainer, module: found.update({-1: weights(module)}),
+        on_validation_end=lambda trainer, module: found.update({trainer.global_step: weights_of(module)}),
+        on_train_end=lambda trainer, module: found.update({-1: weights_of(module)}),
     )
     module = Net()
     fit(module, ScheduleFree(), looks)
@@ -200,7 +185,7 @@ def test_every_checkpoint_holds_the_average_and_a_resume_is_the_unbroken_run_to_
         module = Net()
         trainer = fit(module, *callbacks, plugins=[AtomicCheckpointIO()])
         assert module.losses == losses
-        assert same(weights(module), averages[12])
+        assert same(weights_of(module), averages[12])
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     end = torch.load(tmp_path / "end.ckpt", weights_only=True)
     found = dict(places(tmp_path))
@@ -217,7 +202,7 @@ def test_every_checkpoint_holds_the_average_and_a_resume_is_the_unbroken_run_to_
         assert str(state) == str(end["optimizer_states"][0]), name
     plain = Net()
     load_weights(plain, tmp_path / "safe/step=9.ckpt")
-    assert same(weights(plain), averages[9])
+    assert same(weights_of(plain), averages[9])
 
 
 def places(folder: Path) -> list[tuple[Path, int]]:
@@ -247,8 +232,8 @@ def test_a_checkpoint_of_the_library_by_hand_and_one_of_a_run_without_us_go_on(t
     for step in (4, 6):  # saved in train mode; in eval mode, from which the weights that are trained come back rounded
         module = Net()
         fit(module, ScheduleFree(), ckpt_path=tmp_path / f"{step}.ckpt", train=data_from(step))
-        assert step == 6 or same(weights(module), averages[12])
-        torch.testing.assert_close(weights(module), averages[12], rtol=1e-4, atol=1e-6)
+        assert step == 6 or same(weights_of(module), averages[12])
+        torch.testing.assert_close(weights_of(module), averages[12], rtol=1e-4, atol=1e-6)
 
 
 def test_after_an_exception_the_module_is_the_average_and_the_trainer_has_its_own_save(tmp_path):
@@ -263,14 +248,14 @@ def test_after_an_exception_the_module_is_the_average_and_the_trainer_has_its_ow
         module, callbacks = Net(), [ScheduleFree(), pl.callbacks.OnExceptionCheckpoint(folder)]
         with pytest.raises(RuntimeError, match="power cut"):
             fit(module, On(on_train_batch_end=fails), *(reversed(callbacks) if saves_first else callbacks))
-        assert same(weights(module), averages[5])
+        assert same(weights_of(module), averages[5])
         saved = torch.load(folder / "on_exception.ckpt", weights_only=True)
         assert same(list(saved["state_dict"].values()), averages[5])
     module = Net()
-    module.act = lambda module: 1 / 0 if module.trainer.global_step == 4 else None
+    module.in_validation = lambda module: 1 / 0 if module.trainer.global_step == 4 else None
     with pytest.raises(ZeroDivisionError):
         fit(module, ScheduleFree())
-    assert same(weights(module), averages[4])
+    assert same(weights_of(module), averages[4])
 
 
 def test_a_broken_device_does_not_hide_the_users_error(monkeypatch, recwarn):
@@ -302,11 +287,11 @@ def test_a_step_that_is_skipped_is_as_if_it_had_not_been(tmp_path):
     module, guard, saver = Net(), StepGuard(), SafeCheckpoint(tmp_path, every_n_train_steps=1, keep_last=20)
     trainer = fit(module, guard, ScheduleFree(), saver, train=DataLoader(spoilt, batch_size=None))
     assert [loss for loss in module.losses if loss == loss] == losses
-    assert same(weights(module), averages[11])
+    assert same(weights_of(module), averages[11])
     assert trainer.optimizers[0].param_groups[0]["k"] == 11
     after = Net()
     fit(after, ScheduleFree(), ckpt_path=tmp_path / "step=6.ckpt", train=DataLoader(spoilt[6:], batch_size=None))
-    assert same(weights(after), averages[11])
+    assert same(weights_of(after), averages[11])
 
 
 def test_of_two_steps_in_a_batch_only_the_skipped_one_is_undone():
@@ -342,23 +327,15 @@ def test_training_goes_on_from_a_checkpoint_that_a_rollback_has_put_back(tmp_pat
     batches = list(data()) * 2
     twin = Net()
     fit(twin, ScheduleFree(), train=DataLoader([*batches[:4], *batches[6:12]], batch_size=None), steps=10)
-    assert same(weights(module), weights(twin))
+    assert same(weights_of(module), weights_of(twin))
 
 
 def test_a_part_of_a_composed_optimizer_is_exchanged_alone(tmp_path):
-    def make(module):
-        matrices, rest = [module.net[0].weight, module.net[2].weight], [module.net[0].bias, module.net[2].bias]
-        groups = [{"params": matrices, "optimizer": "muon"}, {"params": rest, "optimizer": "free"}]
-        return ComposedOptimizer(groups, {"muon": lambda own: Muon(own, lr=0.02), "free": adamw})
-
     class Composed(Net):
         def configure_optimizers(self):
-            return make(self)
-
-        def training_step(self, batch, batch_idx):
-            loss = self.loss_of(batch)
-            self.losses.append(loss.item())
-            return loss
+            matrices, rest = [self.net[0].weight, self.net[2].weight], [self.net[0].bias, self.net[2].bias]
+            groups = [{"params": matrices, "optimizer": "muon"}, {"params": rest, "optimizer": "free"}]
+            return ComposedOptimizer(groups, {"muon": lambda own: Muon(own, lr=0.02), "free": adamw})
 
     module, saver = Composed(), SafeCheckpoint(tmp_path, every_n_train_steps=4)
     trainer = fit(module, ScheduleFree(), saver, steps=8, plugins=[AtomicCheckpointIO()])
@@ -367,7 +344,7 @@ def test_a_part_of_a_composed_optimizer_is_exchanged_alone(tmp_path):
     resumed = Composed()
     fit(resumed, ScheduleFree(), steps=8, ckpt_path=tmp_path / "step=4.ckpt", train=data_from(4))
     assert resumed.losses == module.losses[4:]
-    assert same(weights(resumed), weights(module))
+    assert same(weights_of(resumed), weights_of(module))
 
 
 # ---- with our modules
@@ -392,7 +369,7 @@ def test_a_language_model_brings_it_along_once_and_takes_a_warmup_from_the_sched
     )
     for one in (trainer, given):
         assert sum(isinstance(callback, ScheduleFree) for callback in one.callbacks) == 1
-    torch.testing.assert_close(*(weights(one.lightning_module) for one in (trainer, given)), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(*(weights_of(one.lightning_module) for one in (trainer, given)), rtol=1e-6, atol=1e-8)
     plain = language_model(optimizer=None)
     assert not any(isinstance(callback, ScheduleFree) for callback in plain.callbacks)
     grown = BatchSizeWarmup(stages={0: 1, 1: 2}, lr_rule="sqrt")
@@ -414,15 +391,15 @@ def test_to_exchange_the_weights_twice_is_to_exchange_them_once():
     for batch in data():
         module.loss_of(batch).backward()
         optimizer.step()
-    trained = weights(module)
+    trained = weights_of(module)
     put_average(optimizer)
-    average = weights(module)
+    average = weights_of(module)
     put_average(optimizer)
-    assert same(weights(module), average)
+    assert same(weights_of(module), average)
     assert not same(average, trained)
     for _ in range(2):
         put_trained_weights(optimizer)
-        assert same(weights(module), trained)
+        assert same(weights_of(module), trained)
         optimizer.train = None  # it is not asked again
 
 
@@ -480,8 +457,6 @@ def test_batch_norm_and_a_scheduler_of_torch_are_warned_of(recwarn):
 
 def test_a_scheduler_of_torch_for_another_optimizer_is_none_of_its_business(recwarn):
     class Two(Net):
-        automatic_optimization = False
-
         def training_step(self, batch, batch_idx):
             for optimizer, scheduler in zip(self.optimizers(), (None, self.lr_schedulers()), strict=True):
                 optimizer.zero_grad()
@@ -495,6 +470,7 @@ def test_a_scheduler_of_torch_for_another_optimizer_is_none_of_its_business(recw
             return [adamw(self.net[0].parameters()), other], [torch.optim.lr_scheduler.StepLR(other, 1, 0.5)]
 
     module = Two()
+    module.automatic_optimization = False
     trainer = fit(module, ScheduleFree(), steps=4, limit_val_batches=0)
     assert trainer.optimizers[1].param_groups[0]["lr"] == 0.1 * 0.5**2  # two steps of each
     assert [str(warning.message) for warning in recwarn if "ScheduleFree" in str(warning.message)] == []
@@ -502,9 +478,9 @@ def test_a_scheduler_of_torch_for_another_optimizer_is_none_of_its_business(recw
 
 def test_a_validation_alone_needs_no_schedule_free_optimizer_and_leaves_the_weights():
     module = Net()
-    before = weights(module)
-    trainer = runs.trainer_with(ScheduleFree(), EMA(), logger=False)
-    trainer.validate(module, data(), verbose=False)  # a fit with both averages is refused
+    before = weights_of(module)
+    # a fit with both averages is refused
+    runs.trainer_with(ScheduleFree(), EMA(), logger=False).validate(module, data(), verbose=False)
     assert same(module.seen[0], before)
 
 

@@ -5,7 +5,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ def fit(
     model, trainer = Small() if model is None else model, trainer_with(*callbacks, **options)
     trainer.fit(model, data, val, ckpt_path=ckpt_path)
     logged = trainer.logger.rows if isinstance(trainer.logger, Memory) else []
-    return Run(logged, [p.detach().clone() for p in model.parameters()], torch.get_rng_state(), trainer, model)
+    return Run(logged, weights_of(model), torch.get_rng_state(), trainer, model)
 
 
 def decoding(*callbacks: pl.Callback, **options: Any) -> Run:
@@ -86,10 +86,21 @@ def decoding(*callbacks: pl.Callback, **options: Any) -> Run:
     return fit(Decoding(**own), *callbacks, **options)
 
 
+def weights_of(module: torch.nn.Module) -> list[Tensor]:
+    """Copies of the parameters."""
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether tensors are the same ones to the bit, also in number and type."""
+    return len(one) == len(other) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
 def same_training(one: Run, other: Run) -> bool:
     """Whether two runs ended with the same weights and the same random state, to the bit."""
-    same = all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
-    return same and torch.equal(one.random_state, other.random_state)
+    return same(one.weights, other.weights) and torch.equal(one.random_state, other.random_state)
 
 
 class On(pl.Callback):
