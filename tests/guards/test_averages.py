@@ -1,6 +1,7 @@
 """EMA and TailAverage: values by hand, training as without them, the weights back after every validation, resumes."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from checkpoints.saved import assert_same
+from harness.models import Small
 from harness.runs import On, trainer_with
 from torch import nn
 from torch.utils.data import DataLoader
@@ -38,36 +40,31 @@ class Counter(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-class Net(pl.LightningModule):
+class Net(Small):
     """Dropout, batch norm, tied weights and a frozen parameter; what is seen in validation, test and predict."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-        self.last.weight = self.first.weight
+        adamw = partial(torch.optim.AdamW, lr=0.05)
+        super().__init__(4, 4, 4, dropout=0.1, batch_norm=True, tied=True, optimizer=adamw)
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
-        self.losses: list[float] = []
         self.seen: list[Any] = []
-        self.act: Any = lambda: None  # in the last batch of a validation
+        self.in_validation: Any = lambda: None
 
     def forward(self, batch):
-        return self.last(torch.dropout(self.norm(self.first(batch)), 0.1, self.training)) * self.frozen
+        return self.net(batch) * self.frozen
 
-    def training_step(self, batch, batch_idx):
-        loss = (self(batch.float()) - batch.roll(1, 1)).pow(2).mean()
-        self.losses.append(loss.item())
-        return loss
+    def loss_of(self, batch):
+        return (self(batch.float()) - batch.roll(1, 1)).pow(2).mean()
 
     def validation_step(self, batch, batch_idx):
         self.seen.append(copy_of(self))
         self.log("val/loss", self(batch).pow(2).mean())
-        self.act()
+        self.in_validation()
 
-    test_step = predict_step = validation_step
+    test_step = validation_step
 
-    def configure_optimizers(self):
-        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=0.05)
+    def predict_step(self, batch, batch_idx):
+        self.seen.append(copy_of(self))
 
 
 class Manual(Net):
@@ -78,19 +75,14 @@ class Manual(Net):
         self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
-        self.manual_backward(super().training_step(batch, batch_idx))
+        self.manual_backward(self.loss_of(batch))
         if batch_idx % 2:
             for optimizer in self.optimizers():
                 optimizer.step()
                 optimizer.zero_grad()
 
     def configure_optimizers(self):
-        return [torch.optim.SGD([p], lr=0.1) for p in (self.first.weight, self.last.bias)]
-
-
-class Predicting(Net):
-    def predict_step(self, batch, batch_idx):
-        self.seen.append(copy_of(self))
+        return [torch.optim.SGD([p], lr=0.1) for p in (self.net[0].weight, self.net[-1].bias)]
 
 
 def copy_of(module):
@@ -106,10 +98,10 @@ def data(count=24):
     return DataLoader(rows, batch_size=4)
 
 
-def trainer_of(*callbacks, steps=10, **options):
+def trainer_of(*callbacks, steps=10, plugin=None, **options):
     options = {"val_check_interval": 2, "num_sanity_val_steps": 1, "limit_val_batches": 1, **options}
-    options["plugins"] = [AtomicCheckpointIO(), *options.get("plugins", [])]
-    return trainer_with(*callbacks, max_steps=steps, logger=False, **options)
+    plugins = [AtomicCheckpointIO(), *([plugin()] if plugin else [])]
+    return trainer_with(*callbacks, max_steps=steps, logger=False, plugins=plugins, **options)
 
 
 def fit(module, *callbacks, ckpt_path=None, **options):
@@ -184,10 +176,9 @@ def test_a_tail_average_may_take_in_every_second_step_only():
     ],
 )
 def test_a_tail_average_goes_on_without_a_jump_where_the_runs_end_moves(max_steps, means, tmp_path):
-    average = lambda: TailAverage(horizon_steps=4)  # noqa: E731
-    fit(Counter(), average(), SafeCheckpoint(tmp_path, every_n_train_steps=7), steps=10, val_check_interval=1)
-    module = Counter()
-    fit(module, average(), steps=max_steps, val_check_interval=1, ckpt_path=tmp_path / "step=7.ckpt")
+    average, other, module = TailAverage(horizon_steps=4), TailAverage(horizon_steps=4), Counter()
+    fit(Counter(), average, SafeCheckpoint(tmp_path, every_n_train_steps=7), steps=10, val_check_interval=1)
+    fit(module, other, steps=max_steps, val_check_interval=1, ckpt_path=tmp_path / "step=7.ckpt")
     assert {step: module.seen[step] for step in means} == pytest.approx(means)
 
 
@@ -294,6 +285,7 @@ def test_large_weights_of_bf16_are_copied_a_part_at_a_time(monkeypatch):
 
 # ---- training goes on as without it
 
+PRECISIONS = pytest.mark.parametrize("plugin", [None, BF16True], ids=["fp32", "bf16"])
 KINDS = {
     "ema": lambda: EMA(decay=0.9),
     "blend": lambda: EMA(decay=0.9, blend=0.6),
@@ -302,14 +294,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("plugin", [None, BF16True], ids=["fp32", "bf16"])
+@PRECISIONS
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_that_without_it_to_the_bit_and_validation_is_not(kind, plugin):
     plain, averaged = Net(), Net()
-    plugins = {"plugins": [plugin()]} if plugin else {}
-    fit(plain, **plugins)
+    fit(plain, plugin=plugin)
     numbers = torch.rand(4)
-    trainer = fit(averaged, KINDS[kind](), **plugins)
+    trainer = fit(averaged, KINDS[kind](), plugin=plugin)
     assert averaged.losses == plain.losses
     assert same(copy_of(averaged), copy_of(plain))
     assert torch.equal(torch.rand(4), numbers)
@@ -320,19 +311,19 @@ def test_training_is_that_without_it_to_the_bit_and_validation_is_not(kind, plug
 
 
 @pytest.mark.parametrize("options", [{}, {"blend": 0.6}], ids=["alone", "blend"])
-@pytest.mark.parametrize("plugin", [None, BF16True], ids=["fp32", "bf16"])
+@PRECISIONS
 def test_a_validation_leaves_the_average_as_it_was_to_the_bit(plugin, options):
     used, kept = EMA(decay=0.9, **options), EMA(decay=0.9, validate=False)
     for ema in (used, kept):
-        fit(Net(), ema, steps=5, plugins=[plugin()] if plugin else [])
+        fit(Net(), ema, steps=5, plugin=plugin)
     assert all(torch.equal(a, b) for a, b in zip(used.terms["mean"], kept.terms["mean"], strict=True))
 
 
 def test_what_is_averaged_are_trained_weights_and_running_statistics_under_all_of_their_names():
     weights = AveragedWeights(Net())
     assert sorted(weights.names) == [
-        ["first.bias"], ["first.weight", "last.weight"], ["last.bias"], ["norm.bias"], ["norm.running_mean"],
-        ["norm.running_var"], ["norm.weight"],
+        ["net.0.bias"], ["net.0.weight", "net.4.weight"], ["net.1.bias"], ["net.1.running_mean"],
+        ["net.1.running_var"], ["net.1.weight"], ["net.4.bias"],
     ]  # fmt: skip
 
 
@@ -344,17 +335,17 @@ def test_several_optimizers_that_accumulate_by_themselves_move_it_once_a_step():
 
 
 def test_test_predict_and_a_later_validation_use_the_average_and_leave_the_weights():
-    module, ema = Predicting(), EMA(decay=0.9)
+    module, ema = Net(), EMA(decay=0.9)
     trainer = fit(module, ema)
     before, average = copy_of(module), average_of(ema)["mean"]
     for run in (trainer.validate, trainer.test, trainer.predict):
         module.seen.clear()
         run(module, data(), **({} if run == trainer.predict else {"verbose": False}))
-        assert all(torch.equal(seen["first.weight"], average) for seen in module.seen)
+        assert all(torch.equal(seen["net.0.weight"], average) for seen in module.seen)
         assert module.seen
         assert same(copy_of(module), before)
         assert torch.equal(average_of(ema)["mean"], average)
-    other = Predicting()
+    other = Net()
     trainer.validate(other, data(), verbose=False)  # has no average
     assert same(other.seen[0], copy_of(other))
     assert trainer.callback_metrics["val/ema_share"] == 0
@@ -369,7 +360,7 @@ def test_the_weights_are_back_after_an_exception_in_validation(kind, error):
         if module.trainer.global_step == 4:
             raise error("in validation")
 
-    module.act = fail
+    module.in_validation = fail
     with pytest.raises((error, SystemExit)):
         fit(module, callback)
     plain = Net()
@@ -391,7 +382,7 @@ def test_a_broken_device_does_not_hide_the_users_error(monkeypatch, recwarn):
             raise IndexError("the user's own")
 
     module = Net()
-    module.act = fail
+    module.in_validation = fail
     with pytest.raises(IndexError, match="the user's own"):
         fit(module, EMA())
     assert "save_checkpoint" not in vars(module.trainer)
@@ -412,7 +403,7 @@ def test_a_checkpoint_holds_the_weights_and_the_average_beside_them_whenever_it_
             module.trainer.save_checkpoint(tmp_path / "in_validation.ckpt")
             during.append(copy_of(module))
 
-    module.act = save
+    module.in_validation = save
     fit(module, KINDS[kind](), SafeCheckpoint(tmp_path, every_n_train_steps=4), steps=8)
     fit(plain, steps=4)
     for name in ("in_validation.ckpt", "step=4.ckpt"):
@@ -425,18 +416,17 @@ def test_a_checkpoint_holds_the_weights_and_the_average_beside_them_whenever_it_
     assert same(*during)
 
 
-@pytest.mark.parametrize("plugin", [None, BF16True], ids=["fp32", "bf16"])
+@PRECISIONS
 @pytest.mark.parametrize("kind", ["ema", "tail"])
 def test_a_resumed_run_has_the_average_of_the_unbroken_one_to_the_bit(kind, plugin, tmp_path):
-    options = {"plugins": [plugin()] if plugin else []}
     unbroken, whole, saver = Net(), KINDS[kind](), SafeCheckpoint(tmp_path, every_n_train_steps=5)
     early = tmp_path / "early.ckpt"  # in front of the callbacks behind it
     saves = On(on_train_batch_end=lambda trainer, *_: trainer.global_step == 5 and trainer.save_checkpoint(early))
-    fit(unbroken, saves, ExactResume(), whole, saver, **options)
+    fit(unbroken, saves, ExactResume(), whole, saver, plugin=plugin)
     one, other = (torch.load(tmp_path / name)["averages"] for name in ("early.ckpt", "step=5.ckpt"))
     assert_same(one, other)
     module, resumed = Net(), KINDS[kind]()
-    fit(module, ExactResume(), resumed, ckpt_path=tmp_path / "step=5.ckpt", **options)
+    fit(module, ExactResume(), resumed, ckpt_path=tmp_path / "step=5.ckpt", plugin=plugin)
     assert same(copy_of(module), copy_of(unbroken))
     assert (resumed.progress(), resumed.parts) == (whole.progress(), whole.parts)
     for term, average in whole.terms.items():
@@ -449,7 +439,7 @@ def test_a_validation_of_a_checkpoint_uses_its_average(tmp_path):
     fit(module, ema, SafeCheckpoint(tmp_path))
     other = Net()
     trainer_of(EMA()).validate(other, data(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
-    assert torch.equal(other.seen[0]["first.weight"], average_of(ema)["mean"])
+    assert torch.equal(other.seen[0]["net.0.weight"], average_of(ema)["mean"])
     assert same(copy_of(other), copy_of(module))
 
 
@@ -512,8 +502,7 @@ def test_two_that_would_have_one_name_or_both_validate_are_refused():
         fit(Net(), EMA(), EMA(decay=0.9, validate=False))
     with pytest.raises(UsageError, match=r"^EMA: validate=True, and TailAverage would validate with its average too"):
         fit(Net(), EMA(), TailAverage())
-    module = Net()
-    fit(module, EMA(), TailAverage(validate=False), steps=2)
+    fit(Net(), EMA(), TailAverage(validate=False), steps=2)
 
 
 @pytest.mark.parametrize("name", ["DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"])
@@ -526,10 +515,10 @@ def test_a_strategy_with_weights_in_another_form_is_refused(name):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda saved: saved.pop("last.bias"), "an average of 'last.bias' (4,), which is trained here, and has none: "),
+        (lambda saved: saved.pop("net.4.bias"), "an average of 'net.4.bias' (4,), which is trained here, and has none"),
         (
-            lambda saved: saved.update({"last.bias": torch.ones(2)}),
-            "'last.bias' (4,), which is trained here, and has o",
+            lambda saved: saved.update({"net.4.bias": torch.ones(2)}),
+            "'net.4.bias' (4,), which is trained here, and has o",
         ),
     ],
 )

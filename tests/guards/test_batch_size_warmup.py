@@ -3,6 +3,7 @@
 import copy
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes, runs
-from harness.runs import Memory
+from harness.models import Small
+from harness.runs import same, weights_of
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
@@ -42,41 +44,33 @@ STAGES = {0: 1, 3: 2, 5: 4}
 RATES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 
 
-class Foreign(pl.LightningModule):
+class Foreign(Small):
     """Notes for each step the batches of its micro-batches, and lr of each group; dropout draws random numbers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
+    def __init__(self, dropout: float = 0.3, manual: bool = False) -> None:
+        optimizer = partial(torch.optim.AdamW, lr=0.05)
+        super().__init__(4, 4, 1, dropout=dropout, optimizer=optimizer, manual=manual, seed=3)
         self.steps: dict[int, list[Any]] = {}
-
-    def note(self, batch: Any) -> None:
-        rows = batch["input_ids"] if isinstance(batch, dict) else batch
-        self.steps.setdefault(self.trainer.global_step, []).append(rows.tolist())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.trainer.fit_loop.epoch_loop.batch_progress.current.ready == batch_idx + 1
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.note(batch)
-        values = batch["input_ids"].float()[:, :4] / 64 if isinstance(batch, dict) else batch
-        return self.net(values).square().mean()
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        rows = batch["input_ids"] if isinstance(batch, dict) else batch
+        self.steps.setdefault(self.trainer.global_step, []).append(rows.tolist())
+        return self.net(rows.float()[:, :4] / 64 if isinstance(batch, dict) else rows).square().mean()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.steps[self.trainer.global_step].append([group["lr"] for group in optimizer.param_groups])
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.05)
-
 
 class WithGroups(OptimizerMixin, Foreign):
-    def __init__(self) -> None:
-        rules = [ParamRule("net.2.*", lr_scale=0.25)]
+    def __init__(self, **options: Any) -> None:
         super().__init__(
-            optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.05),
+            optimizer=partial(torch.optim.AdamW, lr=0.05),
             schedule=WarmupCosine(warmup_steps=2, min_ratio=0.1),
-            param_rules=rules,
+            param_rules=[ParamRule("net.0.*", lr_scale=0.25)],
+            **options,
         )
 
 
@@ -89,31 +83,18 @@ def save_each(folder: Path) -> runs.On:
     return runs.On(on_train_batch_end=save)
 
 
-def trainer_with(*callbacks: Any, **options: Any) -> pl.Trainer:
-    defaults = {"max_steps": 8, "accumulate_grad_batches": 4, "logger": False, "limit_val_batches": 0}
-    return runs.trainer_with(*callbacks, **{**defaults, "log_every_n_steps": 50, **options})
+OPTIONS = {"max_steps": 8, "accumulate_grad_batches": 4, "limit_val_batches": 0, "log_every_n_steps": 50}
 
 
 def rows(number: int = 40) -> DataLoader:
     return DataLoader(torch.randn(number, 4, generator=torch.Generator().manual_seed(1)), batch_size=2)
 
 
-def fit(module: Any, *callbacks: Any, data: Any = None, ckpt_path: Any = None, **options: Any) -> pl.Trainer:
-    trainer = trainer_with(*callbacks, **options)
+def fit(module: Any, *callbacks: Any, data: Any = None, **options: Any) -> runs.Run:
     torch.manual_seed(4)
-    feed = {"datamodule": data} if isinstance(data, pl.LightningDataModule) else {"train_dataloaders": data or rows()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, **feed, ckpt_path=ckpt_path)
-    return trainer
-
-
-def weights(module: Any) -> list[Any]:
-    return [parameter.detach().clone() for parameter in module.parameters()]
-
-
-def equal(one: Any, other: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        return runs.fit(module, *callbacks, data=data or rows(), **{**OPTIONS, **options})
 
 
 def sizes(module: Foreign) -> list[int]:
@@ -145,24 +126,22 @@ def test_stages_by_hand():
 
 
 def test_each_step_is_the_mean_over_its_own_micro_batches_as_in_a_plain_loop():
-    module = Foreign()
-    module.net[1].p = 0.0
+    module = Foreign(dropout=0.0)
     fit(module, BatchSizeWarmup(STAGES))
     assert sizes(module) == SIZES
-    plain, batches = Foreign(), iter(rows())
+    plain, batches = Foreign(dropout=0.0), iter(rows())
     optimizer = plain.configure_optimizers()
-    plain.net[1].p = 0.0
     for size in SIZES:
         optimizer.zero_grad()
         for _ in range(size):
             (plain.net(next(batches)).square().mean() / size).backward()
         optimizer.step()
-    assert equal(weights(module), weights(plain))
+    assert same(weights_of(module), weights_of(plain))
 
 
 def test_an_epochs_last_step_is_short_and_the_next_epoch_begins_a_step():
     module = Foreign()
-    trainer = fit(module, BatchSizeWarmup({0: 1, 2: 2, 4: 4}), data=rows(14), max_steps=-1, max_epochs=3)
+    trainer = fit(module, BatchSizeWarmup({0: 1, 2: 2, 4: 4}), data=rows(14), max_steps=-1, max_epochs=3).trainer
     assert sizes(module) == [1, 1, 2, 2, 1, 4, 3, 4, 3]
     assert total_steps(trainer) == 9 == trainer.global_step
 
@@ -185,24 +164,18 @@ def test_a_micro_batch_of_none_moves_no_step_boundary():
     ],
 )
 def test_the_ramp_by_steps_and_by_tokens(shards, options, expected):
-    module, memory = Foreign(), Memory()
-    fit(module, BatchSizeWarmup(**options), data=tokens(shards), logger=memory)
-    assert sizes(module) == expected
-    logged = [values["train/batch_tokens"] for _, values in memory.rows if "train/batch_tokens" in values]
-    assert logged == [size * 16 for size in expected]
+    run = fit(Foreign(), BatchSizeWarmup(**options), data=tokens(shards))
+    assert sizes(run.model) == expected
+    assert run.of("train/batch_tokens") == [size * 16 for size in expected]
 
 
 def test_data_that_tell_no_tokens_log_micro_batches():
-    memory = Memory()
-    fit(Foreign(), BatchSizeWarmup(STAGES), logger=memory)
-    found = [values["train/batch_micro_batches"] for _, values in memory.rows if values]
-    assert found == SIZES
+    assert fit(Foreign(), BatchSizeWarmup(STAGES)).of("train/batch_micro_batches") == SIZES
 
 
 def test_a_validation_has_no_batch_that_grows():
-    warmup = BatchSizeWarmup(STAGES)
-    trainer, module = trainer_with(warmup, limit_val_batches=1, accumulate_grad_batches=3), Foreign()
-    module.validation_step = lambda batch, batch_idx: None
+    warmup, module = BatchSizeWarmup(STAGES), Foreign()
+    trainer = runs.trainer_with(warmup, limit_val_batches=1, accumulate_grad_batches=3)
     trainer.validate(module, rows(), verbose=False)  # a fit of this recipe is refused: the last stage is 4
     assert trainer.accumulate_grad_batches == 3
     assert warmup.state_dict() == {}
@@ -210,8 +183,7 @@ def test_a_validation_has_no_batch_that_grows():
 
 def test_one_trainer_fits_twice():
     warmup = BatchSizeWarmup(STAGES)
-    trainer = trainer_with(warmup)
-    trainer.fit(Foreign(), rows())
+    trainer = fit(Foreign(), warmup).trainer
     trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.reset()
     module = Foreign()
     trainer.fit(module, rows())
@@ -264,15 +236,14 @@ def test_a_resume_from_any_micro_batch_is_the_unbroken_run(tmp_path, shards, kin
     exact = (ExactResume(),) if kind != "tokens" else ()
 
     def module() -> Any:
-        made = WithGroups()
-        if "dropout" not in kind:
-            made.net[1].p = 0.0  # a save within a step has the random state from there, and the step begins anew
-        return made
+        # a save within a step has the random state from there, and the step begins anew
+        return WithGroups(dropout=0.3 if "dropout" in kind else 0.0)
 
     def run(made: Any, *callbacks: Any, **options: Any) -> Any:
         # 9 batches an epoch: the steps of 4 are cut short by its end
         data = tokens(shards) if kind == "tokens" else DataLoader(rows(18).dataset, batch_size=2, shuffle=True)
-        trainer = fit(made, *exact, BatchSizeWarmup(STAGES, lr_rule="sqrt"), *callbacks, data=data, **options)
+        warmup = BatchSizeWarmup(STAGES, lr_rule="sqrt")
+        trainer = fit(made, *exact, warmup, *callbacks, data=data, **options).trainer
         return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
     whole = module()
@@ -283,7 +254,7 @@ def test_a_resume_from_any_micro_batch_is_the_unbroken_run(tmp_path, shards, kin
     for done in starts[1::2] if "dropout" in kind else (1, 2, 4, 5, 7, 10, 11, 12):
         resumed = module()
         assert run(resumed, ckpt_path=tmp_path / f"{done}.ckpt") == count, done
-        assert equal(weights(whole), weights(resumed)), done
+        assert same(weights_of(whole), weights_of(resumed)), done
         assert resumed.steps == {step: whole.steps[step] for step in resumed.steps}, done
 
 
@@ -329,7 +300,7 @@ def test_an_autopsy_finds_the_samples_of_a_run_that_went_on_with_other_stages(tm
 
 def test_passes_over_the_data_end_with_a_whole_step(shards):
     module = Foreign()  # 111 rows: 55 micro-batches a pass, of which the first one can use 7 + 12 * 4
-    trainer = fit(module, BatchSizeWarmup(STAGES), data=tokens(shards), max_steps=-1, max_epochs=2)
+    trainer = fit(module, BatchSizeWarmup(STAGES), data=tokens(shards), max_steps=-1, max_epochs=2).trainer
     assert trainer.global_step == 5 + 12 + 13
     assert sizes(module) == [1, 1, 1, 2, 2] + [4] * 25
 
@@ -340,8 +311,7 @@ def test_the_schedule_of_a_run_in_epochs_ends_with_its_last_step(tmp_path, shard
         # 7 micro-batches a pass, and 11 of windows of 40 tokens
         module, data = WithGroups(), rows(14) if kind == "rows" else tokens(shards, seq_len=40)
         warmup = BatchSizeWarmup({0: 1, 2: 2, 4: 4})
-        trainer = fit(module, warmup, *callbacks, data=data, max_steps=-1, max_epochs=3, **options)
-        return module, trainer
+        return module, fit(module, warmup, *callbacks, data=data, max_steps=-1, max_epochs=3, **options).trainer
 
     whole, trainer = train(save_each(tmp_path))
     (config,) = trainer.lr_scheduler_configs
@@ -362,12 +332,11 @@ def _in_two(rank: int, folder: Path, shards: Path) -> None:
 
     def run(name: str, strategy: Any, *callbacks: Any, ckpt_path: Any = None) -> None:
         os.environ.pop("PL_GLOBAL_SEED", None)
-        module = WithGroups()
-        module.net[1].p = 0.0
+        module = WithGroups(dropout=0.0)
         warmup = BatchSizeWarmup({0: 2, 3: 4, 5: 8}, lr_rule="sqrt")
         options = {"strategy": strategy, "devices": 2, "enable_checkpointing": bool(callbacks)}
-        trainer = fit(module, warmup, *callbacks, data=tokens(shards), ckpt_path=ckpt_path, **options)
-        whole = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in trainer.lightning_module.parameters()]
+        fit(module, warmup, *callbacks, data=tokens(shards), ckpt_path=ckpt_path, **options)
+        whole = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in module.parameters()]
         torch.save((module.steps, whole), folder / f"{name}.{rank}")
 
     with pytest.raises(UsageError, match=r"2 processes cannot share 1 micro-batches evenly[^\n]*$"):
@@ -386,8 +355,7 @@ def _in_two(rank: int, folder: Path, shards: Path) -> None:
 
 def test_two_processes_resume_to_the_bit_and_keep_the_global_batch_of_one(tmp_path, shards):
     def alone(*callbacks: Any, **options: Any) -> WithGroups:
-        module = WithGroups()
-        module.net[1].p = 0.0
+        module = WithGroups(dropout=0.0)
         warmup = BatchSizeWarmup({0: 2, 3: 4, 5: 8}, lr_rule="sqrt")
         fit(module, warmup, *callbacks, data=tokens(shards), accumulate_grad_batches=8, **options)
         return module
@@ -402,9 +370,9 @@ def test_two_processes_resume_to_the_bit_and_keep_the_global_batch_of_one(tmp_pa
             taken = [rows for pair in zip(said, others[step][:-1], strict=True) for rows in pair]
             assert [*taken, lr] == one.steps[step], (name, step)
         assert min(steps) == (0 if name in ("whole", "sharded") else 4)
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(end, weights(one), strict=True)), name
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(end, weights_of(one), strict=True)), name
     for whole, resumed in (("whole", "resumed"), ("sharded", "sharded, resumed")):
-        assert equal(runs[whole][0][1], runs[resumed][0][1])
+        assert same(runs[whole][0][1], runs[resumed][0][1])
     back = alone(ckpt_path=tmp_path / "two" / "step=4.ckpt")
     assert back.steps == {step: one.steps[step] for step in range(4, 8)}
 
@@ -443,7 +411,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_each_steps_batch():
         optimizer.zero_grad()
         (sum(nats for nats, _ in sums) / sum(count for _, count in sums)).backward()
         optimizer.step()
-    for one, other in zip(weights(module), weights(plain), strict=True):
+    for one, other in zip(weights_of(module), weights_of(plain), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
@@ -454,25 +422,22 @@ def test_the_other_callbacks_count_the_steps_as_they_are(tmp_path, shards):
             StepGuard(recheck=True, active_after_steps=2, window_steps=2, norm_ratio=0.0, sigmas=0.01),
         ]  # fmt: skip
 
-    def run(folder: Path, *callbacks: Any, **options: Any) -> tuple[Any, Memory]:
-        memory, module = Memory(), language_model()
-        fit(module, *callbacks, data=tokens(shards), logger=memory, log_every_n_steps=1, **options)
-        return module, memory
+    def run(*callbacks: Any) -> runs.Run:
+        return fit(language_model(), *callbacks, data=tokens(shards), log_every_n_steps=1)
 
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    module, memory = run(tmp_path / "a", *others(tmp_path / "a"), BatchSizeWarmup(STAGES), MFUMonitor(1e6))
-    values = {name: [row[name] for _, row in memory.rows if name in row] for row in memory.rows for name in row[1]}
-    assert values["train/batch_tokens"] == [16 * size for size in SIZES]
-    rates, seconds = values["throughput/tokens_per_second"], values["throughput/step_seconds"]
+    watched = run(*others(tmp_path / "a"), BatchSizeWarmup(STAGES), MFUMonitor(1e6))
+    assert watched.of("train/batch_tokens") == [16 * size for size in SIZES]
+    rates, seconds = watched.of("throughput/tokens_per_second"), watched.of("throughput/step_seconds")
     assert [round(a * b) for a, b in zip(rates, seconds, strict=True)] == [16 * size for size in SIZES[1:]]
-    assert max(values["guard/skipped_steps"]) > 0  # so that steps were computed again
+    assert max(watched.of("guard/skipped_steps")) > 0  # so that steps were computed again
     first, *lines = (tmp_path / "a" / "ledger.jsonl").read_text().splitlines()
     assert '"micro_batches": 4' in first or '"micro_batches":4' in first
     assert len(lines) >= 8
-    again, _ = run(tmp_path / "b", BatchSizeWarmup(STAGES), *others(tmp_path / "b")[3:])
-    assert equal(weights(module), weights(again))
-    spikes, _ = run(tmp_path / "b", BatchSizeWarmup(STAGES), SpikeRollback(snapshot_every_n_steps=2))
-    assert equal(weights(spikes), weights(run(tmp_path / "b", BatchSizeWarmup(STAGES))[0]))
+    again = run(BatchSizeWarmup(STAGES), *others(tmp_path / "b")[3:])
+    assert same(watched.weights, again.weights)
+    spikes = run(BatchSizeWarmup(STAGES), SpikeRollback(snapshot_every_n_steps=2))
+    assert same(spikes.weights, run(BatchSizeWarmup(STAGES)).weights)
 
 
 # ---- wrong inputs
@@ -501,10 +466,6 @@ def test_stages_that_cannot_be_are_refused_in_one_line(options, line):
         fit(Foreign(), BatchSizeWarmup(**options))
 
 
-class Manual(Foreign):
-    automatic_optimization = False
-
-
 class Stepped(Foreign):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -513,8 +474,8 @@ class Stepped(Foreign):
 
 def test_runs_that_it_cannot_change_are_refused_in_one_line():
     warmup = BatchSizeWarmup(STAGES, lr_rule="sqrt")
-    with pytest.raises(UsageError, match=r"^BatchSizeWarmup: Manual optimizes manually[^\n]*$"):
-        fit(Manual(), BatchSizeWarmup({0: 1}), accumulate_grad_batches=1)
+    with pytest.raises(UsageError, match=r"^BatchSizeWarmup: Foreign optimizes manually[^\n]*$"):
+        fit(Foreign(manual=True), BatchSizeWarmup({0: 1}), accumulate_grad_batches=1)
     with pytest.raises(UsageError, match=r"^callbacks: BatchSizeWarmup and GradientAccumulationScheduler[^\n]*$"):
         fit(Foreign(), warmup, GradientAccumulationScheduler({0: 4}))
     with pytest.raises(UsageError, match=r"^BatchSizeWarmup: StepLR sets the learning rate \(interval epoch[^\n]*$"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.models import Small, adamw, batches
 from harness.processes import run as run_processes
-from harness.runs import trainer_with
+from harness.runs import same, trainer_with
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import InitFrom
@@ -56,10 +56,6 @@ def source(tmp_path):
     _, trainer = fit(tmp_path, seed=1)
     trainer.save_checkpoint(tmp_path / "source.ckpt")
     return tmp_path / "source.ckpt", [p.detach().clone() for p in trainer.lightning_module.parameters()]
-
-
-def same(weights, others):
-    return all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
 
 
 def test_a_new_run_has_the_weights_and_nothing_else(source, tmp_path, caplog):

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness.processes import run
-from harness.runs import On, Run, decoding, fit, same_training
+from harness.runs import On, Run, decoding, fit, same, same_training
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -98,15 +98,11 @@ def guarded(model: pl.LightningModule, *others: Any, **options: Any) -> tuple[Ru
     return result, [str(w.message) for w in caught if "StepGuard" in str(w.message)]
 
 
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("spoilt", ["NaN batch", "Inf loss", "gradient x 1e4"])
 def test_the_bad_step_leaves_the_weights_of_a_run_without_its_update(spoilt, optimizer):
     result, lines = guarded(Line(spoilt, optimizer))
-    assert equal(result.weights, without_the_step(optimizer))
+    assert same(result.weights, without_the_step(optimizer))
     assert len(lines) == 1
     assert lines[0].startswith(f"StepGuard: step {BAD} is skipped: ")
     assert lines[0].endswith(f"; batch {BAD} of epoch 0")
@@ -116,13 +112,13 @@ def test_the_bad_step_leaves_the_weights_of_a_run_without_its_update(spoilt, opt
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_very_first_step_may_be_bad(optimizer):
     result, _ = guarded(Line("NaN batch", optimizer, bad=[0]))
-    assert equal(result.weights, without_the_step(optimizer, bad_step=0))
+    assert same(result.weights, without_the_step(optimizer, bad_step=0))
 
 
 @pytest.mark.parametrize("module", [Line, Clipping])
 def test_accumulated_and_clipped_steps_are_judged_by_the_norm_before_the_clip(module):
     result, lines = guarded(module("gradient x 1e4"), accumulate_grad_batches=4, gradient_clip_val=0.5)
-    assert equal(result.weights, without_the_step("fused AdamW", 4, 0.5))
+    assert same(result.weights, without_the_step("fused AdamW", 4, 0.5))
     assert "gradient norm" in lines[0]
     assert "loss" not in lines[0]
     assert len(lines) == 1
@@ -143,7 +139,7 @@ def test_a_healthy_run_is_unchanged(options):
 
 def test_without_logging_it_skips_all_the_same():
     result, lines = guarded(Line("NaN batch"), log_every_n_steps=0)
-    assert equal(result.weights, without_the_step("fused AdamW"))
+    assert same(result.weights, without_the_step("fused AdamW"))
     assert lines == []
 
 
@@ -228,7 +224,7 @@ def test_by_hand_each_optimizer_is_judged_by_its_own_loss():
             loss_of(net, batch).backward()
             if not (index and step == BAD):
                 optimizer.step()
-    assert equal(result.weights, [parameter.detach() for parameter in reference.parameters()])
+    assert same(result.weights, [parameter.detach() for parameter in reference.parameters()])
 
 
 @pytest.mark.parametrize("plugin", [BF16True, lambda: FP16Mixed(init_scale=1.0)], ids=["BF16True", "FP16Mixed"])
@@ -240,7 +236,7 @@ def test_under_other_precisions_the_bad_step_changes_no_weight(plugin, optimizer
     )
     _, lines = guarded(Line("gradient x 1e4", optimizer), weights, plugins=[plugin()])
     assert len(lines) == 1
-    changed = [not equal(before, after) for before, after in pairwise(seen)]
+    changed = [not same(before, after) for before, after in pairwise(seen)]
     assert changed == [step != BAD for step in range(1, STEPS)]
 
 
@@ -377,7 +373,7 @@ def recheck_as_rank(rank: int) -> None:
     options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
     mended, _ = guarded(Faulty("once" if rank else "none"), recheck=True, **options)
     # both ranks have the same batches and random numbers, so a sound run is that of one process
-    assert equal(mended.weights, torch.load("clean.pt"))
+    assert same(mended.weights, torch.load("clean.pt"))
     assert torch.distributed.get_world_size() == 2
 
 

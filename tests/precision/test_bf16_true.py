@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes, runs
-from harness.runs import On
+from harness.runs import On, same
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -74,12 +74,6 @@ def all_tensors(model, own):
     state = own.optimizers[0].state
     found = [*model.parameters(), *(v for p in model.parameters() for _, v in sorted(state[p].items()))]
     return [t.to_local() if isinstance(t, DTensor) else t for t in found]
-
-
-def same(one, other):
-    return len(one) == len(other) and all(
-        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
 
 
 def saver(folder):

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes
-from harness.runs import CountsFlops, fit
+from harness.runs import CountsFlops, fit, same
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
@@ -115,10 +115,6 @@ def train(model, own_plugin, steps, ckpt_path=None, folder=None, **options):
 
 def weights(model) -> list[torch.Tensor]:
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 class ByTorchao(Model):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from foreign import PLUGINS, CausalLM, rows
 from harness import processes
+from harness.runs import same
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -70,10 +71,6 @@ def shards_of(callback: Any) -> list[torch.Tensor]:
     return [tensor for average in callback.terms.values() for tensor in average]
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 class Recorder(pl.Callback):
     """The gathered weights after each step."""
 
@@ -101,7 +98,7 @@ def trained_by_two(rank: int, folder: Path, expected: dict[str, Any]) -> None:
         saver = SafeCheckpoint(folder / kind, every_n_train_steps=3, keep_last=9)
         model, _ = fit(callback, recorder, saver, world=2, rank=rank, strategy=FSDP2Strategy())
         assert model.losses == plain.losses, "the average has changed the training"
-        assert equal([p.to_local() for p in model.parameters()], [p.to_local() for p in plain.parameters()])
+        assert same([p.to_local() for p in model.parameters()], [p.to_local() for p in plain.parameters()])
         assert model.validated == pytest.approx(validated, rel=1e-5)
         assert model.validated[1:] != plain.validated[1:]
         for term, found in averages_of(callback).items():
@@ -118,7 +115,7 @@ def trained_by_two(rank: int, folder: Path, expected: dict[str, Any]) -> None:
         path = folder / kind / "step=3.ckpt"
         other, _ = fit(resumed, world=2, rank=rank, strategy=FSDP2Strategy(), ckpt_path=path)
         assert (other.losses, other.validated) == (model.losses[3:], model.validated[2:])
-        assert equal(shards_of(resumed), shards_of(callback)), f"{kind}: the resumed average differs"
+        assert same(shards_of(resumed), shards_of(callback)), f"{kind}: the resumed average differs"
         assert (resumed.progress(), resumed.parts) == (callback.progress(), callback.parts)
         swap = Swap(callback.weights, callback.terms, callback._shares())
         with CommDebugMode() as communication:
@@ -150,13 +147,13 @@ def other_layouts_of_two(rank: int, folder: Path) -> None:
         assert all(average.dtype == torch.float32 for average in shards_of(ema))
         resumed = EMA(decay=0.8)
         fit(resumed, strategy=FSDP2Strategy(), ckpt_path=folder / name / "step=3.ckpt", **shared)
-        assert equal(shards_of(resumed), shards_of(ema)), name
+        assert same(shards_of(resumed), shards_of(ema)), name
         save(rank, folder / name / "expected.pt", averages_of(ema)["mean"])
     ema, saver = EMA(decay=0.8), SafeCheckpoint(folder / "ddp", every_n_train_steps=3)
     model, _ = fit(ema, saver, world=2, rank=rank, strategy="ddp", steps=4)
     resumed = EMA(decay=0.8)
     fit(resumed, world=2, rank=rank, strategy="ddp", ckpt_path=folder / "ddp" / "step=3.ckpt", steps=4)
-    assert equal(shards_of(resumed), shards_of(ema))  # on each rank
+    assert same(shards_of(resumed), shards_of(ema))  # on each rank
     look, init_from = Recorder(), InitFrom(folder / "background" / "last.ckpt", average="ema")
     fit(look, init_from, world=2, rank=rank, strategy=FSDP2Strategy(), steps=1)
     save(rank, folder / "started.pt", look.found[0])
@@ -191,7 +188,7 @@ def test_one_process_goes_on_with_the_averages_of_two(written, kind, strategy):
     here, start = AVERAGES[kind](), Start()
     fit(here, start, strategy=strategy() if strategy else None, ckpt_path=path, steps=4)
     for term, found in start.found.items():
-        assert equal(list(found.values()), [there["weights"][term][name] for name in found])
+        assert same(list(found.values()), [there["weights"][term][name] for name in found])
     assert start.progress == there["progress"]
 
 
@@ -200,10 +197,10 @@ def test_a_model_takes_the_average_from_a_folder_in_place_of_its_weights(written
     line = load_weights(model, path, average="ema")
     assert line.startswith(f"{path}: 21 of its 21 weights loaded, of their average ema; left out: ")
     found = read_folder(path)
-    assert equal(
+    assert same(
         list(model.state_dict().values()), [found["averages"]["ema"]["weights"]["mean"][n] for n in model.state_dict()]
     )
-    assert not equal(list(model.state_dict().values()), list(found["state_dict"].values()))
+    assert not same(list(model.state_dict().values()), list(found["state_dict"].values()))
 
 
 def test_a_file_the_background_bf16_and_fp8_hold_the_average_too(tmp_path):
@@ -212,7 +209,7 @@ def test_a_file_the_background_bf16_and_fp8_hold_the_average_too(tmp_path):
         checkpoint = AtomicCheckpointIO().load_checkpoint(tmp_path / name / "last.ckpt")
         found, expected = checkpoint["averages"]["ema"]["weights"]["mean"], torch.load(tmp_path / name / "expected.pt")
         assert found.keys() == expected.keys()
-        assert equal(list(found.values()), list(expected.values())), name
+        assert same(list(found.values()), list(expected.values())), name
         assert all(type(value) is torch.Tensor for value in found.values()), name
     one, _ = fit(InitFrom(tmp_path / "background" / "last.ckpt", average="ema"), steps=1)
     for name, value in torch.load(tmp_path / "started.pt").items():
