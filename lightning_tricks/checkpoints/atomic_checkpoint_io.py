@@ -228,6 +228,8 @@ def unsafe_content(checkpoint: dict[str, Any], file: Path) -> list[str]:
         names = set(get_unsafe_globals_in_checkpoint(str(file)))
     except pickle.UnpicklingError as error:  # a number of more than 255 bytes
         return [str(error)]
+    if not names:
+        return []
     return [
         f"{'.'.join(path)} ({_class_name(value)})" for path, value in _leaves(checkpoint) if names & _globals(value)
     ]

@@ -29,7 +29,7 @@ from harness.runs import fit
 from torch import nn
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints import AtomicCheckpointIO, verify_checkpoint
+from lightning_tricks.checkpoints import AtomicCheckpointIO, atomic_checkpoint_io, verify_checkpoint
 from lightning_tricks.checkpoints.atomic_checkpoint_io import BackgroundWriter, unsafe_content
 from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.checkpoints.write_file import FileForTorch
@@ -416,6 +416,11 @@ def test_what_does_not_open_is_named_with_its_key(tmp_path):
 def test_what_opens_is_not_named(tmp_path):
     for value in SAFE:
         assert found_and_opens(value, tmp_path / "at.ckpt") == ([], True), value
+
+
+def test_entries_of_a_file_that_opens_are_not_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic_checkpoint_io, "_globals", lambda _: pytest.fail("pickled again"))
+    assert found_and_opens([1, 2, 3], tmp_path / "at.ckpt") == ([], True)
 
 
 def test_keys_and_several_entries_are_named(tmp_path):
