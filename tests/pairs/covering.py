@@ -5,7 +5,7 @@ https://doi.org/10.1109/TSE.2004.24), so some forty rows stand for the thousands
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -34,7 +34,10 @@ def combinations_to_cover(
 
 
 def covering_array(
-    factors: Mapping[str, Sequence[Any]], forbidden: Sequence[Mapping[str, Any]] = (), strength: int = 3
+    factors: Mapping[str, Sequence[Any]],
+    forbidden: Sequence[Mapping[str, Any]] = (),
+    strength: int = 3,
+    given: Sequence[Row] = (),
 ) -> list[Row]:
     """Rows that hold each allowed combination of `strength` settings; the same ones in each process.
 
@@ -46,16 +49,21 @@ def covering_array(
         factors: the levels of each factor. The first is allowed beside every other setting.
         forbidden: combinations that no row may hold.
         strength: number of settings that must meet.
+        given: rows that are there already; those returned hold what is missing in them.
     """
     draw = random.Random(0)
-    order = {setting: number for number, setting in enumerate(_settings(factors))}
-    missing = combinations_to_cover(factors, forbidden, strength)
+    # a setting is a bit, and a combination the sum of its settings
+    bit = {setting: 1 << number for number, setting in enumerate(_settings(factors))}
+    missing = {sum(map(bit.get, one)) for one in combinations_to_cover(factors, forbidden, strength)}
+    for row in given:
+        missing -= _held([bit.get(setting, 0) for setting in row.items()], strength)
     rows: list[Row] = []
     while missing:
-        first = min(missing, key=lambda one: sorted(order[setting] for setting in one))
-        candidates = [_candidate(dict(first), factors, forbidden, strength, missing, draw) for _ in range(CANDIDATES)]
-        best = max(candidates, key=lambda row: len(missing & _held(row, strength)))
-        missing -= _held(best, strength)
+        combination = min(missing)
+        first = {factor: level for (factor, level), own in bit.items() if own & combination}
+        candidates = [_candidate(first, factors, forbidden, strength, missing, bit, draw) for _ in range(CANDIDATES)]
+        best = max(candidates, key=lambda row: len(missing & _held(map(bit.get, row.items()), strength)))
+        missing -= _held(map(bit.get, best.items()), strength)
         rows.append({factor: best[factor] for factor in factors})
     return rows
 
@@ -64,8 +72,8 @@ def _settings(factors: Mapping[str, Sequence[Any]]) -> list[Setting]:
     return [(factor, level) for factor, levels in factors.items() for level in levels]
 
 
-def _held(row: Row, strength: int) -> set[frozenset[Setting]]:
-    return set(map(frozenset, combinations(row.items(), strength)))
+def _held(bits: Iterable[int], strength: int) -> set[int]:
+    return set(map(sum, combinations(bits, strength)))
 
 
 def _candidate(
@@ -73,16 +81,17 @@ def _candidate(
     factors: Mapping[str, Sequence[Any]],
     forbidden: Sequence[Mapping[str, Any]],
     strength: int,
-    missing: set[frozenset[Setting]],
+    missing: set[int],
+    bit: Mapping[Setting, int],
     draw: random.Random,
 ) -> Row:
+    row = dict(row)
     rest = [factor for factor in factors if factor not in row]
     draw.shuffle(rest)
     for factor in rest:
-        others = list(combinations(row.items(), strength - 1))
+        others = _held([bit[setting] for setting in row.items()], strength - 1)
         levels = [level for level in factors[factor] if is_allowed({**row, factor: level}, forbidden)]
         draw.shuffle(levels)
-        row[factor] = max(
-            levels, key=lambda level: sum(frozenset((*held, (factor, level))) in missing for held in others)
-        )
+        adds = {level: len(missing.intersection(map(bit[factor, level].__add__, others))) for level in levels}
+        row[factor] = max(levels, key=adds.__getitem__)
     return row

@@ -51,6 +51,9 @@ from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
 
 ROWS, LENGTH, STEPS = 4, 8, 10
 NOT_FINITE, TOO_HIGH, ASKED_TO_DECAY = 2, (5, 6), 4  # steps
+COPY_EVERY = 2  # steps between the copies of SpikeRollback
+# and between saves, by the step of the kill: in the spike, what a lost copy held must be in a checkpoint as well
+SAVE_EVERY = {3: 2, 6: COPY_EVERY, 8: 4}
 
 
 class EmbeddingNorm(nn.Linear):
@@ -66,7 +69,11 @@ class Model(GradientClippingMixin, OptimizerMixin, pl.LightningModule):
         self.embedding = nn.Embedding(64, 16)
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                EmbeddingNorm(16, 32), nn.BatchNorm1d(LENGTH), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 16)
+                EmbeddingNorm(16, 32, bias=False),
+                nn.BatchNorm1d(LENGTH),
+                nn.ReLU(),
+                nn.Dropout(dropout),
+                nn.Linear(32, 16, bias=False),
             )
             for _ in range(2)
         )
@@ -177,7 +184,7 @@ def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
     makers = {
         "StepGuard": lambda: StepGuard(),
         "SpikeRollback": lambda: SpikeRollback(
-            patience_steps=2, window_steps=4, snapshot_every_n_steps=2, keep_snapshots=2
+            patience_steps=2, window_steps=4, snapshot_every_n_steps=COPY_EVERY, keep_snapshots=2
         ),
         "EMA": lambda: EMA(decay=0.5),
         "TailAverage": lambda: TailAverage(horizon_steps=4, validate=False),
@@ -193,12 +200,11 @@ def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
         "MFUMonitor": MFUMonitor,
         "GradNormMonitor": GradNormMonitor,
     }
+    saving = {"dirpath": folder / "checkpoints", "every_n_train_steps": SAVE_EVERY[row["killed"]]}
     saver = (
-        SafeCheckpoint(folder / "checkpoints", every_n_train_steps=2, keep_last=3)
+        SafeCheckpoint(**saving, keep_last=3)
         if row["SafeCheckpoint"]
-        else pl.callbacks.ModelCheckpoint(
-            folder / "checkpoints", filename="{step}", every_n_train_steps=2, save_top_k=-1, save_last="link"
-        )
+        else pl.callbacks.ModelCheckpoint(**saving, filename="{step}", save_top_k=-1, save_last="link")
     )
     ours = [make() for name, make in makers.items() if row[name]]
     return [*ours, saver, Poison(), Ends(), *([AskToDecay()] if row["DecayOnDemand"] else [])]
@@ -236,11 +242,11 @@ def fit(row: dict[str, Any], folder: Path, tokens: Path, kill: Kill | None = Non
     length = {"max_epochs": -1} if row["TotalTokens"] else {"max_steps": STEPS, "max_epochs": -1}
     strategy = {"strategy": FSDP2Strategy(), "devices": row["processes"]} if row["processes"] > 1 else {"devices": 1}
     trainer = pl.Trainer(
-        accelerator="cpu", default_root_dir=folder, logger=Memory(), log_every_n_steps=1, val_check_interval=4,
-        check_val_every_n_epoch=None, limit_val_batches=1, num_sanity_val_steps=0, gradient_clip_val=1.0,
-        accumulate_grad_batches=row["accumulation"], plugins=plugins, enable_progress_bar=False,
-        callbacks=[*callbacks_of(row, folder), *([kill] if kill else [])], enable_model_summary=False,
-        **length, **strategy,
+        accelerator="cpu", default_root_dir=folder, logger=Memory(), log_every_n_steps=1, gradient_clip_val=1.0,
+        accumulate_grad_batches=row["accumulation"], val_check_interval=4 * row["accumulation"],
+        check_val_every_n_epoch=None, limit_val_batches=1, num_sanity_val_steps=0, plugins=plugins,
+        enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[*callbacks_of(row, folder), *([kill] if kill else [])], **length, **strategy,
     )  # fmt: skip
     model.built_with = whole_state(model)
     try:
@@ -284,15 +290,20 @@ def ends_of(trainer: Any) -> Any:
 
 def state_of(model: Any, trainer: Any) -> dict[str, Any]:
     """What two equal runs have in common at their end."""
+
+    def counts(name: str) -> bool:
+        return trainer.is_global_zero or "running" not in name  # rank 0's running statistics are those of a checkpoint
+
     optimizer = trainer.optimizers[0].state_dict()
+    weights = {name: value for name, value in whole_state(model).items() if counts(name)}
     averages = {
         f"{type(one).__name__}.{kind}.{names[0]}": term.clone()
         for one in trainer.callbacks if isinstance(one, EMA | TailAverage)
         for kind, terms in one.terms.items() for names, term in zip(one.weights.names, terms, strict=True)
-        if trainer.is_global_zero or "running" not in names[0]  # of which rank 0's count
+        if counts(names[0])
     }  # fmt: skip
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer["param_groups"]]
-    state = {"weights": whole_state(model), "optimizer": optimizer["state"], "groups": groups, "averages": averages,
+    state = {"weights": weights, "optimizer": optimizer["state"], "groups": groups, "averages": averages,
              "step": trainer.global_step}  # fmt: skip
     if any(isinstance(one, ExactResume | SafeCheckpoint) for one in trainer.callbacks):
         state["random state"] = ends_of(trainer).random
@@ -355,7 +366,8 @@ def run_row(row: dict[str, Any], folder: Path, tokens: Path) -> list[str]:
 
 def _differences(row: dict[str, Any], folder: Path, tokens: Path) -> list[str]:
     kept = folder / "killed"
-    model, trainer, _ = fit(row, folder / "whole", tokens, Kill(row["killed"], folder / "whole", kept))
+    kill = None if row["Preemption"] else Kill(row["killed"], folder / "whole", kept)
+    model, trainer, _ = fit(row, folder / "whole", tokens, kill)
     if row["Preemption"]:
         stopped = folder / "stopped"
         _, _, error = fit(row, stopped, tokens, Kill(row["killed"], stopped, None))
