@@ -75,7 +75,7 @@ class Small(pl.LightningModule):
         super().__init__()
         torch.manual_seed(seed)
         self.widths = widths or (4, 1)
-        self.net = net or self._layers(dropout, batch_norm)
+        self.net = self._layers(dropout, batch_norm) if net is None else net
         if tied:
             self.net[-1].weight = self.net[0].weight
         self.optimizer, self.schedule, self.number = optimizer, schedule, optimizers

@@ -2,12 +2,13 @@
 
 import math
 import warnings
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes, runs
-from harness.models import LLAMA, SHAPE, Decoding
+from harness.models import LLAMA, SHAPE, Decoding, Small, adamw, batches
 from harness.runs import Memory, fit, same_training
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -33,6 +34,14 @@ def lines_of(run):
         warnings.simplefilter("always")
         result = run()
     return result, [str(w.message) for w in caught if "PrecisionMonitor" in str(w.message)]
+
+
+def graphs_of(run):
+    """What the run returns, and the number of graphs that it compiles, none of them twice."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        return run(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 # ----------------------------------------------------------------------------------------------------- the loss's scale
@@ -303,17 +312,13 @@ def test_training_is_the_same_with_it(options):
 
 @pytest.mark.parametrize("compiled", ["in_place", "wrapped", "whole"])
 def test_compiled_modules_tell_what_eager_ones_do_and_compile_once(compiled):
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
     monitors = (
         [PrecisionMonitor()] if compiled == "whole" else [AttentionMonitor(), PrecisionMonitor(), ActivationMonitor()]
     )
     options = {"config": ONE_BLOCK if compiled == "whole" else LLAMA}
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        run, lines = lines_of(lambda: decoding(*monitors, compiled=compiled, **options))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    (run, graphs), lines = lines_of(lambda: graphs_of(lambda: decoding(*monitors, compiled=compiled, **options)))
+    assert (graphs, lines) == (1, [])
     eager = decoding(*monitors, **options)
-    assert lines == []
     assert len(run.rows) == 2
     for (_, found), (_, expected) in zip(run.rows, eager.rows, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
@@ -344,25 +349,18 @@ class Restless(nn.Module):
         return self.linear(self.drop(self.norm(self.frozen(x))))
 
 
-class Resting(pl.LightningModule):
-    def __init__(self, compiled) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.block = Restless()
-        if compiled == "in_place":
-            self.block.compile(backend="eager")
-        else:
-            self.block = torch.compile(self.block, backend="eager")
+def resting(block, compiled="in_place", loss=lambda module, batch: module(batch).square().mean()):
+    """The block, compiled, in a module of its own."""
+    if compiled == "in_place":
+        block.compile(backend="eager")
+    else:
+        block = torch.compile(block, backend="eager")
+    return Small(net=block, data=DataLoader(torch.arange(256.0).view(64, 4) / 256, batch_size=8), loss=loss)
 
-    def training_step(self, batch, batch_idx):
-        first = self.block(batch, noise=0.2)  # the one that is looked at
-        return (first + self.block(batch, noise=0.2)).square().mean()
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def train_dataloader(self):
-        return DataLoader(torch.arange(256.0).view(64, 4) / 256, batch_size=8)
+def twice(module, batch):
+    first = module.net(batch, noise=0.2)  # the one that is looked at
+    return (first + module.net(batch, noise=0.2)).square().mean()
 
 
 @pytest.mark.parametrize("compiled", ["in_place", "wrapped"])
@@ -371,7 +369,8 @@ def test_random_numbers_statistics_counters_and_modes_are_those_of_a_run_without
     seen_modes.clear()
     torch.compiler.reset()
     for monitors in ([], [PrecisionMonitor()]):
-        model, plugin = Resting(compiled), InFp8(pattern="linear")
+        torch.manual_seed(0)
+        model, plugin = resting(Restless(), compiled, twice), InFp8(pattern="linear")
         run = fit(model, *monitors, plugins=[plugin], log_every_n_steps=1)
         assert len(plugin.asked) == len(seen_modes) == 4 * len(monitors)
         modes = [part.training for part in model.modules()]
@@ -430,18 +429,12 @@ def test_a_module_that_does_not_run_without_its_graph_gets_one_line_and_trains_o
                 raise RuntimeError("graphs only\nand a second line")
             return self.linear(x)
 
-    class Graphs(Resting):
-        def __init__(self):
-            super().__init__("in_place")
-            self.block = Graphic()
-            self.block.compile(backend="eager")
+    def run(*monitors):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        return fit(resting(Graphic()), *monitors, plugins=[InFp8()])
 
-        def training_step(self, batch, batch_idx):
-            return self.block(batch).square().mean()
-
-    torch.compiler.reset()
-    plain = fit(Graphs(), plugins=[InFp8()])
-    watched, lines = lines_of(lambda: fit(Graphs(), PrecisionMonitor(), plugins=[InFp8()]))
+    plain, (watched, lines) = run(), lines_of(lambda: run(PrecisionMonitor()))
     assert lines == [
         "PrecisionMonitor does not measure every fp8 layer: Graphic does not run without its graph (RuntimeError: "
         "graphs only); if you use torch.compile, compile each block"
@@ -479,14 +472,10 @@ def test_layers_inside_a_compiled_function_give_one_line_and_no_second_graph():
     torch.compiler.reset()
     plain = fit(Hidden(), plugins=[InFp8()], max_steps=6)
     for every in (1, 2):
-        torch.compiler.reset()
-        torch._dynamo.utils.counters.clear()
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            options = {"plugins": [InFp8()], "max_steps": 6, "log_every_n_steps": every}
-            watched, lines = lines_of(lambda: fit(Hidden(), PrecisionMonitor(), **options))  # noqa: B023
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        watch = partial(fit, plugins=[InFp8()], max_steps=6, log_every_n_steps=every)
+        (watched, graphs), lines = lines_of(lambda: graphs_of(lambda: watch(Hidden(), PrecisionMonitor())))  # noqa: B023
+        assert graphs == len(lines) == 1
         assert same_training(plain, watched)
-        assert len(lines) == 1
         assert "none ran where it can be seen; if you use torch.compile, compile each block" in lines[0]
         assert watched.names() == {SHARE}
 
@@ -606,15 +595,14 @@ def test_float8_is_measured_in_graphs_as_outside_and_trains_the_same():
     """Blocks compiled in place; which other ways there are to compile is nothing to a layer."""
 
     def run(*monitors, compiled):
-        torch.compiler.reset()
-        torch._dynamo.utils.counters.clear()
         # evaluation in bf16 would show the last layer of the attention another input than training has
         plugin = float8(evaluate_in_bf16=True, exclude=["mlp"])
         options = {"accumulate_grad_batches": 2, "checkpointing": "selective", "config": ONE_BLOCK}
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            found, lines = lines_of(lambda: decoding(*monitors, plugin=plugin, compiled=compiled, **options))
+        found, lines = lines_of(
+            lambda: graphs_of(lambda: decoding(*monitors, plugin=plugin, compiled=compiled, **options))
+        )
         assert lines == []
-        return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return found
 
     (plain, _), (eager, _) = run(compiled="no"), run(PrecisionMonitor(), compiled="no")
     watched, graphs = run(PrecisionMonitor(), compiled="in_place")
@@ -665,14 +653,13 @@ class TwoLayers(nn.Module):
         return x + self.mlp(self.attn(x).tanh())
 
 
-class Sharded(pl.LightningModule):
+class Sharded(Small):
     """Shards its blocks by itself, with the plugin's policy, compiled or not; embedding and head stay whole."""
 
     def __init__(self, compiled, casting=False, nested=False) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 4)
-        self.blocks = nn.ModuleList(TwoLayers() for _ in range(2))
+        net = nn.Sequential(nn.Embedding(32, 8), TwoLayers(), TwoLayers(), nn.Linear(8, 4))
+        super().__init__(net=net, optimizer=adamw, data=batches([torch.arange(32).view(2, 16)] * 8))
         self.compiled, self.casting, self.nested = compiled, casting, nested
 
     def configure_model(self):
@@ -681,26 +668,15 @@ class Sharded(pl.LightningModule):
         # what comes out is fp32: the next block's input is not what it multiplies in
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
         policy = bf16 if self.casting else MixedPrecisionPolicy()
-        for place, block in enumerate(self.blocks):
+        for place in (1, 2):
+            block = self.net[place]
             if self.nested:
                 fully_shard(block.mlp, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
             fully_shard(block, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
             if self.compiled == "in_place":
                 block.compile(backend="eager")
             elif self.compiled == "wrapped":
-                self.blocks[place] = torch.compile(block, backend="eager")
-
-    def training_step(self, batch, batch_idx):
-        x = self.embed(batch)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).float().square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    def train_dataloader(self):
-        return DataLoader([torch.arange(32).view(2, 16)] * 8, batch_size=None)
+                self.net[place] = torch.compile(block, backend="eager")
 
 
 class Whole(InFp8):

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes
+from harness.runs import On, fit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -124,19 +125,14 @@ class Keep(pl.Callback):
 
 def train(module, watched=True, **options):
     torch.manual_seed(0)
-    net = module()
-    monitor = MFUMonitor(peak_flops=1e12)
+    net, monitor = module(), MFUMonitor(peak_flops=1e12)
     keep = Keep(monitor)
+    options = {"max_steps": 3, "log_every_n_steps": 1, "logger": False, **options}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = pl.Trainer(
-            log_every_n_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[*([monitor] if watched else []), keep],
-            **({"accelerator": "cpu", "devices": 1, "max_steps": 3} | options),
-        )  # fmt: skip
-        trainer.fit(net, DataLoader(ROWS, batch_size=4))
+        done = fit(net, *([monitor] if watched else []), keep, data=DataLoader(ROWS, batch_size=4), **options)
     keep.said = [str(w.message) for w in caught if "MFUMonitor" in str(w.message)]
-    keep.trainer = trainer
+    keep.trainer = done.trainer
     return keep
 
 
@@ -352,18 +348,9 @@ class Closures(Net):
 
 
 def test_each_pass_that_an_optimizer_asks_for_counts():
-    torch.manual_seed(0)
     monitor, found = MFUMonitor(peak_flops=1e12), []
-
-    class Read(pl.Callback):
-        def on_train_batch_end(self, *_):
-            found.append(monitor._batch_flops(monitor._contents, monitor._passes))
-
-    trainer = pl.Trainer(
-        max_steps=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[monitor, Read()], log_every_n_steps=1,
-    )  # fmt: skip
-    trainer.fit(Closures(), DataLoader(ROWS, batch_size=4))
+    read = On(on_train_batch_end=lambda *_: found.append(monitor._batch_flops(monitor._contents, monitor._passes)))
+    fit(Closures(), monitor, read, data=DataLoader(ROWS, batch_size=4), max_steps=3, log_every_n_steps=1)
     assert found == [(3 * TOTAL, 0), (TOTAL, 0), (TOTAL, 0)]
 
 
