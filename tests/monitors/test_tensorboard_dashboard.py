@@ -20,6 +20,7 @@ import short_run
 import torch
 from harness import processes
 from harness.preloaded import python
+from harness.runs import On
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -84,11 +85,7 @@ OF_A_LAYER = ["input_amax", "input_underflow", "weight_amax", "weight_underflow"
 
 
 def test_loss_scaling_and_fp8_have_their_charts():
-    names = [f"precision/{name}" for name in (*SCALING, *IN_FP8)] + [
-        "train/lr",
-        "precision/other",
-        "xfp8/h.0/input_amax",
-    ]
+    names = [f"precision/{name}" for name in (*SCALING, *IN_FP8, "other")] + ["train/lr", "xfp8/h.0/input_amax"]
     names += [f"fp8/{layer}.q/{name}" for layer in ("h.0", "h.1") for name in OF_A_LAYER]
     whole = layout("train/loss", "val/loss", names)
     run = charts({"": whole["Run"]}, names)
@@ -148,11 +145,8 @@ def test_the_facts_count_parameters_that_have_a_size():
     said = facts(trainer, model)
     assert (said["module"], said["parameters"], said["trainable parameters"]) == ("Model", "3", "2")
     assert (said["max_steps"], said["gradient_clip_val"], said["devices"]) == (7, 0.5, 1)
-    assert (said["precision"], said["strategy"], said["lightning"]) == (
-        "32-true",
-        "SingleDeviceStrategy",
-        pl.__version__,
-    )
+    expected = ("32-true", "SingleDeviceStrategy", pl.__version__)
+    assert (said["precision"], said["strategy"], said["lightning"]) == expected
 
 
 def test_the_facts_count_a_parameter_that_deepspeed_has_partitioned_as_a_whole():
@@ -229,8 +223,13 @@ class Record(pl.Callback):
         self.buffer.record("activations/layer/rms", 1.0)
 
 
-def logger(folder: Path) -> ResumingTensorBoardLogger:
-    return ResumingTensorBoardLogger(folder, name="run", version="")
+def logger(folder: Path, **options) -> ResumingTensorBoardLogger:
+    return ResumingTensorBoardLogger(folder, name="run", version="", **options)
+
+
+def train(folder: Path, steps: int, *callbacks: pl.Callback, **options) -> pl.Trainer:
+    """`fit` with a dashboard, which writes into `folder`."""
+    return fit(options.pop("logger", logger(folder)), steps, callbacks=(TensorBoardDashboard(), *callbacks), **options)
 
 
 def stock(folder: Path) -> TensorBoardLogger:
@@ -262,8 +261,8 @@ def hparams(folder: Path) -> plugin_data_pb2.HParamsPluginData:
 
 @pytest.mark.parametrize("make", [logger, stock])
 def test_a_run_gets_its_cards(tmp_path, make):
-    callbacks = (TensorBoardDashboard(), Record())
-    fit(make(tmp_path), 12, model=Scheduled(), callbacks=callbacks, gradient_clip_val=0.5, log_every_n_steps=4)
+    options = {"logger": make(tmp_path), "model": Scheduled(), "gradient_clip_val": 0.5, "log_every_n_steps": 4}
+    train(tmp_path, 12, Record(), **options)
     ((step, text),) = texts(tmp_path)
     assert step == 0
     for said in ("| module | Scheduled |", "| parameters | 3 |", "| max_steps | 12 |", "| depth | 3 |"):
@@ -295,7 +294,7 @@ def test_the_tab_shows_what_a_precision_records(tmp_path):
 
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     plugins = [Plugin("16-mixed", "cpu", scaler=scaler)]
-    fit(logger(tmp_path), 12, callbacks=(TensorBoardDashboard(), PrecisionMonitor()), plugins=plugins)
+    train(tmp_path, 12, PrecisionMonitor(), plugins=plugins)
     (drawn,) = layouts(tmp_path)
     tabs = {category.title: [chart.title for chart in category.chart] for category in drawn.category}
     assert tabs["Run"][-2:] == ["loss scale", "skipped steps"]
@@ -308,7 +307,7 @@ def test_the_tab_shows_what_a_precision_records(tmp_path):
 
 
 def test_without_hyperparameters_of_lightnings_the_module_is_named(tmp_path):
-    fit(logger(tmp_path), 6, callbacks=(TensorBoardDashboard(),))
+    train(tmp_path, 6)
     assert {name: value.string_value for name, value in hparams(tmp_path).items()} == {"module": "Model"}
     assert points(tmp_path / "run", "hp/val_loss") == [(5, 1004.0)]
     run = events(tmp_path / "run")
@@ -321,24 +320,22 @@ def test_without_hyperparameters_of_lightnings_the_module_is_named(tmp_path):
 
 
 def test_without_lightnings_placeholder_there_is_no_hp_metric(tmp_path):
-    bare = ResumingTensorBoardLogger(tmp_path, name="run", version="", default_hp_metric=False)
-    fit(bare, 6, model=Scheduled(), callbacks=(TensorBoardDashboard(),))
+    train(tmp_path, 6, logger=logger(tmp_path, default_hp_metric=False), model=Scheduled())
     assert "hp_metric" not in events(tmp_path / "run").Tags()["scalars"]
     assert {name: value.string_value for name, value in hparams(tmp_path).items()}["data.name"] == "text"
 
 
 def test_a_clip_by_value_is_no_line_in_the_norms_chart(tmp_path):
     options = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
-    fit(logger(tmp_path), 3, callbacks=(TensorBoardDashboard(), Record()), **options)
+    train(tmp_path, 3, Record(), **options)
     assert "train/clip_norm" not in events(tmp_path / "run").Tags()["scalars"]
 
 
 def test_a_resumed_run_adds_its_cards_at_the_step_where_it_goes_on(tmp_path):
-    kept = {"callbacks": (TensorBoardDashboard(), save_every(10, tmp_path)), "enable_checkpointing": True}
-    fit(logger(tmp_path), 20, model=Scheduled(), gradient_clip_val=0.5, **kept)
-    resumed = (TensorBoardDashboard(), Record())
+    saver, options = save_every(10, tmp_path), {"enable_checkpointing": True, "gradient_clip_val": 0.5}
+    train(tmp_path, 20, saver, model=Scheduled(), **options)
     options = {"ckpt_path": tmp_path / "step=10.ckpt", "gradient_clip_val": 0.25, "log_every_n_steps": 4}
-    fit(logger(tmp_path), 15, model=Scheduled(run=2), callbacks=resumed, **options)
+    train(tmp_path, 15, Record(), model=Scheduled(run=2), **options)
     assert [step for step, _ in texts(tmp_path)] == [0, 10]
     assert points(tmp_path / "run", "hp/val_loss") == [(14, 2014.0)]
     clip = points(tmp_path / "run", "train/clip_norm")
@@ -347,7 +344,7 @@ def test_a_resumed_run_adds_its_cards_at_the_step_where_it_goes_on(tmp_path):
     assert [category.title for category in first.category] == ["Run"]
     assert [category.title for category in second.category] == ["Run", "Inside the model"]
     # a fresh start in the same folder leaves its own only
-    fit(logger(tmp_path), 6, model=Scheduled(run=3), callbacks=(TensorBoardDashboard(),))
+    train(tmp_path, 6, model=Scheduled(run=3))
     assert [step for step, _ in texts(tmp_path)] == [0]
     assert len(layouts(tmp_path)) == 1
     assert points(tmp_path / "run", "hp/val_loss") == [(5, 3004.0)]
@@ -358,82 +355,67 @@ def ended_well(folder: Path) -> bool:
     return "_hparams_/session_end_info" in tensors(folder / "run").AllSummaryMetadata()
 
 
-def test_a_failed_run_still_has_the_result_of_its_last_validation(tmp_path):
+@pytest.mark.parametrize(("steps", "result"), [(8, [(7, 1004.0)]), (2, [])], ids=["behind a validation", "before any"])
+def test_a_failed_run_still_has_the_result_of_its_last_validation(tmp_path, steps, result):
     with pytest.raises(RuntimeError, match="power cut"):
-        fit(logger(tmp_path), 20, callbacks=(TensorBoardDashboard(), Raise(8)))
-    assert points(tmp_path / "run", "hp/val_loss") == [(7, 1004.0)]
-    assert len(layouts(tmp_path)) == 1
+        train(tmp_path, 20, Raise(steps), num_sanity_val_steps=1)
+    shown = events(tmp_path / "run").Tags()["scalars"]
+    assert (points(tmp_path / "run", "hp/val_loss") if "hp/val_loss" in shown else []) == result
+    assert len(texts(tmp_path)) == len(layouts(tmp_path)) == 1
     assert not ended_well(tmp_path)
 
 
-def test_a_run_that_failed_before_its_first_validation_has_none(tmp_path):
-    with pytest.raises(RuntimeError, match="power cut"):
-        fit(logger(tmp_path), 20, callbacks=(TensorBoardDashboard(), Raise(2)), num_sanity_val_steps=1)
-    assert "hp/val_loss" not in events(tmp_path / "run").Tags()["scalars"]
-    assert len(texts(tmp_path)) == 1
-
-
-def test_a_run_that_ended_well_says_so(tmp_path):
-    fit(logger(tmp_path), 3, callbacks=(TensorBoardDashboard(),))
-    assert ended_well(tmp_path)
-
-
-def test_a_run_shorter_than_an_interval_has_its_layout_too(tmp_path):
-    fit(logger(tmp_path), 3, callbacks=(TensorBoardDashboard(),), log_every_n_steps=50)
+def test_a_run_shorter_than_an_interval_has_its_layout_too_and_ends_well(tmp_path):
+    train(tmp_path, 3, log_every_n_steps=50)
     assert len(layouts(tmp_path)) == 1
+    assert ended_well(tmp_path)
 
 
 def test_a_logger_that_fails_in_the_failure_hides_nothing(tmp_path):
     class Broken(ResumingTensorBoardLogger):
-        broken = False
-
         def log_metrics(self, metrics, step=None, wall_time=None):
-            if self.broken and "hp/val_loss" in metrics:
+            if "hp/val_loss" in metrics:
                 raise OSError("disk full")
             super().log_metrics(metrics, step, wall_time)
 
-    broken = Broken(tmp_path, name="run", version="")
-    Broken.broken = True
-    after = Record()
+    options = {"logger": Broken(tmp_path, name="run", version=""), "log_every_n_steps": 100}
     with pytest.raises(RuntimeError, match="power cut"):
-        fit(broken, 20, callbacks=(TensorBoardDashboard(), after, Raise(8)), log_every_n_steps=100)
+        train(tmp_path, 20, Record(), Raise(8), **options)
     assert points(tmp_path / "run", "train/grad_norm")[-1] == (7, 2.0)  # the buffer's turn came
 
 
 def test_a_failure_before_the_first_batch_writes_nothing(tmp_path):
-    class Early(pl.Callback):
-        def on_train_start(self, *_):
-            raise RuntimeError("power cut")
+    def fail(*_):
+        raise RuntimeError("power cut")
 
     with pytest.raises(RuntimeError, match="power cut"):
-        fit(logger(tmp_path), 20, callbacks=(TensorBoardDashboard(), Early()))
+        train(tmp_path, 20, On(on_train_start=fail))
     assert events(tmp_path / "run").Tags()["tensors"] == []
 
 
 def test_the_layout_waits_for_the_first_interval_and_is_written_once(tmp_path):
     seen = []
 
-    class Watch(pl.Callback):
-        def on_train_batch_start(self, trainer, *_):
-            trainer.logger.save()
-            seen.append("custom_scalars__config__" in events(tmp_path / "run").Tags()["tensors"])
+    def look(trainer, *_):
+        trainer.logger.save()
+        seen.append("custom_scalars__config__" in events(tmp_path / "run").Tags()["tensors"])
 
-    fit(logger(tmp_path), 8, callbacks=(TensorBoardDashboard(), Watch()), log_every_n_steps=3)
+    train(tmp_path, 8, On(on_train_batch_start=look), log_every_n_steps=3)
     assert seen == [False] * 3 + [True] * 5
     assert len(layouts(tmp_path)) == 1
 
 
 def test_a_resume_writes_the_plan_again_only_where_it_is_another_one(tmp_path):
-    run = {"callbacks": (TensorBoardDashboard(), save_every(10, tmp_path)), "enable_checkpointing": True}
-    fit(logger(tmp_path), 12, model=Scheduled(), **run)
-    run["ckpt_path"] = tmp_path / "step=10.ckpt"
-    fit(logger(tmp_path), 12, model=Scheduled(), **run)
+    saver, options = save_every(10, tmp_path), {"enable_checkpointing": True}
+    train(tmp_path, 12, saver, model=Scheduled(), **options)
+    options["ckpt_path"] = tmp_path / "step=10.ckpt"
+    train(tmp_path, 12, saver, model=Scheduled(), **options)
     (file,) = (tmp_path / "run/plan").iterdir()
     assert [step for step, _ in plan(tmp_path)] == list(range(12))
     other = Scheduled()
     other.curve = WarmupLinear(warmup_steps=4)
     time.sleep(max(0.0, int(file.name.split(".")[3]) + 1 - time.time()))  # TensorBoard sorts files by their second
-    fit(logger(tmp_path), 12, model=other, **run)
+    train(tmp_path, 12, saver, model=other, **options)
     assert len([*(tmp_path / "run/plan").iterdir()]) == 2
     assert plan(tmp_path) == [(step, pytest.approx(other.curve.lr(0.1, step, 20))) for step in range(12)]
 
@@ -452,7 +434,7 @@ def test_a_curve_that_is_no_function_of_the_step_has_no_plan(tmp_path, make, opt
             driven = super().configure_optimizers()
             return [driven], [{"scheduler": make(driven), **options}]
 
-    fit(logger(tmp_path), 3, model=Other(), callbacks=(TensorBoardDashboard(),))
+    train(tmp_path, 3, model=Other())
     assert not (tmp_path / "run/plan").exists()
 
 
@@ -473,7 +455,7 @@ def test_foreign_names_reach_the_layout_the_link_and_the_result(tmp_path, capsys
 
 def test_the_start_says_how_to_open_it(tmp_path, capsys):
     folder = tmp_path / "my runs"
-    fit(logger(folder), 2, callbacks=(TensorBoardDashboard(),))
+    train(folder, 2)
     said = capsys.readouterr().out
     page = folder / "run" / "dashboard.html"
     assert said.splitlines()[0] == f"TensorBoard: tensorboard --logdir '{folder}/run'   then open '{page}'"
@@ -484,7 +466,7 @@ def test_the_start_says_how_to_open_it(tmp_path, capsys):
 
 @pytest.mark.parametrize("loggers", [lambda _: False, lambda folder: CSVLogger(folder)], ids=["none", "CSV"])
 def test_without_a_tensorboard_logger_one_line_says_so(tmp_path, capsys, loggers):
-    fit(loggers(tmp_path), 6, callbacks=(TensorBoardDashboard(), Record()), gradient_clip_val=0.5)
+    train(tmp_path, 6, Record(), logger=loggers(tmp_path), gradient_clip_val=0.5)
     out = capsys.readouterr().out
     assert out.count("TensorBoardDashboard: the Trainer has no TensorBoardLogger, so there is no dashboard\n") == 1
     assert "tensorboard --logdir" not in out
@@ -493,7 +475,7 @@ def test_without_a_tensorboard_logger_one_line_says_so(tmp_path, capsys, loggers
 
 
 def test_a_fast_dev_run_is_silent(tmp_path, capsys):
-    fit(logger(tmp_path), -1, callbacks=(TensorBoardDashboard(),), fast_dev_run=True)
+    train(tmp_path, -1, fast_dev_run=True)
     assert "ensor" not in capsys.readouterr().out.replace("`Tensor`", "")
 
 
@@ -536,16 +518,8 @@ def _ranks(rank: int, folder: str) -> None:
             raise AssertionError("rank 1 writes")
 
         module.EventFileWriter.__init__ = forbidden
-    callbacks = (TensorBoardDashboard(), Record())
-    trainer = fit(
-        logger(Path(folder)),
-        6,
-        callbacks=callbacks,
-        gradient_clip_val=0.5,
-        devices=2,
-        strategy="ddp",
-        log_every_n_steps=2,
-    )
+    options = {"devices": 2, "strategy": "ddp", "gradient_clip_val": 0.5, "log_every_n_steps": 2}
+    trainer = train(Path(folder), 6, Record(), **options)
     # a value that ranks may monitor must be the same on all
     assert float(trainer.callback_metrics["train/clip_norm"]) == 0.5
 
