@@ -2,12 +2,13 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks._accumulation import Accumulation, MicroBatches
+from lightning_tricks._accumulation import Accumulation, MicroBatches, micro_batches_in_step
 
 PLAN = Accumulation((0, 3, 5), (1, 2, 4))
 PLANS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=4).map(
@@ -38,6 +39,20 @@ def test_the_remainder_counts_from_the_first_micro_batch_of_the_step():
     assert [count % value for count in range(3, 8)] == [0, 1, 2, 3, 0]
     assert (value, value * 2, 6 / value, f"{value}") == (4, 8, 1.5, "4")
     assert 5 % MicroBatches(4, first=None, step=2, final=8) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "in_step"),
+    [
+        (MicroBatches(4, first=3, step=2, final=8), 2),
+        (MicroBatches(4, first=3, step=1, final=8), 0),  # the step is over
+        (MicroBatches(4, first=None, step=2, final=8), 0),
+        (4, 0),  # without BatchSizeWarmup
+    ],
+)
+def test_the_micro_batches_of_an_unfinished_step_count_from_its_first(value, in_step):
+    trainer = SimpleNamespace(accumulate_grad_batches=value, global_step=2)
+    assert micro_batches_in_step(trainer, ready=5) == in_step
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
