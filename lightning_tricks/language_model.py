@@ -228,11 +228,11 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         return self.decoder(input_ids, document_ids)
 
     def token_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss in nats, summed, and number of the labels that count; both scalars on the device."""
+        """Loss in nats, summed, and number of the labels that count, of this rank's part; scalars on the device."""
         assert self.decoder is not None
         labels = batch["labels"]
         nats = self.decoder(batch["input_ids"], batch.get("document_ids"), labels=labels)
-        return nats, (labels != IGNORED).sum()
+        return nats, (self.decoder.own_part(labels) != IGNORED).sum()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that the step's gradient is that of the mean over all its tokens."""
@@ -251,7 +251,13 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         nats, tokens = self.token_sums(batch)
         self.token_loss.update(nats, tokens)
         if "n_bytes" in batch:
-            self.bits_per_byte.update(nats, batch["n_bytes"])
+            self.bits_per_byte.update(nats, self._own_bytes(batch["n_bytes"]))
+
+    def _own_bytes(self, n_bytes: Tensor) -> Tensor:
+        """The bytes of rows for this rank to count: of rows that several ranks share, the first has all."""
+        assert self.decoder is not None
+        context = self.decoder.context
+        return n_bytes if context is None or context.rank == 0 else torch.zeros_like(n_bytes)
 
     def on_validation_epoch_end(self) -> None:
         """Log `val/loss` and `val/bits_per_byte`, or after a test `test/loss` and `test/bits_per_byte`."""
@@ -266,9 +272,11 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log-probability of each label given the tokens before it: (B, T) fp32, in nats, 0 where it does not count."""
         logits = self(batch["input_ids"], batch.get("document_ids")).float()
-        labels = batch["labels"]
+        assert self.decoder is not None
+        labels = self.decoder.own_part(batch["labels"])
         chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
-        return torch.where(labels == IGNORED, 0.0, chosen)
+        chosen = torch.where(labels == IGNORED, 0.0, chosen)
+        return chosen if self.decoder.context is None else self.decoder.context.whole(chosen)
 
     @classmethod
     def load_from_checkpoint(

@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.data import ShardWriter
+from lightning_tricks.parallel.shard import local_bytes, shard_module
 from lightning_tricks.strategies import DeepSpeedZeROStrategy, FSDP2Strategy
-from lightning_tricks.strategies.fsdp2.shard import local_bytes, shard_module
 
 pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
 RECIPES = sorted(recipes_folder().glob("*.yaml"))

@@ -49,7 +49,9 @@ from lightning_tricks._trainer.run_facts import Layout as Layout
 from lightning_tricks._trainer.run_facts import RunFacts as RunFacts
 from lightning_tricks._trainer.run_facts import data_rank as data_rank
 from lightning_tricks._trainer.run_facts import enabled_scaler as enabled_scaler
+from lightning_tricks._trainer.run_facts import loss_ranks as loss_ranks
 from lightning_tricks._trainer.run_facts import micro_batch as micro_batch
+from lightning_tricks._trainer.run_facts import reduce_over_all as reduce_over_all
 from lightning_tricks._trainer.run_facts import run_facts as run_facts
 from lightning_tricks._trainer.run_facts import weights_layout as weights_layout
 from lightning_tricks._trainer.run_length import limits_of_run as limits_of_run

@@ -20,6 +20,8 @@ class RunFacts:
         rank: of this process, of `world`.
         data_ranks: number of processes that see different data; fewer than `world` under tensor parallelism.
         data_rank: of this process, of `data_ranks`.
+        loss_ranks: number of processes over which `strategy.reduce` joins a loss, and gradients are averaged: those
+            that see different tokens. Under Lightning's ModelParallelStrategy all of them, of which some see the same.
         layout: the form in which this rank holds the weights: "whole"; "shards", DTensors that FSDP2Strategy saves and
             loads by name; "foreign shards", DTensors of Lightning's ModelParallelStrategy; "flat", FSDP1's parameters
             without their shapes; "engine", DeepSpeed, which also does the backward pass, the clip and the step: under
@@ -36,6 +38,7 @@ class RunFacts:
     rank: int
     data_ranks: int
     data_rank: int
+    loss_ranks: int
     layout: Layout
     strategy: str
     precision: str
@@ -64,6 +67,7 @@ def run_facts(trainer: Any) -> RunFacts:
         rank=trainer.global_rank,
         data_ranks=ranks,
         data_rank=rank,
+        loss_ranks=loss_ranks(trainer),
         layout=weights_layout(trainer.strategy),
         strategy=type(trainer.strategy).__name__,
         precision=str(trainer.precision),
@@ -92,6 +96,20 @@ def data_rank(trainer: Any) -> tuple[int, int]:
     """
     kwargs = trainer.distributed_sampler_kwargs if trainer is not None else None
     return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
+
+
+def loss_ranks(trainer: Any) -> int:
+    """See `RunFacts.loss_ranks`."""
+    strategy = trainer.strategy
+    return strategy.dims.loss_ranks if is_a(strategy, "FSDP2Strategy") else trainer.world_size
+
+
+def reduce_over_all(strategy: Any, tensor: Any, reduce_op: str) -> Any:
+    """Join a tensor over all processes, in place where it can be; `strategy.reduce` joins those with other tokens."""
+    import torch.distributed as dist  # here, as this module is read before torch is needed
+
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return strategy.reduce(tensor, group=group, reduce_op=reduce_op)
 
 
 def enabled_scaler(plugin: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tricks._trainer import reduce_over_all
+
 Names = tuple[str, ...]
 TOTAL, COUNT = "_total of ", "_count of "  # prefixes of a mean's name, for its two parts
 
@@ -78,7 +80,7 @@ def join_over_ranks(tensors: Sequence[Tensor], joins: Sequence[str | None], stra
         indices = [index for index, kind in enumerate(joins) if kind == join]
         if indices:
             local = join_numbers([tensors[index].to(strategy.root_device, torch.float64) for index in indices])
-            parts = strategy.reduce(local, reduce_op=join).split([tensors[index].numel() for index in indices])
+            parts = reduce_over_all(strategy, local, join).split([tensors[index].numel() for index in indices])
             for index, part in zip(indices, parts, strict=True):
                 joined[index] = part
     return joined

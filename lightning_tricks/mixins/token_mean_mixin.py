@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_tricks._refusals import refuse
 from lightning_tricks._tensors import local
-from lightning_tricks._trainer import is_accumulating, weights_layout
+from lightning_tricks._trainer import is_accumulating, loss_ranks, weights_layout
 from lightning_tricks.mixins._base import Mixin
 
 
@@ -95,7 +95,7 @@ class TokenMeanMixin(Mixin):
                 torch._foreach_mul_(gradients, factor)  # on the device: the host does not read the factor
 
     def _splits(self) -> int:
-        return self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return self.trainer.accumulate_grad_batches * loss_ranks(self.trainer)
 
     def _over_ranks(self, value: Tensor) -> Tensor:
         return self.trainer.strategy.reduce(value.clone(), reduce_op="sum")  # it reduces in place

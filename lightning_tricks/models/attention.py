@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_tricks.models.decoder_config import DecoderConfig
+from lightning_tricks.parallel.context import ContextParallel
 
 
 class RMSNorm(nn.RMSNorm):
@@ -184,6 +185,46 @@ def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     return torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1)).view(batch, heads, length, head_dim)
 
 
+def attention_of_parts(
+    context: ContextParallel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None
+) -> Tensor:
+    """`causal_attention` where each rank has a part of the rows, in head-tail order; every rank must call.
+
+    Args:
+        context: tells the part, and exchanges it.
+        q: (batch, heads, part, head_dim).
+        k: (batch, kv_heads, part, head_dim).
+        v: as `k`.
+        mask: of `part_mask`, or None.
+        scale: as in `causal_attention`.
+
+    Returns:
+        (batch, heads, part, head_dim).
+    """
+    if context.method == "ulysses":
+        repeats = 1 if k.shape[1] % context.ranks == 0 else q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
+        q, k, v = (context.to_heads(x) for x in (q, k, v))
+        return context.to_positions(causal_attention(q, k, v, mask, scale))
+    k, v = context.whole(k, dim=2), context.whole(v, dim=2)
+    if mask is not None:
+        return causal_attention(q, k, v, mask, scale)
+    # the piece of the head, then that of the tail: each sees the keys up to its own end, so ranks do the same work
+    piece = q.shape[2] // 2
+    ends = ((context.rank + 1) * piece, (2 * context.ranks - context.rank) * piece)
+    parts = zip(q.split(piece, dim=2), ends, strict=True)
+    return torch.cat([continued_attention(some, k[:, :, :end], v[:, :, :end], scale) for some, end in parts], dim=2)
+
+
+def part_mask(context: ContextParallel | None, document_ids: Tensor) -> Tensor:
+    """`document_mask` of the queries that this rank has, (batch, 1, queries, length); with ulysses, of all queries."""
+    if context is None or context.method == "ulysses":
+        return document_mask(document_ids)
+    own = context.positions(document_ids.shape[1], document_ids.device)
+    earlier = own[:, None] >= torch.arange(document_ids.shape[1], device=own.device)
+    return ((document_ids[:, own, None] == document_ids[:, None, :]) & earlier)[:, None]
+
+
 def continued_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """`causal_attention` for the last tokens of a row, given the keys and values of the whole row.
 
@@ -237,7 +278,12 @@ class Attention(nn.Module):
         config: of the decoder.
         base: of the model whose settings are transferred, see `Decoder`. Where its heads have another width, products
             are multiplied by sqrt(the base model's head_dim) / head_dim in place of 1 / sqrt(head_dim).
+
+    Attributes:
+        context: tells which part of each row this rank has; None: all of it.
     """
+
+    context: ContextParallel | None = None
 
     def __init__(self, config: DecoderConfig, base: DecoderConfig | None = None) -> None:
         super().__init__()
@@ -258,12 +304,14 @@ class Attention(nn.Module):
         Args:
             x: normalised residual stream.
             rope: tables of `RotaryPositions` for these positions; None: the embedding has added the positions.
-            mask: from `document_mask`, or None.
+            mask: from `document_mask`, or None; with a `context` from `part_mask`.
             cache: keys and values of the tokens before these, to which theirs are added; without a mask.
         """
         q, k = self._queries_and_keys(x, rope)
         v = self._split_heads(self.v(x))
-        if cache is None:
+        if self.context is not None:
+            heads = attention_of_parts(self.context, q, k, v, mask, self.scale)
+        elif cache is None:
             heads = causal_attention(q, k, v, mask, self.scale)
         else:
             heads = continued_attention(q, *cache.append(k, v), self.scale)
@@ -271,7 +319,18 @@ class Attention(nn.Module):
 
     def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
         """`max_logit` of the queries and keys of `forward`, a scalar; arguments as there."""
-        return max_logit(*self._queries_and_keys(x, rope), mask, self.scale)
+        q, k = self._queries_and_keys(x, rope)
+        if self.context is None:
+            return max_logit(q, k, mask, self.scale)
+        if self.context.method == "ulysses":
+            q, k = self.context.to_heads(q), self.context.whole(k, dim=2)
+            k = k.repeat_interleave(q.shape[1] * self.context.ranks // k.shape[1], dim=1)
+            return max_logit(q, k.chunk(self.context.ranks, dim=1)[self.context.rank], mask, self.scale)
+        k = self.context.whole(k, dim=2)
+        if mask is None:
+            own = self.context.positions(k.shape[2], k.device)
+            mask = (own[:, None] >= torch.arange(k.shape[2], device=own.device))[None, None]
+        return max_logit(q, k, mask, self.scale)
 
     def _queries_and_keys(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         q = self.q_norm(self._split_heads(self.q(x)))

@@ -18,10 +18,12 @@ from lightning_tricks.models.attention import (
     Rope,
     RotaryPositions,
     block_norm,
-    document_mask,
+    part_mask,
 )
 from lightning_tricks.models.decoder_config import DecoderConfig
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
+from lightning_tricks.parallel.context import ContextParallel
+from lightning_tricks.parallel.tensor import local_rows, whole_logits
 
 
 class MLP(nn.Module):
@@ -73,6 +75,27 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x).to(dtype))
 
 
+class Head(nn.Linear):
+    """The output head, without a bias: features to logits, or with labels to their loss.
+
+    Tensor ranks may have parts of its vocabulary, see `vocabulary` in `parallel.tensor.plan_of`.
+    """
+
+    def __init__(self, d_model: int, vocab_size: int) -> None:
+        super().__init__(d_model, vocab_size, bias=False)
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (batch, length, vocab_size) of features (batch, length, d_model), or the sum of the labels' nats.
+
+        With labels (batch, length), of which -100 does not count, the full logits never exist.
+        """
+        if labels is not None:
+            return linear_cross_entropy(features.flatten(0, 1), self.weight, labels.flatten())
+        weight, group, _ = local_rows(self.weight)
+        logits = F.linear(features, weight)
+        return logits if group is None else whole_logits(logits, self.weight)
+
+
 class Decoder(nn.Module):
     """A causal transformer: `forward(input_ids)` gives the logits of every next token.
 
@@ -94,6 +117,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, base: DecoderConfig | None = None) -> None:
         super().__init__()
         self.config, self.base = config, base or config
+        self.context: ContextParallel | None = None
         self.logit_multiplier = self.base.d_model / config.d_model
         device = torch.empty(0).device
         # Built on meta first, because torch would draw its own initial weights, which `init_weights` draws again.
@@ -106,7 +130,7 @@ class Decoder(nn.Module):
                 self.positions = RotaryPositions(config.head_dim, config.max_seq_len, config.rope_theta)
             self.blocks = nn.ModuleList(Block(config, base) for _ in range(config.n_layers))
             self.norm = block_norm(config)
-            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+            self.head = Head(config.d_model, config.vocab_size)
         self._tie()
         if device.type != "meta":
             self.to_empty(device=device)
@@ -132,9 +156,34 @@ class Decoder(nn.Module):
             (batch, length, vocab_size), or a scalar in nats.
         """
         features = self.features(input_ids, document_ids, cache)
-        if labels is None:
-            return self.head(features)
-        return linear_cross_entropy(features.flatten(0, 1), self.head.weight, labels.flatten())
+        return self.head(features) if labels is None else self.head(features, self.own_part(labels))
+
+    def own_part(self, rows: Tensor) -> Tensor:
+        """The part of rows (batch, length, ...) that this rank has under context parallelism; without it, all."""
+        return rows if self.context is None else self.context.own(rows)
+
+    def set_context_parallel(self, context: ContextParallel) -> None:
+        """Treat a part of each row: logits and loss are those of the part, `own_part` gives it. Inputs stay whole."""
+        for part in self.modules():
+            if isinstance(part, Decoder | Attention):
+                part.context = context
+
+    def parallel_plan(self) -> dict[str, str]:
+        """How the layers are divided over tensor ranks, see `parallel.tensor.plan_of`."""
+        plan = {
+            "embed": "embedding_rowwise", "norm": "sequence_parallel", "head": "vocabulary",
+            "blocks.*.attn_norm": "sequence_parallel", "blocks.*.mlp_norm": "sequence_parallel",
+            "blocks.*.attn": "gather_sequence", "blocks.*.attn.o": "rowwise",
+            "blocks.*.attn.q": "colwise", "blocks.*.attn.k": "colwise", "blocks.*.attn.v": "colwise",
+            "blocks.*.mlp": "gather_sequence", "blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise",
+        }  # fmt: skip
+        if self.config.activation == "swiglu":
+            plan["blocks.*.mlp.gate"] = "colwise"
+        if self.config.positions == "learned":
+            plan["positions"] = "embedding_rowwise"
+        if self.config.qk_norm:
+            plan |= {f"blocks.*.attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"}
+        return plan
 
     def compile_blocks(self) -> None:
         """Compile each block in place with `torch.compile`: all blocks share one compilation, and no name changes."""
@@ -150,13 +199,17 @@ class Decoder(nn.Module):
         if begin + length > self.config.max_seq_len:
             longest = f"max_seq_len={self.config.max_seq_len}"
             raise UsageError(f"a row of {begin + length} tokens, but {longest}: shorten the rows or raise it")
-        x = self.embed(input_ids)
-        mask = None if document_ids is None else document_mask(document_ids)
+        x = self.embed(self.own_part(input_ids))
+        mask = None if document_ids is None else part_mask(self.context, document_ids)
         rope = None
         if isinstance(self.positions, RotaryPositions):
             rope = self.positions(length, matmul_dtype(x), begin)
+            if self.context is not None:
+                own = self.context.positions(length, x.device)
+                rope = rope[0][own], rope[1][own]
         else:
-            x = x + self.positions(_positions_in_documents(input_ids, document_ids, begin))
+            positions = _positions_in_documents(input_ids, document_ids, begin)
+            x = x + self.positions(self.own_part(positions.view(-1, length)).view(*positions.shape[:-1], -1))
         if cache is None:
             for block in self.blocks:
                 x = block(x, rope, mask)

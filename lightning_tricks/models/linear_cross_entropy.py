@@ -6,33 +6,57 @@ At vocabulary 50304 and 65536 tokens the logits and their gradient alone would t
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_tricks._tensors import matmul_dtype
+from lightning_tricks.parallel.tensor import local_rows
 
 
-def nats_and_gradient(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def nats_and_gradient(
+    logits: Tensor, labels: Tensor, ignore_index: int, group: Any = None, first: int = 0
+) -> tuple[Tensor, Tensor]:
     """Sum of cross-entropies of (N, V) logits with (N,) labels, and its gradient with respect to the logits, in fp32.
 
-    Logits that are fp32 already are overwritten.
+    Logits that are fp32 already are overwritten. Where the ranks of `group` have parts of the vocabulary, the logits
+    and their gradient are those of this rank's part, which begins at token `first`; the sum is the same on all.
     """
     counted = labels != ignore_index
-    target = torch.where(counted, labels, 0).unsqueeze(1)
+    target = torch.where(counted, labels, 0).unsqueeze(1) - first
     z = logits.float()  # everything below is in place, so that a slice stays in the cache
-    z.sub_(z.amax(1, keepdim=True))
+    largest = z.amax(1, keepdim=True)
+    if group is None:
+        is_here = counted
+    else:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        is_here = counted & (target >= 0).squeeze(1) & (target < z.shape[1]).squeeze(1)
+        target = torch.where(is_here.unsqueeze(1), target, 0)
+    z.sub_(largest)
     at_target = z.gather(1, target).squeeze(1)
     z.exp_()
     total = z.sum(1)
+    if group is not None:
+        sums = torch.stack((total, torch.where(is_here, at_target, 0.0)))
+        dist.all_reduce(sums, group=group)
+        total, at_target = sums
     nats = torch.where(counted, total.log() - at_target, 0.0).sum()
     z.mul_((counted / total).unsqueeze(1))
-    z.scatter_add_(1, target, -counted.to(z.dtype).unsqueeze(1))
+    z.scatter_add_(1, target, -is_here.to(z.dtype).unsqueeze(1))
     return nats, z
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, rows: int, wants_gradient: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        ignore_index: int,
+        rows: int,
+        wants_gradient: bool,
+        group: Any,
+        first: int,
     ) -> Tensor:
         head = weight.to(x.dtype)
         nats = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -40,7 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_gradient else weight
         for begin in range(0, len(x), rows):
             piece = slice(begin, begin + rows)
-            some_nats, grad_logits = nats_and_gradient(x[piece] @ head.T, labels[piece], ignore_index)
+            some_nats, grad_logits = nats_and_gradient(x[piece] @ head.T, labels[piece], ignore_index, group, first)
             nats += some_nats
             if wants_gradient:
                 grad_logits = grad_logits.to(x.dtype)
@@ -56,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         # of one dimension, so that the product is computed in fp32: 1 / tokens in bf16 would be wrong by up to 0.4 %
         scaled = torch.mul(grad_x, grad.float().view(1), out=torch.empty_like(grad_x))
-        return scaled, (grad_weight * grad).to(ctx.weight_dtype), *[None] * 4
+        return scaled, (grad_weight * grad).to(ctx.weight_dtype), *[None] * 6
 
 
 def linear_cross_entropy(
@@ -69,7 +93,8 @@ def linear_cross_entropy(
 
     Args:
         x: (N, d) features.
-        weight: (V, d) of the output head.
+        weight: (V, d) of the output head; a DTensor where tensor ranks have parts of the vocabulary. Every one of them
+            must call then, with the same `x`, and gets the whole sum, but the gradient of `x` that its part makes.
         labels: (N,) int64.
         ignore_index: label that does not count.
         rows: tokens in a slice. Default: 256 on a CPU, whose cache holds such a slice; 8192 elsewhere.
@@ -83,4 +108,6 @@ def linear_cross_entropy(
     rows = rows or (256 if x.device.type == "cpu" else 8192)
     # asked here: autograd turns gradients off within forward, and its `needs_input_grad` is true under `no_grad` too
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(x.to(matmul_dtype(x)), weight, labels, ignore_index, rows, wants_gradient)
+    weight, group, first = local_rows(weight)
+    x = x.to(matmul_dtype(x))
+    return _LinearCrossEntropy.apply(x, weight, labels, ignore_index, rows, wants_gradient, group, first)

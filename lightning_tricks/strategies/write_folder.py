@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_tricks.checkpoints.record import RECORD_FILE, Record, to_json
 from lightning_tricks.checkpoints.write_file import clear_staging, fsync_path, put_in_place, remove, staging_path
-from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
+from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0
 
 WriteFiles = Callable[[Path], Mapping[str, int]]
 

@@ -538,7 +538,7 @@ def test_the_time_spent_on_counting_is_no_training_time(clock, monkeypatch):
 def test_an_interval_of_unknown_flops_has_no_figure():
     step = {"_samples": 1, "_positions": 1, "_tokens": 1, "_flops": 80.0, "_recompute": 0.0}
     steps = [step, step | {"_flops": float("nan")}]
-    found = mfu_monitor.rates(steps, seconds=1.0, world_size=1, data_world_size=1, peak=1000.0)
+    found = mfu_monitor.rates(steps, seconds=1.0, devices=1, copies=1, peak=1000.0)
     assert found["tokens_per_second"] == 2.0
     assert not {"mfu", "hfu", "model_flops_per_second"} & found.keys()
 
@@ -644,7 +644,7 @@ def test_mfu_above_one_is_left_out_with_one_warning(clock, recwarn):
 
 def test_hfu_above_one_is_left_out():
     step = {"_samples": 1, "_positions": 1, "_tokens": 1, "_flops": 80.0, "_recompute": 40.0}
-    found = mfu_monitor.rates([step], seconds=1.0, world_size=1, data_world_size=1, peak=100.0)
+    found = mfu_monitor.rates([step], seconds=1.0, devices=1, copies=1, peak=100.0)
     assert found["mfu"] == pytest.approx(0.8)
     assert "hfu" not in found
 
@@ -655,7 +655,7 @@ def test_hfu_above_one_is_left_out():
 def test_rates_by_hand_of_many_ranks():
     # 8 ranks, 4 of them see different data: each sum holds every token twice
     step = {"_samples": 8, "_positions": 800, "_tokens": 600, "_flops": 8000.0, "_recompute": 800.0}
-    found = mfu_monitor.rates([step, step], seconds=4.0, world_size=8, data_world_size=4, peak=1e3)
+    found = mfu_monitor.rates([step, step], seconds=4.0, devices=8, copies=2, peak=1e3)
     assert found == pytest.approx(
         {
             "step_seconds": 2.0,

@@ -17,9 +17,9 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
+from lightning_tricks.parallel.shard import largest_group
 from lightning_tricks.precision import BF16Mixed
 from lightning_tricks.strategies import FSDP2Strategy
-from lightning_tricks.strategies.fsdp2.shard import largest_group
 
 
 class Encoder(pl.LightningModule):

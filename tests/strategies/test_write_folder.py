@@ -28,9 +28,9 @@ from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint, r
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.record import KEY, read_record, record_of
 from lightning_tricks.checkpoints.write_file import ChecksummedFile
+from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0
+from lightning_tricks.parallel.broadcast import broadcast
 from lightning_tricks.strategies import DeepSpeedZeROStrategy
-from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
-from lightning_tricks.strategies.broadcast import broadcast
 from lightning_tricks.strategies.fsdp2.sharded_checkpoint import (
     load_optimizers,
     shards_to_save,

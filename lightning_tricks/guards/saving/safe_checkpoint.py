@@ -20,6 +20,7 @@ from lightning_tricks._trainer import (
     is_accumulating,
     is_last_step,
     logging_step,
+    reduce_over_all,
     validation_follows,
 )
 from lightning_tricks.checkpoints import AtomicCheckpointIO
@@ -388,7 +389,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     def _new_record(self, trainer: Trainer, permanent: bool) -> Record:
         numbers = numbers_of(trainer.lightning_module, self._finite_buffers)
         weights = not_finite(numbers).to(trainer.strategy.root_device)
-        finite = float(trainer.strategy.reduce(weights, reduce_op="sum")) == 0
+        finite = float(reduce_over_all(trainer.strategy, weights, "sum")) == 0
         if finite:
             self._warn_once.again("not finite")
         else:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local, sharded_like
-from lightning_tricks._trainer import enabled_scaler, unwrapped
+from lightning_tricks._trainer import enabled_scaler, reduce_over_all, unwrapped
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, candidates, newest_whole, restore_name
@@ -249,7 +249,7 @@ class SavedStates:
                 return None
             checkpoint = _load(trainer, path)
             weights = not_finite(numbers_of(trainer.lightning_module)).to(trainer.strategy.root_device)
-            if float(trainer.strategy.reduce(weights, reduce_op="sum")) == 0:
+            if float(reduce_over_all(trainer.strategy, weights, "sum")) == 0:
                 return path, checkpoint
             self._not_finite.add(path)
 

@@ -23,28 +23,28 @@ _COUNTS = ("_samples", "_positions", "_flops", "_recompute")
 
 
 def rates(
-    steps: Sequence[Mapping[str, float]], seconds: float, world_size: int, data_world_size: int, peak: float | None
+    steps: Sequence[Mapping[str, float]], seconds: float, devices: int, copies: float, peak: float | None
 ) -> dict[str, float]:
     """The figures of an interval, without the `throughput/` before their names.
 
     Args:
         steps: `_samples`, `_positions`, `_tokens`, `_flops` and `_recompute` of each optimizer step, as sums over all
-            ranks, also over ranks that see the same data; NaN for FLOPs that are not known.
+            ranks, of which `copies` see each row; NaN for FLOPs that are not known.
         seconds: of the interval.
-        world_size: number of ranks.
-        data_world_size: number of ranks that see different data.
+        devices: number of ranks.
+        copies: see `steps`.
         peak: FLOP/s of one rank's device, None where not known.
     """
     # padding is no work of the model: the share of a step's positions that are tokens
     real = [step["_tokens"] / step["_positions"] if step["_positions"] else 1.0 for step in steps]
-    per_second = data_world_size / world_size / seconds
+    per_second = 1 / copies / seconds
     tokens = sum(step["_tokens"] for step in steps) * per_second
-    model = sum(step["_flops"] * part for step, part in zip(steps, real, strict=True)) * per_second / world_size
-    recompute = sum(step["_recompute"] * part for step, part in zip(steps, real, strict=True)) * per_second / world_size
+    model = sum(step["_flops"] * part for step, part in zip(steps, real, strict=True)) * per_second / devices
+    recompute = sum(step["_recompute"] * part for step, part in zip(steps, real, strict=True)) * per_second / devices
     found = {"step_seconds": seconds / len(steps)}
     found["samples_per_second"] = sum(step["_samples"] for step in steps) * per_second
     if tokens:
-        found |= {"tokens_per_second": tokens, "tokens_per_second_per_device": tokens / world_size}
+        found |= {"tokens_per_second": tokens, "tokens_per_second_per_device": tokens / devices}
     if model > 0:  # NaN where a batch of the interval has unknown FLOPs
         found["model_flops_per_second"] = model
         if peak and not model > peak:  # above the peak, one of the two is wrong
@@ -259,7 +259,8 @@ class MFUMonitor(pl.Callback):
             self._watch.phase = "training"
             found["first_step_seconds"] = seconds
         elif seconds > 0:
-            found |= rates(steps, seconds, self._trainer.world_size, data_rank(self._trainer)[1], self._peak)
+            copies = self._trainer.world_size / data_rank(self._trainer)[1]
+            found |= rates(steps, seconds, self._trainer.world_size, copies, self._peak)
             self._check_peak(found.get("model_flops_per_second", 0.0))
         return {f"throughput/{name}": value for name, value in found.items()}
 

@@ -57,13 +57,13 @@ def choose_layers(
     shared_with = {id(param): part for part in others for param in part.parameters(recurse=False)}
 
     def reason_of(name: str, layer: nn.Linear) -> str:
+        weight = weights[name]
+        if id(weight) in heads:
+            return "output head"
         if type(layer) is not nn.Linear:
             return f"is a {type(layer).__name__}"  # a subclass, which would lose its own forward
         if "forward" in vars(layer):
             return "its forward was replaced"
-        weight = weights[name]
-        if id(weight) in heads:
-            return "output head"
         if excludes(exclude, name):
             return "exclude"
         if weight is None or weight is not layer._parameters.get("weight"):

@@ -16,7 +16,7 @@ from lightning_tricks._lightning import pl
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import configured_optimizers, is_accumulating
 from lightning_tricks.checkpoints.record import record_of
-from lightning_tricks.strategies.broadcast import broadcast
+from lightning_tricks.parallel.broadcast import broadcast
 from lightning_tricks.strategies.deepspeed import settings
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import (
     Layout,

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_tricks._activation_checkpointing import Mode, check_mode, checkpoint_block
+from lightning_tricks._activation_checkpointing import Mode, check_mode
 from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import match_modules, repeated_blocks
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._random_state import random_state, set_random_state
 from lightning_tricks._trainer import set_device_mesh, unwrapped
@@ -21,9 +19,15 @@ from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.optim.limits import refuse_limits
-from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
-from lightning_tricks.strategies.broadcast import broadcast
-from lightning_tricks.strategies.fsdp2 import shard, sharded_checkpoint
+from lightning_tricks.parallel import shard
+from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0
+from lightning_tricks.parallel.broadcast import broadcast
+from lightning_tricks.parallel.context import Method, check_method
+from lightning_tricks.parallel.dims import Mesh, ParallelDims
+from lightning_tricks.parallel.layout import summary
+from lightning_tricks.parallel.parallelize import ParallelOptions, check_module, find_blocks, parallelize
+from lightning_tricks.parallel.tensor import refuse_partial_gradients
+from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
 from lightning_tricks.strategies.fsdp2.manual_optimization import GatherOnCall
 from lightning_tricks.strategies.verify_together import check_together, verify_together, was_verified
 from lightning_tricks.strategies.write_folder import FolderWriter
@@ -39,6 +43,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     LightningModule itself, whose steps gather it. `configure_optimizers` comes later and sees the sharded parameters.
     A module that calls `fully_shard` itself is left as it is. Losses, clip and norm are those of one process with the
     whole batch. It also runs on one device.
+
+    With `mesh: {tensor: 8}` eight ranks share each matrix (tensor parallelism), as the module's `parallel_plan` or a
+    Hugging Face model's `tp_plan` says. With `mesh: {context: 2}` two ranks share each row (context parallelism), if
+    the module has a `set_context_parallel`. Both are combined with shards, and with replicas.
 
     Ranks start with rank 0's weights and buffers. In training each rank has running statistics (batch norm) and other
     buffers of its own; at each validation and each save all ranks take rank 0's, which are those of the checkpoint. A
@@ -60,6 +68,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             needs no rank 0 and is filled by `init_weights`.
         save_distributed_checkpoint: write a folder, each rank its shards; False: one file, written by rank 0.
         timeout_seconds: how long a rank waits for the others before it fails.
+        mesh: sizes by name, see `ParallelDims`; None: `replicate_size` replicas, each sharded over its devices.
+        sequence_parallel: with tensor ranks, divide the rows between the matrices too, where the plan says how.
+        context_method: how context ranks see the rest of a row: `gather` its keys and values, or `ulysses`, exchange
+            positions for heads.
 
     Raises:
         UsageError: an unknown `activation_checkpointing`; sizes that do not multiply to the number of devices,
@@ -82,6 +94,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         init_on_rank_0: bool = False,
         save_distributed_checkpoint: bool = True,
         timeout_seconds: float = 1800.0,
+        mesh: ParallelDims | None = None,
+        sequence_parallel: bool = True,
+        context_method: Method = "gather",
     ) -> None:
         super().__init__(
             data_parallel_size="auto",
@@ -90,6 +105,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             timeout=timedelta(seconds=timeout_seconds),
         )
         self.replicate_size = replicate_size
+        self.mesh = mesh
+        self.sequence_parallel = sequence_parallel
+        self.context_method = check_method(context_method)
         self.blocks = blocks
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
@@ -97,28 +115,61 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.compile_blocks = compile_blocks
         self.init_on_rank_0 = init_on_rank_0
         self.shards_modules = True  # tells a module that would otherwise shard itself
+        self._tensor_ranks_unchecked = False
         self._folder_writer = FolderWriter(timedelta(seconds=timeout_seconds))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank has data of its own."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        """The ranks that have rows of their own; tensor and context ranks share theirs."""
+        dims = self.dims
+        return {"num_replicas": dims.data_ranks, "rank": dims.data_rank(self.global_rank)}
 
-    def setup_environment(self) -> None:
-        """Check the sizes, join the process group, and name the mesh: `replicate` and `shard`."""
+    @property
+    def dims(self) -> ParallelDims:
+        """The sizes of the mesh, for all processes of the run."""
         world = self.num_nodes * self.num_processes
+        if self.mesh is not None:
+            if self.replicate_size not in (1, self.mesh.replicate):
+                raise UsageError(
+                    f"replicate_size={self.replicate_size}, mesh.replicate={self.mesh.replicate}: give one of them"
+                )
+            return self.mesh.of_world(world)
         if self.replicate_size < 1 or world % self.replicate_size:
             raise UsageError(
                 f"replicate_size={self.replicate_size} does not divide the {world} devices: "
                 "give a divisor of num_nodes x devices"
             )
+        return ParallelDims(replicate=self.replicate_size).of_world(world)
+
+    def setup_environment(self) -> None:
+        """Check the sizes, join the process group, and name the mesh: `replicate`, `shard` and `tensor`."""
+        dims = self.dims
+        self._check_module(dims)
         if self._offloads and self._process_group_backend is None:
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms of gradients on the host are added up there
         super(pl.strategies.ModelParallelStrategy, self).setup_environment()
         self._setup_distributed()
-        shape = (self.replicate_size, world // self.replicate_size)
-        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+        self.groups = Mesh.of(dims, self.root_device.type)
+        self._device_mesh = self.groups.device_mesh
         set_device_mesh(self._module, self._device_mesh)
+
+    def _check_module(self, dims: ParallelDims) -> None:
+        """Refuse a module that cannot be divided so, if its parameters are known yet, before any process waits."""
+        describe = getattr(self._module, "without_data", None)
+        module = self._module if describe is None else describe()
+        if next(module.parameters(), None) is not None:
+            check_module(module, dims)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Join a value over the ranks that have different tokens; tensor ranks have the same values."""
+        own = group is None and self.dims.tensor > 1
+        return super().reduce(tensor, self.groups.loss if own else group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks say yes, or any."""
+        said = torch.tensor(int(decision), device=self.root_device)
+        count = super().reduce(said, torch.distributed.group.WORLD, "sum")
+        return bool(count == self.world_size) if all else bool(count)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -168,30 +219,18 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             module.to("cpu")  # values drawn on the device, so that they are those of a run without offloading
 
     def _shard(self, module: Any, from_rank_0: bool) -> None:
-        if self.blocks is not None:
-            blocks = match_modules(module, self.blocks, "FSDP2Strategy.blocks")
-        elif not (blocks := repeated_blocks(module)):
+        on_all_ranks(lambda: shard.refuse_unshardable(module, find_blocks(module, self.blocks)))
+        shard.refuse_other_modules(module)
+        state = shard.Rank0State(module) if from_rank_0 else None
+        if state is None and not shard.has_meta(module):
+            broadcast([*module.parameters(), *module.buffers()], self.root_device)
+        made = parallelize(module, self.groups, self.options)
+        blocks = made.blocks
+        if not blocks:
             rank_zero_warn(
                 f"FSDP2Strategy: {type(module).__name__} has no repeated blocks, so all of it is gathered at once: "
                 "name parts of it by blocks"
             )
-        on_all_ranks(lambda: shard.refuse_unshardable(module, blocks))
-        shard.refuse_other_modules(module)
-        elements = sum(parameter.numel() for parameter in module.parameters())
-        gathered = shard.largest_group(module, blocks.values())
-        state = shard.Rank0State(module) if from_rank_0 else None
-        if state is None and not shard.has_meta(module):
-            broadcast([*module.parameters(), *module.buffers()], self.root_device)
-        if hasattr(self.precision_plugin, "convert_before_sharding"):
-            self.precision_plugin.convert_before_sharding(module)
-        for block in blocks.values():
-            checkpoint_block(block, self.activation_checkpointing)
-            if self.compile_blocks:
-                block.compile()
-        mesh = self.device_mesh if self.replicate_size > 1 else self.device_mesh["shard"]
-        policy = getattr(self.precision_plugin, "fsdp2_policy", None) or fsdp.MixedPrecisionPolicy()
-        offload = fsdp.CPUOffloadPolicy() if self._offloads else fsdp.OffloadPolicy()
-        shard.shard_module(module, blocks.values(), mesh, policy, offload, self.reshard_after_forward)
         # attributes of the module, as the shards are: a second fit, by another strategy, finds all of them
         module._scalars = shard.Scalars(module)
         module._gather_on_call = None if module.automatic_optimization else GatherOnCall(module, blocks.values())
@@ -200,7 +239,23 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
                 fsdp.register_fsdp_forward_method(module, step)
         if state is not None:
             state.scatter(module, self.root_device)
-        rank_zero_info(shard.summary(self.device_mesh, blocks, elements, gathered, module))
+        rank_zero_info(summary(self.dims, made, module))
+        self._tensor_ranks_unchecked = self.dims.tensor > 1
+
+    @property
+    def options(self) -> ParallelOptions:
+        """How `parallelize` is told to treat the module."""
+        return ParallelOptions(
+            blocks=self.blocks,
+            convert=getattr(self.precision_plugin, "convert_before_sharding", None),
+            activation_checkpointing=self.activation_checkpointing,
+            compile_blocks=self.compile_blocks,
+            sequence_parallel=self.sequence_parallel,
+            context_method=self.context_method,
+            policy=getattr(self.precision_plugin, "fsdp2_policy", None) or fsdp.MixedPrecisionPolicy(),
+            offload=fsdp.CPUOffloadPolicy() if self._offloads else fsdp.OffloadPolicy(),
+            reshard_after_forward=self.reshard_after_forward,
+        )
 
     @property
     def _module(self) -> Any:
@@ -238,7 +293,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if "_scalars" in vars(module):
-            module._scalars.average_gradients(self.root_device)
+            module._scalars.average_gradients(self.root_device, self.groups.loss)
+        if self._tensor_ranks_unchecked:
+            self._tensor_ranks_unchecked = False
+            refuse_partial_gradients(module, self.groups.tensor)
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

@@ -31,7 +31,7 @@ from lightning_tricks.checkpoints.open_checkpoint import ALL, WITHOUT_OPTIMIZERS
 from lightning_tricks.checkpoints.record import checksum_of
 from lightning_tricks.checkpoints.write_file import open_checksummed, save_with_record
 from lightning_tricks.optim.low_bit_state import LOW_BIT, empty_state, owners_of, plain_values, to_low_bit
-from lightning_tricks.strategies.agreement import on_all_ranks
+from lightning_tricks.parallel.agreement import on_all_ranks
 
 
 def gather(tree: Any, keep: bool) -> Any:

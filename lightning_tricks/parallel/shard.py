@@ -29,8 +29,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import bound_to_buffers
 from lightning_tricks._random_state import random_state, set_random_state
 from lightning_tricks._tensors import local
-from lightning_tricks.strategies.agreement import on_all_ranks, on_rank_0
-from lightning_tricks.strategies.broadcast import broadcast
+from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0
+from lightning_tricks.parallel.broadcast import broadcast
 
 
 def shard_module(
@@ -92,22 +92,22 @@ class Scalars:
         self._module = module
 
     @torch.no_grad()
-    def average_gradients(self, device: torch.device) -> None:
-        """Give each scalar the mean of its gradient over all ranks; every rank must call, after a backward pass.
+    def average_gradients(self, device: torch.device, group: Any = None) -> None:
+        """Give each scalar the mean of its gradient over the ranks of a group; each must call, after a backward pass.
 
         A rank that did not use a scalar adds 0; it stays without a gradient where no rank has one. Gradients of earlier
         micro-batches are equal on all ranks already, so they stay what they are.
         """
         scalars = [p for p in map(self._module.get_parameter, self.names) if p.requires_grad]  # `to` may replace them
-        if not scalars or dist.get_world_size() == 1:
+        if not scalars or dist.get_world_size(group) == 1:
             return
         zero = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
         sums = torch.stack(
             [zero if p.grad is None else p.grad.to(zero) for p in scalars]
             + [zero if p.grad is None else zero + 1 for p in scalars]
         )
-        dist.all_reduce(sums)
-        means, users = sums.div(dist.get_world_size()).chunk(2)
+        dist.all_reduce(sums, group=group)
+        means, users = sums.div(dist.get_world_size(group)).chunk(2)
         for parameter, mean, used in zip(scalars, means, users, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(mean)
@@ -129,21 +129,6 @@ def largest_group(root: nn.Module, blocks: Collection[nn.Module]) -> int:
 def local_bytes(module: nn.Module) -> int:
     """Bytes of the parameters that this rank holds."""
     return sum(local(parameter).nbytes for parameter in module.parameters())
-
-
-def summary(mesh: DeviceMesh, blocks: Mapping[str, nn.Module], elements: int, gathered: int, module: nn.Module) -> str:
-    """The lines that tell how `module` was sharded; `elements` in all, at most `gathered` of them at a time."""
-    names, scalars = list(blocks), [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
-    few = names if len(names) < 3 else [names[0], "...", names[-1]]
-    return "\n".join(
-        [
-            f"FSDP2 on replicate {mesh.shape[0]} x shard {mesh.shape[1]}",
-            f"  blocks      {len(names):,}: {', '.join(few)}" if names else "  blocks      none",
-            f"  parameters  {elements:,}, of which at most {gathered / max(elements, 1):.1%} are gathered at a time",
-            f"  on rank 0   {local_bytes(module) / 2**20:,.2f} MiB of weights",
-            *([f"  scalars     {len(scalars):,}, whole on every rank: {', '.join(scalars[:3])}"] if scalars else []),
-        ]
-    )
 
 
 class Rank0State:

@@ -1,0 +1,353 @@
+"""Divide the matrices of a module over the tensor ranks, by a plan of names in Hugging Face's words."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._tensors import local
+
+Word = Literal[
+    "colwise",
+    "colwise_gather_output",
+    "rowwise",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "vocabulary",
+    "gather_sequence",
+    "sequence_parallel",
+    "replicated_with_grad_allreduce",
+]
+_OTHER_NAMES = {"colwise_rep": "colwise_gather_output"}  # transformers 4
+_OF_SEQUENCES = ("gather_sequence", "sequence_parallel")
+_DIVIDES_ROWS = ("colwise", "colwise_gather_output", "embedding_rowwise", "vocabulary")  # of the weight
+_DIVIDES_COLUMNS = ("rowwise", "embedding_colwise")
+# the fields by which configurations of transformers, and ours, tell the number of heads
+_HEADS = ("num_attention_heads", "num_key_value_heads", "n_heads", "kv_heads")
+
+
+def plan_of(module: nn.Module) -> dict[str, str]:
+    """The plan of a module: those that its parts give, with their place in the names.
+
+    A part gives one by a method `parallel_plan()`, or as a model of Hugging Face's transformers by its `tp_plan`. It
+    names the layers below the part, with `*` for any part of a name, and says how each is divided:
+
+    - `colwise`: a linear layer by its outputs, so that the result is this rank's part; `colwise_gather_output` gives
+      the whole result.
+    - `rowwise`: a linear layer by its inputs, of which this rank has a part; gives the whole result.
+    - `embedding_rowwise`: an embedding by its entries; `embedding_colwise` by its width.
+    - `vocabulary`: an output head by its outputs that divides its input and gradient itself, as `models.Head` does.
+    - `replicated_with_grad_allreduce`: not at all, but it sees only this rank's part of its input (norms of heads).
+    - `gather_sequence`: a module that needs the whole rows; with sequence parallelism it gets them. Give it the modules
+      that hold several `colwise` layers of one input: the gradient of that input is then reduced once.
+    - `sequence_parallel`: not at all; with sequence parallelism it sees a part of each row (norms of the residual
+      stream).
+
+    Empty for a module without a plan.
+
+    Source: https://huggingface.co/docs/transformers/perf_infer_gpu_multi.
+    """
+    plan: dict[str, str] = {}
+    above: list[str] = []  # names of parts that gave a plan, which holds for all below them
+    for name, part in module.named_modules():
+        if any(not other or name.startswith(f"{other}.") for other in above):
+            continue
+        given = _given_by(part)
+        if given:
+            above.append(name)
+            plan |= {f"{name}.{pattern}".lstrip("."): _OTHER_NAMES.get(word, word) for pattern, word in given.items()}
+    return plan
+
+
+def _given_by(part: nn.Module) -> Mapping[str, str]:
+    if callable(getattr(part, "parallel_plan", None)):
+        return part.parallel_plan()  # type: ignore[operator]
+    return getattr(part, "tp_plan", None) or getattr(part, "_tp_plan", None) or {}
+
+
+def divides_sequences(plan: Mapping[str, str]) -> bool:
+    """Whether a plan says how rows are divided between the matrices: that sequence parallelism is possible."""
+    return any(word in _OF_SEQUENCES for word in plan.values())
+
+
+def named_by(plan: Mapping[str, str], module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Each module that a plan names, with its word.
+
+    Raises:
+        UsageError: no plan; a name that no module has; an unknown word.
+    """
+    if not plan:
+        raise UsageError(
+            f"mesh.tensor: {type(module).__name__} says nowhere how its layers are divided: give it a method "
+            "parallel_plan, a dict of names such as {'blocks.*.mlp.up': 'colwise', 'blocks.*.mlp.down': 'rowwise'}"
+        )
+    modules = dict(module.named_modules())
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for pattern, word in plan.items():
+        if word not in Word.__args__:  # type: ignore[attr-defined]
+            raise UsageError(
+                f"mesh.tensor: the plan says {word!r} of '{pattern}': known are {', '.join(Word.__args__)}"  # type: ignore[attr-defined]
+            )
+        regex = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+        names = [name for name in modules if regex.fullmatch(name)]
+        if not names:
+            raise UsageError(
+                f"mesh.tensor: the plan names '{pattern}', and {type(module).__name__} has no such module: "
+                f"names are such as '{next(reversed(modules))}'"
+            )
+        found |= {name: (modules[name], word) for name in names}
+    return found
+
+
+def check_divisible(named: Mapping[str, tuple[nn.Module, str]], module: nn.Module, parts: int) -> None:
+    """Refuse sizes that `parts` ranks cannot share evenly: heads, widths, the vocabulary.
+
+    Raises:
+        UsageError: naming the layer or the setting, and its size.
+    """
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        for field in _HEADS:
+            heads = getattr(config, field, None)
+            if isinstance(heads, int) and heads % parts:
+                raise UsageError(f"mesh.tensor={parts} does not divide {field}={heads}: take a divisor of it")
+    for name, (part, word) in named.items():
+        if isinstance(part, nn.Linear):
+            sizes = {"out_features": part.out_features, "in_features": part.in_features}
+        elif isinstance(part, nn.Embedding):
+            sizes = {"num_embeddings": part.num_embeddings, "embedding_dim": part.embedding_dim}
+        elif word in (*_DIVIDES_ROWS, *_DIVIDES_COLUMNS):
+            raise UsageError(
+                f"mesh.tensor: the plan says {word} of '{name}', a {type(part).__name__}: only nn.Linear and "
+                "nn.Embedding can be divided"
+            )
+        else:
+            continue
+        rows, columns = sizes
+        divided = [rows] * (word in _DIVIDES_ROWS) + [columns] * (word in _DIVIDES_COLUMNS)
+        for field in (field for field in divided if sizes[field] % parts):
+            hint = "pad the vocabulary, or " if word in ("embedding_rowwise", "vocabulary") else ""
+            raise UsageError(
+                f"mesh.tensor={parts} does not divide {field}={sizes[field]} of '{name}': {hint}take another size"
+            )
+
+
+def divide(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Replace the parameters that a plan names by this rank's parts, DTensors on `mesh`, and send what must be sent.
+
+    Values must be equal on all ranks of `mesh`; meta tensors stay meta. Tied parameters stay tied.
+
+    Args:
+        module: any; its layers keep their names and classes.
+        plan: of `plan_of`.
+        mesh: of one axis, `Mesh.tensor`.
+        sequence_parallel: divide also the rows between the matrices, where the plan says how.
+
+    Raises:
+        UsageError: see `named_by` and `check_divisible`; tied parameters that the plan divides differently; with
+            sequence parallelism, a parameter that the plan does not name, whose gradient would be that of a part.
+
+    Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022 (sequence parallelism),
+        https://arxiv.org/abs/2205.05198.
+    """
+    named = named_by(plan, module)
+    check_divisible(named, module, mesh.size())
+    ties = _ties(module)
+    styles = {name: style for name, (_, word) in named.items() if (style := _style(word, sequence_parallel))}
+    for name, style in styles.items():
+        if name:
+            parallelize_module(module, mesh, {name: style}, src_data_rank=None)
+    _tie_again(ties)
+    if sequence_parallel:
+        for name, parameter in module.named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise UsageError(
+                    f"sequence_parallel: the plan does not name the module of '{name}', which would see a part of each "
+                    "row: name it, or set sequence_parallel to false"
+                )
+
+
+def _style(word: str, sequence_parallel: bool) -> ParallelStyle | None:
+    whole: Placement = Replicate()
+    rows: Placement = Shard(1) if sequence_parallel else whole
+    if word == "colwise":
+        return ColwiseParallel()
+    if word == "colwise_gather_output":
+        return ColwiseParallel(input_layouts=rows, output_layouts=whole)
+    if word == "rowwise":
+        return RowwiseParallel(output_layouts=rows)
+    if word == "embedding_rowwise":  # of ids (batch, length) or (length,)
+        output = Shard(-2) if sequence_parallel else whole
+        return _Embedding(input_layouts=whole, output_layouts=output)
+    if word == "embedding_colwise":
+        return ColwiseParallel(output_layouts=whole)
+    if word == "vocabulary":
+        return _Vocabulary(rows)
+    if word == "gather_sequence":
+        return _GatherSequence(rows)
+    if word == "sequence_parallel":
+        return SequenceParallel() if sequence_parallel else None
+    return _OnAPart()
+
+
+class _Embedding(RowwiseParallel):
+    """torch's style, but its result has arrived when it is returned.
+
+    A compiled block that gets a result still on its way computes a wrong gradient of the embedding, in silence.
+    """
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        return outputs.redistribute(placements=output_layouts).to_local()
+
+
+class _GatherSequence(ParallelStyle):
+    """The module's first input becomes whole, a DTensor, so that the layers inside reduce its gradient together."""
+
+    def __init__(self, rows: Placement) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda part, args: (_whole(args[0], device_mesh, self.rows), *args[1:]))
+        return module
+
+
+def _whole(x: Tensor, mesh: DeviceMesh, rows: Placement) -> Tensor:
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [rows], run_check=False)
+    return x.redistribute(placements=[Replicate()])
+
+
+class _Vocabulary(ParallelStyle):
+    """The weight is divided by rows; the input becomes whole, and each rank's gradient of it is a part of the sum."""
+
+    def __init__(self, rows: Placement) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Shard(0))
+
+        def enter(part: nn.Module, args: Any) -> Any:
+            whole: Any = _whole(args[0], device_mesh, self.rows)
+            return whole.to_local(grad_placements=[Partial()]), *args[1:]
+
+        module.register_forward_pre_hook(enter)
+        return module
+
+
+class _OnAPart(ParallelStyle):
+    """The parameters are whole; each rank applies them to a part of the input, so their gradients are summed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(part: nn.Module, args: Any, mesh: DeviceMesh) -> Any:
+            # it treats each vector along the last dimension alone, so any other one may be called the divided one
+            return DTensor.from_local(args[0], mesh, [Shard(0)], run_check=False), *args[1:]
+
+        def leave(part: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.to_local()
+
+        _distribute(module, device_mesh, Replicate())
+        return distribute_module(module, device_mesh, None, enter, leave)
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        shard = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(shard, parameter.requires_grad))
+
+
+_Owner = tuple[nn.Module, str]
+
+
+def _ties(module: nn.Module) -> list[list[_Owner]]:
+    """The owners of each parameter that has several."""
+    owners: dict[nn.Parameter, list[_Owner]] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((part, name))
+    return [found for found in owners.values() if len(found) > 1]
+
+
+def _tie_again(ties: list[list[_Owner]]) -> None:
+    for owners in ties:
+        parameters: list[Any] = [part._parameters[name] for part, name in owners]
+        placements = {getattr(parameter, "placements", None) for parameter in parameters}
+        if len(placements) > 1:
+            kinds = ", ".join(type(part).__name__ for part, _ in owners)
+            raise UsageError(
+                f"mesh.tensor: one parameter of {kinds} is divided in different ways by the plan: give both layers "
+                "words that divide it alike, such as embedding_rowwise and vocabulary"
+            )
+        for part, name in owners[1:]:
+            part._parameters[name] = parameters[0]
+
+
+def refuse_partial_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a plan under which a parameter that it leaves whole gets a gradient of a part of its work.
+
+    Each tensor rank then has another gradient, and trains another value. Every rank must call, after a backward pass.
+
+    Args:
+        module: divided, with gradients.
+        mesh: the tensor ranks.
+
+    Raises:
+        UsageError: on all ranks, naming the first such parameter.
+    """
+    assert mesh.mesh_dim_names is not None
+    (axis,), names, norms = mesh.mesh_dim_names, [], []
+    for name, parameter in module.named_parameters():
+        axes = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
+        if parameter.grad is not None and axis not in axes:
+            names.append(name)
+            norms.append(torch.linalg.vector_norm(local(parameter.grad).double()))
+    if not norms:
+        return
+    own = torch.stack(norms)
+    least, most = own.clone(), own.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group())
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
+    differ = ((most - least) > 1e-3 * most).tolist()
+    for name, is_partial in zip(names, differ, strict=True):
+        if is_partial:
+            raise UsageError(
+                f"mesh.tensor: '{name}' has another gradient on each tensor rank, so it is applied to a part of its "
+                f"input and the plan does not say so: add '{name.rpartition('.')[0]}': 'replicated_with_grad_allreduce'"
+            )
+
+
+def local_rows(weight: Tensor) -> tuple[Tensor, Any, int]:
+    """This rank's rows of a weight that `vocabulary` divides, the group that has the others, the first row's number.
+
+    A weight that is not divided comes back as it is, with None and 0.
+    """
+    if not isinstance(weight, DTensor):
+        return weight, None, 0
+    mesh = weight.device_mesh
+    own = weight.to_local()
+    return own, mesh.get_group(), mesh.get_local_rank() * len(own)
+
+
+def whole_logits(logits: Tensor, weight: Tensor) -> Tensor:
+    """The logits of all of a divided weight's rows, of those of this rank's."""
+    if not isinstance(weight, DTensor):
+        return logits
+    return DTensor.from_local(logits, weight.device_mesh, [Shard(-1)], run_check=False).full_tensor()
