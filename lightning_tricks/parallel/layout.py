@@ -1,23 +1,83 @@
-"""The layout of a run as a table: the mesh, what a rank holds, what it sends."""
+"""The layout of a run as a table: the mesh, what a rank holds, and what it sends in a step over which axis."""
+
+from collections.abc import Mapping
 
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_tricks._tensors import local
 from lightning_tricks.parallel.dims import ParallelDims
-from lightning_tricks.parallel.parallelize import Parallelized
+from lightning_tricks.parallel.parallelize import Parallelized, ParallelOptions
 from lightning_tricks.parallel.shard import local_bytes
 
 
-def summary(dims: ParallelDims, made: Parallelized, module: nn.Module) -> str:
-    """The lines that tell how `module` was divided."""
+def layout_table(dims: ParallelDims, made: Parallelized, options: ParallelOptions, module: nn.Module) -> str:
+    """The lines that tell how `module` was divided, as rank 0 sees it.
+
+    Args:
+        dims: sizes of the mesh.
+        made: what `parallelize` returned.
+        options: that it was given.
+        module: after it.
+    """
     names, scalars = list(made.blocks), [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     few = names if len(names) < 3 else [names[0], "...", names[-1]]
-    return "\n".join(
-        [
-            f"FSDP2 on {dims}",
-            f"  blocks      {len(names):,}: {', '.join(few)}" if names else "  blocks      none",
-            f"  parameters  {made.elements:,}, of which at most {made.gathered / max(made.elements, 1):.1%} "
-            "are gathered at a time",
-            f"  on rank 0   {local_bytes(module) / 2**20:,.2f} MiB of weights",
-            *([f"  scalars     {len(scalars):,}, whole on every rank: {', '.join(scalars[:3])}"] if scalars else []),
-        ]
-    )
+    share = made.gathered / max(made.elements, 1)
+    rows = [
+        ("blocks", f"{len(names):,}: {', '.join(few)}" if names else "none"),
+        ("parameters", f"{made.elements:,}, of which at most {share:.1%} are gathered at a time"),
+        ("a rank has", f"{_mib(local_bytes(module))} of weights, {_data(dims)}"),
+    ]
+    if scalars:
+        rows.append(("scalars", f"{len(scalars):,}, whole on every rank: {', '.join(scalars[:3])}"))
+    if dims.tensor > 1:
+        rows_too = ", and the rows between them" if made.sequence_parallel else ""
+        rows.append(("tensor", f"{len(made.plan)} entries of the plan divide matrices{rows_too}"))
+    if dims.context > 1:
+        rows.append(("context", f"each rank has 1/{dims.context} of each row; {options.context_method}"))
+    rows += [("sends", line) for line in sent(dims, options, module)]
+    return "\n".join([f"FSDP2 on {dims}", *(f"  {name:<11} {text}" for name, text in rows)])
+
+
+def _data(dims: ParallelDims) -> str:
+    """Which ranks have the rows of rank 0."""
+    same = dims.context * dims.tensor
+    return f"{dims.data_ranks:,} ranks have rows of their own" + (f", {same} ranks each the same" if same > 1 else "")
+
+
+def sent(dims: ParallelDims, options: ParallelOptions, module: nn.Module) -> list[str]:
+    """What a rank gathers and reduces in each micro-batch, a line for each axis whose parts are of weights.
+
+    Bytes are those of the whole parts that a collective makes or takes, of which (n - 1) / n come from n - 1 others.
+    """
+    bytes_of = _gathered_bytes(dims, options.policy, module)
+    shards = dims.shard * dims.context
+    lines = []
+    if shards > 1:
+        times = 2 if options.reshard_after_forward else 1
+        lines.append(
+            f"over {shards} shards a micro-batch: gathers {times} x {_mib(bytes_of['gather'])} of weights, reduces "
+            f"{_mib(bytes_of['reduce'])} of gradients"
+        )
+    if dims.replicate > 1:
+        lines.append(
+            f"over {dims.replicate} replicas a step: reduces {_mib(bytes_of['reduce'] // shards)} of gradients"
+        )
+    return lines
+
+
+def _gathered_bytes(dims: ParallelDims, policy: MixedPrecisionPolicy, module: nn.Module) -> Mapping[str, int]:
+    """Bytes of all parameters that one model replica's shards make, on this rank's part of the matrices."""
+    found = {"gather": 0, "reduce": 0}
+    for parameter in module.parameters():
+        if parameter.ndim == 0:
+            continue
+        elements = local(parameter).numel() * dims.shard * dims.context
+        for kind, dtype in (("gather", policy.param_dtype), ("reduce", policy.reduce_dtype or policy.param_dtype)):
+            found[kind] += elements * (dtype or parameter.dtype).itemsize
+    return found
+
+
+def _mib(size: float) -> str:
+    unit, name = (2**30, "GiB") if size >= 10 * 2**30 else (2**20, "MiB")
+    return f"{size / unit:,.2f} {name}"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed import fsdp
@@ -13,7 +13,7 @@ from lightning_tricks._activation_checkpointing import Mode, check_mode
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._random_state import random_state, set_random_state
-from lightning_tricks._trainer import set_device_mesh, unwrapped
+from lightning_tricks._trainer import is_accumulating, set_device_mesh, unwrapped
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
@@ -24,7 +24,7 @@ from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0
 from lightning_tricks.parallel.broadcast import broadcast
 from lightning_tricks.parallel.context import Method, check_method
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
-from lightning_tricks.parallel.layout import summary
+from lightning_tricks.parallel.layout import layout_table
 from lightning_tricks.parallel.parallelize import ParallelOptions, check_module, find_blocks, parallelize
 from lightning_tricks.parallel.tensor import refuse_partial_gradients
 from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
@@ -70,6 +70,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         timeout_seconds: how long a rank waits for the others before it fails.
         mesh: sizes by name, see `ParallelDims`; None: `replicate_size` replicas, each sharded over its devices.
         sequence_parallel: with tensor ranks, divide the rows between the matrices too, where the plan says how.
+        reduce_gradients: `micro_batch`: sum gradients over the shards after each backward pass. `step`: only after the
+            last one of an optimizer step, which sends less and holds each gradient whole until then: 4 bytes a
+            parameter on each rank, divided by the tensor ranks. Replicas always sum once a step.
         context_method: how context ranks see the rest of a row: `gather` its keys and values, or `ulysses`, exchange
             positions for heads.
 
@@ -97,7 +100,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         mesh: ParallelDims | None = None,
         sequence_parallel: bool = True,
         context_method: Method = "gather",
+        reduce_gradients: Literal["micro_batch", "step"] = "micro_batch",
     ) -> None:
+        if reduce_gradients not in ("micro_batch", "step"):
+            raise UsageError(f"reduce_gradients={reduce_gradients!r}: give micro_batch or step")
         super().__init__(
             data_parallel_size="auto",
             tensor_parallel_size=1,
@@ -108,6 +114,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.mesh = mesh
         self.sequence_parallel = sequence_parallel
         self.context_method = check_method(context_method)
+        self.reduce_gradients = reduce_gradients
         self.blocks = blocks
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
@@ -116,6 +123,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.init_on_rank_0 = init_on_rank_0
         self.shards_modules = True  # tells a module that would otherwise shard itself
         self._tensor_ranks_unchecked = False
+        self._gradients_wait = False  # for the last micro-batch of the step to be summed over the ranks
         self._folder_writer = FolderWriter(timedelta(seconds=timeout_seconds))
 
     @property
@@ -239,7 +247,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
                 fsdp.register_fsdp_forward_method(module, step)
         if state is not None:
             state.scatter(module, self.root_device)
-        rank_zero_info(summary(self.dims, made, module))
+        rank_zero_info(layout_table(self.dims, made, self.options, module))
         self._tensor_ranks_unchecked = self.dims.tensor > 1
 
     @property
@@ -289,6 +297,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         if self._gather_on_call:
             closure_loss = self._gather_on_call.before_backward(closure_loss)
         module, plugin = self._module, self.precision_plugin
+        self._reduce_or_wait(module)
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -301,10 +310,35 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
+    def _reduce_or_wait(self, module: Any) -> None:
+        """Sum the gradients of this backward pass over the ranks, or leave that to a later one of the step."""
+        wait = is_accumulating(module.trainer) if module.automatic_optimization else False
+        if wait == self._gradients_wait or not isinstance(module, fsdp.FSDPModule):
+            return
+        self._gradients_wait = wait
+        if self.reduce_gradients == "step":
+            module.set_requires_gradient_sync(not wait)
+        elif self.dims.replicate > 1:
+            module.set_requires_all_reduce(not wait)
+
+    def _closure_with_gradients(self, closure: Any) -> Any:
+        """The closure of a step, which fails where gradients still wait: no backward pass came last."""
+
+        def run() -> Any:
+            loss = closure()
+            if self._gradients_wait and (self.reduce_gradients == "step" or self.dims.replicate > 1):
+                raise UsageError(
+                    "training_step returned None for the last micro-batch of a step, by whose backward pass the step's "
+                    "gradients are summed over the ranks: return a loss of 0, or set reduce_gradients to micro_batch"
+                )
+            return loss
+
+        return run
+
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, and drop the parameters that were gathered before."""
         if not self._gather_on_call:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(optimizer, self._closure_with_gradients(closure), model, **kwargs)
         self._gather_on_call.refuse_gradients_of_whole_parameters()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._gather_on_call.reshard()
