@@ -130,7 +130,7 @@ class Mesh:
             dims: of `of_world`.
             device: type of device on which the ranks communicate, such as "cuda".
         """
-        ranks = torch.arange(dims.world).view(dims.replicate, dims.shard, dims.context, dims.tensor)
+        ranks = torch.arange(dims.world, device="cpu").view(dims.replicate, dims.shard, dims.context, dims.tensor)
         shape = (dims.replicate, dims.shard * dims.context, dims.tensor)
         device_mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard", "tensor"))
         loss = _own_group(ranks.flatten(0, 2).mT) if dims.tensor > 1 else None

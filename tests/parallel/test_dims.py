@@ -1,0 +1,45 @@
+"""ParallelDims: sizes that fill a world, the ranks that share something, and one line for sizes that do not fit."""
+
+import pytest
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.parallel.dims import ParallelDims
+
+CLUSTER = ParallelDims(replicate=2, context=2, tensor=4).of_world(64)
+
+
+def test_the_shards_take_the_processes_that_are_left():
+    assert ParallelDims(replicate=2, shard=4, context=2, tensor=4) == CLUSTER
+    assert (CLUSTER.world, CLUSTER.data_ranks, CLUSTER.loss_ranks, CLUSTER.weight_parts) == (64, 8, 16, 32)
+    assert str(CLUSTER) == "replicate 2 x shard 4 x context 2 x tensor 4"
+    assert str(ParallelDims().of_world(1)) == "shard 1"
+
+
+def test_tensor_ranks_are_neighbours_and_share_their_rows_with_the_context_ranks():
+    places = [(CLUSTER.data_rank(r), CLUSTER.context_rank(r), CLUSTER.tensor_rank(r)) for r in range(64)]
+    assert places[:9] == [*((0, 0, t) for t in range(4)), *((0, 1, t) for t in range(4)), (1, 0, 0)]
+    assert places[-1] == (7, 1, 3)
+    assert len(set(places)) == 64
+
+
+@pytest.mark.parametrize(
+    ("sizes", "line"),
+    [
+        ({"tensor": 3}, "mesh: tensor 3 does not divide the 8 devices: the sizes must multiply to num_nodes x devices"),
+        ({"tensor": 16}, "mesh: tensor 16 does not divide the 8 devices"),
+        ({"shard": 2, "context": 2}, "mesh: shard 2 x context 2 does not make the 8 devices"),
+        ({"shard": 1}, "mesh: shard 1 does not make the 8 devices"),
+        ({"tensor": 0}, "mesh.tensor=0: give a whole number of at least 1"),
+        ({"context": -1}, "mesh.context=-1: give a whole number of at least 1"),
+        ({"shard": -2}, "mesh.shard=-2: give a whole number of at least 1, or -1 for all processes that are left"),
+        ({"replicate": 1.0}, "mesh.replicate=1.0: give a whole number"),
+        ({"tensor": True}, "mesh.tensor=True: give a whole number"),
+        ({"pipeline": 2}, "mesh.pipeline=2: not supported: leave it at 1"),
+        ({"expert": 2}, "mesh.expert=2: not supported: leave it at 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_in_a_line(sizes, line):
+    with pytest.raises(UsageError) as refused:
+        ParallelDims(**sizes).of_world(8)
+    assert str(refused.value).startswith(line)
+    assert "\n" not in str(refused.value)

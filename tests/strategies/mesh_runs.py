@@ -1,0 +1,228 @@
+"""What a process of test_mesh.py does: train small models on a mesh, beside the same training in one process."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from harness.runs import Memory
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_tricks import EMA, GPT2, FSDP2Strategy, GradNormMonitor, LanguageModel, Llama, MFUMonitor, StepGuard
+from lightning_tricks._lightning import pl
+from lightning_tricks.optim import MuonAdamW
+from lightning_tricks.parallel.dims import ParallelDims
+
+ROWS, LENGTH, VOCABULARY = 8, 32, 64
+SIZES = {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "max_seq_len": LENGTH}
+STEPS = 3
+
+
+class Ours(LanguageModel):
+    """A decoder of ours, by SGD, whose step shows a wrong scale of the gradients."""
+
+    def __init__(self, config: Any, optimizer: Any = None) -> None:
+        super().__init__(config, optimizer=optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.3)))
+
+
+class HuggingFace(pl.LightningModule):
+    """A model of transformers, unchanged: its own tp_plan divides it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, use_cache=False,
+            )
+        )  # fmt: skip
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.net(input_ids=batch["input_ids"]).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"].roll(-1, 1).flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+class Mlp(nn.Module):
+    """A block that is not ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.scale = nn.RMSNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x)).unflatten(-1, (-1, 32))
+        return x + self.down(self.scale(hidden).flatten(-2).relu())
+
+
+class Foreign(pl.LightningModule):
+    """Blocks that are not ours, with a plan of a few lines."""
+
+    def __init__(self, forgets: bool = False) -> None:
+        super().__init__()
+        self.forgets = forgets
+        self.embed = nn.Embedding(VOCABULARY, 32)
+        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def parallel_plan(self) -> dict[str, str]:
+        plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output"}
+        return plan if self.forgets else {**plan, "blocks.*.scale": "replicated_with_grad_allreduce"}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.embed(batch["input_ids"])
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch["input_ids"].roll(-1, 1).flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+LLAMA = Llama(**SIZES, n_heads=4, n_kv_heads=2)
+NORMED = Llama(**SIZES, n_heads=8, n_kv_heads=4, qk_norm=True, tie_embeddings=True)
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: Ours(LLAMA),
+    "normed": lambda: Ours(NORMED),
+    "gpt2": lambda: Ours(GPT2(**SIZES, n_heads=4)),
+    "muon": lambda: Ours(LLAMA, lambda groups: MuonAdamW(groups, lr=0.01)),
+    "hugging face": HuggingFace,
+    "foreign": Foreign,
+    "forgets": lambda: Foreign(forgets=True),
+}
+
+
+class Case(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        model: of `MODELS`.
+        dims: the mesh.
+        options: of FSDP2Strategy.
+        documents: rows hold several documents.
+        accumulate: micro-batches of a step.
+        guarded: StepGuard and EMA are in the run.
+        precision: the Trainer's.
+    """
+
+    model: str
+    dims: ParallelDims
+    options: dict[str, Any] = {}
+    documents: bool = False
+    accumulate: int = 1
+    guarded: bool = False
+    precision: Any = "32-true"
+
+
+class Found(NamedTuple):
+    """What a run left: the first step's gradients by name, the logged figures, how far each weight moved."""
+
+    gradients: dict[str, Tensor]
+    logged: dict[str, list[float]]
+    moved: dict[str, Tensor]
+
+
+class Look(pl.Callback):
+    """Takes the first weights, and the gradients before the first step, whole."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = {name: whole(p) for name, p in pl_module.named_parameters()}
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 0:
+            self.gradients = {name: whole(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def batches(case: Case, rank: int, ranks: int, start: int = 0, steps: int = STEPS) -> DataLoader:
+    """This data rank's rows of each micro-batch; the first labels of a row do not count."""
+    rows = torch.arange(ROWS)[:, None]
+    found: list[Any] = []
+    for number in range(start * case.accumulate, steps * case.accumulate):
+        tokens = (5 * torch.arange(LENGTH + 1) ** 2 + 3 * rows + 7 * number) % VOCABULARY
+        labels = tokens[:, 1:].masked_fill(torch.arange(LENGTH) < 2 * rows, -100)
+        batch = {"input_ids": tokens[:, :-1], "labels": labels}
+        if case.documents:
+            batch["document_ids"] = torch.arange(LENGTH).expand(ROWS, -1) // 11
+        found.append({name: value.chunk(ranks)[rank] for name, value in batch.items()})
+    return DataLoader(found, batch_size=None)
+
+
+def train(
+    case: Case,
+    strategy: Any,
+    place: tuple[int, int] = (0, 1),
+    devices: int = 1,
+    folder: Path | None = None,
+    save_at: int | None = None,
+    resume: Path | None = None,
+) -> Found:
+    """Train one case; `place` is (data rank, data ranks). `save_at`: a step after which a checkpoint is written."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    memory, look = Memory(), Look()
+    callbacks: list[Any] = [look, GradNormMonitor(), MFUMonitor(peak_flops=1e12)]
+    if case.guarded:
+        callbacks += [StepGuard(), EMA(decay=0.5)]
+    trainer = pl.Trainer(
+        max_steps=save_at or STEPS, accelerator="cpu", devices=devices, strategy=strategy, logger=memory,
+        log_every_n_steps=1, callbacks=callbacks, gradient_clip_val=0.3, use_distributed_sampler=False,
+        accumulate_grad_batches=case.accumulate, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, precision=case.precision, default_root_dir=folder or ".",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = MODELS[case.model]()
+    validated = isinstance(module, LanguageModel)
+    start = 1 if resume else 0
+    trainer.fit(
+        module, batches(case, *place, start), batches(case, *place, 0, 1) if validated else None, ckpt_path=resume
+    )
+    if save_at:
+        assert folder is not None
+        trainer.save_checkpoint(folder / "saved.ckpt")
+    logged: dict[str, list[float]] = {}
+    for _, values in memory.rows:
+        for name, value in values.items():
+            logged.setdefault(name, []).append(float(value))
+    # rates depend on the clock, numbers of a step do not; FLOPs are those of one device
+    seconds = logged.get("throughput/step_seconds", [])
+    for name, times in (("tokens_per_second", 1), ("model_flops_per_second", devices)):
+        rates = logged.get(f"throughput/{name}", [])
+        logged[name] = [round(a * b) * times for a, b in zip(rates, seconds, strict=True)] if rates else []
+    moved = {name: whole(p) - look.weights[name] for name, p in module.named_parameters()}
+    return Found(look.gradients, logged, moved)
+
+
+def on_the_mesh(case: Case, rank: int, world: int, **more: Any) -> Found:
+    dims = case.dims.of_world(world)
+    strategy = FSDP2Strategy(mesh=case.dims, **case.options)
+    return train(case, strategy, (dims.data_rank(rank), dims.data_ranks), world, **more)
+
+
+def table(rank: int, cases: dict[str, Case], world: int) -> dict[str, Any]:
+    """What each case finds on the mesh, or the error that it raises."""
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        try:
+            found[name] = on_the_mesh(case, rank, world)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def table_of_one(rank: int, cases: dict[str, Case]) -> dict[str, Found]:
+    """What each case finds in one process."""
+    return {name: train(case, "auto") for name, case in cases.items()}
