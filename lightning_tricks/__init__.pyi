@@ -72,6 +72,7 @@ from lightning_tricks.optim import MuP as MuP
 from lightning_tricks.optim import ParamRule as ParamRule
 from lightning_tricks.optim import clip_grad_norm as clip_grad_norm
 from lightning_tricks.optim import decay_groups as decay_groups
+from lightning_tricks.parallel.dims import ParallelDims as ParallelDims
 from lightning_tricks.precision import AutoPrecision as AutoPrecision
 from lightning_tricks.precision import BF16Mixed as BF16Mixed
 from lightning_tricks.precision import BF16True as BF16True

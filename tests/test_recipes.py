@@ -1,9 +1,11 @@
 """Every recipe parses, builds whole on the meta device, fits its own schedule, and says what it is."""
 
 import copy
+import dataclasses
 import functools
 import re
 import subprocess
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,14 +14,16 @@ import torch
 import torch.distributed as dist
 from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
 from harness.preloaded import python
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.data import ShardWriter
-from lightning_tricks.parallel.shard import local_bytes, shard_module
+from lightning_tricks.models import Decoder
+from lightning_tricks.parallel.dims import Mesh
+from lightning_tricks.parallel.fake_cluster import view_cluster
+from lightning_tricks.parallel.parallelize import ParallelOptions, parallelize
+from lightning_tricks.parallel.shard import local_bytes
 from lightning_tricks.strategies import DeepSpeedZeROStrategy, FSDP2Strategy
 
 pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
@@ -31,10 +35,12 @@ PARAMETERS = {
     "llama7b": 6_738_415_616,
     "llama7b_1gpu": 6_738_415_616,
     "llama7b_deepspeed": 6_738_415_616,
+    "llama70b": 70_553_706_496,
+    "llama405b": 405_853_388_800,
 }
 TOKENS_A_STEP = {
     "gpt2_124m": 524_288, "llama1b": 2_097_152, "llama7b": 4_194_304, "llama7b_1gpu": 524_288,
-    "llama7b_deepspeed": 4_194_304,
+    "llama7b_deepspeed": 4_194_304, "llama70b": 16_777_216, "llama405b": 16_777_216,
 }  # fmt: skip
 
 
@@ -71,11 +77,23 @@ def test_builds_whole_on_meta_and_fits_its_schedule(recipe):
     assert trainer["gradient_clip_val"] == 1.0
 
 
+def processes(trainer):
+    """Number of processes of a recipe's run."""
+    devices = trainer["devices"] if isinstance(trainer["devices"], int) else 1
+    return devices * (trainer["num_nodes"] or 1)
+
+
+def data_ranks(trainer):
+    """Number of a recipe's processes that have rows of their own."""
+    strategy = trainer["strategy"]
+    sharded = isinstance(strategy, FSDP2Strategy)
+    return strategy.dims_of(processes(trainer)).data_ranks if sharded else processes(trainer)
+
+
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.stem in TOKENS_A_STEP], ids=lambda path: path.stem)
 def test_the_batch_is_what_the_header_says(recipe):
     _, data, trainer = built(recipe.stem)
-    devices = trainer["devices"] if isinstance(trainer["devices"], int) else 1
-    rows = data.micro_batch_size * trainer["accumulate_grad_batches"] * devices
+    rows = data.micro_batch_size * trainer["accumulate_grad_batches"] * data_ranks(trainer)
     assert rows * data.seq_len == TOKENS_A_STEP[recipe.stem]
     assert f"{TOKENS_A_STEP[recipe.stem]:,} tokens" in recipe.read_text()
 
@@ -111,13 +129,33 @@ def bytes_on_a_device(model, trainer, world):
         return 18 * elements / trainer["devices"]
     if not isinstance(strategy, FSDP2Strategy):
         return 16 * elements
-    hosts, devices = trainer["num_nodes"], trainer["devices"]
-    world(hosts * devices)
-    shape = (strategy.replicate_size, hosts * devices // strategy.replicate_size)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    mesh = mesh if shape[0] > 1 else mesh["shard"]
-    shard_module(model, list(model.decoder.blocks), mesh, MixedPrecisionPolicy(), OffloadPolicy(), True)
+    world(processes(trainer))
+    parallelize(model, Mesh.of(strategy.dims_of(processes(trainer)), "cpu"), ParallelOptions())
     return 4 * local_bytes(model)
+
+
+SHARDED = [name for name in TOKENS_A_STEP if name in ("llama7b", "llama70b", "llama405b")]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_the_ranks_of_the_cluster_send_the_same(name):
+    model, data, trainer = built(name)
+    strategy, policy = trainer["strategy"], trainer["plugins"][0].fsdp2_policy
+    shallow = dataclasses.replace(model.config, n_layers=2)  # blocks are alike
+
+    def step(decoder):
+        ids = torch.zeros(1, data.seq_len, dtype=torch.long)
+        return decoder(ids, labels=ids)
+
+    options = ParallelOptions(policy=policy, activation_checkpointing="full")
+    with torch.device("meta"):
+        elements = sum(parameter.numel() for parameter in Decoder(shallow).parameters())
+    views = view_cluster(lambda: Decoder(shallow), strategy.dims_of(processes(trainer)), options, step)
+    assert [view.rank for view in views] == [0, processes(trainer) // 2, processes(trainer) - 1]
+    names = Counter(collective.name for collective in views[0].collectives)
+    print(f"{name}: {dict(names)}\n{views[0].table}")
+    assert names["_allgather_base_"] >= 3 * 2 - 1, "both blocks in each direction, and what is in none"
+    assert views[0].bytes * processes(trainer) >= 4 * elements * 0.99
 
 
 @pytest.mark.parametrize(("name", "part"), LAID_OUT)

@@ -112,7 +112,8 @@ class Mesh:
 
     Attributes:
         dims: sizes, of the whole world.
-        device_mesh: (replicate, shard x context, tensor), the form in which FSDP2 and DTensor take it.
+        device_mesh: axes `replicate`, `shard` (x context) and, if there are tensor ranks, `tensor`, as FSDP2 and
+            DTensor take it.
         loss: group of the ranks that have different tokens, of which this rank is one; None: all ranks.
         context: group of the ranks that have the other parts of this rank's rows; None where rows are whole.
     """
@@ -131,8 +132,10 @@ class Mesh:
             device: type of device on which the ranks communicate, such as "cuda".
         """
         ranks = torch.arange(dims.world, device="cpu").view(dims.replicate, dims.shard, dims.context, dims.tensor)
-        shape = (dims.replicate, dims.shard * dims.context, dims.tensor)
-        device_mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+        sizes = {"replicate": dims.replicate, "shard": dims.shard * dims.context}
+        if dims.tensor > 1:
+            sizes["tensor"] = dims.tensor
+        device_mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         loss = _own_group(ranks.flatten(0, 2).mT) if dims.tensor > 1 else None
         context = _own_group(ranks.mT.reshape(-1, dims.context)) if dims.context > 1 else None
         return cls(dims, device_mesh, loss, context)
@@ -144,7 +147,7 @@ class Mesh:
 
     @cached_property
     def tensor(self) -> DeviceMesh:
-        """The axis over which matrices are divided."""
+        """The axis over which matrices are divided; only with tensor ranks."""
         return self.device_mesh["tensor"]
 
 

@@ -1,10 +1,12 @@
 """A cluster of any size on one machine: any rank's part of a module, and the collectives of a step, sent to nobody."""
 
 import multiprocessing
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,13 +93,29 @@ def view_of_rank(
 ) -> RankView:
     """Build a module on the meta device, divide it as `rank` of a cluster would, and trace a step of it.
 
+    In a forked process: DTensor remembers the groups of a mesh, so that a process can be one rank only.
+
     Args:
         build: makes the module; called on the meta device.
         dims: of `of_world`.
         options: for `parallelize`.
         rank: from 0 to `dims.world` - 1.
         step: returns a loss of the module, which is traced with its backward pass on tensors without data; None: none.
+
+    Raises:
+        UsageError: see `parallelize`; this process has a process group already.
+        RuntimeError: any other error, with its traceback.
     """
+    return _result(_start(lambda: _view(build, dims, options, rank, step)))
+
+
+def _view(
+    build: Callable[[], nn.Module],
+    dims: ParallelDims,
+    options: ParallelOptions,
+    rank: int,
+    step: Callable[[Any], Tensor] | None,
+) -> RankView:
     with fake_world(rank, dims.world):
         with torch.device("meta"):
             module = build()
@@ -135,26 +153,14 @@ def view_cluster(
     options: ParallelOptions,
     step: Callable[[Any], Tensor] | None = None,
 ) -> list[RankView]:
-    """The first, the middle and the last rank of a cluster, each in a forked process; arguments as in `view_of_rank`.
-
-    DTensor remembers the groups of a mesh, so that one process can be only one rank.
+    """The first, the middle and the last rank of a cluster, beside each other; arguments as in `view_of_rank`.
 
     Raises:
-        UsageError: see `parallelize` and `compare_ranks`.
-        RuntimeError: any other error of a rank, with its traceback.
+        UsageError: see `view_of_rank` and `compare_ranks`.
     """
     ranks = sorted({0, dims.world // 2, dims.world - 1})
-    running = [_start(lambda rank=rank: view_of_rank(build, dims, options, rank, step)) for rank in ranks]  # type: ignore[misc]
-    views: list[RankView] = []
-    for process, results in running:
-        try:
-            found = results.recv()
-        except EOFError:
-            found = RuntimeError("a rank of the fake cluster ended without a word: is there too little memory?")
-        process.join()
-        if isinstance(found, Exception):
-            raise found
-        views.append(found)
+    started = [_start(partial(_view, build, dims, options, rank, step)) for rank in ranks]
+    views = [_result(one) for one in started]
     compare_ranks(views)
     return views
 
@@ -166,6 +172,12 @@ def _start(act: Callable[[], RankView]) -> tuple[Any, Any]:
 
     def run() -> None:
         torch.set_num_threads(1)
+        # in a thread of its own: meshes that this process had before are of another thread, and not taken for equal
+        thread = threading.Thread(target=answer)
+        thread.start()
+        thread.join()
+
+    def answer() -> None:
         try:
             there.send(act())
         except UsageError as error:
@@ -177,6 +189,19 @@ def _start(act: Callable[[], RankView]) -> tuple[Any, Any]:
     process.start()
     there.close()
     return process, here
+
+
+def _result(started: tuple[Any, Any]) -> RankView:
+    """What a process of `_start` found; its error is raised."""
+    process, results = started
+    try:
+        found = results.recv()
+    except EOFError:
+        found = RuntimeError("a rank of the fake cluster ended without a word: is there too little memory?")
+    process.join()
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _trace(module: nn.Module, step: Callable[[Any], Tensor]) -> tuple[Collective, ...]:
@@ -212,5 +237,5 @@ def _ranks_of(values: Sequence[Any]) -> int:
     for value in values:
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value).size()
-    names = [value for value in values if isinstance(value, str)]
+    names: list[Any] = [value for value in values if isinstance(value, str)]
     return dist.distributed_c10d._resolve_process_group(names[-1]).size() if names else dist.get_world_size()

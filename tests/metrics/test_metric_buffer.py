@@ -745,7 +745,7 @@ def test_after_a_failure_the_same_trainer_starts_clean():
 
 
 def test_after_a_failure_the_next_fit_asks_the_other_ranks_again():
-    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda values, reduce_op: 2 * values)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda values, group, reduce_op: 2 * values)
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
     trainer = SimpleNamespace(
         callbacks=[], checkpoint_callbacks=[], log_every_n_steps=1, world_size=2, strategy=strategy, loggers=[Plain()],

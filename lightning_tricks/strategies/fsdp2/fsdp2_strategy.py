@@ -135,7 +135,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     @property
     def dims(self) -> ParallelDims:
         """The sizes of the mesh, for all processes of the run."""
-        world = self.num_nodes * self.num_processes
+        return self.dims_of(self.num_nodes * self.num_processes)
+
+    def dims_of(self, world: int) -> ParallelDims:
+        """The sizes of the mesh for `world` processes; see `ParallelDims.of_world`."""
         if self.mesh is not None:
             if self.replicate_size not in (1, self.mesh.replicate):
                 raise UsageError(

@@ -1,0 +1,56 @@
+"""The fake cluster: any rank's part, the collectives of a step, and ranks that would not send the same."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.models import Decoder, Llama
+from lightning_tricks.parallel.dims import ParallelDims
+from lightning_tricks.parallel.fake_cluster import fake_world, view_cluster, view_of_rank
+from lightning_tricks.parallel.parallelize import ParallelOptions
+
+CONFIG = Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=4, d_ff=64, max_seq_len=32)
+DIMS = ParallelDims(tensor=2, context=2).of_world(64)
+
+
+def loss(decoder: Decoder) -> torch.Tensor:
+    ids = torch.zeros(1, 32, dtype=torch.long)
+    return decoder(ids, labels=ids)
+
+
+class Uneven(Decoder):
+    """Sends something on rank 0 alone, as a log line under `if rank == 0` does."""
+
+    def forward(self, *args, **kwargs):
+        nats = super().forward(*args, **kwargs)
+        if dist.get_rank() == 0:
+            dist.all_reduce(nats.detach().clone())
+        return nats
+
+
+def test_a_rank_has_its_part_of_each_matrix_and_sends_over_each_axis():
+    view = view_of_rank(lambda: Decoder(CONFIG), DIMS, ParallelOptions(), 63, loss)
+    assert view.parameters["blocks.0.attn.q.weight"] == (0, 32)  # 16 rows of a tensor rank over 32 shards: none is left
+    assert view.parameters["blocks.0.attn_norm.weight"] == (0,) or view.parameters["blocks.0.attn_norm.weight"] == (1,)
+    assert {collective.ranks for collective in view.collectives} == {2, 32}
+    assert view.table.startswith("FSDP2 on shard 16 x context 2 x tensor 2\n")
+    assert "over 32 shards a micro-batch: gathers 2 x " in view.table
+
+
+def test_ranks_that_would_send_different_things_are_refused_in_a_line():
+    assert [view.rank for view in view_cluster(lambda: Decoder(CONFIG), DIMS, ParallelOptions(), loss)] == [0, 32, 63]
+    with pytest.raises(UsageError, match=r"rank 32 and rank 0 would wait for each other for ever: collective \d+ of a"):
+        view_cluster(lambda: Uneven(CONFIG), DIMS, ParallelOptions(), loss)
+
+
+def test_an_error_of_a_rank_is_that_of_the_caller():
+    with pytest.raises(UsageError, match=r"mesh\.tensor: Linear says nowhere"):
+        view_cluster(lambda: nn.Linear(4, 4), DIMS, ParallelOptions())
+
+
+def test_a_process_in_a_group_is_no_cluster():
+    with fake_world(0, 2), pytest.raises(UsageError, match="needs a process without a process group"):
+        view_of_rank(lambda: Decoder(CONFIG), DIMS, ParallelOptions(), 0)
+    assert not dist.is_initialized()
