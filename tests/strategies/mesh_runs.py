@@ -14,12 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_tricks import EMA, GPT2, FSDP2Strategy, GradNormMonitor, LanguageModel, Llama, MFUMonitor, StepGuard
 from lightning_tricks._lightning import pl
+from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.optim import MuonAdamW
 from lightning_tricks.parallel.dims import ParallelDims
 
 ROWS, LENGTH, VOCABULARY = 8, 32, 64
 SIZES = {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "max_seq_len": LENGTH}
-STEPS = 3
+STEPS, SAVED_AT = 3, 1
 
 
 class Ours(LanguageModel):
@@ -93,6 +94,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "normed": lambda: Ours(NORMED),
     "gpt2": lambda: Ours(GPT2(**SIZES, n_heads=4)),
     "muon": lambda: Ours(LLAMA, lambda groups: MuonAdamW(groups, lr=0.01)),
+    "adamw": lambda: Ours(NORMED, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),
     "hugging face": HuggingFace,
     "foreign": Foreign,
     "forgets": lambda: Foreign(forgets=True),
@@ -110,6 +112,7 @@ class Case(NamedTuple):
         accumulate: micro-batches of a step.
         guarded: StepGuard and EMA are in the run.
         precision: the Trainer's.
+        repeats: all micro-batches have the same rows.
     """
 
     model: str
@@ -119,14 +122,16 @@ class Case(NamedTuple):
     accumulate: int = 1
     guarded: bool = False
     precision: Any = "32-true"
+    repeats: bool = False
 
 
 class Found(NamedTuple):
-    """What a run left: the first step's gradients by name, the logged figures, how far each weight moved."""
+    """What a run left: the first gradients by name, the logged figures, how far the weights moved, and to where."""
 
     gradients: dict[str, Tensor]
     logged: dict[str, list[float]]
     moved: dict[str, Tensor]
+    weights: dict[str, Tensor]
 
 
 class Look(pl.Callback):
@@ -148,11 +153,12 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def batches(case: Case, rank: int, ranks: int, start: int = 0, steps: int = STEPS) -> DataLoader:
+def batches(case: Case, rank: int, ranks: int, steps: int = STEPS) -> DataLoader:
     """This data rank's rows of each micro-batch; the first labels of a row do not count."""
     rows = torch.arange(ROWS)[:, None]
     found: list[Any] = []
-    for number in range(start * case.accumulate, steps * case.accumulate):
+    for number in range(steps * case.accumulate):
+        number = 0 if case.repeats else number
         tokens = (5 * torch.arange(LENGTH + 1) ** 2 + 3 * rows + 7 * number) % VOCABULARY
         labels = tokens[:, 1:].masked_fill(torch.arange(LENGTH) < 2 * rows, -100)
         batch = {"input_ids": tokens[:, :-1], "labels": labels}
@@ -168,29 +174,27 @@ def train(
     place: tuple[int, int] = (0, 1),
     devices: int = 1,
     folder: Path | None = None,
-    save_at: int | None = None,
+    saves: bool = False,
     resume: Path | None = None,
 ) -> Found:
-    """Train one case; `place` is (data rank, data ranks). `save_at`: a step after which a checkpoint is written."""
+    """Train one case; `place` is (data rank, data ranks). With `saves` it ends at `SAVED_AT`, in a checkpoint."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     memory, look = Memory(), Look()
     callbacks: list[Any] = [look, GradNormMonitor(), MFUMonitor(peak_flops=1e12)]
     if case.guarded:
         callbacks += [StepGuard(), EMA(decay=0.5)]
     trainer = pl.Trainer(
-        max_steps=save_at or STEPS, accelerator="cpu", devices=devices, strategy=strategy, logger=memory,
+        max_steps=SAVED_AT if saves else STEPS, accelerator="cpu", devices=devices, strategy=strategy, logger=memory,
         log_every_n_steps=1, callbacks=callbacks, gradient_clip_val=0.3, use_distributed_sampler=False,
         accumulate_grad_batches=case.accumulate, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, precision=case.precision, default_root_dir=folder or ".",
+        plugins=[AtomicCheckpointIO()] if strategy == "auto" else None,
     )  # fmt: skip
     torch.manual_seed(0)
     module = MODELS[case.model]()
     validated = isinstance(module, LanguageModel)
-    start = 1 if resume else 0
-    trainer.fit(
-        module, batches(case, *place, start), batches(case, *place, 0, 1) if validated else None, ckpt_path=resume
-    )
-    if save_at:
+    trainer.fit(module, batches(case, *place), batches(case, *place, 1) if validated else None, ckpt_path=resume)
+    if saves:
         assert folder is not None
         trainer.save_checkpoint(folder / "saved.ckpt")
     logged: dict[str, list[float]] = {}
@@ -203,7 +207,7 @@ def train(
         rates = logged.get(f"throughput/{name}", [])
         logged[name] = [round(a * b) * times for a, b in zip(rates, seconds, strict=True)] if rates else []
     moved = {name: whole(p) - look.weights[name] for name, p in module.named_parameters()}
-    return Found(look.gradients, logged, moved)
+    return Found(look.gradients, logged, moved, {name: whole(p) for name, p in module.named_parameters()})
 
 
 def on_the_mesh(case: Case, rank: int, world: int, **more: Any) -> Found:
@@ -226,3 +230,39 @@ def table(rank: int, cases: dict[str, Case], world: int) -> dict[str, Any]:
 def table_of_one(rank: int, cases: dict[str, Case]) -> dict[str, Found]:
     """What each case finds in one process."""
     return {name: train(case, "auto") for name, case in cases.items()}
+
+
+LAYOUTS = {
+    "shards": Case("adamw", ParallelDims(), guarded=True, repeats=True),
+    "tensor": Case("adamw", ParallelDims(tensor=2), guarded=True, repeats=True),
+    "context": Case("adamw", ParallelDims(context=2), guarded=True, repeats=True),
+}
+
+
+def saved_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
+    """The unbroken run of each layout, and each resume from each one's checkpoint."""
+    found: dict[str, Any] = {}
+    for saver, case in LAYOUTS.items():
+        found[saver] = on_the_mesh(case, rank, 2)
+        on_the_mesh(case, rank, 2, folder=folder / saver, saves=True)
+    for saver in [*LAYOUTS, "one"]:
+        for opener, case in LAYOUTS.items():
+            resume = folder / saver / "saved.ckpt"
+            try:
+                found[saver, opener] = on_the_mesh(case, rank, 2, resume=resume)
+            except Exception as error:
+                found[saver, opener] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def saved_by_one(rank: int, folder: Path) -> Found:
+    """A checkpoint of one process, and its unbroken run."""
+    case = LAYOUTS["shards"]
+    train(case, "auto", folder=folder / "one", saves=True)
+    return train(case, "auto")
+
+
+def resumed_by_one(rank: int, folder: Path) -> dict[str, Found]:
+    """Resumes of one process from each layout's checkpoint."""
+    case = LAYOUTS["shards"]
+    return {saver: train(case, "auto", resume=folder / saver / "saved.ckpt") for saver in LAYOUTS}
