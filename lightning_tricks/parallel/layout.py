@@ -26,7 +26,7 @@ def layout_table(dims: ParallelDims, made: Parallelized, options: ParallelOption
     rows = [
         ("blocks", f"{len(names):,}: {', '.join(few)}" if names else "none"),
         ("parameters", f"{made.elements:,}, of which at most {share:.1%} are gathered at a time"),
-        ("a rank has", f"{_mib(local_bytes(module))} of weights, {_data(dims)}"),
+        ("a rank has", f"{_mib(local_bytes(module))} of weights; {_data(dims)}"),
     ]
     if scalars:
         rows.append(("scalars", f"{len(scalars):,}, whole on every rank: {', '.join(scalars[:3])}"))
@@ -42,7 +42,8 @@ def layout_table(dims: ParallelDims, made: Parallelized, options: ParallelOption
 def _data(dims: ParallelDims) -> str:
     """Which ranks have the rows of rank 0."""
     same = dims.context * dims.tensor
-    return f"{dims.data_ranks:,} ranks have rows of their own" + (f", {same} ranks each the same" if same > 1 else "")
+    rows = f"rows of {dims.data_ranks:,} data ranks"
+    return rows + (f", {same} processes each" if same > 1 else "")
 
 
 def sent(dims: ParallelDims, options: ParallelOptions, module: nn.Module) -> list[str]:
