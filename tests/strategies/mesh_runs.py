@@ -1,6 +1,8 @@
 """What a process of test_mesh.py does: train small models on a mesh, beside the same training in one process."""
 
+import json
 import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +14,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_tricks import EMA, GPT2, FSDP2Strategy, GradNormMonitor, LanguageModel, Llama, MFUMonitor, StepGuard
+from lightning_tricks import (
+    EMA,
+    GPT2,
+    FSDP2Strategy,
+    GradNormMonitor,
+    LanguageModel,
+    Llama,
+    MFUMonitor,
+    RunLedger,
+    StepGuard,
+)
 from lightning_tricks._lightning import pl
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.optim import MuonAdamW
@@ -126,12 +138,13 @@ class Case(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a run left: the first gradients by name, the logged figures, how far the weights moved, and to where."""
+    """What a run left: the first gradients by name, figures, how far weights moved, to where, the ledger's first sum."""
 
     gradients: dict[str, Tensor]
     logged: dict[str, list[float]]
     moved: dict[str, Tensor]
     weights: dict[str, Tensor]
+    ledger: str | None
 
 
 class Look(pl.Callback):
@@ -181,8 +194,9 @@ def train(
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     memory, look = Memory(), Look()
     callbacks: list[Any] = [look, GradNormMonitor(), MFUMonitor(peak_flops=1e12)]
+    ledger = Path(tempfile.mkdtemp(), "ledger.jsonl")  # rank 0 writes
     if case.guarded:
-        callbacks += [StepGuard(), EMA(decay=0.5)]
+        callbacks += [StepGuard(), EMA(decay=0.5), RunLedger(str(ledger))]
     trainer = pl.Trainer(
         max_steps=SAVED_AT if saves else STEPS, accelerator="cpu", devices=devices, strategy=strategy, logger=memory,
         log_every_n_steps=1, callbacks=callbacks, gradient_clip_val=0.3, use_distributed_sampler=False,
@@ -207,7 +221,9 @@ def train(
         rates = logged.get(f"throughput/{name}", [])
         logged[name] = [round(a * b) * times for a, b in zip(rates, seconds, strict=True)] if rates else []
     moved = {name: whole(p) - look.weights[name] for name, p in module.named_parameters()}
-    return Found(look.gradients, logged, moved, {name: whole(p) for name, p in module.named_parameters()})
+    weights = {name: whole(p) for name, p in module.named_parameters()}
+    first_sum = json.loads(ledger.read_text().splitlines()[0])["weights"] if ledger.exists() else None
+    return Found(look.gradients, logged, moved, weights, first_sum)
 
 
 def on_the_mesh(case: Case, rank: int, world: int, **more: Any) -> Found:

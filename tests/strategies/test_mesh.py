@@ -14,7 +14,7 @@ TWO = {
     "tensor and sequence": Case("llama", TENSOR, guarded=True),
     "tensor and sequence, tied, normed heads": Case("normed", TENSOR, {"activation_checkpointing": "full"}),
     "tensor and sequence, learned positions": Case("gpt2", TENSOR),
-    "tensor, Hugging Face": Case("hugging face", TENSOR),
+    "tensor, Hugging Face": Case("hugging face", TENSOR, guarded=True),
     "tensor, foreign": Case("foreign", TENSOR),
     "tensor, Muon": Case("muon", TENSOR),
     "tensor, a plan that forgets": Case("forgets", TENSOR),
@@ -58,6 +58,8 @@ def differences(here: Found, one: Found, moved: float) -> list[str]:
         gap = float((here.moved[name] - one.moved[name]).norm() / one.moved[name].norm())
         if not (is_zero or gap <= moved):
             lines.append(f"weight {name} moved otherwise by {gap:.1e}")
+    if here.ledger != one.ledger:
+        lines.append(f"the sum of the weights in the ledger is {here.ledger} in place of {one.ledger}")
     for name in SAME:
         mine, theirs = here.logged.get(name, []), one.logged.get(name, [])
         if len(mine) != len(theirs) or any(

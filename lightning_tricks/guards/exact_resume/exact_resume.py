@@ -246,7 +246,7 @@ class ExactResume(pl.Callback):
         if self._trainer is None:
             return {}
         ranks = gather(self._at_end or self._own_state())
-        return {"epoch_over": self._epoch_is_over(), "ranks": ranks}
+        return {"epoch_over": self._epoch_is_over(), "data_ranks": data_rank(self._trainer)[1], "ranks": ranks}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """A save within a step, as after an exception, is written as one from the step's start: its data come again."""
@@ -280,7 +280,11 @@ class ExactResume(pl.Callback):
         """Give a loader its place from the checkpoint."""
         if self._loaded is None:
             return
-        world, saved = len(self._loaded["ranks"]), self._own["loaders"]
+        saved, there = self._own["loaders"], len(self._loaded["ranks"])
+        same_ranks = (there, self._loaded.get("data_ranks", there)) == (
+            self._trainer.world_size,
+            data_rank(self._trainer)[1],
+        )
         follower, state = self._followed[index], saved[index] if index < len(saved) else None
         if follower is None or state is None:
             return
@@ -296,7 +300,7 @@ class ExactResume(pl.Callback):
             follower.go_on_from(position)
             self._more_batches = more
             cycles = 0 if position is None else position.cycles
-        elif isinstance(follower, StatefulLoader) and "state" in state and world == self._trainer.world_size:
+        elif isinstance(follower, StatefulLoader) and "state" in state and same_ranks:
             follower.resumed, cycles = state, state.get("cycles", 0)
         else:
             say(name, "the checkpoint has no place for it: its data start again")

@@ -325,7 +325,9 @@ def _shard_offsets(param: Any, rank: int) -> tuple[list[int], bool]:
     (chunk,) = param.__create_chunk_list__()
     coordinate = param.device_mesh.get_coordinate() or [0] * param.device_mesh.ndim
     copies = [index for index, placed in zip(coordinate, param.placements, strict=True) if placed.is_replicate()]
-    return list(chunk.offsets) or [0], not any(copies)
+    # a mesh of fewer ranks than there are, such as of one tensor rank: the others hold the same
+    is_first = int(param.device_mesh.mesh.min()) == 0
+    return list(chunk.offsets) or [0], is_first and not any(copies)
 
 
 def _row_index(param: Tensor, offsets: list[int], first: int, end: int) -> Tensor:
