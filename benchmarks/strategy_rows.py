@@ -13,8 +13,16 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_tricks import DeepSpeedZeROStrategy, FSDP2Strategy, LanguageModel, Llama, WarmupCosine
+from lightning_tricks import (
+    DeepSpeedZeROStrategy,
+    FSDP2Strategy,
+    LanguageModel,
+    Llama,
+    ParallelDims,
+    WarmupCosine,
+)
 from lightning_tricks._lightning import pl
 from lightning_tricks.models.decoder import Block
 from lightning_tricks.optim import groups_table
@@ -47,12 +55,21 @@ class Row(NamedTuple):
         strategy: makes the Trainer's argument of that name.
         trials: names of its training runs, see `TRIALS`; the first is the one that is saved and resumed.
         needs: a package, or a compiler, that it needs.
+        mesh: its sizes, where not every process has rows of its own.
     """
 
     processes: int
     strategy: Callable[[], Any]
     trials: tuple[str, ...] = ("adamw", "sgd", "foreign")
     needs: str | None = None
+    mesh: ParallelDims | None = None
+
+    def data_rank(self, rank: int) -> tuple[int, int]:
+        """(place, number) among the processes that have rows of their own."""
+        if self.mesh is None:
+            return rank, self.processes
+        dims = self.mesh.of_world(self.processes)
+        return dims.data_rank(rank), dims.data_ranks
 
     @property
     def missing(self) -> str | None:
@@ -64,12 +81,28 @@ class Row(NamedTuple):
         return None if there else self.needs
 
 
+def on_mesh(processes: int, mesh: ParallelDims, *trials: str, needs: str | None = None, **options: Any) -> Row:
+    """A row of FSDP2Strategy on a mesh; the foreign module is one of transformers, which has a plan."""
+    given = trials or ("adamw", "sgd", "hugging_face")
+    return Row(processes, lambda: FSDP2Strategy(mesh=mesh, **options), given, needs, mesh)
+
+
+_PLAIN = ("adamw", "sgd")  # of a mesh with context ranks, which a foreign module does not know
 ROWS = {
-    "one": Row(1, lambda: "auto", ("adamw", "sgd", "foreign", "adamw_plain", "sgd_plain")),
+    "one": Row(1, lambda: "auto", ("adamw", "sgd", "foreign", "hugging_face", "adamw_plain", "sgd_plain")),
     "ddp": Row(2, lambda: "ddp"),
     "fsdp2": Row(2, FSDP2Strategy),
     "fsdp2_compiled": Row(2, lambda: FSDP2Strategy(compile_blocks=True), needs="a C++ compiler"),
     "hsdp": Row(4, lambda: FSDP2Strategy(replicate_size=2)),
+    "tensor": on_mesh(2, ParallelDims(tensor=2), sequence_parallel=False),
+    "tensor_sequence": on_mesh(2, ParallelDims(tensor=2)),
+    "tensor_compiled": on_mesh(2, ParallelDims(tensor=2), *_PLAIN, needs="a C++ compiler", compile_blocks=True),
+    "context_gather": on_mesh(2, ParallelDims(context=2), *_PLAIN),
+    "context_ulysses": on_mesh(2, ParallelDims(context=2), *_PLAIN, context_method="ulysses"),
+    "fsdp2_tensor": on_mesh(4, ParallelDims(tensor=2)),
+    "fsdp2_context": on_mesh(4, ParallelDims(context=2), *_PLAIN),
+    "tensor_context": on_mesh(4, ParallelDims(tensor=2, context=2), *_PLAIN),
+    "hsdp_tensor": on_mesh(8, ParallelDims(replicate=2, tensor=2)),
     # its flat parameters have no groups of ours, which the last run shows; the others give the optimizer all of them
     "fsdp1": Row(2, OnCpu, ("adamw_plain", "sgd_plain", "foreign", "adamw")),
     "zero1": Row(2, lambda: DeepSpeedZeROStrategy(1), needs="deepspeed"),
@@ -128,6 +161,25 @@ class Foreign(pl.LightningModule):
         return self.optimizer(self.parameters())
 
 
+class HuggingFace(Foreign):
+    """A Llama of transformers, unchanged; its own plan divides it over tensor ranks."""
+
+    def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__(optimizer)
+        del self.embedding, self.encoder, self.head
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=LENGTH, use_cache=False,
+        )  # fmt: skip
+        self.net = LlamaForCausalLM(config)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.net(input_ids=batch["input_ids"]).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"].roll(-1, 1).flatten())
+        self.losses.append(loss.item())
+        return loss
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
@@ -150,6 +202,7 @@ TRIALS = {
     "adamw": Trial(Ours, adamw, 1.0),
     "sgd": Trial(Ours, sgd, 0.3),
     "foreign": Trial(Foreign, sgd, 0.1),
+    "hugging_face": Trial(HuggingFace, sgd, 0.1),
     "adamw_plain": Trial(Plain, adamw, 1.0),
     "sgd_plain": Trial(Plain, sgd, 0.3),
 }

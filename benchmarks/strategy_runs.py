@@ -149,7 +149,7 @@ def fit(trial: str, row: Row, steps: int, folder: Path, save_at: int = 0, resume
     )  # fmt: skip
     torch.manual_seed(0)
     module = made.module(made.optimizer)
-    trainer.fit(module, batches(steps, save_at if resume else 0, rank, world), ckpt_path=resume)
+    trainer.fit(module, batches(steps, save_at if resume else 0, *row.data_rank(rank)), ckpt_path=resume)
     series = memory.series
     return {
         "loss": getattr(module, "losses", None) or series["train/loss"],

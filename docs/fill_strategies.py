@@ -9,6 +9,15 @@ TITLES = {
     "fsdp2": "`FSDP2Strategy()`",
     "fsdp2_compiled": "`FSDP2Strategy(compile_blocks=True)`",
     "hsdp": "`FSDP2Strategy(replicate_size=2)`",
+    "tensor": "`mesh: {tensor: 2}`, `sequence_parallel: false`",
+    "tensor_sequence": "`mesh: {tensor: 2}`",
+    "tensor_compiled": "`mesh: {tensor: 2}`, `compile_blocks: true`",
+    "context_gather": "`mesh: {context: 2}`",
+    "context_ulysses": "`mesh: {context: 2}`, `ulysses`",
+    "fsdp2_tensor": "`mesh: {shard: 2, tensor: 2}`",
+    "fsdp2_context": "`mesh: {shard: 2, context: 2}`",
+    "tensor_context": "`mesh: {tensor: 2, context: 2}`",
+    "hsdp_tensor": "`mesh: {replicate: 2, shard: 2, tensor: 2}`",
     "fsdp1": "`FSDPStrategy` (FSDP1)",
     "zero1": "`DeepSpeedZeROStrategy(stage=1)`",
     "zero2": "`DeepSpeedZeROStrategy(stage=2)`",
@@ -55,18 +64,24 @@ def gap(value: float) -> str:
 
 def training(trials: dict[str, Any]) -> list[str]:
     """Largest differences from one process."""
-    sgd, foreign = trials["sgd"], trials["foreign"]
+    sgd, foreign = trials["sgd"], foreign_of(trials)
     gradients = max(trial["gradient"] for trial in trials.values())
-    figures = (trials["adamw"]["loss"], sgd["loss"], sgd["norm"], foreign["loss"], foreign["norm"], gradients)
-    return [gap(figure) for figure in figures]
+    not_ours = [gap(foreign["loss"]), gap(foreign["norm"])] if foreign else ["-", "-"]
+    return [gap(trials["adamw"]["loss"]), gap(sgd["loss"]), gap(sgd["norm"]), *not_ours, gap(gradients)]
+
+
+def foreign_of(trials: dict[str, Any]) -> dict[str, Any] | None:
+    """The trial of a module that is not ours: torch's encoder, with tensor ranks a model of transformers."""
+    return trials.get("foreign") or trials.get("hugging_face")
 
 
 def monitors(row: dict[str, Any]) -> list[str]:
     """Whether the monitors say what they say in one process."""
-    adamw, foreign = row["trials"]["adamw"], row["trials"]["foreign"]
+    adamw, foreign = row["trials"]["adamw"], foreign_of(row["trials"])
     same = {True: "same", False: "differ", None: "not counted"}
     norms = f"{gap(adamw['first_norm'])}, {gap(adamw['norm'])}"
-    counted = [same[adamw["same_tokens"]], same[adamw["same_flops"]], same[foreign["same_flops"]]]
+    counted = [same[adamw["same_tokens"]], same[adamw["same_flops"]]]
+    counted.append(same[foreign["same_flops"]] if foreign else "-")
     groups = same.get(row["groups"], "refused")
     return [groups, "same" if adamw["lr"] == 0 else gap(adamw["lr"]), norms, *counted]
 

@@ -67,7 +67,9 @@ class Block(nn.Module):
 
     def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
         """The largest attention logit for the arguments of `forward`, a scalar: queries and keys are computed again."""
-        return self.attn.max_attention_logit(self.attn_norm(x).to(matmul_dtype(x)), rope, mask)
+        x = self.attn_norm(x).to(matmul_dtype(x))
+        gather_rows = getattr(self.attn, "gather_rows", None)  # of tensor ranks, in the hooks of a call otherwise
+        return self.attn.max_attention_logit(x if gather_rows is None else gather_rows(x), rope, mask)
 
     def _layer(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
         dtype = matmul_dtype(x)

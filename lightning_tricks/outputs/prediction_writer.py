@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._trainer import data_rank
 
 
 def rows_of(prediction: Any) -> list[Any]:
@@ -113,7 +114,12 @@ class PredictionWriter(pl.Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Open the file, before anything is computed."""
-        rank = trainer.global_rank
+        rank, ranks = data_rank(trainer)
+        if ranks != trainer.world_size:
+            raise UsageError(
+                "predict: tensor and context ranks (mesh) have the same rows, and would write them several times: "
+                "predict with FSDP2Strategy without a mesh, which opens the same checkpoint"
+            )
         self._path = self.output.with_stem(f"{self.output.stem}-rank{rank}") if rank else self.output
         try:
             if self._path.exists():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._trainer import is_a
+from lightning_tricks._trainer import data_rank, is_a
 from lightning_tricks.data.bpe import end_of_text
 from lightning_tricks.models import Sampling
 
@@ -90,7 +90,12 @@ class SampleText(pl.Callback):
         self._texts: list[str] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Refuse settings with which the first validation would fail."""
+        """Refuse settings with which the first validation would fail, and ranks that share rows."""
+        if trainer.world_size != data_rank(trainer)[1]:
+            raise UsageError(
+                "SampleText: tensor and context ranks (mesh) divide the model's rows, whose lengths are fixed: leave "
+                "the callback out, and sample from a checkpoint by the command generate"
+            )
         self._tokens(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -213,18 +214,29 @@ class _Embedding(RowwiseParallel):
     def _prepare_output_fn(
         output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
+        (placement,), length = output_layouts, outputs.shape[-2]
+        if placement.is_shard() and length % device_mesh.size():
+            raise UsageError(
+                f"sequence_parallel: {length} tokens of a row are no multiple of mesh.tensor={device_mesh.size()}: "
+                "take another length, or set sequence_parallel to false"
+            )
         return outputs.redistribute(placements=output_layouts).to_local()
 
 
 class _GatherSequence(ParallelStyle):
-    """The module's first input becomes whole, a DTensor, so that the layers inside reduce its gradient together."""
+    """The module's first input becomes whole, a DTensor, so that the layers inside reduce its gradient together.
+
+    The module gets an attribute `gather_rows`, for who calls another method than `forward`.
+    """
 
     def __init__(self, rows: Placement) -> None:
         super().__init__()
         self.rows = rows
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(lambda part, args: (_whole(args[0], device_mesh, self.rows), *args[1:]))
+        gather_rows = partial(_whole, mesh=device_mesh, rows=self.rows)
+        module.register_forward_pre_hook(lambda part, args: (gather_rows(args[0]), *args[1:]))
+        module.gather_rows = gather_rows  # type: ignore[assignment]
         return module
 
 

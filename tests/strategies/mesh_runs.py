@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_tricks import (
     EMA,
     GPT2,
+    AttentionMonitor,
     FSDP2Strategy,
     GradNormMonitor,
     LanguageModel,
@@ -138,7 +139,7 @@ class Case(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a run left: the first gradients by name, figures, how far weights moved, to where, the ledger's first sum."""
+    """What a run left: the first gradients by name, figures, how far weights moved, to where, a sum of the first."""
 
     gradients: dict[str, Tensor]
     logged: dict[str, list[float]]
@@ -196,7 +197,7 @@ def train(
     callbacks: list[Any] = [look, GradNormMonitor(), MFUMonitor(peak_flops=1e12)]
     ledger = Path(tempfile.mkdtemp(), "ledger.jsonl")  # rank 0 writes
     if case.guarded:
-        callbacks += [StepGuard(), EMA(decay=0.5), RunLedger(str(ledger))]
+        callbacks += [StepGuard(), EMA(decay=0.5), RunLedger(str(ledger)), AttentionMonitor()]
     trainer = pl.Trainer(
         max_steps=SAVED_AT if saves else STEPS, accelerator="cpu", devices=devices, strategy=strategy, logger=memory,
         log_every_n_steps=1, callbacks=callbacks, gradient_clip_val=0.3, use_distributed_sampler=False,

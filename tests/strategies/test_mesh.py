@@ -60,7 +60,7 @@ def differences(here: Found, one: Found, moved: float) -> list[str]:
             lines.append(f"weight {name} moved otherwise by {gap:.1e}")
     if here.ledger != one.ledger:
         lines.append(f"the sum of the weights in the ledger is {here.ledger} in place of {one.ledger}")
-    for name in SAME:
+    for name in [*SAME, *(name for name in one.logged if name.startswith("attention/"))]:
         mine, theirs = here.logged.get(name, []), one.logged.get(name, [])
         if len(mine) != len(theirs) or any(
             not abs(a - b) <= figure * max(1.0, abs(b)) for a, b in zip(mine, theirs, strict=True)

@@ -166,6 +166,12 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     def _check_module(self, dims: ParallelDims) -> None:
         """Refuse a module that cannot be divided so, if its parameters are known yet, before any process waits."""
+        length = getattr(self._module.trainer.datamodule, "seq_len", None)
+        if isinstance(length, int) and length % (2 * dims.context) and dims.context > 1:
+            raise UsageError(
+                f"mesh.context={dims.context}: data.seq_len={length} is no multiple of {2 * dims.context}, as each "
+                "rank has a piece of the head and one of the tail of a row: change one of them"
+            )
         describe = getattr(self._module, "without_data", None)
         module = self._module if describe is None else describe()
         if next(module.parameters(), None) is not None:
