@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 import lightning_tricks
-from lightning_tricks import DeepSpeedZeROStrategy, FP16Mixed, FSDP2Strategy
+from lightning_tricks import DeepSpeedZeROStrategy, FP16Mixed, FSDP2Strategy, ParallelDims
 from lightning_tricks._errors import UsageError
 from lightning_tricks._refusals import REFUSALS, refuse
 from lightning_tricks._trainer import around_saves, run_facts, weights_layout
@@ -127,3 +127,27 @@ def test_a_question_with_an_owner_is_asked_there_alone(question, owners):
     asked = {name for name, text in files.items() if re.search(question, text)}
     assert asked
     assert {name for name in asked if not name.startswith(owners)} == set()
+
+
+def test_who_joins_values_over_ranks_takes_the_group_by_its_meaning():
+    package = Path(lightning_tricks.__file__).parent
+    joins = ("mixins", "metrics", "optim", "data", "precision", "models", "guards/step_guard", "guards/averages")
+    files = [path for place in joins for path in (package / place).rglob("*.py")]
+    asked = [path for path in files if "world_size" in path.read_text("utf-8")]
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("mesh", "data", "loss"),
+    [
+        (ParallelDims(), 4, 4),
+        (ParallelDims(tensor=2), 2, 2),
+        (ParallelDims(context=2), 2, 4),
+        (ParallelDims(context=2, tensor=2), 1, 2),
+    ],
+)
+def test_tensor_and_context_ranks_share_rows_and_context_ranks_have_tokens_of_their_own(mesh, data, loss):
+    strategy = FSDP2Strategy(mesh=mesh)
+    trainer = Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False, enable_checkpointing=False)
+    facts = run_facts(trainer)
+    assert (facts.world, facts.data_ranks, facts.loss_ranks) == (4, data, loss)

@@ -104,6 +104,11 @@ def loss_ranks(trainer: Any) -> int:
     return strategy.dims.loss_ranks if is_a(strategy, "FSDP2Strategy") else trainer.world_size
 
 
+def is_alone(trainer: Any) -> bool:
+    """Whether a run has one process only, so that nothing is joined."""
+    return bool(trainer.world_size == 1)
+
+
 def reduce_over_all(strategy: Any, tensor: Any, reduce_op: str) -> Any:
     """Join a tensor over all processes, in place where it can be; `strategy.reduce` joins those with other tokens."""
     import torch.distributed as dist  # here, as this module is read before torch is needed

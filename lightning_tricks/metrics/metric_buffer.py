@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_warn
 from lightning_tricks._on_exception import only_warn
-from lightning_tricks._trainer import LastStep, is_accumulating, logging_step, steps_between_saves
+from lightning_tricks._trainer import LastStep, is_accumulating, is_alone, logging_step, steps_between_saves
 from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_over_ranks, not_finite_line, to_host
 
 OverRanks = Literal["sum", "max"]
@@ -285,7 +285,7 @@ class MetricBuffer(pl.Callback):
     def _join_ranks(self, names: list[Names], tensors: list[Tensor]) -> list[Tensor]:
         """`tensors`, where asked for as sums or maxima over ranks; of rank 0 alone after a failure."""
         joins = ["sum" if name.startswith((TOTAL, COUNT)) else self._over_ranks.get(name) for name, *_ in names]
-        if self._trainer.world_size == 1 or not any(joins):
+        if is_alone(self._trainer) or not any(joins):
             return tensors
         if self.failed:  # the other ranks may be gone: a collective would not end
             rank_zero_warn("the last steps' metrics before the failure are those of rank 0 alone")

@@ -92,6 +92,9 @@ def command(args: str, *words: str, **settings: Any) -> Row:
     return Row(args, words, whole=True, **settings)
 
 
+MESH = "--trainer.strategy FSDP2Strategy --trainer.strategy.init_args.mesh"
+
+
 def option(args: str | list[str], *words: str, **settings: Any) -> Row:
     """A row that is an option on the command line."""
     return Row(args, words, **settings)
@@ -279,6 +282,12 @@ ROWS = [
     option("--model.optimizer adamw", "model.optimizer", "'adamw'", "did you mean AdamW?"),
     plain("--trainer.strategy fsdp2", "trainer.strategy=fsdp2", "did you mean FSDP2Strategy?"),
     plain("--trainer.strategy FSDP2Stratgy", "trainer.strategy=FSDP2Stratgy", "did you mean FSDP2Strategy?"),
+    plain(f"{MESH}.tensor 2", "mesh: tensor 2 does not divide the 1 devices", "num_nodes x devices"),
+    plain(f"{MESH}.tensor 0", "mesh.tensor=0", "a whole number of at least 1"),
+    plain(f"{MESH}.tensor x", "trainer.strategy.mesh.tensor=x", "give a whole number"),
+    plain(f"{MESH}.pipeline 2", "mesh.pipeline=2", "not supported"),
+    plain(f"{MESH}.tensr 2", "trainer.strategy.mesh: ParallelDims has no option 'tensr'"),
+    plain(f"{MESH.removesuffix('.mesh')}.context_method ring", "context_method=ring", "gather, ulysses"),
     plain("--trainer.strategy.timeout_seconds 9", "trainer.strategy.timeout_seconds", "--trainer.strategy CLASS"),
     plain("--trainer.logger tensorboard", "trainer.logger", "did you mean ResumingTensorBoardLogger?"),
     plain("--trainer.callbacks [Xyzzy]", "trainer.callbacks", "'Xyzzy'", "my_module.MyClass"),
