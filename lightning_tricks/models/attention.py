@@ -259,11 +259,12 @@ def max_logit(q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | N
         end = min(begin + rows, length)
         # neighbouring query heads share a key head: their rows are one matrix, so no key is copied
         some = q[:, :, begin:end].reshape(batch, kv_heads, -1, head_dim)
-        logits = (some @ k[:, :, :end].mT).view(batch, heads, end - begin, end)
+        last = end if k.shape[2] == length else k.shape[2]  # queries of a part of the row may see keys after `end`
+        logits = (some @ k[:, :, :last].mT).view(batch, heads, end - begin, last)
         if mask is None:
             seen = torch.ones(end - begin, end, dtype=torch.bool, device=q.device).tril(begin)
         else:
-            seen = mask[:, :, begin:end, :end]
+            seen = mask[:, :, begin:end, :last]
         largest.append(logits.masked_fill(~seen, float("-inf")).amax())
     return torch.stack(largest).amax() * (head_dim**-0.5 if scale is None else scale)
 
