@@ -1,6 +1,6 @@
 """Train one small model under every strategy and write down how far each is from one process, and what it holds.
 
-`python -m benchmarks.strategies` takes about 5 minutes on two CPU cores; docs/strategies.md shows what it wrote.
+`python -m benchmarks.strategies` takes about 12 minutes on two CPU cores; docs/strategies.md shows what it wrote.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -224,6 +225,7 @@ def train(
     moved = {name: whole(p) - look.weights[name] for name, p in module.named_parameters()}
     weights = {name: whole(p) for name, p in module.named_parameters()}
     first_sum = json.loads(ledger.read_text().splitlines()[0])["weights"] if ledger.exists() else None
+    shutil.rmtree(ledger.parent)
     return Found(look.gradients, logged, moved, weights, first_sum)
 
 
