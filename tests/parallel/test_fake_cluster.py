@@ -54,3 +54,24 @@ def test_a_process_in_a_group_is_no_cluster():
     with fake_world(0, 2), pytest.raises(UsageError, match="needs a process without a process group"):
         view_of_rank(lambda: Decoder(CONFIG), DIMS, ParallelOptions(), 0)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("hold", "over_shards", "over_replicas"),
+    [(None, 12, 12), ("set_requires_all_reduce", 12, 3), ("set_requires_gradient_sync", 3, 3)],
+)
+def test_gradients_that_wait_for_the_last_of_four_micro_batches_are_sent_once(hold, over_shards, over_replicas):
+    def step(decoder):
+        for number in range(4):
+            if hold is not None:  # as FSDP2Strategy does
+                getattr(decoder, hold)(number == 3)
+            nats = loss(decoder)
+            if number < 3:
+                nats.backward()
+        return nats
+
+    dims = ParallelDims(replicate=2).of_world(8)
+    names = [c.name for c in view_of_rank(lambda: Decoder(CONFIG), dims, ParallelOptions(), 0, step).collectives]
+    # two blocks, and what is in none
+    assert sum("reduce_scatter" in name for name in names) == over_shards
+    assert sum("allreduce" in name for name in names) == over_replicas
