@@ -6,6 +6,8 @@ Nobody else asks for the class of a strategy, or whether it has some method (a t
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 from lightning_tricks._trainer.package import is_a
 
 Layout = Literal["whole", "shards", "foreign shards", "flat", "engine", "foreign engine"]
@@ -111,8 +113,6 @@ def is_alone(trainer: Any) -> bool:
 
 def reduce_over_all(strategy: Any, tensor: Any, reduce_op: str) -> Any:
     """Join a tensor over all processes, in place where it can be; `strategy.reduce` joins those with other tokens."""
-    import torch.distributed as dist  # here, as this module is read before torch is needed
-
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return strategy.reduce(tensor, group=group, reduce_op=reduce_op)
 

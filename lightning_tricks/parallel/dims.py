@@ -83,11 +83,6 @@ class ParallelDims:
         """Number of processes that see different tokens: over these a loss is averaged, and so are gradients."""
         return self.data_ranks * self.context
 
-    @property
-    def weight_parts(self) -> int:
-        """Number of processes over which one replica of the weights is divided."""
-        return self.shard * self.context * self.tensor
-
     def data_rank(self, rank: int) -> int:
         """Place of a process among the `data_ranks`; its neighbours along context and tensor have the same rows."""
         return rank // (self.context * self.tensor)

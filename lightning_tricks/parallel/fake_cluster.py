@@ -1,5 +1,6 @@
 """A cluster of any size on one machine: any rank's part of a module, and the collectives of a step, sent to nobody."""
 
+import gc
 import multiprocessing
 import threading
 import traceback
@@ -171,6 +172,7 @@ def _start(act: Callable[[], RankView]) -> tuple[Any, Any]:
     here, there = context.Pipe(duplex=False)
 
     def run() -> None:
+        gc.freeze()  # a dead process group of before would be waiting for its threads, which a fork does not have
         torch.set_num_threads(1)
         # in a thread of its own: meshes that this process had before are of another thread, and not taken for equal
         thread = threading.Thread(target=answer)

@@ -61,9 +61,7 @@ def sent(dims: ParallelDims, options: ParallelOptions, module: nn.Module) -> lis
             f"{_mib(bytes_of['reduce'])} of gradients"
         )
     if dims.replicate > 1:
-        lines.append(
-            f"over {dims.replicate} replicas a step: reduces {_mib(bytes_of['reduce'] // shards)} of gradients"
-        )
+        lines.append(f"over {dims.replicate} replicas: reduces {_mib(bytes_of['reduce'] // shards)} of gradients")
     return lines
 
 

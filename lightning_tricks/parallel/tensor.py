@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ Word = Literal[
     "sequence_parallel",
     "replicated_with_grad_allreduce",
 ]
+TENSOR_AXIS = "tensor"  # its name in a `Mesh`
 _OTHER_NAMES = {"colwise_rep": "colwise_gather_output"}  # transformers 4
 _OF_SEQUENCES = ("gather_sequence", "sequence_parallel")
 _DIVIDES_ROWS = ("colwise", "colwise_gather_output", "embedding_rowwise", "vocabulary")  # of the weight
@@ -69,7 +70,7 @@ def plan_of(module: nn.Module) -> dict[str, str]:
         given = _given_by(part)
         if given:
             above.append(name)
-            plan |= {f"{name}.{pattern}".lstrip("."): _OTHER_NAMES.get(word, word) for pattern, word in given.items()}
+            plan |= {f"{name}.{pattern}".strip("."): _OTHER_NAMES.get(word, word) for pattern, word in given.items()}
     return plan
 
 
@@ -98,9 +99,9 @@ def named_by(plan: Mapping[str, str], module: nn.Module) -> dict[str, tuple[nn.M
     modules = dict(module.named_modules())
     found: dict[str, tuple[nn.Module, str]] = {}
     for pattern, word in plan.items():
-        if word not in Word.__args__:  # type: ignore[attr-defined]
+        if word not in get_args(Word):
             raise UsageError(
-                f"mesh.tensor: the plan says {word!r} of '{pattern}': known are {', '.join(Word.__args__)}"  # type: ignore[attr-defined]
+                f"mesh.tensor: the plan says {word!r} of '{pattern}': known are {', '.join(get_args(Word))}"
             )
         regex = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
         names = [name for name in modules if regex.fullmatch(name)]
@@ -167,10 +168,9 @@ def divide(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, sequenc
     named = named_by(plan, module)
     check_divisible(named, module, mesh.size())
     ties = _ties(module)
-    styles = {name: style for name, (_, word) in named.items() if (style := _style(word, sequence_parallel))}
-    for name, style in styles.items():
-        if name:
-            parallelize_module(module, mesh, {name: style}, src_data_rank=None)
+    for part, word in named.values():
+        if style := _style(word, sequence_parallel):
+            parallelize_module(part, mesh, style, src_data_rank=None)
     _tie_again(ties)
     if sequence_parallel:
         for name, parameter in module.named_parameters():
@@ -324,11 +324,10 @@ def refuse_partial_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         UsageError: on all ranks, naming the first such parameter.
     """
-    assert mesh.mesh_dim_names is not None
-    (axis,), names, norms = mesh.mesh_dim_names, [], []
+    names, norms = [], []
     for name, parameter in module.named_parameters():
         axes = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
-        if parameter.grad is not None and axis not in axes:
+        if parameter.grad is not None and TENSOR_AXIS not in axes:
             names.append(name)
             norms.append(torch.linalg.vector_norm(local(parameter.grad).double()))
     if not norms:
@@ -350,10 +349,18 @@ def local_rows(weight: Tensor) -> tuple[Tensor, Any, int]:
     """This rank's rows of a weight that `vocabulary` divides, the group that has the others, the first row's number.
 
     A weight that is not divided comes back as it is, with None and 0.
+
+    Raises:
+        UsageError: a shard that FSDP2 has not gathered, whose ranks have different inputs.
     """
     if not isinstance(weight, DTensor):
         return weight, None, 0
     mesh = weight.device_mesh
+    if mesh.mesh_dim_names != (TENSOR_AXIS,):
+        raise UsageError(
+            "the weight of an output head is a shard: use it in the forward of the module that holds it, where FSDP2 "
+            "gathers it"
+        )
     own = weight.to_local()
     return own, mesh.get_group(), mesh.get_local_rank() * len(own)
 

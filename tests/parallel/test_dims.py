@@ -10,7 +10,7 @@ CLUSTER = ParallelDims(replicate=2, context=2, tensor=4).of_world(64)
 
 def test_the_shards_take_the_processes_that_are_left():
     assert ParallelDims(replicate=2, shard=4, context=2, tensor=4) == CLUSTER
-    assert (CLUSTER.world, CLUSTER.data_ranks, CLUSTER.loss_ranks, CLUSTER.weight_parts) == (64, 8, 16, 32)
+    assert (CLUSTER.world, CLUSTER.data_ranks, CLUSTER.loss_ranks) == (64, 8, 16)
     assert str(CLUSTER) == "replicate 2 x shard 4 x context 2 x tensor 4"
     assert str(ParallelDims().of_world(1)) == "shard 1"
 

@@ -9,6 +9,7 @@ from torch import nn
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local
 from lightning_tricks.models import GPT2, Decoder, Llama
+from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.fake_cluster import fake_world
 from lightning_tricks.parallel.parallelize import ParallelOptions, check_module, parallelize
@@ -111,3 +112,11 @@ def test_a_parameter_of_two_layers_stays_one_or_is_refused():
     assert tied.head.weight is tied.embed.weight
     with pytest.raises(UsageError, match=r"one parameter of (Embedding, Linear) is divided in different ways"):
         divided(Tied("rowwise"))
+
+
+def test_a_head_that_is_a_shard_is_refused_in_place_of_a_loss_over_part_of_the_vocabulary():
+    model = Decoder(Llama(vocab_size=64, d_model=32, n_layers=1, n_heads=4, max_seq_len=16))
+    with fake_world(0, 4):
+        parallelize(model, Mesh.of(ParallelDims().of_world(4), "cpu"), ParallelOptions())
+        with pytest.raises(UsageError, match="the weight of an output head is a shard: use it in the forward of the"):
+            linear_cross_entropy(torch.ones(1, 3, 32), model.head.weight, torch.ones(1, 3, dtype=torch.long))

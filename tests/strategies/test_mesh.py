@@ -7,7 +7,7 @@ from mesh_runs import Case, Found, resumed_by_one, saved_and_resumed, saved_by_o
 
 from lightning_tricks.parallel.dims import ParallelDims
 
-TENSOR, CONTEXT = ParallelDims(tensor=2), ParallelDims(context=2)
+TENSOR, CONTEXT, REPLICAS = ParallelDims(tensor=2), ParallelDims(context=2), ParallelDims(replicate=2, tensor=2)
 
 TWO = {
     "tensor": Case("llama", TENSOR, {"sequence_parallel": False}),
@@ -30,7 +30,9 @@ FOUR = {
     "shards and tensor, Muon": Case("muon", TENSOR),
     "shards and context": Case("llama", CONTEXT),
     "tensor and context": Case("normed", ParallelDims(tensor=2, context=2), documents=True, guarded=True),
-    "replicas and tensor": Case("llama", ParallelDims(replicate=2, tensor=2), accumulate=2),
+    "replicas and tensor": Case(
+        "llama", ParallelDims(replicate=2, tensor=2), {"reduce_gradients": "replicas"}, accumulate=2
+    ),
 }
 
 # Sums of floats in another order: a few units in the last place of the largest entry of a gradient, of a loss, a norm.

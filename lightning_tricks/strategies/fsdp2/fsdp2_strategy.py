@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed import fsdp
@@ -29,6 +29,7 @@ from lightning_tricks.parallel.parallelize import ParallelOptions, check_module,
 from lightning_tricks.parallel.tensor import refuse_partial_gradients
 from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
 from lightning_tricks.strategies.fsdp2.manual_optimization import GatherOnCall
+from lightning_tricks.strategies.fsdp2.waiting_gradients import Reduction, WaitingGradients
 from lightning_tricks.strategies.verify_together import check_together, verify_together, was_verified
 from lightning_tricks.strategies.write_folder import FolderWriter
 
@@ -70,11 +71,12 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         timeout_seconds: how long a rank waits for the others before it fails.
         mesh: sizes by name, see `ParallelDims`; None: `replicate_size` replicas, each sharded over its devices.
         sequence_parallel: with tensor ranks, divide the rows between the matrices too, where the plan says how.
-        reduce_gradients: `micro_batch`: sum gradients over the shards after each backward pass. `step`: only after the
-            last one of an optimizer step, which sends less and holds each gradient whole until then: 4 bytes a
-            parameter on each rank, divided by the tensor ranks. Replicas always sum once a step.
         context_method: how context ranks see the rest of a row: `gather` its keys and values, or `ulysses`, exchange
             positions for heads.
+        reduce_gradients: when gradients are summed over the ranks. `micro_batch`: after each backward pass. `replicas`:
+            over the replicas only after the last one of an optimizer step; costs no memory to speak of. `step`: over
+            the shards too only then; each gradient is whole until then, which takes 4 bytes a parameter on each rank,
+            divided by the tensor ranks.
 
     Raises:
         UsageError: an unknown `activation_checkpointing`; sizes that do not multiply to the number of devices,
@@ -100,10 +102,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         mesh: ParallelDims | None = None,
         sequence_parallel: bool = True,
         context_method: Method = "gather",
-        reduce_gradients: Literal["micro_batch", "step"] = "micro_batch",
+        reduce_gradients: Reduction = "micro_batch",
     ) -> None:
-        if reduce_gradients not in ("micro_batch", "step"):
-            raise UsageError(f"reduce_gradients={reduce_gradients!r}: give micro_batch or step")
         super().__init__(
             data_parallel_size="auto",
             tensor_parallel_size=1,
@@ -115,6 +115,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.sequence_parallel = sequence_parallel
         self.context_method = check_method(context_method)
         self.reduce_gradients = reduce_gradients
+        self._waiting = WaitingGradients(reduce_gradients)
         self.blocks = blocks
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
@@ -123,7 +124,6 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.init_on_rank_0 = init_on_rank_0
         self.shards_modules = True  # tells a module that would otherwise shard itself
         self._tensor_ranks_unchecked = False
-        self._gradients_wait = False  # for the last micro-batch of the step to be summed over the ranks
         self._folder_writer = FolderWriter(timedelta(seconds=timeout_seconds))
 
     @property
@@ -202,6 +202,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         module = self._module
         shard.refuse_fsdp1(module)
         sharded = any(isinstance(part, fsdp.FSDPModule) for part in module.modules())  # by itself, or by an earlier fit
+        if sharded:
+            self._waiting.forget(module)
         with nullcontext() if sharded else shard.attributes_kept(module):
             self._shard_and_fill(module, sharded)
             self.model = self.precision_plugin.convert_module(module)
@@ -306,48 +308,25 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         if self._gather_on_call:
             closure_loss = self._gather_on_call.before_backward(closure_loss)
         module, plugin = self._module, self.precision_plugin
-        self._reduce_or_wait(module)
+        accumulates = module.automatic_optimization and is_accumulating(module.trainer)
+        self._waiting.before_backward(module, accumulates)
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if "_scalars" in vars(module):
             module._scalars.average_gradients(self.root_device, self.groups.loss)
-        if self._tensor_ranks_unchecked:
+        self._waiting.after_backward(module)
+        if self._tensor_ranks_unchecked and not accumulates:
             self._tensor_ranks_unchecked = False
             refuse_partial_gradients(module, self.groups.tensor)
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
-    def _reduce_or_wait(self, module: Any) -> None:
-        """Sum the gradients of this backward pass over the ranks, or leave that to a later one of the step."""
-        wait = is_accumulating(module.trainer) if module.automatic_optimization else False
-        if wait == self._gradients_wait or not isinstance(module, fsdp.FSDPModule):
-            return
-        self._gradients_wait = wait
-        if self.reduce_gradients == "step":
-            module.set_requires_gradient_sync(not wait)
-        elif self.dims.replicate > 1:
-            module.set_requires_all_reduce(not wait)
-
-    def _closure_with_gradients(self, closure: Any) -> Any:
-        """The closure of a step, which fails where gradients still wait: no backward pass came last."""
-
-        def run() -> Any:
-            loss = closure()
-            if self._gradients_wait and (self.reduce_gradients == "step" or self.dims.replicate > 1):
-                raise UsageError(
-                    "training_step returned None for the last micro-batch of a step, by whose backward pass the step's "
-                    "gradients are summed over the ranks: return a loss of 0, or set reduce_gradients to micro_batch"
-                )
-            return loss
-
-        return run
-
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, and drop the parameters that were gathered before."""
         if not self._gather_on_call:
-            return super().optimizer_step(optimizer, self._closure_with_gradients(closure), model, **kwargs)
+            return super().optimizer_step(optimizer, self._waiting.then_summed(closure), model, **kwargs)
         self._gather_on_call.refuse_gradients_of_whole_parameters()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._gather_on_call.reshard()

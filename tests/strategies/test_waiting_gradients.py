@@ -1,0 +1,84 @@
+"""Gradients that wait for the last micro-batch of a step: none is lost, and none reaches another step."""
+
+import pytest
+import torch
+from harness.models import Small, batches, rows
+from harness.runs import fit, same
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_tricks import FSDP2Strategy
+from lightning_tricks._errors import UsageError
+from lightning_tricks._tensors import local
+from lightning_tricks.parallel.dims import Mesh, ParallelDims
+from lightning_tricks.parallel.fake_cluster import fake_world
+from lightning_tricks.strategies.fsdp2.waiting_gradients import WaitingGradients
+
+
+def train(module, **options):
+    strategy = FSDP2Strategy(reduce_gradients="step")
+    data = batches(rows(8, 2, 4))
+    return fit(module, data=data, strategy=strategy, accumulate_grad_batches=2, max_steps=2, **options)
+
+
+def end_in_the_second(module, batch):
+    if len(module.losses) == 1:
+        raise ZeroDivisionError
+
+
+class NoLossInTheSecond(Small):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+class OneAtATime(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x, index):
+        return self.blocks[index](x)
+
+
+def weights(module):
+    return [local(parameter).detach().clone() for parameter in module.parameters()]
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 refuses the second fit")
+def test_a_fit_after_one_that_failed_within_a_step_starts_without_its_gradients():
+    clean, failed = Small(4, 1), Small(4, 1, act=end_in_the_second)
+    train(clean)
+    with pytest.raises(ZeroDivisionError):
+        train(failed)
+    failed.act = lambda module, batch: None
+    failed.losses.clear()
+    train(failed)
+    assert same(weights(failed), weights(clean))
+
+
+def test_a_step_whose_last_micro_batch_has_no_loss_is_refused():
+    with pytest.raises(UsageError, match="reduce_gradients='step': training_step returned None for the last micro-ba"):
+        train(NoLossInTheSecond(4, 1))
+
+
+def test_a_block_without_a_part_in_the_last_micro_batch_is_named():
+    waiting = WaitingGradients("replicas")
+    with fake_world(0, 2):
+        module = OneAtATime()
+        mesh = Mesh.of(ParallelDims(replicate=2).of_world(2), "cpu").weights
+        for part in (*module.blocks, module):
+            fully_shard(part, mesh=mesh)
+        for index in (0, 1):
+            waiting.before_backward(module, accumulates=index == 0)
+            module(torch.ones(1, 4), index).sum().backward()
+            if index == 0:
+                waiting.after_backward(module)
+        with pytest.raises(UsageError, match=r"reduce_gradients='replicas': 'blocks\.0' has gradients of earl"):
+            waiting.after_backward(module)
+        waiting.forget(module)
+        waiting.after_backward(module)
+
+
+def test_another_word_is_refused():
+    with pytest.raises(UsageError, match="reduce_gradients='never': give one of micro_batch, replicas, step"):
+        FSDP2Strategy(reduce_gradients="never")
