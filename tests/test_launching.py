@@ -52,6 +52,12 @@ trainer:
   callbacks:
     - {class_path: ModelCheckpoint, init_args: {every_n_train_steps: 3, save_last: link}}
 """
+GUARDED = RECIPE.replace(
+    "ModelCheckpoint, init_args: {every_n_train_steps: 3, save_last: link}}",
+    """SafeCheckpoint, init_args: {every_n_train_steps: 3}}
+    - {class_path: ExactResume}
+    - {class_path: HangWatchdog, init_args: {limit_seconds: 5, abort: true}}""",
+).replace("max_steps: 6", "max_steps: 7")
 GONE = (
     r"^rank {rank} of {world} on \S+ is gone without a word \(process \d+\): killed, or out of memory \(dmesg tells\)$"
 )
@@ -103,8 +109,11 @@ class Job:
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        whole = self.folder / "whole.ckpt"
-        consolidate([str(self.folder / "runs/toy/version_0/checkpoints/last.ckpt"), str(whole)])
+        return self.weights_of("last")
+
+    def weights_of(self, checkpoint: str) -> dict[str, torch.Tensor]:
+        whole = self.folder / f"whole {checkpoint}.ckpt"
+        consolidate([str(self.folder / f"runs/toy/version_0/checkpoints/{checkpoint}.ckpt"), str(whole)])
         return load_file(whole, None)["state_dict"]
 
 
@@ -198,11 +207,15 @@ def fails(job: Job, kind: Any, *args: Any, **options: Any) -> None:
     job.seconds = ended - float((job.folder / "failed_at").read_text())
 
 
-def goes_on(job: Job, **options: Any) -> None:
+def goes_on(job: Job, devices: int, *overrides: str, **options: Any) -> None:
     """Fail, and go on from the last checkpoint."""
-    fails(job, torchrun, 2, **options)
+    fails(job, torchrun, devices, *overrides, **options)
     (job.folder / "out").rename(job.folder / "first_out")
-    trains(job, torchrun, 2, "--ckpt_path=last")
+    trains(job, torchrun, devices, *overrides, "--ckpt_path=last")
+
+
+def mesh(axis: str) -> str:
+    return f"--trainer.strategy.init_args.mesh={{shard: 2, {axis}: 2}}"
 
 
 def is_alone(job: Job, came: int) -> None:
@@ -211,13 +224,16 @@ def is_alone(job: Job, came: int) -> None:
     job.finish(100)
 
 
+HANGS = {"rank": 1, "step": 6, "how": "hang"}
+
+
 # by name, in the order of the tests: what to do with a job of its own, given the two hosts
 RUNS: dict[str, Callable[[Job, Any], None]] = {
     "torchrun": lambda job, hosts: trains(job, torchrun, 2),
     "lightning": lambda job, hosts: trains(job, lightning, 2),
     "slurm": lambda job, hosts: trains(job, slurm, 2),
     "two hosts": lambda job, hosts: trains(job, on_two_hosts, hosts),
-    "goes on": lambda job, hosts: goes_on(job, fail={"rank": 1, "step": 5}),
+    "goes on": lambda job, hosts: goes_on(job, 2, fail={"rank": 1, "step": 5}),
     "child is killed": lambda job, hosts: fails(job, lightning, 2, fail={"rank": 1, "step": 2}),
     "first is killed": lambda job, hosts: fails(
         job, lightning, 3, fail={"rank": 0, "step": 2, "others": "stuck"}, grace=4.0
@@ -228,6 +244,11 @@ RUNS: dict[str, Callable[[Job, Any], None]] = {
     "raises": lambda job, hosts: fails(job, torchrun, 3, fail={"rank": 1, "step": 2, "how": "raise"}),
     "rank 0 alone": lambda job, hosts: is_alone(job, 0),
     "rank 1 alone": lambda job, hosts: is_alone(job, 1),
+    # the one that hangs in step 7 is the unbroken run of six steps for the one that is killed in step 5
+    "tensor hangs": lambda job, hosts: fails(job, torchrun, 4, mesh("tensor"), fail=HANGS),
+    "tensor killed": lambda job, hosts: goes_on(job, 4, mesh("tensor"), fail={"rank": 2, "step": 4}),
+    "context hangs": lambda job, hosts: fails(job, torchrun, 4, mesh("context"), fail=HANGS),
+    "context killed": lambda job, hosts: goes_on(job, 4, mesh("context"), fail={"rank": 2, "step": 4}),
 }
 
 
@@ -235,8 +256,8 @@ RUNS: dict[str, Callable[[Job, Any], None]] = {
 def ended(hosts, tmp_path_factory) -> Iterator[Callable[[str], Job]]:
     """A function that waits for the run of that name; ends what is left of all."""
     jobs = {name: Job(tmp_path_factory.mktemp(name.replace(" ", "_"))) for name in RUNS}
-    for job in jobs.values():
-        (job.folder / "toy.yaml").write_text(RECIPE)
+    for name, job in jobs.items():
+        (job.folder / "toy.yaml").write_text(GUARDED if name.startswith(("tensor", "context")) else RECIPE)
         (job.folder / "data").mkdir()
         with ShardWriter(job.folder / "data", "train", vocab_size=64) as writer:
             writer.append(torch.randint(0, 64, (4000,), generator=torch.Generator().manual_seed(0)).numpy())
@@ -332,3 +353,31 @@ def test_a_rank_that_never_comes_is_waited_for_as_long_as_was_said(came, ended):
     )
     assert len(said) == 1, job.out[-5000:]
     assert "Traceback" not in job.out
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_a_rank_of_a_mesh_that_hangs_is_named_though_its_neighbours_hold_up_the_others(axis, ended):
+    """Ranks 0 and 3 have a group with rank 1 each, rank 2 has none: it waits for them."""
+    job = ended(f"{axis} hangs")
+    said = {line for line in job.out.splitlines() if " behind" in line}
+    assert len(said) == 1, job.out[-5000:]
+    assert re.match(r"HangWatchdog: rank 1 of 4 on \S+ is behind: in the forward of step 7: threading.py:", said.pop())
+    assert "in the optimizer of step 7" not in job.out  # a strategy's own backward is a backward
+    assert job.out.count("is ended, with exit code 1") == 4
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_a_rank_of_a_mesh_is_killed_and_the_run_goes_on_to_the_same_weights(axis, ended):
+    unbroken, job = ended(f"{axis} hangs"), ended(f"{axis} killed")
+    out = (job.folder / "first_out").read_text(errors="replace")
+    said = re.findall(GONE.format(rank=2, world=4), out, re.M)
+    assert len(said) == 3
+    assert first_error(out) == said[0]
+    assert job.codes[-1] == 0, job.out[-5000:]
+    assert "Going on from step 3 " in job.out
+    assert len(unbroken.losses) == 6
+    assert job.losses[:6] == unbroken.losses
+    assert len(job.losses) == 7
+    weights, expected = job.weights_of("step=6"), unbroken.weights_of("step=6")
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(expected[name], value) for name, value in weights.items())

@@ -14,7 +14,7 @@ _PARTS = (  # part, Lightning's module (any module if empty) and its function; r
     ("checkpoint", "trainer.trainer", "save_checkpoint"),
     ("loader", "loops.fetchers", "__next__"),
     ("loader", "loops.fetchers", "__iter__"),
-    ("backward", "strategies.strategy", "backward"),
+    ("backward", "", "backward"),  # strategies of this collection have their own
     ("forward", "", "training_step"),
     ("optimizer", "core.optimizer", "step"),
     ("validation", "loops.evaluation_loop", "run"),
@@ -103,7 +103,7 @@ def running_part(stack: Sequence[FrameType]) -> str:
     """The part of a run that a thread is in: "checkpoint", "loader", "backward", "forward", "optimizer", "validation".
 
     Empty for every other place, such as callbacks between two steps. Read from trainer/trainer.py, loops/fetchers.py,
-    loops/evaluation_loop.py, strategies/strategy.py and core/optimizer.py.
+    loops/evaluation_loop.py and core/optimizer.py. A method `backward` is the strategy's, autograd's or torch's.
 
     Args:
         stack: the innermost frame first.

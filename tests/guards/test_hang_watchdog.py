@@ -256,10 +256,26 @@ def named(*places: Place, silent: tuple[int, ...] = ()) -> str:
 
 
 def test_the_rank_that_began_the_fewest_collectives_is_behind():
-    waits = {"part": "backward", "collectives": 12, "in_collective": False}
-    behind = place(1, part="backward", collectives=11, detail="hook.py:3 in slow")
+    waits = {"part": "backward", "collectives": {"0": 12}, "in_collective": False}
+    behind = place(1, part="backward", collectives={"0": 11}, detail="hook.py:3 in slow")
     line = "rank 1 of 3 on node7 is behind: in the backward of step 8: hook.py:3 in slow"
     assert named(place(0, **waits), behind, place(2, **waits)) == line
+
+
+def test_on_a_mesh_the_rank_that_no_neighbour_is_behind_of_is_behind():
+    """Rank 1 stands still, which stops 0 in their row and 3 in their column; 3 stops 2, that has no group with 1.
+
+    All have begun as many collectives with all ranks, and 1 is the last one in a group that 2 is not in.
+    """
+    counts = [
+        {"all": 3, "row 0": 6, "column 0": 5},
+        {"all": 3, "row 0": 5, "column 1": 5},
+        {"all": 3, "row 2": 7, "column 0": 5},
+        {"all": 3, "row 2": 6, "column 1": 6},
+    ]
+    ranks = [place(rank, part="forward", collectives=each) for rank, each in enumerate(counts)]
+    assert named(*ranks) == "rank 1 of 3 on node7 is behind: in the forward of step 8"
+    assert named(*reversed(ranks)) == named(*ranks)
 
 
 def test_without_that_count_the_rank_at_the_earliest_place_is_behind():
@@ -302,8 +318,8 @@ def test_a_rank_that_has_left_is_named_with_its_error():
 
 def test_an_uneven_validation_is_told_from_one_that_is_slow():
     inside = {"part": "validation", "evaluating": True, "validations": 1}
-    done = place(2, validations=2, validation_batches=3, collectives=20)
-    ranks = [place(rank, validation_batches=4, collectives=30, **inside) for rank in (0, 1)]
+    done = place(2, validations=2, validation_batches=3, collectives={"0": 20})
+    ranks = [place(rank, validation_batches=4, collectives={"0": 30}, **inside) for rank in (0, 1)]
     assert named(*ranks, done) == (
         "uneven validation: rank 2 of 3 on node7 had 3 batches, ranks 0, 1 are at batch 4: give every rank the same "
         "number, such as by Trainer.limit_val_batches"
@@ -329,10 +345,12 @@ def test_a_model_of_fsdp1_needs_all_ranks_and_a_plain_one_does_not():
 
 def test_what_cannot_be_known_of_a_process_is_left_out(monkeypatch):
     assert describe_loader([]) == "a loader"  # its thread has ended
-    yes, does_not_count = lambda: True, SimpleNamespace(WORLD=SimpleNamespace())
-    group = SimpleNamespace(is_available=yes, is_initialized=yes, group=does_not_count)
-    monkeypatch.setattr(hang_watchdog, "dist", group)
-    assert hang_watchdog._collectives() is None
+    assert hang_watchdog._collectives() == {}
+    yes = lambda *_: True  # noqa: E731
+    for known in ({}, {"distributed_c10d": SimpleNamespace(_world=SimpleNamespace(pg_names={"does not count": "0"}))}):
+        group = SimpleNamespace(is_available=yes, is_initialized=yes, get_process_group_ranks=lambda _: [0, 1], **known)
+        monkeypatch.setattr(hang_watchdog, "dist", group)
+        assert hang_watchdog._collectives() == {}
 
 
 def test_many_silent_or_failed_ranks_are_one_short_line():

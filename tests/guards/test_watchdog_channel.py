@@ -411,7 +411,7 @@ class Wires:
     def __init__(self, world: int) -> None:
         self.hub, self.count, self.waiting = Hub(("127.0.0.1",)), Counter(), []
         self.hub.judge = judge
-        self.places = [{"part": "backward", "step": 7, "collectives": 12} for _ in range(world)]
+        self.places = [{"part": "backward", "step": 7, "collectives": {"0": 12}} for _ in range(world)]
         self.connections = [self.wire(rank, world) for rank in range(world)]
 
     def wire(self, rank: int, world: int) -> Connection:
@@ -461,7 +461,7 @@ def test_messages_do_not_grow_with_the_number_of_ranks_and_the_rank_behind_is_na
     assert per_second <= 1.1 * channel.PUBLISHED_PER_SECOND
     assert max(wires.count.values()) / 120 <= 0.5
     wires.count.clear()
-    wires.places[17] = {"part": "loader", "step": 7, "collectives": 11, "detail": "DataLoader over Rows"}
+    wires.places[17] = {"part": "loader", "step": 7, "collectives": {"0": 11}, "detail": "DataLoader over Rows"}
     verdict = wires.connections[3].ask_all(wires.places[3])
     named = f"rank 17 of {world} on here is behind: waiting for the training loader before step 8: DataLoader over Rows"
     assert verdict.line == named

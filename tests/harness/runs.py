@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -127,7 +128,7 @@ class Fail(pl.Callback):
     Args:
         rank: which one.
         step: optimizer steps done before it fails.
-        how: `kill` (SIGKILL) or `raise` (ValueError).
+        how: `kill` (SIGKILL), `raise` (ValueError), or `hang`: it waits for ever before the last block of a decoder.
         others: what the other ranks do then: `train`, `sleep` in Python, or be `stuck` in a call into C that no signal
             interrupts, as one is in a collective that never returns.
     """
@@ -142,7 +143,9 @@ class Fail(pl.Callback):
             Path("failed_at").write_text(str(time.time()))
             if self.how == "raise":
                 raise ValueError("bad batch")
-            os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            pl_module.decoder.blocks[-1].register_forward_pre_hook(lambda *_: threading.Event().wait())
         elif self.others == "sleep":
             time.sleep(1000)
         elif self.others == "stuck":

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -40,6 +40,7 @@ SILENT_SECONDS = 5.0  # after the answers: for the timer of a rank that gives no
 MISSES = 3  # looks in a row that fail before the watch ends
 SHOWN_RANKS = 8  # in one line
 ENDED, FAILED = "ended", "failed"  # parts of a rank that has left its fit
+_DISPATCHER = ("torch._ops", "torch._library")  # what torch calls a functional collective's kernel through
 _ORDER = ("forward", "backward", "optimizer", "", "checkpoint", "validation", "loader")  # within a micro-batch
 
 
@@ -54,8 +55,9 @@ class Place:
         micro_batches: training micro-batches fetched.
         validations: validations that have ended, with the sanity check.
         validation_batches: batches fetched in the running validation, or in the last one.
-        collectives: number of collectives that this rank has begun on the default process group, if that is known.
-        detail: the loader that it waits for, its error, or the innermost line of Python.
+        collectives: number of collectives that this rank has begun, by the process group's key, which all of its ranks
+            share; without groups that do not count.
+        detail: the loader that it waits for, its error, or the innermost line of Python outside torch's dispatcher.
         in_collective: whether that line is in torch.distributed.
     """
 
@@ -66,7 +68,7 @@ class Place:
     micro_batches: int = 0
     validations: int = 0
     validation_batches: int = 0
-    collectives: int | None = None
+    collectives: dict[str, int] = field(default_factory=dict)
     detail: str = ""
     in_collective: bool = False
 
@@ -114,6 +116,7 @@ class Place:
 def read_place(process: Process, trainer: Any, stack: Sequence[FrameType], validations: int) -> Place:
     """The place of this process, from the stack of the thread that trains, the innermost frame first."""
     part = running_part(stack)
+    innermost = next((frame for frame in stack if not _module(frame).startswith(_DISPATCHER)), stack[0])
     return Place(
         process,
         part=part,
@@ -123,22 +126,31 @@ def read_place(process: Process, trainer: Any, stack: Sequence[FrameType], valid
         validations=validations,
         validation_batches=evaluation_progress(trainer).current.ready,
         collectives=_collectives(),
-        detail=describe_loader(stack) if part == "loader" else line_of(stack[0]),
-        in_collective=str(stack[0].f_globals.get("__name__", "")).startswith("torch.distributed"),
+        detail=describe_loader(stack) if part == "loader" else line_of(innermost),
+        in_collective=_module(innermost).startswith("torch.distributed"),
     )
 
 
-def _collectives() -> int | None:
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _collectives() -> dict[str, int]:
+    """Number of collectives begun, by group; disjoint groups may have one name, so the first rank is in the key."""
+    found: dict[str, int] = {}
     if not (dist.is_available() and dist.is_initialized()):
-        return None
-    with suppress(Exception):  # a backend that does not count
-        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
-    return None
+        return found
+    with suppress(Exception):  # torch's own table of groups, read from distributed_c10d.py of torch 2.13
+        for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+            with suppress(Exception):  # a backend that does not count
+                key = f"{name} from rank {min(dist.get_process_group_ranks(group))}"
+                found[key] = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    return found
 
 
 def judge(processes: Mapping[int, Process], places: Mapping[int, dict[str, Any]], silent: Collection[int]) -> str:
     """One line: which rank is behind, and where it is, by the places that the ranks told last; some are silent."""
-    known = {rank: Place(processes[rank], **place) for rank, place in places.items()}
+    known = {rank: Place(processes[rank], **places[rank]) for rank in sorted(places)}
     ranks = [place for rank, place in known.items() if rank not in silent]
     failed = [place for place in ranks if place.part == FAILED][:SHOWN_RANKS]
     if failed:
@@ -179,17 +191,34 @@ def _behind(places: Sequence[Place]) -> str:
 
 def _last(places: Sequence[Place]) -> Sequence[Place]:
     """The ranks that have begun the fewest collectives; where that is equal, by their places; by their stacks."""
-    counts = [place.collectives for place in places]
-    known = [count for count in counts if count is not None]
     orders = [place.order for place in places]
-    behind: Sequence[Place] = places
-    if len(known) == len(counts):
-        behind = [place for place in places if place.collectives == min(known)]
+    behind = _fewest_collectives(places) or places
     if len(behind) == len(places):
         behind = [place for place in places if place.order == min(orders)]
     if len(behind) == len(places):
         behind = [place for place in places if not place.in_collective]
     return behind or places
+
+
+def _fewest_collectives(places: Sequence[Place]) -> Sequence[Place]:
+    """The ranks that have begun the fewest collectives in each of their groups, and in one of them fewer than another.
+
+    All ranks begin the same collectives in the same order. On a mesh a rank that stands still holds up its neighbours,
+    and these hold up the rank that has no group with it: that one is behind as well, but its neighbours have begun
+    less in their common group.
+    """
+    counts: dict[str, list[int]] = {}
+    for place in places:
+        for group, count in place.collectives.items():
+            counts.setdefault(group, []).append(count)
+    least = {group: min(begun) for group, begun in counts.items()}
+    most = {group: max(begun) for group, begun in counts.items()}
+    return [
+        place
+        for place in places
+        if all(count == least[group] for group, count in place.collectives.items())
+        and any(count < most[group] for group, count in place.collectives.items())
+    ]
 
 
 def _silent(name: str, place: Place | None) -> str:
