@@ -107,7 +107,12 @@ def checkpoint_block(block: nn.Module, mode: Mode) -> None:
         return checkpoint(self.plain_forward, *args, use_reentrant=False, **_options(mode), **kwargs)
 
     # methods of the object, so that a deep copy of it runs its own weights
-    block.__dict__.update(plain_forward=block.forward, forward=MethodType(forward, block))
+    block.__dict__.update(plain_forward=block.forward, forward=MethodType(forward, block), checkpoint_mode=mode)
+
+
+def keeps_input_only(block: nn.Module) -> bool:
+    """Whether all of a block runs again in the backward pass, by `checkpoint_block` or by an attribute of its own."""
+    return "full" in (getattr(block, "checkpointing", None), vars(block).get("checkpoint_mode"))
 
 
 def _options(mode: Mode, linears: int | None = None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tricks._errors import UsageError
 from lightning_tricks._refusals import refuse
 from lightning_tricks._tensors import local
 from lightning_tricks._trainer import is_accumulating, loss_ranks, weights_layout
@@ -42,10 +43,18 @@ class TokenMeanMixin(Mixin):
 
         Returns:
             Scalar whose accumulated gradient becomes the mean over all tokens of the step.
+
+        Raises:
+            UsageError: manual optimization with several micro-batches or ranks: nobody says where a step begins.
         """
         self._batch_sums = nats.detach(), tokens
         if self._splits() == 1:
             return nats / tokens.clamp(min=1)
+        if not self.automatic_optimization:
+            raise UsageError(
+                f"{type(self).__name__}.automatic_optimization=False: token_mean cannot tell where a step of "
+                f"{self._splits()} micro-batches begins: return the mean loss of the micro-batch yourself"
+            )
         if self._capacity is None:  # any constant works, if every rank has the same one
             self._capacity = self.trainer.strategy.broadcast(capacity)
         return nats / self._capacity

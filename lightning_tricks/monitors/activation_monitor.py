@@ -57,7 +57,8 @@ class ActivationMonitor(pl.Callback):
     For each block `activations/<block>/rms`, `/max_abs`, `/zero_fraction` and `/nonfinite_fraction` of the first
     floating-point tensor in its output, in the last micro-batch of the step. `<block>` is the submodule's name. Only
     the block's first run counts: activation checkpointing runs it again. The non-finite fraction is the largest over
-    ranks, so that a NaN on any rank shows; the others are those of rank 0.
+    ranks, so that a NaN on any rank shows; the others are those of rank 0, of its part of the rows under sequence or
+    context parallelism.
 
     Blocks compiled one by one (`block.compile()`, `torch.compile(block)`) are watched from outside their graphs, which
     stay as they are. Blocks inside a model that is compiled as a whole cannot be seen: one warning says so.

@@ -75,6 +75,13 @@ def shard_module(
     fully_shard(root, mp_policy=as_they_come, reshard_after_forward=False, **options)
 
 
+def drop_gathered(module: nn.Module) -> None:
+    """Have FSDP2 gather all parameters anew: it keeps the root's after a validation."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
     """Give each parameter, which becomes a new tensor, the attributes that it had, such as a mark for the optimizer."""

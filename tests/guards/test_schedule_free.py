@@ -25,11 +25,11 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import EMA, BatchSizeWarmup, SafeCheckpoint, ScheduleFree, SpikeRollback, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, read_folder
 from lightning_tricks.guards import schedule_free
-from lightning_tricks.guards.averages.weight_average import drop_gathered
 from lightning_tricks.guards.step_guard.step_guard import skipping
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.optim import ComposedOptimizer, Muon, MuonAdamW
 from lightning_tricks.optim.schedule_free import TRAINED, put_average, put_trained_weights
+from lightning_tricks.parallel.shard import drop_gathered
 from lightning_tricks.precision import BF16True
 from lightning_tricks.strategies import FSDP2Strategy
 

@@ -159,3 +159,11 @@ def test_a_strategy_that_lets_nobody_scale_the_gradients_is_refused():
     model._trainer.accumulate_grad_batches = 2
     with pytest.raises(UsageError, match=r"^TokenMeanMixin: DeepSpeedStrategy leaves .*: take DeepSpeedZeROStrategy$"):
         model._scale()
+
+
+def test_manual_optimization_with_several_ranks_is_refused(monkeypatch):
+    model = Foreign()
+    model.automatic_optimization = False
+    monkeypatch.setattr(model, "_splits", lambda: 2)
+    with pytest.raises(UsageError, match="automatic_optimization=False: token_mean cannot tell where a step of 2"):
+        model.token_mean(torch.ones(()), torch.ones(()), capacity=1)

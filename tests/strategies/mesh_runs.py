@@ -5,8 +5,10 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from harness.runs import Memory
@@ -19,6 +21,8 @@ from lightning_tricks import (
     EMA,
     GPT2,
     AttentionMonitor,
+    BF16Mixed,
+    Float8,
     FSDP2Strategy,
     GradNormMonitor,
     LanguageModel,
@@ -103,9 +107,16 @@ class Foreign(pl.LightningModule):
 
 LLAMA = Llama(**SIZES, n_heads=4, n_kv_heads=2)
 NORMED = Llama(**SIZES, n_heads=8, n_kv_heads=4, qk_norm=True, tie_embeddings=True)
+WIDE = Llama(**(SIZES | {"d_model": 64}), n_heads=4, n_kv_heads=2)  # parts of two ranks are multiples of 16
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "bf16": BF16Mixed,
+    "fp8": lambda: Float8(emulate=True, convert_small=True),
+    "fp8 by rows": lambda: Float8("rowwise", emulate=True, convert_small=True),
+}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: Ours(LLAMA),
     "normed": lambda: Ours(NORMED),
+    "wide": lambda: Ours(WIDE),
     "gpt2": lambda: Ours(GPT2(**SIZES, n_heads=4)),
     "muon": lambda: Ours(LLAMA, lambda groups: MuonAdamW(groups, lr=0.01)),
     "adamw": lambda: Ours(NORMED, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),
@@ -125,8 +136,9 @@ class Case(NamedTuple):
         documents: rows hold several documents.
         accumulate: micro-batches of a step.
         guarded: StepGuard and EMA are in the run.
-        precision: the Trainer's.
+        precision: of `PLUGINS`; None: fp32.
         repeats: all micro-batches have the same rows.
+        says: part of the line in which it must end, on the mesh.
     """
 
     model: str
@@ -135,8 +147,9 @@ class Case(NamedTuple):
     documents: bool = False
     accumulate: int = 1
     guarded: bool = False
-    precision: Any = "32-true"
+    precision: str | None = None
     repeats: bool = False
+    says: str | None = None
 
 
 class Found(NamedTuple):
@@ -199,17 +212,19 @@ def train(
     ledger = Path(tempfile.mkdtemp(), "ledger.jsonl")  # rank 0 writes
     if case.guarded:
         callbacks += [StepGuard(), EMA(decay=0.5), RunLedger(str(ledger)), AttentionMonitor()]
+    plugins = [PLUGINS[case.precision]()] if case.precision else []
     trainer = pl.Trainer(
         max_steps=SAVED_AT if saves else STEPS, accelerator="cpu", devices=devices, strategy=strategy, logger=memory,
         log_every_n_steps=1, callbacks=callbacks, gradient_clip_val=0.3, use_distributed_sampler=False,
         accumulate_grad_batches=case.accumulate, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, precision=case.precision, default_root_dir=folder or ".",
-        plugins=[AtomicCheckpointIO()] if strategy == "auto" else None,
+        enable_model_summary=False, default_root_dir=folder or ".",
+        plugins=[*([AtomicCheckpointIO()] if strategy == "auto" else []), *plugins],
     )  # fmt: skip
     torch.manual_seed(0)
     module = MODELS[case.model]()
     validated = isinstance(module, LanguageModel)
-    trainer.fit(module, batches(case, *place), batches(case, *place, 1) if validated else None, ckpt_path=resume)
+    with patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
+        trainer.fit(module, batches(case, *place), batches(case, *place, 1) if validated else None, ckpt_path=resume)
     if saves:
         assert folder is not None
         trainer.save_checkpoint(folder / "saved.ckpt")
@@ -248,7 +263,7 @@ def table(rank: int, cases: dict[str, Case], world: int) -> dict[str, Any]:
 
 def table_of_one(rank: int, cases: dict[str, Case]) -> dict[str, Found]:
     """What each case finds in one process."""
-    return {name: train(case, "auto") for name, case in cases.items()}
+    return {name: train(case, "auto") for name, case in cases.items() if not case.says}
 
 
 LAYOUTS = {

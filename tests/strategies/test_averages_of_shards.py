@@ -15,7 +15,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_tricks.callbacks import EMA, InitFrom, SafeCheckpoint, TailAverage
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, read_folder
-from lightning_tricks.guards.averages.weight_average import Swap, drop_gathered
+from lightning_tricks.guards.averages.weight_average import Swap
+from lightning_tricks.parallel.shard import drop_gathered
 from lightning_tricks.strategies import FSDP2Strategy
 
 AVERAGES = {

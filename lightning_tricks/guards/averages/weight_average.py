@@ -16,8 +16,9 @@ from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, ran
 from lightning_tricks._on_exception import only_warn
 from lightning_tricks._refusals import refuse
 from lightning_tricks._tensors import local, sharded_like
-from lightning_tricks._trainer import around_saves, is_a
+from lightning_tricks._trainer import around_saves
 from lightning_tricks.checkpoints.averages import AVERAGES, RAW, mixed
+from lightning_tricks.parallel.shard import drop_gathered
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")  # of batch norm: they belong to the weights
 _BUCKET_BYTES = 256 << 20  # bound of the fp32 copies of weights of another dtype
@@ -205,13 +206,6 @@ def _exchange(one: Tensor, other: Tensor) -> None:
         copy = here.clone()
         here.copy_(there)
         there.copy_(copy)
-
-
-def drop_gathered(module: nn.Module) -> None:
-    """Have FSDP2 gather all parameters anew: it keeps the root's after a validation."""
-    for part in module.modules():
-        if is_a(part, "FSDPModule"):
-            part.reshard()  # type: ignore[operator]
 
 
 class WeightAverage(pl.Callback):

@@ -20,9 +20,9 @@ from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.snapshot import PinnedBuffers, snapshot
-from lightning_tricks.guards.averages.weight_average import drop_gathered
 from lightning_tricks.guards.saving.finite import not_finite, numbers_of
 from lightning_tricks.optim.keep_settings_on_load import layers_of
+from lightning_tricks.parallel.shard import drop_gathered
 
 _ALWAYS_KEPT = {"lr", "initial_lr"}
 _CPU = torch.device("cpu")

@@ -54,7 +54,8 @@ class Float8(pl.plugins.Precision):
 
     Raises:
         UsageError: torchao is missing or too old; a GPU without fp8, or a CPU, and no `emulate`; nothing to convert;
-            `exclude` matches nothing; tensor parallelism; a strategy with a precision of its own.
+            `exclude` matches nothing; tensor parallelism by other than FSDP2Strategy, or into parts that are no
+            multiple of 16; a strategy with a precision of its own.
 
     Source: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; torchao,
         https://github.com/pytorch/ao/blob/main/docs/source/workflows/training.md.
@@ -126,6 +127,7 @@ class Float8(pl.plugins.Precision):
         self.fp8_layers = {name: layer for name, layer in linears.items() if self._is_mine(layer)}
         if not self.fp8_layers:
             raise choosing.nothing_to_convert(self.recipe, [self._skipped.get(layer, "") for layer in linears.values()])
+        choosing.refuse_parts(self.fp8_layers, choosing.MULTIPLE[self.recipe])
         linear.unwrap_unsharded(linears.values())
         module = self._base.convert_module(module)
         gathered = [layer for layer in self.fp8_layers.values() if linear.gathers_in_fp8(layer)]
@@ -187,7 +189,7 @@ class Float8(pl.plugins.Precision):
         Returns:
             0-dim tensors on the input's device: `input_amax`, `weight_amax` (largest magnitudes); `input_underflow`,
             `weight_underflow` (share of the nonzero elements that become zero). For a sharded weight, those of this
-            rank's shard; while it is not gathered, every rank must call.
+            rank's shard; while it is not gathered, or tensor ranks share the layer, every rank must call.
         """
         shard = None if self._scales is None else self._scales.shards.get(layer)
         return _load_linear().layer_stats(layer, input, shard, self.recipe)

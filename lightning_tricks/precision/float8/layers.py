@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -13,6 +13,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks.optim.param_places import Model, weight_of
 from lightning_tricks.optim.param_roles import head_weights
+from lightning_tricks.parallel.tensor import TENSOR_AXIS
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
@@ -111,7 +112,7 @@ def check_patterns(exclude: Sequence[str]) -> tuple[str, ...]:
 
 
 def refuse_tensor_parallel(module: nn.Module, layers: Sequence[nn.Linear]) -> None:
-    """Refuse layers that multiply with a shard of their weight: an fp8 scale would be that of the shard.
+    """Refuse layers that a module has divided itself, and that multiply with a shard: a scale would be the shard's.
 
     Weights of FSDP2 are allowed, as it gathers them before the product. Their layer lies in a module that FSDP2 wraps,
     and they are split over one mesh dimension only.
@@ -125,7 +126,25 @@ def refuse_tensor_parallel(module: nn.Module, layers: Sequence[nn.Linear]) -> No
         if id(layer) not in gathered or splits > 1:
             raise UsageError(
                 f"plugins: Float8 does not work with tensor parallelism, which splits {name} ({weight.placements}): "
-                "shard over data only (FSDP2), or use BF16Mixed"
+                "leave it to FSDP2Strategy's mesh.tensor, or use BF16Mixed"
+            )
+
+
+def refuse_parts(layers: Mapping[str, nn.Linear], multiple: int) -> None:
+    """Refuse a layer of which a tensor rank of FSDP2Strategy has a part of a size that fp8 cannot multiply."""
+    for name, layer in layers.items():
+        weight: Any = layer.weight
+        names = (isinstance(weight, DTensor) and weight.device_mesh.mesh_dim_names) or ()
+        if TENSOR_AXIS not in names:
+            continue
+        axis = names.index(TENSOR_AXIS)
+        ranks, placement = weight.device_mesh.size(axis), weight.placements[axis]
+        size = weight.shape[placement.dim] // ranks
+        if size % multiple:
+            field = ("out_features", "in_features")[placement.dim]
+            raise UsageError(
+                f"plugins: Float8: mesh.tensor={ranks} leaves {size} of the {field} of {name} to a rank, no multiple "
+                f"of {multiple}, which fp8 needs: exclude the layer, or take fewer tensor ranks"
             )
 
 

@@ -226,6 +226,8 @@ def _local(weight: Any) -> Any:
 
 def layer_stats(layer: nn.Linear, input: Tensor, shard: Any, recipe: str) -> dict[str, Tensor]:
     """See `Float8.layer_stats`; `shard` is that of a weight which FSDP2 gathers in fp8, or None."""
+    if isinstance(input, DTensor):  # of a layer that tensor ranks share: a scale is that of whole rows
+        input = input.full_tensor()
     of_input = _stats("input", input.to(matmul_dtype(input)), None, recipe)
     return of_input | _stats("weight", *_weight_and_scale(layer.weight, shard, recipe), recipe)
 
@@ -240,17 +242,20 @@ def _stats(name: str, values: Tensor, scale: Tensor | None, recipe: str) -> dict
 def _weight_and_scale(weight: Any, shard: Any, recipe: str) -> tuple[Tensor, Tensor | None]:
     """The elements of a weight on this rank, and their scale if it depends on elements of other ranks too.
 
-    `tensorwise` has one scale for a whole weight, which may be sharded: every rank must call.
+    `tensorwise` has one scale for a whole weight, which may be divided: every rank must call.
     """
-    if hasattr(weight, "_scale"):  # gathered in fp8
-        return _elements(shard), weight._scale
+    gathered = _local(weight)
+    if hasattr(gathered, "_scale"):  # gathered in fp8
+        return _elements(shard), gathered._scale
     if not isinstance(weight, DTensor):
         return weight, None
-    scale = None
     if recipe == "tensorwise":
         amax: Any = weight.detach().abs().amax()
-        scale = e4m3_scale(amax.full_tensor(), recipe)
-    return _elements(weight), scale
+        return _elements(weight), e4m3_scale(amax.full_tensor(), recipe)
+    if any(placement.is_shard(1) for placement in weight.placements):  # each rank has a part of each row
+        whole: Any = weight.detach()
+        return whole.full_tensor(), None
+    return _elements(weight), None
 
 
 def _elements(shard: Any) -> Tensor:

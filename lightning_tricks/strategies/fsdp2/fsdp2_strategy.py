@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed import fsdp
 
-from lightning_tricks._activation_checkpointing import Mode, check_mode
+from lightning_tricks._activation_checkpointing import Mode, check_mode, keeps_input_only
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._random_state import random_state, set_random_state
@@ -245,6 +246,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             broadcast([*module.parameters(), *module.buffers()], self.root_device)
         made = parallelize(module, self.groups, self.options)
         blocks = made.blocks
+        if self.dims.tensor > 1 and self.root_device.type == "cpu":
+            _refuse_compiled_and_run_again(blocks)
         if not blocks:
             rank_zero_warn(
                 f"FSDP2Strategy: {type(module).__name__} has no repeated blocks, so all of it is gathered at once: "
@@ -342,6 +345,21 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         super().on_validation_start()
         self._take_buffers_of_rank_0()
 
+    def on_validation_end(self) -> None:
+        """Leave the module in shards, as it was: FSDP2 keeps what it has gathered for the next batch."""
+        super().on_validation_end()
+        shard.drop_gathered(self._module)
+
+    def on_test_end(self) -> None:
+        """As after a validation."""
+        super().on_test_end()
+        shard.drop_gathered(self._module)
+
+    def on_predict_end(self) -> None:
+        """As after a validation."""
+        super().on_predict_end()
+        shard.drop_gathered(self._module)
+
     def _take_buffers_of_rank_0(self) -> None:
         """Let running statistics and other saved buffers be rank 0's on every rank; every rank must call."""
         owners = {
@@ -415,3 +433,13 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Give each optimizer its state."""
         sharded_checkpoint.load_optimizers(self._module, self.optimizers, checkpoint["optimizer_states"])
+
+
+def _refuse_compiled_and_run_again(blocks: Mapping[str, nn.Module]) -> None:
+    """Refuse what ends in an assertion of torch 2.13: on a CPU the graph of such a block has its outputs mixed up."""
+    for name, block in blocks.items():
+        if keeps_input_only(block) and block._compiled_call_impl is not None:
+            raise UsageError(
+                f"activation_checkpointing='full' with compile_blocks and mesh.tensor fails on a CPU ('{name}'): leave "
+                "compile_blocks out there, or take 'selective'"
+            )

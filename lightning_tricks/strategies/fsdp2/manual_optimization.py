@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.parallel.shard import drop_gathered
 
 
 @dataclass
@@ -110,9 +111,7 @@ class GatherOnCall:
 
     def reshard(self) -> None:
         """Drop every gathered copy of a parameter."""
-        for part in self.root.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        drop_gathered(self.root)
 
     def _gather(self) -> None:
         for parameter in self.of_root:
