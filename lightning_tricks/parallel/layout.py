@@ -9,6 +9,7 @@ from lightning_tricks._tensors import local
 from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.parallel.parallelize import Parallelized, ParallelOptions
 from lightning_tricks.parallel.shard import local_bytes
+from lightning_tricks.parallel.tensor import activations_sent
 
 
 def layout_table(dims: ParallelDims, made: Parallelized, options: ParallelOptions, module: nn.Module) -> str:
@@ -35,7 +36,7 @@ def layout_table(dims: ParallelDims, made: Parallelized, options: ParallelOption
         rows.append(("tensor", f"{len(made.plan)} entries of the plan divide matrices{rows_too}"))
     if dims.context > 1:
         rows.append(("context", f"each rank has 1/{dims.context} of each row; {options.context_method}"))
-    rows += [("sends", line) for line in sent(dims, options, module)]
+    rows += [("sends", line) for line in sent(dims, made.plan, options, module)]
     return "\n".join([f"FSDP2 on {dims}", *(f"  {name:<11} {text}" for name, text in rows)])
 
 
@@ -46,10 +47,11 @@ def _data(dims: ParallelDims) -> str:
     return rows + (f", {same} processes each" if same > 1 else "")
 
 
-def sent(dims: ParallelDims, options: ParallelOptions, module: nn.Module) -> list[str]:
-    """What a rank gathers and reduces in each micro-batch, a line for each axis whose parts are of weights.
+def sent(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOptions, module: nn.Module) -> list[str]:
+    """What a rank gathers and reduces in each micro-batch, a line for each axis.
 
     Bytes are those of the whole parts that a collective makes or takes, of which (n - 1) / n come from n - 1 others.
+    Those of context ranks are not known here: they follow from the heads of the module's attention.
     """
     bytes_of = _gathered_bytes(dims, options.policy, module)
     shards = dims.shard * dims.context
@@ -62,6 +64,17 @@ def sent(dims: ParallelDims, options: ParallelOptions, module: nn.Module) -> lis
         )
     if dims.replicate > 1:
         lines.append(f"over {dims.replicate} replicas: reduces {_mib(bytes_of['reduce'] // shards)} of gradients")
+    if dims.tensor > 1:
+        dtype = options.policy.param_dtype or next(module.parameters()).dtype
+        size = activations_sent(module, plan) * dtype.itemsize
+        lines.append(
+            f"over {dims.tensor} tensor ranks a token: {size / 2**10:,.2f} KiB of activations and their gradients"
+        )
+    if dims.context > 1:
+        what = {"gather": "keys and values of each row", "ulysses": "queries, keys, values and outputs of each row"}
+        lines.append(
+            f"over {dims.context} context ranks a micro-batch: {what[options.context_method]}, and their gradients"
+        )
     return lines
 
 

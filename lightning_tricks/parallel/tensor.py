@@ -312,6 +312,34 @@ def _tie_again(ties: list[list[_Owner]]) -> None:
             part._parameters[name] = parameters[0]
 
 
+def activations_sent(module: nn.Module, plan: Mapping[str, str]) -> int:
+    """Elements of activations and their gradients that the tensor ranks send for a token of a micro-batch, in theory.
+
+    A gather of a whole row, or a reduction that leaves each rank a part of it, counts once, and a reduction of which
+    each rank gets the whole twice: so the number is the same with sequence parallelism and without. Checkpointing sends
+    what belongs to the forward pass once more.
+
+    Args:
+        module: any, before `divide` or after it.
+        plan: of `plan_of`.
+    """
+    named = named_by(plan, module)
+    shared = [name for name, (_, word) in named.items() if word == "gather_sequence"]  # one input for several layers
+    sent, seen = 0, set()
+    layers: dict[str, tuple[Any, str]] = dict(named)
+    for name, (part, word) in layers.items():
+        if isinstance(part, nn.Embedding):
+            sent += (2 if word == "embedding_rowwise" else 1) * part.embedding_dim
+        elif word == "rowwise":
+            sent += 2 * part.out_features
+        elif word in ("colwise", "colwise_gather_output", "vocabulary"):
+            owner = next((other for other in shared if name.startswith(f"{other}.")), name)
+            sent += 0 if owner in seen else 2 * part.in_features
+            sent += part.out_features if word == "colwise_gather_output" else 0
+            seen.add(owner)
+    return sent
+
+
 def refuse_partial_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     """Refuse a plan under which a parameter that it leaves whole gets a gradient of a part of its work.
 

@@ -1,5 +1,8 @@
 """The fake cluster: any rank's part, the collectives of a step, and ranks that would not send the same."""
 
+import math
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +40,20 @@ def test_a_rank_has_its_part_of_each_matrix_and_sends_over_each_axis():
     assert {collective.ranks for collective in view.collectives} == {2, 32}
     assert view.table.startswith("FSDP2 on shard 16 x context 2 x tensor 2\n")
     assert "over 32 shards a micro-batch: gathers 2 x " in view.table
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_the_table_counts_what_tensor_ranks_send_for_a_token(sequence_parallel):
+    dims, options = ParallelDims(tensor=4).of_world(12), ParallelOptions(sequence_parallel=sequence_parallel)
+    view = view_of_rank(lambda: Decoder(CONFIG), dims, options, 0, loss)
+    sent = 0
+    for collective in view.collectives:
+        (shape,) = collective.sizes[-1:]
+        elements = math.prod(int(size) for size in re.findall(r"\d+", shape.partition(")")[0]))
+        if collective.ranks == 4 and elements >= 32 * 32 / 4:  # not the scales' gradients, nor the loss of 32 tokens
+            whole = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 1, "all_reduce": 2}
+            sent += elements * whole.get(collective.name, 0)
+    assert f"a token: {4 * sent / 32 / 1024:.2f} KiB of activations" in view.table  # of 32 tokens, in fp32
 
 
 def test_ranks_that_would_send_different_things_are_refused_in_a_line():
