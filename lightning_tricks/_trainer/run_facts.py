@@ -106,6 +106,13 @@ def loss_ranks(trainer: Any) -> int:
     return strategy.dims.loss_ranks if is_a(strategy, "FSDP2Strategy") else trainer.world_size
 
 
+def random_rank(trainer: Any) -> int:
+    """Process whose random numbers this one draws, see `ParallelDims.random_rank`: its own but for tensor ranks."""
+    strategy = trainer.strategy
+    rank: int = trainer.global_rank
+    return strategy.dims.random_rank(rank) if is_a(strategy, "FSDP2Strategy") else rank
+
+
 def is_alone(trainer: Any) -> bool:
     """Whether a run has one process only, so that nothing is joined."""
     return bool(trainer.world_size == 1)

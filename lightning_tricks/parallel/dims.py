@@ -1,6 +1,7 @@
 """Sizes of a mesh by name, and which ranks share data, loss and weights; `Mesh` makes their process groups."""
 
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -95,6 +96,10 @@ class ParallelDims:
         """Place of a process among those that have parts of the same matrices."""
         return rank % self.tensor
 
+    def random_rank(self, rank: int) -> int:
+        """Process whose random numbers a process draws: tensor ranks have the same activations, and drop the same."""
+        return rank - self.tensor_rank(rank)
+
     def __str__(self) -> str:
         """Such as `replicate 2 x shard 4 x tensor 2`; axes of one part are left out, but for the shards."""
         sizes = {name: getattr(self, name) for name in ("replicate", "shard", "context", "tensor")}
@@ -119,12 +124,13 @@ class Mesh:
     context: Any = field(repr=False)
 
     @classmethod
-    def of(cls, dims: ParallelDims, device: str) -> "Mesh":
+    def of(cls, dims: ParallelDims, device: str, timeout: timedelta | None = None) -> "Mesh":
         """Make the groups; every rank must call.
 
         Args:
             dims: of `of_world`.
             device: type of device on which the ranks communicate, such as "cuda".
+            timeout: how long a rank waits for the others of a group; None: torch's default.
         """
         ranks = torch.arange(dims.world, device="cpu").view(dims.replicate, dims.shard, dims.context, dims.tensor)
         sizes = {"replicate": dims.replicate, "shard": dims.shard * dims.context}
@@ -133,6 +139,10 @@ class Mesh:
         device_mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         loss = _own_group(ranks.flatten(0, 2).mT) if dims.tensor > 1 else None
         context = _own_group(ranks.mT.reshape(-1, dims.context)) if dims.context > 1 else None
+        if timeout is not None:  # torch gives it to the default group only
+            for group in (*device_mesh.get_all_groups(), loss, context):
+                if group is not None:
+                    group.set_timeout(timeout)
         return cls(dims, device_mesh, loss, context)
 
     @cached_property

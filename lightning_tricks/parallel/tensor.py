@@ -340,6 +340,26 @@ def activations_sent(module: nn.Module, plan: Mapping[str, str]) -> int:
     return sent
 
 
+def refuse_other_losses(loss: Tensor, mesh: DeviceMesh) -> None:
+    """Refuse tensor ranks that have different losses, as of different rows: their gradients would be nobody's.
+
+    Every rank must call.
+
+    Args:
+        loss: a number.
+        mesh: the tensor ranks.
+
+    Raises:
+        UsageError: on all ranks.
+    """
+    least, most = _extremes(local(loss.detach()).double(), mesh)
+    if most - least > 1e-5 * most.abs():  # the same sums on the same numbers
+        raise UsageError(
+            f"mesh.tensor: the ranks that share matrices have losses from {least:.6g} to {most:.6g} in one step: give "
+            "them the same rows (FSDP2Strategy.distributed_sampler_kwargs) and the same random numbers"
+        )
+
+
 def refuse_partial_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     """Refuse a plan under which a parameter that it leaves whole gets a gradient of a part of its work.
 
@@ -360,10 +380,7 @@ def refuse_partial_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
             norms.append(torch.linalg.vector_norm(local(parameter.grad).double()))
     if not norms:
         return
-    own = torch.stack(norms)
-    least, most = own.clone(), own.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group())
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
+    least, most = _extremes(torch.stack(norms), mesh)
     differ = ((most - least) > 1e-3 * most).tolist()
     for name, is_partial in zip(names, differ, strict=True):
         if is_partial:
@@ -371,6 +388,14 @@ def refuse_partial_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
                 f"mesh.tensor: '{name}' has another gradient on each tensor rank, so it is applied to a part of its "
                 f"input and the plan does not say so: add '{name.rpartition('.')[0]}': 'replicated_with_grad_allreduce'"
             )
+
+
+def _extremes(own: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """The least and the most of each number over the ranks."""
+    least, most = own.clone(), own.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group())
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
+    return least, most
 
 
 def local_rows(weight: Tensor) -> tuple[Tensor, Any, int]:

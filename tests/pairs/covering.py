@@ -38,6 +38,7 @@ def covering_array(
     forbidden: Sequence[Mapping[str, Any]] = (),
     strength: int = 3,
     given: Sequence[Row] = (),
+    seed: int = 0,
 ) -> list[Row]:
     """Rows that hold each allowed combination of `strength` settings; the same ones in each process.
 
@@ -50,8 +51,9 @@ def covering_array(
         forbidden: combinations that no row may hold.
         strength: number of settings that must meet.
         given: rows that are there already; those returned hold what is missing in them.
+        seed: other rows that hold the same for another one.
     """
-    draw = random.Random(0)
+    draw = random.Random(seed)
     # a setting is a bit, and a combination the sum of its settings
     bit = {setting: 1 << number for number, setting in enumerate(_settings(factors))}
     missing = {sum(map(bit.get, one)) for one in combinations_to_cover(factors, forbidden, strength)}

@@ -9,6 +9,8 @@ import os
 import shutil
 import signal
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ import schedulefree
 import torch
 from harness.runs import Memory
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_tricks import (
     EMA,
@@ -32,6 +35,7 @@ from lightning_tricks import (
     MFUMonitor,
     MuonAdamW,
     OptimizerMixin,
+    ParallelDims,
     Preemption,
     RunLedger,
     SafeCheckpoint,
@@ -54,6 +58,13 @@ NOT_FINITE, TOO_HIGH, ASKED_TO_DECAY = 2, (5, 6), 4  # steps
 COPY_EVERY = 2  # steps between the copies of SpikeRollback
 # and between saves, by the step of the kill: in the spike, what a lost copy held must be in a checkpoint as well
 SAVE_EVERY = {3: 2, 6: COPY_EVERY, 8: 4}
+
+
+LAYOUTS = {
+    "one process": ParallelDims().of_world(1),
+    "two shards": ParallelDims().of_world(2),
+    "two tensor ranks": ParallelDims(tensor=2).of_world(2),
+}
 
 
 class EmbeddingNorm(nn.Linear):
@@ -82,6 +93,11 @@ class Model(GradientClippingMixin, OptimizerMixin, pl.LightningModule):
         self.losses: list[tuple[int, float]] = []
         self.validated: list[tuple[int, float]] = []
         self.learning_rates: list[tuple[int, list[float]]] = []
+
+    def parallel_plan(self) -> dict[str, str]:
+        # between the matrices each rank has whole activations, as BatchNorm, Dropout and the convolution need
+        divided = dict.fromkeys(("blocks.*.0", "blocks.*.4", "lm_head"), "colwise_gather_output")
+        return {**divided, "embedding": "embedding_rowwise"}
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.embedding(ids)
@@ -177,10 +193,10 @@ def optimizer_of(row: dict[str, Any]) -> Any:
 
 
 def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
-    micro_batch_tokens, last = ROWS * LENGTH, row["accumulation"] * row["processes"]
-    smaller = {"start": row["processes"], "double_every": 3}
-    step_tokens = last * micro_batch_tokens
-    warm_up = 3 * micro_batch_tokens * row["processes"] if row["BatchSizeWarmup"] and row["accumulation"] == 2 else 0
+    micro_batch_tokens, ranks = ROWS * LENGTH, LAYOUTS[row["layout"]].data_ranks
+    smaller = {"start": ranks, "double_every": 3}
+    step_tokens = row["accumulation"] * ranks * micro_batch_tokens
+    warm_up = 3 * micro_batch_tokens * ranks if row["BatchSizeWarmup"] and row["accumulation"] == 2 else 0
     makers = {
         "StepGuard": lambda: StepGuard(),
         "SpikeRollback": lambda: SpikeRollback(
@@ -210,20 +226,31 @@ def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
     return [*ours, saver, Poison(), Ends(), *([AskToDecay()] if row["DecayOnDemand"] else [])]
 
 
-def data_of(row: dict[str, Any], tokens: Path) -> dict[str, Any]:
-    """Batches that know their position; or, for ExactResume, a loader that does not."""
+def data_of(row: dict[str, Any], tokens: Path, as_ranks: bool) -> dict[str, Any]:
+    """Batches that know their position; or, for ExactResume, a loader that does not.
+
+    With `as_ranks` the loader has the order which Lightning gives to ranks that all have the same rows.
+    """
     if not row["ExactResume"]:
         options = {"train": str(tokens / "train.bin"), "val": str(tokens / "val.bin"), "vocab_size": 64}
         return {"datamodule": TokenData(**options, seq_len=LENGTH, micro_batch_size=ROWS)}
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, 64, (60, 2, LENGTH), generator=generator)
+    order: Any = {"sampler": DistributedSampler(ids, 1, 0)} if as_ranks else {"shuffle": True}
     return {
-        "train_dataloaders": DataLoader(ids, batch_size=ROWS, shuffle=True),
+        "train_dataloaders": DataLoader(ids, batch_size=ROWS, **order),
         "val_dataloaders": DataLoader(ids[:ROWS], batch_size=ROWS),
     }
 
 
-def fit(row: dict[str, Any], folder: Path, tokens: Path, kill: Kill | None = None, resume: Any = None) -> Any:
+def fit(
+    row: dict[str, Any],
+    folder: Path,
+    tokens: Path,
+    kill: Kill | None = None,
+    resume: Any = None,
+    as_ranks: bool = False,
+) -> Any:
     """One run of the row in `folder`; module, Trainer and the exception that ended it."""
     rank = int(os.environ.get("RANK", 0))
     torch.manual_seed(7 + 100 * rank)  # a user's program may seed each process by itself
@@ -237,10 +264,11 @@ def fit(row: dict[str, Any], folder: Path, tokens: Path, kill: Kill | None = Non
     plugins: list[Any] = {"fp32": [], "BF16True": [BF16True()], "FP16Mixed": [FP16Mixed(init_scale=1024.0)]}[
         row["precision"]
     ]
-    if not row["SafeCheckpoint"] and row["processes"] == 1:
+    layout = LAYOUTS[row["layout"]]
+    if not row["SafeCheckpoint"] and row["layout"] == "one process":
         plugins = [*plugins, AtomicCheckpointIO()]
     length = {"max_epochs": -1} if row["TotalTokens"] else {"max_steps": STEPS, "max_epochs": -1}
-    strategy = {"strategy": FSDP2Strategy(), "devices": row["processes"]} if row["processes"] > 1 else {"devices": 1}
+    strategy = {"strategy": FSDP2Strategy(mesh=layout), "devices": 2} if layout.world > 1 else {"devices": 1}
     trainer = pl.Trainer(
         accelerator="cpu", default_root_dir=folder, logger=Memory(), log_every_n_steps=1, gradient_clip_val=1.0,
         accumulate_grad_batches=row["accumulation"], val_check_interval=4 * row["accumulation"],
@@ -250,7 +278,7 @@ def fit(row: dict[str, Any], folder: Path, tokens: Path, kill: Kill | None = Non
     )  # fmt: skip
     model.built_with = whole_state(model)
     try:
-        trainer.fit(model, **data_of(row, tokens), ckpt_path=resume)
+        trainer.fit(model, **data_of(row, tokens, as_ranks), ckpt_path=resume)
     except Preempted as stopped:
         return model, trainer, stopped.with_traceback(None)
     return model, trainer, None
@@ -264,7 +292,11 @@ def newest(folder: Path) -> Path:
 
 def whole_state(module: Any) -> dict[str, Tensor]:
     """Parameters and buffers, those in shards as a whole; every rank must call."""
-    return {name: getattr(value, "full_tensor", value.detach().clone)() for name, value in module.state_dict().items()}
+    state = module.state_dict()
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in state.items()
+    }
 
 
 MATRICES = [f"blocks.{block}.{layer}.weight" for block in range(2) for layer in (0, 4)] + ["convolution.weight"]
@@ -351,20 +383,32 @@ def curves_from(step: int, model: Any, trainer: Any) -> dict[str, Any]:
     }
 
 
-def run_row(row: dict[str, Any], folder: Path, tokens: Path) -> list[str]:
-    """Train, kill, go on: each difference between the two runs' ends, and each value that should be finite."""
+@contextmanager
+def _quiet() -> Iterator[None]:
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _differences(row, folder, tokens)
+            yield
     finally:
         logger.setLevel(level)
 
 
-def _differences(row: dict[str, Any], folder: Path, tokens: Path) -> list[str]:
+@_quiet()
+def curves_of(row: dict[str, Any], folder: Path, tokens: Path, **options: Any) -> dict[str, Any]:
+    """What one run of the row logs and sees; `options` are those of `fit`."""
+    model, trainer, _ = fit(row, folder, tokens, **options)
+    return curves_from(ends_of(trainer).first_step, model, trainer)
+
+
+@_quiet()
+def run_row(row: dict[str, Any], folder: Path, tokens: Path) -> tuple[list[str], dict[str, Any]]:
+    """Train, kill, go on: each difference between the two runs' ends, and each value that should be finite.
+
+    Returns also the curves of the run that nobody killed.
+    """
     kept = folder / "killed"
     kill = None if row["Preemption"] else Kill(row["killed"], folder / "whole", kept)
     model, trainer, _ = fit(row, folder / "whole", tokens, kill)
@@ -372,7 +416,7 @@ def _differences(row: dict[str, Any], folder: Path, tokens: Path) -> list[str]:
         stopped = folder / "stopped"
         _, _, error = fit(row, stopped, tokens, Kill(row["killed"], stopped, None))
         if error is None:
-            return ["SIGTERM did not stop the run"]
+            return ["SIGTERM did not stop the run"], {}
         kept, checkpoint = stopped, Path(error.checkpoint)
     else:
         checkpoint = newest(kept)
@@ -390,4 +434,4 @@ def _differences(row: dict[str, Any], folder: Path, tokens: Path) -> list[str]:
     if row["RunLedger"] and trainer.is_global_zero:
         comparison = compare(*(read_ledger(place / "ledger.jsonl") for place in (folder / "whole", kept)), 0.0)
         found += list(comparison.lines()) if comparison.differs else []
-    return found
+    return found, curves_from(0, model, trainer)

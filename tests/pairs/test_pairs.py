@@ -1,6 +1,6 @@
 """Tricks, precisions, strategies, optimizers: each three of them meet in a run that is killed and goes on."""
 
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 from harness import processes
 from harness.token_files import write_token_files
 from pairs.covering import combinations_to_cover, covering_array
-from pairs.run_pair import fit, run_row
+from pairs.run_pair import LAYOUTS, Kill, curves_of, different, fit, newest, run_row
 
 from lightning_tricks._errors import UsageError
 
@@ -23,7 +23,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "killed": (3, 6, 8),
     **dict.fromkeys(TRICKS, (False, True)),
 }
-FACTORS = {"processes": (1, 2), **OTHERS}
+FACTORS = {"layout": tuple(LAYOUTS), **OTHERS}
 
 
 def in_words(row: dict[str, Any]) -> str:
@@ -41,26 +41,45 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ScheduleFree": True, "precision": "BF16True"}, r"bfloat16, in which an average over many steps stands still"),
     ({"ScheduleFree": True, "optimizer": "MuonAdamW"}, r"ScheduleFree: the optimizer is MuonAdamW"),
 ]
-ALONE = {"precision": "fp32", "processes": 1, "optimizer": "AdamW", "accumulation": 1, "killed": 6,
-         **dict.fromkeys(TRICKS, False)}  # fmt: skip
+ALONE = {"precision": "fp32", "layout": "one process", "optimizer": "AdamW", "accumulation": 1,
+         "killed": 6, **dict.fromkeys(TRICKS, False)}  # fmt: skip
 FORBIDDEN = [combination for combination, _ in REFUSED]
 # two processes take four times as long as one: there all pairs of the other settings meet, the other threes in one
-IN_TWO = [{"processes": 2, **row} for row in covering_array(OTHERS, FORBIDDEN, strength=2)]
-IN_ONE = covering_array({**FACTORS, "processes": (1,)}, FORBIDDEN, given=IN_TWO)
+SEEDS = {"two shards": 4, "two tensor ranks": 6}  # the first ones that need no more than 12 rows
+IN_TWO = {
+    layout: [{"layout": layout, **row} for row in covering_array(OTHERS, FORBIDDEN, strength=2, seed=seed)]
+    for layout, seed in SEEDS.items()
+}
+IN_ONE = covering_array({**FACTORS, "layout": ("one process",)}, FORBIDDEN, given=list(chain(*IN_TWO.values())))
 PARTS = 3  # for as many workers
+# other sums of the same numbers: of fp32, of weights in fp16, of gradients and updates in bf16
+BOUNDS = {"fp32": 1e-4, "FP16Mixed": 2e-3, "BF16True": 2e-2}
 
 
-def report(rows: list[dict[str, Any]], folder: Path, tokens: Path) -> list[str]:
-    """A line for each row that did not end as it should, with the first differences."""
-    lines = []
+def flat(curves: dict[str, Any]) -> dict[tuple[Any, ...], float]:
+    """Each value of some curves, by its place."""
+    found = {}
+    for name, values in curves.items():
+        for number, (*place, value) in enumerate(values):
+            for index, each in enumerate(value if isinstance(value, list) else [value]):
+                found[name, number, *place, index] = each
+    return found
+
+
+def report(rows: list[dict[str, Any]], folder: Path, tokens: Path) -> list[dict[str, Any]]:
+    """The curves of each row; fails with a line for each one that did not end as it should, and its differences."""
+    lines, curves = [], []
     for number, row in enumerate(rows):
-        if found := run_row(row, folder / str(number), tokens):
+        found, seen = run_row(row, folder / str(number), tokens)
+        curves.append(seen)
+        if found:
             lines.append("\n    ".join([in_words(row), *found[:5]]))
-    return lines
+    assert not lines, "\n".join(lines)
+    return curves
 
 
 def test_each_three_settings_meet_in_one_row():
-    rows = [*IN_ONE, *IN_TWO]
+    rows = [*IN_ONE, *chain(*IN_TWO.values())]
     held = {frozenset(three) for row in rows for three in combinations(row.items(), 3)}
     assert held == combinations_to_cover(FACTORS, FORBIDDEN, 3)
     assert len(rows) < 60
@@ -68,19 +87,47 @@ def test_each_three_settings_meet_in_one_row():
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_in_one_process_a_killed_run_goes_on_to_the_bit(part, tmp_path):
-    lines = report(IN_ONE[part::PARTS], tmp_path, write_token_files(tmp_path / "tokens"))
-    assert not lines, "\n".join(lines)
+    report(IN_ONE[part::PARTS], tmp_path, write_token_files(tmp_path / "tokens"))
 
 
-def in_two(rank: int, rows: list[dict[str, Any]], folder: Path) -> None:
-    lines = report(rows, folder, folder / "tokens")
-    assert not lines, f"rank {rank}:\n" + "\n".join(lines)
+def in_two(rank: int, rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    return report(rows, folder, folder / "tokens")
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_in_shards_on_two_processes_a_killed_run_goes_on_to_the_bit(part, tmp_path):
+def test_in_two_shards_a_killed_run_goes_on_to_the_bit(part, tmp_path):
     write_token_files(tmp_path / "tokens")
-    processes.run(in_two, IN_TWO[part::PARTS], tmp_path)
+    processes.run(in_two, IN_TWO["two shards"][part::PARTS], tmp_path)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_on_two_tensor_ranks_a_killed_run_goes_on_to_the_bit_and_trains_as_one_process(part, tmp_path):
+    tokens, rows = write_token_files(tmp_path / "tokens"), IN_TWO["two tensor ranks"][part::PARTS]
+    started = processes.start(in_two, rows, tmp_path)
+    alone = [
+        curves_of({**row, "layout": "one process"}, tmp_path / f"alone {number}", tokens, as_ranks=True)
+        for number, row in enumerate(rows)
+    ]
+    first, second = processes.end(started)
+    assert different("rank 1", first, second) == []
+    for row, mine, one in zip(rows, first, alone, strict=True):
+        assert flat(mine) == pytest.approx(flat(one), rel=BOUNDS[row["precision"]], nan_ok=True), in_words(row)
+
+
+def resume(rank: int, row: dict[str, Any], checkpoint: Path, folder: Path, tokens: Path) -> dict[str, Any]:
+    return curves_of(row, folder, tokens, resume=checkpoint)
+
+
+@pytest.mark.parametrize("keeper", ["SafeCheckpoint", "ExactResume"])  # of the random state
+def test_a_run_of_one_process_goes_on_on_two_tensor_ranks_which_drop_the_same(keeper, tmp_path):
+    tokens, row = write_token_files(tmp_path / "tokens"), {**ALONE, keeper: True, "GradNormMonitor": True}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    curves_of(row, whole, tokens, kill=Kill(row["killed"], whole, killed), as_ranks=True)
+    checkpoint = newest(killed)
+    alone = curves_of(row, tmp_path / "alone", tokens, resume=checkpoint, as_ranks=True)
+    on_ranks = {**row, "layout": "two tensor ranks"}
+    for found in processes.run(resume, on_ranks, checkpoint, tmp_path / "on ranks", tokens):
+        assert flat(found) == pytest.approx(flat(alone), rel=BOUNDS["fp32"])
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ def test_tensor_ranks_are_neighbours_and_share_their_rows_with_the_context_ranks
     assert places[:9] == [*((0, 0, t) for t in range(4)), *((0, 1, t) for t in range(4)), (1, 0, 0)]
     assert places[-1] == (7, 1, 3)
     assert len(set(places)) == 64
+    assert [CLUSTER.random_rank(r) for r in range(9)] == [0, 0, 0, 0, 4, 4, 4, 4, 8]
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,13 @@ class Foreign(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
+class OwnRows(Foreign):
+    """Each process reads rows of its own, as a loader does that is seeded by the process."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step({"input_ids": batch["input_ids"].roll(self.global_rank)}, batch_idx)
+
+
 LLAMA = Llama(**SIZES, n_heads=4, n_kv_heads=2)
 NORMED = Llama(**SIZES, n_heads=8, n_kv_heads=4, qk_norm=True, tie_embeddings=True)
 WIDE = Llama(**(SIZES | {"d_model": 64}), n_heads=4, n_kv_heads=2)  # parts of two ranks are multiples of 16
@@ -123,6 +130,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "hugging face": HuggingFace,
     "foreign": Foreign,
     "forgets": lambda: Foreign(forgets=True),
+    "own rows": OwnRows,
 }
 
 
@@ -264,6 +272,16 @@ def table(rank: int, cases: dict[str, Case], world: int) -> dict[str, Any]:
 def table_of_one(rank: int, cases: dict[str, Case]) -> dict[str, Found]:
     """What each case finds in one process."""
     return {name: train(case, "auto") for name, case in cases.items() if not case.says}
+
+
+def waits(rank: int, seconds: float) -> list[float]:
+    """How long the groups of a strategy's mesh wait: replicate, shard, tensor, loss and context."""
+    dims = ParallelDims(context=2, tensor=2)
+    strategy = FSDP2Strategy(mesh=dims, timeout_seconds=seconds)
+    train(Case("llama", dims), strategy, devices=4)
+    mesh = strategy.groups
+    groups: list[Any] = [*mesh.device_mesh.get_all_groups(), mesh.loss, mesh.context]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
 LAYOUTS = {

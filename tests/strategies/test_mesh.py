@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from harness.processes import end, run, start
-from mesh_runs import STEPS, Case, Found, resumed_by_one, saved_and_resumed, saved_by_one, table, table_of_one
+from mesh_runs import STEPS, Case, Found, resumed_by_one, saved_and_resumed, saved_by_one, table, table_of_one, waits
 
 from lightning_tricks.parallel.dims import ParallelDims
 
@@ -22,6 +22,7 @@ TWO = {
     "tensor, a plan that forgets": Case(
         "forgets", TENSOR, says="'blocks.0.scale.weight' has another gradient on each tensor rank"
     ),
+    "tensor, rows of each process": Case("own rows", TENSOR, says="the ranks that share matrices have losses from "),
     "tensor, compiled": Case("llama", TENSOR, {"compile_blocks": True, "activation_checkpointing": "selective"}),
     "tensor, compiled and run again": Case(
         "llama", TENSOR, {"compile_blocks": True, "activation_checkpointing": "full"}, says="fails on a CPU"
@@ -117,6 +118,10 @@ def test_every_layout_trains_as_one_process_does(cases, world):
             for rank in ranks[1:]:
                 assert all(torch.equal(a, said.moved[key]) for key, a in rank[name].moved.items()), name
     assert not lines, "\n".join(lines)
+
+
+def test_each_group_of_the_mesh_waits_as_long_as_the_strategy_says():
+    assert run(waits, 1234.0, world=4) == [[1234.0] * 5] * 4
 
 
 def test_a_checkpoint_of_each_layout_goes_on_in_each_other(tmp_path):

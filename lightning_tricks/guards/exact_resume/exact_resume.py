@@ -30,6 +30,7 @@ from lightning_tricks._trainer import (
     forget_running_batch,
     go_on_with_next_epoch,
     is_accumulating,
+    random_rank,
     reopen_epoch,
     rewind_to_step,
     set_consumed,
@@ -152,7 +153,7 @@ class ExactResume(pl.Callback):
             self._set_random_state()
 
     def _set_random_state(self) -> None:
-        set_random_state_of(self._trainer.global_rank, self._random)
+        set_random_state_of(random_rank(self._trainer), self._random)
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """On resume, count in this run's batches and restore the random state."""

@@ -20,6 +20,7 @@ from lightning_tricks._trainer import (
     is_accumulating,
     is_last_step,
     logging_step,
+    random_rank,
     reduce_over_all,
     validation_follows,
 )
@@ -264,7 +265,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             self._is_new_run = False
         self._rng = saved_random_states(checkpoint) or checkpoint.get(KEY, {}).get("rng")
         if self._rng:
-            set_random_state_of(trainer.global_rank, self._rng)
+            set_random_state_of(random_rank(trainer), self._rng)
         if trainer.ckpt_path:
             self._folder.protect(Path(trainer.ckpt_path))
 
@@ -285,7 +286,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         """Begin to count; put the random state back, which the loaders' start may have moved."""
         self._refusals.close()
         if self._rng and not batch_progress(trainer).is_last_batch:  # else the next pass begins, with a draw of its own
-            set_random_state_of(trainer.global_rank, self._rng)
+            set_random_state_of(random_rank(trainer), self._rng)
         self._rng = None
         self._finite_buffers = finite_buffers(pl_module)
         self._clock.start(trainer.global_step)

@@ -27,7 +27,7 @@ from lightning_tricks.parallel.context import Method, check_method
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.layout import layout_table
 from lightning_tricks.parallel.parallelize import ParallelOptions, check_module, find_blocks, parallelize
-from lightning_tricks.parallel.tensor import refuse_partial_gradients
+from lightning_tricks.parallel.tensor import refuse_other_losses, refuse_partial_gradients
 from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
 from lightning_tricks.strategies.fsdp2.manual_optimization import GatherOnCall
 from lightning_tricks.strategies.fsdp2.waiting_gradients import Reduction, WaitingGradients
@@ -161,7 +161,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms of gradients on the host are added up there
         super(pl.strategies.ModelParallelStrategy, self).setup_environment()
         self._setup_distributed()
-        self.groups = Mesh.of(dims, self.root_device.type)
+        self.groups = Mesh.of(dims, self.root_device.type, self._timeout)
         self._device_mesh = self.groups.device_mesh
         set_device_mesh(self._module, self._device_mesh)
 
@@ -237,6 +237,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             shard.init_weights(module, self.root_device)
         if self._offloads and not sharded:
             module.to("cpu")  # values drawn on the device, so that they are those of a run without offloading
+        if self.dims.tensor > 1:  # they have the same activations and drop the same, however a program seeds each
+            set_random_state(on_rank_0(random_state, self.groups.tensor.get_group()))
 
     def _shard(self, module: Any, from_rank_0: bool) -> None:
         on_all_ranks(lambda: shard.refuse_unshardable(module, find_blocks(module, self.blocks)))
@@ -314,6 +316,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         accumulates = module.automatic_optimization and is_accumulating(module.trainer)
         self._waiting.before_backward(module, accumulates)
         self.pre_backward(closure_loss)
+        if self._tensor_ranks_unchecked:
+            refuse_other_losses(closure_loss, self.groups.tensor)
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if "_scalars" in vars(module):
