@@ -385,8 +385,9 @@ def refuse_partial_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     for name, is_partial in zip(names, differ, strict=True):
         if is_partial:
             raise UsageError(
-                f"mesh.tensor: '{name}' has another gradient on each tensor rank, so it is applied to a part of its "
-                f"input and the plan does not say so: add '{name.rpartition('.')[0]}': 'replicated_with_grad_allreduce'"
+                f"mesh.tensor: '{name}' has another gradient on each tensor rank: it is applied to a part of its input "
+                f"and the plan does not say so (add '{name.rpartition('.')[0]}': 'replicated_with_grad_allreduce'), or "
+                "a hook seeds each of these ranks differently (take the same seed)"
             )
 
 
