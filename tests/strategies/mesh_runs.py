@@ -53,6 +53,9 @@ class HuggingFace(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
+        self.build()
+
+    def build(self) -> None:
         self.net = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -66,6 +69,18 @@ class HuggingFace(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+class BuiltLate(HuggingFace):
+    """The same, built when the strategy asks for it, from random numbers of each rank's own."""
+
+    def build(self) -> None:
+        """Not yet."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            torch.manual_seed(self.global_rank)
+            super().build()
 
 
 class Mlp(nn.Module):
@@ -128,6 +143,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "muon": lambda: Ours(LLAMA, lambda groups: MuonAdamW(groups, lr=0.01)),
     "adamw": lambda: Ours(NORMED, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),
     "hugging face": HuggingFace,
+    "built late": BuiltLate,
     "foreign": Foreign,
     "forgets": lambda: Foreign(forgets=True),
     "own rows": OwnRows,

@@ -5,14 +5,14 @@ import torch
 from harness.models import Small, batches, rows
 from harness.runs import fit, same
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_tricks import FSDP2Strategy
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.fake_cluster import fake_world
-from lightning_tricks.strategies.fsdp2.waiting_gradients import WaitingGradients
+from lightning_tricks.strategies.fsdp2.waiting_gradients import WaitingGradients, _groups
 
 
 def train(module, **options):
@@ -77,6 +77,31 @@ def test_a_block_without_a_part_in_the_last_micro_batch_is_named():
             waiting.after_backward(module)
         waiting.forget(module)
         waiting.after_backward(module)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "share", "reduce_dtype"),
+    # this rank's part of the sum over all ranks, or over the shards; the whole gradient, also where weights are bf16
+    [("micro_batch", 1 / 4, None), ("replicas", 1 / 4, None), ("step", 1, None), ("step", 1, torch.float32)],
+)
+def test_between_micro_batches_a_rank_keeps_so_many_bytes_of_gradients(reduction, share, reduce_dtype):
+    waiting = WaitingGradients(reduction)
+    with fake_world(0, 8):
+        module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        mesh = Mesh.of(ParallelDims(replicate=2).of_world(8), "cpu").weights
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype) if reduce_dtype else MixedPrecisionPolicy()
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        for _ in range(2):
+            waiting.before_backward(module, accumulates=True)
+            module(torch.ones(1, 64)).float().sum().backward()
+        (group,) = _groups(module)
+        kept = [parameter.grad for parameter in module.parameters()]
+        kept += [group._partial_reduce_output]
+        for parameter in group.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            kept += [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
+        sizes = [local(tensor).nbytes for tensor in kept if tensor is not None]
+        assert sum(sizes) == share * 4 * 2 * 64 * 64
 
 
 def test_another_word_is_refused():
