@@ -11,6 +11,7 @@ from lightning_tricks.cli.elastic import make_elastic, processes_of_torchrun, sc
 from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.strategies import FSDP2Strategy
 
+TENSOR = ParallelDims(tensor=2)
 DATA = SimpleNamespace(rows_of_steps=None)
 
 
@@ -64,6 +65,7 @@ def test_tensor_and_context_ranks_have_no_rows_of_their_own():
     strategy = FSDP2Strategy(mesh=ParallelDims(tensor=2, context=2))  # 8 processes: 2 with rows of their own
     assert line(4, 1, strategy=strategy)[1]["accumulate_grad_batches"] == 4
     refused(r"the 2 devices.*start 4 or 8 processes", hosts=2, strategy=strategy)
+    refused(r"the 4 micro-batches of a step evenly.*start 4 or 8 processes", hosts=12, strategy=strategy)
 
 
 def test_the_numbers_that_work_are_named():
@@ -109,6 +111,8 @@ def test_batch_size_warmup_starts_with_the_batch_of_the_full_run():
     warmup = BatchSizeWarmup(double_every=10)
     line(1, 2, callbacks=[warmup])
     assert warmup.start == 8
+    line(1, 2, callbacks=[shared := BatchSizeWarmup(double_every=10)], strategy=FSDP2Strategy(mesh=TENSOR))
+    assert shared.start == 4
 
 
 @pytest.mark.parametrize(
