@@ -4,9 +4,11 @@ Each host is a torchrun of its own with one process, as on hosts that an operato
 at the steps where something happens to its hosts, and the test for the files by which it says so.
 """
 
+import base64
 import csv
 import json
 import os
+import pickle
 import re
 import signal
 import threading
@@ -22,6 +24,7 @@ import yaml
 from harness.preloaded import left_over, python
 from harness.processes import free_port, threads
 from test_launching import LIMIT, RECIPE, Job, torchrun
+from torch.distributed import TCPStore
 
 from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import Preemption
@@ -86,16 +89,23 @@ def tell(name: str, text: str) -> None:
     Path(f"{name}.part").rename(name)
 
 
-def agent(job: Job, host: int, port: int, *overrides: str) -> None:
+def agent(job: Job, host: int, port: int, nnodes: str = "1:4") -> None:
     """torchrun on one host."""
     hosts = json.dumps({"class_path": "test_elastic_launching.Hosts"})
     job.start(
-        python(), "-m", "torch.distributed.run", "--nnodes", "1:4", "--nproc-per-node", "1", "--max-restarts", "9",
+        python(), "-m", "torch.distributed.run", "--nnodes", nnodes, "--nproc-per-node", "1", "--max-restarts", "9",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "toy",
-        "--rdzv-conf", f"last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=10,is_host={int(host == 0)}",
+        "--rdzv-conf", "last_call_timeout=40,keep_alive_interval=1,keep_alive_max_attempt=10,is_host=0",
         "-m", "lightning_tricks", "fit", "--config", "toy.yaml", "--resume=auto", "--elastic=true",
-        f"--trainer.callbacks+={hosts}", *overrides, HOST=str(host), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        f"--trainer.callbacks+={hosts}", HOST=str(host), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
     )  # fmt: skip
+
+
+def came(store: TCPStore) -> int:
+    """The number of torchruns that have joined: `C10dRendezvousBackend` keeps its state under this key."""
+    key = "torch.rendezvous.toy"
+    state = base64.b64decode(store.get(key)) if store.check([key]) else b""
+    return len(pickle.loads(state).participants) if state.startswith(b"\x80") else 0
 
 
 def wait_for(job: Job, *names: str) -> None:
@@ -108,13 +118,20 @@ def wait_for(job: Job, *names: str) -> None:
 
 
 def four_two_four(job: Job) -> None:
+    """The store is in this process. The torchruns that come first ask for four, so that the first start has four."""
     port = free_port()
-    for host in range(4):
+    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    for host in (2, 3):
+        agent(job, host, port, "4:4")
+    deadline = time.time() + LIMIT
+    while came(store) < 2 and time.time() < deadline:
+        time.sleep(0.05)
+    for host in (0, 1):
         agent(job, host, port)
     wait_for(job, "pid 2", "pid 3")
     (job.folder / "lost").touch()
-    for host in (2, 3):
-        job.started[host].kill()
+    for host, process in zip((2, 3), job.started, strict=False):
+        process.kill()
         os.kill(int((job.folder / f"pid {host}").read_text()), signal.SIGKILL)
     wait_for(job, "two are here")
     (job.folder / "back").touch()
@@ -257,7 +274,7 @@ def run_folder(job: Job) -> Path:
 
 def test_the_run_went_on_with_two_and_then_with_four_in_one_folder(jobs):
     job = jobs["elastic"]
-    assert job.codes == [0, 0, -signal.SIGKILL, -signal.SIGKILL, 0, 0]
+    assert job.codes == [-signal.SIGKILL, -signal.SIGKILL, 0, 0, 0, 0]
     lines = map(json.loads, (run_folder(job) / NAME).read_text().splitlines())
     starts = [(line["start"], line["processes"], line["micro_batches"]) for line in lines if "start" in line]
     assert [start[1:] for start in starts] == [(4, 6), (2, 12), (4, 6), (4, 6)]
