@@ -3,6 +3,8 @@
 import os
 import re
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -44,9 +46,35 @@ def test_example(script, last, lr, speed, first_loss, last_loss, tmp_path):
     assert all(point.value > 0 for point in points["throughput/mfu"])
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize("script", ["hugging_face.py", "image_classifier.py"])
 def test_three_lines_are_added(script):
     text = (EXAMPLES / script).read_text(encoding="utf-8")
     ours = [line for line in text.splitlines() if re.search(r"\blt\b|lightning_tricks", line)]
     assert len(ours) == 3
     assert all(line.rstrip().endswith(end) for line, end in zip(ours, ("# added: 1 of 3", "# 2", "# 3"), strict=True))
+
+
+def ray_train(folder: Path, epochs: int, storage: str) -> str:
+    """The last line of the example with two workers of Ray on this machine, without the checkpoint's path."""
+    command = [sys.executable, EXAMPLES / "ray_train.py", "--epochs", str(epochs), "--storage", storage]
+    path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "600"  # 60 by default, too short on a busy machine
+    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-5000:]
+    (line,) = re.findall("^(step .*), .*checkpoint", run.stdout, re.M)
+    return line
+
+
+@pytest.mark.outside
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
+def test_under_ray_a_run_goes_on_from_the_checkpoint_that_it_reported(tmp_path):
+    assert ray_train(tmp_path, 2, "one").startswith("step 8, loss ")
+    resumed = ray_train(tmp_path, 4, "one")
+    assert resumed.startswith("step 16, loss ")
+    assert resumed == ray_train(tmp_path, 4, "unbroken")
+
+
+def test_the_page_shows_the_trainer_of_the_ray_example():
+    (shown,) = re.findall("```py\n(.*?)```", (EXAMPLES.parent / "docs/launching.md").read_text(), re.S)
+    assert shown in (EXAMPLES / "ray_train.py").read_text()

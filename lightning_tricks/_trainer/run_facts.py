@@ -100,6 +100,21 @@ def data_rank(trainer: Any) -> tuple[int, int]:
     return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
 
 
+def ranks_with_own_data(strategy: Any, world: int) -> int | None:
+    """Number of processes with different data among `world`, before a run; None where checkpoints fix their number.
+
+    Args:
+        strategy: an object, or a name as the Trainer takes it.
+        world: number of processes, which a strategy may refuse.
+    """
+    if isinstance(strategy, str):
+        return world if strategy == "auto" or strategy.startswith("ddp") else None
+    layout = weights_layout(strategy)
+    if layout == "shards":
+        return int(strategy.dims_of(world).data_ranks)
+    return world if layout == "whole" else None
+
+
 def loss_ranks(trainer: Any) -> int:
     """See `RunFacts.loss_ranks`."""
     strategy = trainer.strategy

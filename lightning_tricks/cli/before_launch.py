@@ -74,5 +74,6 @@ def _check_hosts(trainer: Any) -> None:
         if started != trainer.world_size:
             raise UsageError(
                 f"trainer.devices={trainer.num_devices}, trainer.num_nodes={trainer.num_nodes}: torchrun has started "
-                f"{started} processes, which is another number: make --nproc-per-node the one and --nnodes the other"
+                f"{started} processes, which is another number: make --nproc-per-node the one and --nnodes the other, "
+                "or give --elastic true to keep the rows of a step"
             )

@@ -33,6 +33,12 @@ FIT_OPTIONS: dict[str, tuple[Any, Any, str]] = {
         None,
         "fit: start a new run from the weights of this checkpoint, file of weights or folder of shards alone.",
     ),
+    "elastic": (
+        bool,
+        False,
+        "fit: under torchrun, train on the processes that it has started, and on the rows a step of the recipe's "
+        "num_nodes x devices, with more or fewer micro-batches on each. Needs --resume auto.",
+    ),
 }
 
 
@@ -72,7 +78,7 @@ def check_fit_options(args: Sequence[str], command: str | None, options: Any) ->
     """Refuse these options among the words of another command, or together with a checkpoint to go on from."""
     typed = {arg.partition("=")[0].removeprefix("--") for arg in args if arg.startswith("--")}
     for name in FIT_OPTIONS.keys() & typed if command not in ("fit", None) else ():
-        start = "ckpt_path" in options and name != "total_tokens"
+        start = "ckpt_path" in options and name in ("resume", "init_from")
         remedy = f"; {command} takes --ckpt_path FILE or last" if start else ""
         raise UsageError(f"--{name} is an option of fit{remedy}")
     if {"init_from", "ckpt_path"} <= typed and _value("ckpt_path", args) != "none":

@@ -6,6 +6,7 @@ The module owns its optimizer, and a checkpoint never overrides the recipe. Meth
 import faulthandler
 import importlib
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli.before_launch import check_before_launch
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, choose_once, clear_choice
 from lightning_tricks.cli.class_names import change_lines, known_names_first, watch_class_changes
+from lightning_tricks.cli.elastic import make_elastic
 from lightning_tricks.cli.error_lines import parse_message, trainer_line, usage_errors, without_advertisements
 from lightning_tricks.cli.fit_options import (
     FIT_OPTIONS,
@@ -196,6 +198,12 @@ class RecipeCLI(lightning_cli.LightningCLI):
             return RecipeTrainer  # a class will do: the recipe's devices need not exist here
         if self._needs == "a Trainer":
             return RecipeTrainer.of_one_process(config)
+        if (
+            self.subcommand == "fit"
+            and self.config_init["fit"]["elastic"]
+            and torch.distributed.is_torchelastic_launched()
+        ):
+            rank_zero_info(make_elastic(self.config_init["fit"], self.model, self.datamodule, os.environ))
         self._add_callbacks(config)
         try:
             trainer: Any = super().instantiate_trainer(**kwargs)

@@ -158,6 +158,15 @@ def environment(**variables: str) -> Prepare:
     return prepare
 
 
+def torchrun(world: str, hosts: str, local: str) -> Prepare:
+    """What torchrun sets for its first process."""
+    return environment(
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+        **{"WORLD_SIZE": world, "GROUP_WORLD_SIZE": hosts, "LOCAL_WORLD_SIZE": local},
+        **{"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+    )
+
+
 def without(package: str) -> Prepare:
     """A Python in which a package is not installed."""
 
@@ -450,6 +459,39 @@ ROWS = [
             **{"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
         ),
     ),
+    *(
+        Row(f"--elastic true {args}", words, recipe=recipe, lines=2, prepare=torchrun(world, hosts, local))
+        for (world, hosts, local, recipe, args, words) in (
+            (
+                "3",
+                "3",
+                "1",
+                "small.yaml",
+                "--resume auto --trainer.num_nodes 2 --trainer.devices 2",
+                ("elastic: 3 processes", "4 micro-batches", "start 1, 2 or 4 processes"),
+            ),
+            (
+                "3",
+                "2",
+                "2",
+                "small.yaml",
+                "--resume auto --trainer.devices 4",
+                ("3 processes on 2 hosts", "--nproc-per-node"),
+            ),
+            ("2", "2", "1", "small.yaml", "--resume auto", ("trainer.devices=auto", "on one host of the full run")),
+            ("2", "2", "1", "small.yaml", "--trainer.devices 2", ("resume=none", "--resume auto")),
+            (
+                "2",
+                "2",
+                "1",
+                "plain.yaml",
+                "--resume auto --trainer.devices 2",
+                ("BoringModel", "number of processes", "TokenData"),
+            ),
+        )
+    ),
+    plain("--elastic maybe", "elastic=maybe", "true or false"),
+    command("validate --config small.yaml --ckpt_path right.ckpt --elastic true", "--elastic is an option of fit"),
     plain("--trainer.num_nodes 2", "trainer.num_nodes=2", "MASTER_ADDR, MASTER_PORT", "torchrun --nnodes"),
     plain(
         "--trainer.num_nodes 2",

@@ -184,7 +184,8 @@ def serve(address: str) -> list[str]:
         for fd in fds:
             os.close(fd)
         proxies[pid] = proxy
-        proxy.sendall(b"%08d" % pid)
+        with contextlib.suppress(OSError):  # it was killed meanwhile, which the loop will see
+            proxy.sendall(b"%08d" % pid)
 
 
 def remember_entry_points() -> None:
