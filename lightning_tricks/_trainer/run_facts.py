@@ -100,6 +100,19 @@ def data_rank(trainer: Any) -> tuple[int, int]:
     return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
 
 
+def planned_data_ranks(strategy: Any, devices: int, num_nodes: int) -> int:
+    """Number of processes that will see different data in a run that has not begun; `strategy` as a recipe gives it.
+
+    Read from `ModelParallelStrategy.setup_environment` (strategies/model_parallel.py).
+    """
+    if is_a(strategy, "FSDP2Strategy"):
+        return int(strategy.dims_of(devices * num_nodes).data_ranks)
+    if is_a(strategy, "ModelParallelStrategy"):
+        size = strategy._data_parallel_size
+        return num_nodes if size == "auto" else int(size)
+    return devices * num_nodes
+
+
 def loss_ranks(trainer: Any) -> int:
     """See `RunFacts.loss_ranks`."""
     strategy = trainer.strategy
