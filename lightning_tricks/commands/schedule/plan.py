@@ -356,7 +356,7 @@ def _own_scheduler(module: Any) -> Any:
             "OptimizerMixin, or call lightning_tricks.schedules.planned_groups with its ScheduleLR"
         ) from error
     config: Any = given.get("lr_scheduler") if isinstance(given, dict) else None
-    optimizer = given["optimizer"] if isinstance(given, dict) else given
+    optimizer = given.get("optimizer") if isinstance(given, dict) else given
     if isinstance(given, tuple | list):
         both = len(given) == 2 and isinstance(given[0], tuple | list)
         optimizers, schedulers = given if both else (given, [])
