@@ -91,6 +91,10 @@ FILLERS = {  # by the name with which the files of the results begin
     "mup-transfer": Filler("mup.md", _of("plot_mup", "texts"), _of("plot_mup", "draw")),
     "optimizers": Filler("optimizers.md", _of("fill_optimizers", "texts")),
     "precision": Filler("precision.md", _of("plot_precision", "texts"), _of("plot_precision", "draw")),
+    "runs": Filler("runs.md", _of("fill_commands", "runs"), measured=False),
+    "schedule": Filler(
+        "schedule_command.md", _of("fill_commands", "schedule"), _of("fill_commands", "draw"), measured=False
+    ),
     "strategies": Filler("strategies.md", _of("fill_strategies", "texts")),
 }
 

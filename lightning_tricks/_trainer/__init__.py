@@ -52,8 +52,9 @@ from lightning_tricks._trainer.run_facts import enabled_scaler as enabled_scaler
 from lightning_tricks._trainer.run_facts import is_alone as is_alone
 from lightning_tricks._trainer.run_facts import loss_ranks as loss_ranks
 from lightning_tricks._trainer.run_facts import micro_batch as micro_batch
+from lightning_tricks._trainer.run_facts import opens_on_any_number as opens_on_any_number
+from lightning_tricks._trainer.run_facts import planned_data_ranks as planned_data_ranks
 from lightning_tricks._trainer.run_facts import random_rank as random_rank
-from lightning_tricks._trainer.run_facts import ranks_with_own_data as ranks_with_own_data
 from lightning_tricks._trainer.run_facts import reduce_over_all as reduce_over_all
 from lightning_tricks._trainer.run_facts import run_facts as run_facts
 from lightning_tricks._trainer.run_facts import weights_layout as weights_layout

@@ -100,19 +100,24 @@ def data_rank(trainer: Any) -> tuple[int, int]:
     return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
 
 
-def ranks_with_own_data(strategy: Any, world: int) -> int | None:
-    """Number of processes with different data among `world`, before a run; None where checkpoints fix their number.
+def planned_data_ranks(strategy: Any, devices: int, num_nodes: int) -> int:
+    """Number of processes that will see different data in a run that has not begun; `strategy` as a recipe gives it.
 
-    Args:
-        strategy: an object, or a name as the Trainer takes it.
-        world: number of processes, which a strategy may refuse.
+    Read from `ModelParallelStrategy.setup_environment` (strategies/model_parallel.py).
     """
+    if is_a(strategy, "FSDP2Strategy"):
+        return int(strategy.dims_of(devices * num_nodes).data_ranks)
+    if is_a(strategy, "ModelParallelStrategy"):
+        size = strategy._data_parallel_size
+        return num_nodes if size == "auto" else int(size)
+    return devices * num_nodes
+
+
+def opens_on_any_number(strategy: Any) -> bool:
+    """Whether checkpoints of a strategy, an object or a Trainer's word, open on another number of processes."""
     if isinstance(strategy, str):
-        return world if strategy == "auto" or strategy.startswith("ddp") else None
-    layout = weights_layout(strategy)
-    if layout == "shards":
-        return int(strategy.dims_of(world).data_ranks)
-    return world if layout == "whole" else None
+        return strategy == "auto" or strategy.startswith("ddp")
+    return weights_layout(strategy) in ("shards", "whole")
 
 
 def loss_ranks(trainer: Any) -> int:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._trainer import is_a, ranks_with_own_data
+from lightning_tricks._trainer import is_a, opens_on_any_number, planned_data_ranks
 from lightning_tricks.callbacks import BatchSizeWarmup
 
 _SCALED = (  # in micro-batches of one process, so that fewer processes need more of them
@@ -117,18 +117,18 @@ def make_elastic(options: Mapping[str, Any], module: Any, data: Any, environment
     full, now = hosts_of_recipe * per_host, hosts * local
     accumulated = trainer.get("accumulate_grad_batches") or 1
 
+    if not opens_on_any_number(strategy):
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        raise UsageError(
+            f"elastic: trainer.strategy={name}: its checkpoints do not open on another number of processes: take "
+            "FSDP2Strategy or ddp"
+        )
+
     def ranks_of(count: int, remedy: str = "") -> int:
         try:
-            ranks = ranks_with_own_data(strategy, count)
+            return planned_data_ranks(strategy, count, 1)
         except UsageError as error:
             raise UsageError(f"elastic: {error}" + (f"; {remedy}" if remedy else "")) from error
-        if ranks is None:
-            name = strategy if isinstance(strategy, str) else type(strategy).__name__
-            raise UsageError(
-                f"elastic: trainer.strategy={name}: its checkpoints do not open on another number of processes: take "
-                "FSDP2Strategy or ddp"
-            )
-        return ranks
 
     full_ranks = ranks_of(full)
     micro_batches = full_ranks * accumulated

@@ -77,7 +77,8 @@ def check_options(options: Mapping[str, Any]) -> None:
 def check_fit_options(args: Sequence[str], command: str | None, options: Any) -> None:
     """Refuse these options among the words of another command, or together with a checkpoint to go on from."""
     typed = {arg.partition("=")[0].removeprefix("--") for arg in args if arg.startswith("--")}
-    for name in FIT_OPTIONS.keys() & typed if command not in ("fit", None) else ():
+    allowed = {"schedule": {"total_tokens"}}.get(command or "", set())  # the plan of a fit of that length
+    for name in (FIT_OPTIONS.keys() & typed) - allowed if command not in ("fit", None) else ():
         start = "ckpt_path" in options and name in ("resume", "init_from")
         remedy = f"; {command} takes --ckpt_path FILE or last" if start else ""
         raise UsageError(f"--{name} is an option of fit{remedy}")
@@ -126,6 +127,16 @@ def option_callbacks(options: Any, module: Any = None) -> list[Any]:
         total.resumes = options["ckpt_path"] is not None
         found.insert(0, total)
     return found
+
+
+def settings_of_fit(options: Any, trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """The Trainer's arguments of a recipe, with the length in tokens among its callbacks, as a `fit` has it."""
+    settings = dict(trainer)
+    if options.get("total_tokens") is not None:
+        callbacks = settings.get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        settings["callbacks"] = [TotalTokens(options["total_tokens"]), *callbacks]
+    return settings
 
 
 def _value(name: str, args: Sequence[str]) -> str:

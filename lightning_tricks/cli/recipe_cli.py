@@ -33,6 +33,7 @@ from lightning_tricks.cli.fit_options import (
     check_options,
     choose_length,
     option_callbacks,
+    settings_of_fit,
 )
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
 from lightning_tricks.cli.recipe_parser import (
@@ -43,7 +44,7 @@ from lightning_tricks.cli.recipe_parser import (
     lightning_cli,
 )
 from lightning_tricks.cli.run_folder import RunFolder, check_folders, expand_save_dirs
-from lightning_tricks.commands import COMMANDS, FitChange, Needs
+from lightning_tricks.commands import COMMANDS, FitChange, Needs, Recipe
 from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin
 
@@ -271,8 +272,11 @@ class RecipeCLI(lightning_cli.LightningCLI):
                 given["return_predictions"] = False  # they are in the file; all of them would fill the memory
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         if self._needs is not None:
-            kwargs |= {"trainer": given["trainer"] if self._needs == "a recipe" else trainer}
+            on_recipe = self._needs == "a recipe"
+            kwargs |= {"trainer": settings_of_fit(given, given["trainer"]) if on_recipe else trainer}
             kwargs.setdefault("datamodule", None)
+            for name in COMMANDS[subcommand].recipes:
+                kwargs[name] = _more_recipe(name, given[name])
         return kwargs
 
     def _options(self) -> list[str]:
@@ -307,7 +311,17 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
         The module (its decoder not built yet), the data module, and the Trainer's arguments, with classes as objects.
     """
     cli = _Untrained(run=False, args=list(args))
-    return cli.model, cli.datamodule, dict(cli.config_init["trainer"])
+    return cli.model, cli.datamodule, settings_of_fit(cli.config_init, cli.config_init["trainer"])
+
+
+def _more_recipe(option: str, file: str | None) -> Recipe | None:
+    """The recipe of an option that names one more; its errors name the option too."""
+    if file is None:
+        return None
+    try:
+        return Recipe(file, *load_recipe("--config", file))
+    except UsageError as error:
+        raise UsageError(f"{option}={file}: {error}") from error
 
 
 def main(args: list[str]) -> None:

@@ -14,6 +14,8 @@ command is one new file. It begins with a block of constants, and has a function
       checkpoint that can be opened.
     - "a fit": `run(args)` returns the arguments of the `fit` that the command is, and a `FitChange` for it.
 - `WORDS`, if there are some: names of other programs for it, which lead to it.
+- `RECIPES`, if there are some, of a command on a recipe: options that name the file of one more recipe. `run` gets each
+  of them as a `Recipe`.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._suggest import did_you_mean
@@ -38,6 +40,7 @@ class Command:
 
     Args:
         module: its name in this package; empty for a command of Lightning's.
+        recipes: options that name one more recipe each.
     """
 
     name: str
@@ -45,10 +48,20 @@ class Command:
     needs: Needs
     words: tuple[str, ...] = ()
     module: str = ""
+    recipes: tuple[str, ...] = ()
 
     def load(self) -> ModuleType:
         """Import the module."""
         return importlib.import_module(f"{__name__}.{self.module}")
+
+
+class Recipe(NamedTuple):
+    """The objects of one more recipe, of its file alone: what is typed behind the command changes the first recipe."""
+
+    file: str
+    model: Any
+    datamodule: Any
+    trainer: Mapping[str, Any]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -106,7 +119,8 @@ def _read(module: str, file: Path) -> Command | None:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             constants[node.targets[0].id] = ast.literal_eval(node.value)
     words = tuple(constants.get("WORDS", "").replace("_", "-").split())
-    return Command(constants["NAME"], constants["HELP"], constants["NEEDS"], words, module)
+    recipes = tuple(constants.get("RECIPES", "").split())
+    return Command(constants["NAME"], constants["HELP"], constants["NEEDS"], words, module, recipes)
 
 
 def _all() -> dict[str, Command]:

@@ -191,6 +191,10 @@ class BatchSizeWarmup(pl.Callback):
         stages = self._checked(self._final * world)
         return Accumulation(tuple(stages), tuple(size // world for size in stages.values()))
 
+    def planned_factor(self, plan: Accumulation) -> Callable[[int], float]:
+        """The factor of each step's learning rate, for the micro-batches that `planned` gives."""
+        return partial(_factor, plan, self.lr_rule)
+
     def _checked(self, last: int) -> dict[int, int]:
         """The stages by step; `last` is the recipe's batch in micro-batches of all processes."""
         if self.double_every is not None:
@@ -226,7 +230,7 @@ class BatchSizeWarmup(pl.Callback):
         plan, rule = self.accumulation, self.lr_rule
         self._rates: LearningRates | None = None
         if rule != "none":
-            self._rates = LearningRates(trainer, "BatchSizeWarmup", partial(_factor, plan, rule))
+            self._rates = LearningRates(trainer, "BatchSizeWarmup", self.planned_factor(plan))
         sizes = ", ".join(
             f"{self._shown(number)} from step {start}"
             for start, number in zip(plan.starts, plan.micro_batches, strict=True)

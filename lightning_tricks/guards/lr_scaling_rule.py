@@ -66,9 +66,8 @@ class LRScalingRule(pl.Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Set the factor: the loaders exist now, and tell their batch."""
-        batch = self._micro_batch(trainer) * data_rank(trainer)[1] * self._accumulated
-        assert self._reference is not None
-        self._factor = lr_factor(batch, self._reference, self.rule)
+        ranks, loader = data_rank(trainer)[1], trainer.train_dataloader
+        batch, self._factor = self.planned(trainer.datamodule, ranks * self._accumulated, loader)  # type: ignore[attr-defined]
         self._rates.refresh()
         unit = self._name.rpartition("_")[2]
         rank_zero_info(
@@ -76,9 +75,19 @@ class LRScalingRule(pl.Callback):
             f"{batch:,}: lr x {self._factor:.6g} ({self.rule})"
         )
 
-    def _micro_batch(self, trainer: Any) -> int:
+    def planned(self, data: Any, micro_batches: int, loader: Any = None) -> tuple[int, float]:
+        """Tokens or samples of a step that all processes together do in so many micro-batches, and the factor for it.
+
+        Raises:
+            UsageError: see the class.
+        """
+        assert self._reference is not None
+        batch = self._micro_batch(data, loader) * micro_batches
+        return batch, lr_factor(batch, self._reference, self.rule)
+
+    def _micro_batch(self, data: Any, loader: Any) -> int:
         """Tokens or samples of one micro-batch of one process."""
-        samples, tokens = micro_batch(trainer.datamodule, trainer.train_dataloader)
+        samples, tokens = micro_batch(data, loader)
         size = tokens if self.reference_batch_tokens else samples
         if size is None:
             needs = "seq_len and micro_batch_size" if self.reference_batch_tokens else "micro_batch_size or batch_size"

@@ -134,10 +134,7 @@ class OptimizerMixin(Mixin):
         self._check_optimizer_class()
         self._refuse_missing_callback(optimizer)
         rank_zero_info(f"{self._optimizer_class}\n{groups_table(optimizer.param_groups, lr=0.0)}")
-        rules = expanded(self, self.param_rules)
-        of_groups = [rules[group["rule"]] if group["rule"] is not None else None for group in optimizer.param_groups]
-        lrs = [rule and rule.schedule for rule in of_groups]
-        decays = [rule and rule.decay_schedule for rule in of_groups]
+        lrs, decays = _curves_of_groups(self, optimizer)
         if getattr(self.trainer, "fast_dev_run", False):  # it has replaced max_steps by its own
             return {"optimizer": optimizer}
         if not any((self.schedule, *lrs, *decays)):
@@ -203,6 +200,31 @@ class OptimizerMixin(Mixin):
                 f"{there}, or start a new run from it with --init_from (InitFrom from Python), which keeps the weights "
                 "and drops the optimizer's state, the schedule and the step"
             )
+
+
+def planned_schedule(module: OptimizerMixin, total_steps: int | None) -> ScheduleLR:
+    """The scheduler, with its optimizer, of a run that has not begun; needs no Trainer and draws no weights.
+
+    Args:
+        module: with its parameters, of which only names, shapes and dtypes count.
+        total_steps: length of the run in optimizer steps.
+
+    Raises:
+        UsageError: see `build_optimizer` and `Schedule.check`.
+    """
+    settings = (module.weight_decay, module.decay_embeddings, module.param_rules, module.mup)
+    optimizer = build_optimizer(module, module.optimizer, *settings)
+    curves = _curves_of_groups(module, optimizer)
+    return ScheduleLR(optimizer, module.schedule or WarmupConstant(warmup_steps=0), total_steps, *curves)
+
+
+def _curves_of_groups(
+    module: OptimizerMixin, optimizer: torch.optim.Optimizer
+) -> tuple[list[Schedule | None], list[Schedule | None]]:
+    """For each group of the optimizer, the curves that its rule gives to its learning rate and to its decay."""
+    rules = expanded(module, module.param_rules)
+    of_groups = [rules[group["rule"]] if group["rule"] is not None else None for group in optimizer.param_groups]
+    return [rule and rule.schedule for rule in of_groups], [rule and rule.decay_schedule for rule in of_groups]
 
 
 def _refuse_for_run(optimizer: torch.optim.Optimizer, trainer: Any, module: Any) -> None:

@@ -22,7 +22,7 @@ from lightning_tricks._trainer import is_a, logging_step, run_length, shows_hp_m
 from lightning_tricks.loggers.resuming_tensorboard_logger import ResumingTensorBoardLogger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
-from lightning_tricks.schedules import ScheduleLR
+from lightning_tricks.schedules import ScheduleLR, chosen_steps, planned_groups
 
 PAGE = "dashboard.html"
 PLAN = "plan/lr"
@@ -152,10 +152,8 @@ def _given(values: Any) -> Any:
 
 def planned_lrs(scheduler: ScheduleLR, steps: int, points: int = 600) -> list[tuple[int, float]]:
     """(step, lr) of the first parameter group, as `train/lr` has it, at up to `points` of a run's `steps`."""
-    scale = scheduler.optimizer.param_groups[0].get("lr_scale") or 1.0
-    curve, peak, total = scheduler.group_curves[0], scheduler._peaks[0] / scale, scheduler.total_steps
-    chosen = sorted({round(i * (steps - 1) / (points - 1)) for i in range(points)}) if steps > 0 else []
-    return [(step, curve.lr(peak, step, total) * scheduler.factor(step)) for step in chosen]
+    chosen = chosen_steps(steps, points)
+    return list(zip(chosen, planned_groups(scheduler, chosen)[0].unscaled_lr, strict=True))
 
 
 def write_plan(folder: str, lrs: list[tuple[int, float]]) -> None:

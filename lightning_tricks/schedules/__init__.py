@@ -9,11 +9,13 @@ from lightning_tricks.schedules.curves import (
     WarmupLinear,
     WarmupStableDecay,
 )
+from lightning_tricks.schedules.planned_groups import PlannedGroup, chosen_steps, planned_groups
 from lightning_tricks.schedules.schedule import Schedule
 from lightning_tricks.schedules.schedule_lr import ScheduleLR
 
 __all__ = [
     "CosineRestarts",
+    "PlannedGroup",
     "PowerDecay",
     "Schedule",
     "ScheduleLR",
@@ -22,4 +24,6 @@ __all__ = [
     "WarmupInverseSqrt",
     "WarmupLinear",
     "WarmupStableDecay",
+    "chosen_steps",
+    "planned_groups",
 ]

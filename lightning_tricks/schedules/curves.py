@@ -46,6 +46,8 @@ class WarmupConstant(Schedule):
     Source: Haegele et al. 2024, https://arxiv.org/abs/2405.18392 (constant rate, then a cooldown from any checkpoint).
     """
 
+    after_warmup: ClassVar[str] = "stable"
+
     warmup_steps: int
 
     def __post_init__(self) -> None:
@@ -75,6 +77,8 @@ class WarmupInverseSqrt(Schedule):
 
     Source: Vaswani et al. 2017, equation 3, https://arxiv.org/abs/1706.03762, divided by its value at the peak.
     """
+
+    after_warmup: ClassVar[str] = "decay"
 
     warmup_steps: int
     min_ratio: float = 0.0
@@ -113,6 +117,8 @@ class CosineRestarts(Schedule):
     Source: Loshchilov and Hutter 2016, https://arxiv.org/abs/1608.03983.
     """
 
+    after_warmup: ClassVar[str] = "cycles"
+
     cycle_steps: int
     cycle_mult: int = 1
     warmup_steps: int = 0
@@ -142,6 +148,7 @@ class _DecaysToTheEnd(Schedule):
     """Base of the curves whose decay ends with the run, at `min_ratio` of the peak."""
 
     needs_total: ClassVar[bool] = True
+    after_warmup: ClassVar[str] = "stable"
 
     warmup_steps: int
     min_ratio: float
@@ -153,6 +160,11 @@ class _DecaysToTheEnd(Schedule):
     def start_of_decay(self, total: int) -> int:
         """The step at which the decay of a run of `total` steps starts."""
         return self.warmup_steps
+
+    def phases(self, total_steps: int | None) -> list[tuple[str, int]]:
+        """Warmup, stable part and decay, without those that have no step."""
+        start = self.start_of_decay(self._checked(total_steps))
+        return [part for part in super().phases(total_steps) if part[1] < start] + [("decay", start)]
 
     @abstractmethod
     def _share_left(self, done: int, length: int) -> float:

@@ -21,6 +21,9 @@ class Schedule(ABC):
     needs_total: ClassVar[bool] = False
     """Whether the curve's shape depends on the length of the run."""
 
+    after_warmup: ClassVar[str] = "schedule"
+    """The name of the part behind the warmup, in `phases`."""
+
     @abstractmethod
     def lr(self, peak: float, step: int, total_steps: int | None) -> float:
         """The learning rate at `step`, for a group whose own learning rate is `peak`.
@@ -37,6 +40,14 @@ class Schedule(ABC):
     def factor(self, step: int, total_steps: int | None) -> float:
         """The multiplier of each group's own learning rate at `step`: from 0 to 1, equal to `lr(1.0, ...)`."""
         return self.lr(1.0, step, total_steps)
+
+    def phases(self, total_steps: int | None) -> list[tuple[str, int]]:
+        """The parts of the curve, each with its name and first step, for a run that `check` accepts.
+
+        A subclass without a `warmup_steps` has one part, from step 0 to the end.
+        """
+        warmup_steps: int = getattr(self, "warmup_steps", 0)
+        return [*([("warmup", 0)] if warmup_steps else []), (self.after_warmup, warmup_steps)]
 
     def check(self, total_steps: int | None) -> None:
         """Refuse a run that this curve does not fit, so that it fails before training.

@@ -103,11 +103,20 @@ class ScheduleLR(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """The learning rate of each group at the current step."""
+        return [*self.lrs_at(self.last_epoch)]
+
+    def lrs_at(self, step: int) -> list[float]:
+        """The learning rate of each group at any step, whatever the current one is."""
         if self.length_follows:
             return [*self._peaks]
-        step, factor = self.last_epoch, self.factor(self.last_epoch)
-        curves = zip(self.group_curves, self._peaks, strict=True)
+        factor, curves = self.factor(step), zip(self.group_curves, self._peaks, strict=True)
         return [curve.lr(peak, step, self.total_steps) * factor for curve, peak in curves]
+
+    def decays_at(self, step: int) -> list[float]:
+        """The weight decay of each group at any step; those without a curve keep what they have."""
+        groups = zip(self._decay_schedules, self._decays, strict=True)
+        constant = self.length_follows
+        return [peak if curve is None or constant else curve.lr(peak, step, self.total_steps) for curve, peak in groups]
 
     def step(self, epoch: int | None = None) -> None:
         """Go on by one step: set learning rates, and decays that have a schedule."""
@@ -115,10 +124,12 @@ class ScheduleLR(LRScheduler):
         self._set_decays()
 
     def _set_decays(self) -> None:
-        groups = zip(self.optimizer.param_groups, self._decay_schedules, self._decays, strict=True)
-        for group, curve, peak in groups:
-            if curve is not None and not self.length_follows:
-                group["weight_decay"] = curve.lr(peak, self.last_epoch, self.total_steps)
+        if not any(self._decay_schedules) or self.length_follows:
+            return
+        decays = self.decays_at(self.last_epoch)
+        for group, curve, decay in zip(self.optimizer.param_groups, self._decay_schedules, decays, strict=True):
+            if curve is not None:
+                group["weight_decay"] = decay
 
     def scale_by(self, factor: Callable[[int], float]) -> None:
         """Multiply the schedule's value for each group by `factor(step)`, from the current step on.

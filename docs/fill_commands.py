@@ -1,0 +1,50 @@
+"""What the commands `schedule` and `runs` print on their pages, and the pictures of `schedule`, for `fill.py`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SWEEP = ROOT / "docs/samples/sweep"  # logs of real runs of a few seconds
+
+
+def schedule(_: Any) -> dict[str, str]:
+    """The curve and the phases of a recipe, as the command prints them."""
+    from lightning_tricks.commands.schedule.terminal import draw_in_terminal
+
+    return {"curve": _block("schedule --config recipes/llama7b_1gpu.yaml", draw_in_terminal([_plan("llama7b_1gpu")]))}
+
+
+def draw(_: Any, file: Path) -> None:
+    """Two schedules of a recipe in one picture, light and dark."""
+    from lightning_tricks.commands.schedule.picture import draw_picture
+
+    plans = [_plan("tiny", "--model.schedule", "WSD"), _plan("tiny")]
+    draw_picture(plans, [file], present=250)
+    draw_picture(plans, [file.with_stem(f"{file.stem}_dark")], present=250, dark=True)
+
+
+def runs(_: Any) -> dict[str, str]:
+    """The table of the runs of a small sweep."""
+    from lightning_tricks.commands.runs.table import Table, find_runs
+
+    return {"table": _block("runs docs/samples/sweep", Table(find_runs(SWEEP)).sorted_by("best_val_loss").text())}
+
+
+def _plan(recipe: str, *options: str) -> Any:
+    """The plan of a recipe, with the name that the command gives it."""
+    from lightning_tricks.cli import load_recipe
+    from lightning_tricks.commands.schedule.curves import NamedPlan
+    from lightning_tricks.commands.schedule.plan import planned
+
+    here = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        three = load_recipe("--config", f"recipes/{recipe}.yaml", *options)
+    finally:
+        os.chdir(here)
+    return NamedPlan(" ".join([recipe, *options[1:]]), planned(*three))
+
+
+def _block(command: str, output: str) -> str:
+    return f"```text\n$ python -m lightning_tricks {command}\n{output}\n```"

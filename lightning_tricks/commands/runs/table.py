@@ -1,0 +1,168 @@
+"""Many runs as one table: which settings differ, in which order the rows stand, and what is printed of a value."""
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._suggest import did_you_mean
+from lightning_tricks.commands.runs.read_run import Run, is_run, read_run
+
+COLUMNS = tuple(each.name for each in fields(Run) if each.name != "settings")
+_LONGEST = 24  # characters of a setting in the printed table
+_HEADS = {  # in the printed table; JSON and CSV have the columns' own names
+    "best_val_loss": "best",
+    "best_step": "at step",
+    "bits_per_byte": "bits/byte",
+    "best_bits_per_byte": "best",
+}
+
+
+def find_runs(folder: Path, val_loss: str | None = None) -> list[Run]:
+    """The runs in a folder and below it; a run's own subfolders are not looked through.
+
+    Args:
+        folder: of runs, or of one run.
+        val_loss: see `read_run`.
+
+    Raises:
+        UsageError: there is no such folder, or no run in it.
+    """
+    if not folder.is_dir():
+        what = "this is a file" if folder.exists() else "no such folder"
+        raise UsageError(f"runs: {folder}: {what}: give the folder in which a logger writes its runs")
+    found = []
+    for place, folders, _ in os.walk(folder):
+        path = Path(place)
+        if is_run(path):
+            found.append(read_run(path, str(path.relative_to(folder)) if path != folder else folder.name, val_loss))
+            folders.clear()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    if not found:
+        raise UsageError(
+            f"runs: {folder}: there is no run below it (no metrics.csv, event file, checkpoints or hparams.yaml): give "
+            "the folder in which a logger writes its runs"
+        )
+    return found
+
+
+class Table:
+    """Runs in an order, with the settings in which they differ as columns of their own."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = sorted(runs, key=lambda run: _natural(run.name))
+        self.settings = differing(self.runs)
+
+    def sorted_by(self, column: str, descending: bool = False) -> "Table":
+        """The same with the rows sorted by a column; rows without a value come last, equal ones by name.
+
+        Raises:
+            UsageError: there is no such column.
+        """
+        if column not in (names := [*COLUMNS, *self.settings]):
+            columns = ", ".join(names)
+            raise UsageError(f"runs: sort={column}{did_you_mean(column, names)}: give one of {columns}")
+        known = [run for run in self.runs if _is_known(self._value(run, column))]
+        rest = [run for run in self.runs if not _is_known(self._value(run, column))]
+        known.sort(key=lambda run: _order(self._value(run, column)), reverse=descending)
+        self.runs = [*known, *rest]
+        return self
+
+    def _value(self, run: Run, column: str) -> Any:
+        return getattr(run, column) if column in COLUMNS else run.settings.get(self.settings[column])
+
+    def records(self) -> list[dict[str, Any]]:
+        """A mapping for each run, for JSON: what is not known, or no number, is None."""
+        return [
+            {
+                **{name: _plain(getattr(run, name)) for name in COLUMNS},
+                "settings": {full: _plain(run.settings.get(full)) for full in self.settings.values()},
+            }
+            for run in self.runs
+        ]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A flat mapping for each run, for CSV."""
+        return [{name: self._value(run, name) for name in [*COLUMNS, *self.settings]} for run in self.runs]
+
+    def text(self) -> str:
+        """The table to print; columns in which no run has a value are left out."""
+        names = [name for name in [*COLUMNS, *self.settings] if any(self._shown(run, name) for run in self.runs)]
+        heads = [_HEADS.get(name, name.replace("_", " ") if name in COLUMNS else name) for name in names]
+        table = [heads, *([self._shown(run, name) for name in names] for run in self.runs)]
+        widths = [max(len(row[column]) for row in table) for column in range(len(names))]
+        left = {0, 1}
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if column in left else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in table
+        )
+
+    def _shown(self, run: Run, name: str) -> str:
+        value = self._value(run, name)
+        if value is None:
+            return ""
+        if name in ("goodput", "mfu"):
+            return f"{value:.1%}"
+        if name in ("steps", "best_step", "tokens"):
+            return f"{value:,}"
+        if name == "hours":
+            return f"{value:.2f}"
+        if name in COLUMNS:
+            return value if isinstance(value, str) else f"{value:.4f}"
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def differing(runs: Sequence[Run]) -> dict[str, str]:
+    """The settings in which runs differ: the shortest name that tells them apart, and the whole dotted name.
+
+    A run without any settings on file does not count; a setting that a run lacks counts as one of its own.
+    """
+    known = [run for run in runs if run.settings]
+    names = sorted({name for run in known for name in run.settings})
+    different = [name for name in names if len({repr(run.settings.get(name)) for run in known}) > 1]
+    found = {}
+    for name in different:
+        parts = name.split(".")
+        ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        others = [other for other in different if other != name]
+        short = next(
+            (
+                end
+                for end in ends
+                if end not in COLUMNS and not any(other == end or other.endswith(f".{end}") for other in others)
+            ),
+            name,
+        )
+        found[short] = name
+    return found
+
+
+def _natural(name: str) -> list[Any]:
+    """A key by which `version_2` comes before `version_10`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _is_known(value: Any) -> bool:
+    return value is not None and not (isinstance(value, float) and math.isnan(value))
+
+
+def _order(value: Any) -> tuple[int, float, list[Any]]:
+    """Numbers before words."""
+    if isinstance(value, int | float):
+        return 0, float(value), []
+    return 1, 0.0, _natural(str(value))
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, int | float | str | list | dict | None) else str(value)

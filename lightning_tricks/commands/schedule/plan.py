@@ -1,0 +1,423 @@
+"""The plan of a run from its recipe: learning rates, weight decays, batch and tokens of every step."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_tricks._accumulation import Accumulation
+from lightning_tricks._errors import UsageError
+from lightning_tricks._trainer import is_a, micro_batch, planned_data_ranks, steps_between_saves
+from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup
+from lightning_tricks.guards.lr_scaling_rule import LRScalingRule
+from lightning_tricks.guards.total_tokens import TotalTokens
+from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.mixins import OptimizerMixin
+from lightning_tricks.mixins.optimizer_mixin import planned_schedule
+from lightning_tricks.schedules import PlannedGroup, Schedule, ScheduleLR, WarmupConstant, chosen_steps, planned_groups
+
+Curves = Callable[[Sequence[int]], tuple[PlannedGroup, ...]]
+_MOST_MARKS = 10_000  # of a kind: no picture shows more
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the run in which the curve has one form and the batch one size.
+
+    Args:
+        name: `warmup`, `stable`, `decay` and so on; `larger batch` where only the batch changes; `end` is no part, but
+            the last step.
+        step: its first step, counted from 0.
+        tokens: seen before that step; None where the data do not tell the tokens of a step.
+        rows: of that step, over all processes; None likewise.
+        batch_tokens: tokens of that step.
+        lr: of the first group without its scale, as LRMonitor logs it.
+        weight_decay: the largest of the groups'.
+    """
+
+    name: str
+    step: int
+    tokens: int | None
+    rows: int | None
+    batch_tokens: int | None
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run; `steps`, and the tuples of the same length, say what each of some steps does.
+
+    Args:
+        total_steps: length of the run in optimizer steps.
+        steps: some steps, counted from 0; those at which a curve has a corner are among them.
+        groups: curves of each parameter group.
+        rows: rows of each step, over all processes; None where the data module does not tell.
+        batch_tokens: tokens of each step likewise.
+        tokens: tokens seen before each step.
+        phases: parts of the run, in their order; the last one is `end`.
+        validations: number of optimizer steps done at each validation.
+        checkpoints: number of optimizer steps done at each save.
+        permanent: those of them that SafeCheckpoint never deletes.
+        total_tokens: at the end of the run.
+        notes: lines on what the recipe alone does not tell.
+    """
+
+    total_steps: int
+    steps: tuple[int, ...]
+    groups: tuple[PlannedGroup, ...]
+    rows: tuple[int, ...] | None
+    batch_tokens: tuple[int, ...] | None
+    tokens: tuple[int, ...] | None
+    phases: tuple[Phase, ...]
+    validations: tuple[int, ...]
+    checkpoints: tuple[int, ...]
+    permanent: tuple[int, ...]
+    total_tokens: int | None
+    notes: tuple[str, ...]
+
+    @property
+    def lr(self) -> tuple[float, ...]:
+        """The learning rate at `steps`, as LRMonitor logs it: of the first group, without its scale."""
+        return self.groups[0].unscaled_lr
+
+    @property
+    def peak(self) -> float:
+        """The highest learning rate, as LRMonitor logs it."""
+        return max(self.lr)
+
+
+def planned(module: Any, datamodule: Any, trainer: Mapping[str, Any], steps: Iterable[int] | None = None) -> Plan:
+    """The plan of a run. Draws no weights and needs none of the recipe's devices; `module` stays as it is.
+
+    Args:
+        module: with OptimizerMixin; or one whose `configure_optimizers` needs no Trainer, and gives a ScheduleLR, a
+            scheduler of torch by steps, or none.
+        datamodule: with `micro_batch_size` and `seq_len`, or None: then no tokens are known.
+        trainer: the Trainer's arguments with classes as objects, such as the last of `load_recipe`'s three results.
+        steps: to evaluate; None for about 600, evenly spaced, with every corner of the curves.
+
+    Raises:
+        UsageError: the length of the run is not in the recipe; an error of the optimizer, the schedule or a callback.
+
+    Example:
+        plan = planned(*load_recipe("--config", "recipes/tiny.yaml"))
+    """
+    settings = _RunSettings.of(datamodule, trainer)
+    plan, total = settings.accumulation(), settings.total_steps()
+    curves, schedule, kinks = _curves_of(module, settings, plan, total)
+    starts = [*plan.starts, *kinks]
+    corners = sorted({corner + shift for corner in starts for shift in (-1, 0)})
+    chosen = chosen_steps(total, also=corners) if steps is None else list(steps)
+    batch = _Batch(settings, plan)
+    permanent = batch.permanent_saves(total)
+    saves = {step for every in settings.save_every for step in _multiples(every, total)}
+    return Plan(
+        total_steps=total,
+        steps=tuple(chosen),
+        groups=curves(chosen),
+        rows=batch.of_each(chosen, settings.rows),
+        batch_tokens=batch.of_each(chosen, settings.tokens),
+        tokens=None if settings.tokens is None else tuple(batch.tokens_before(step) or 0 for step in chosen),
+        phases=tuple(_phases(schedule, plan, total, curves, batch)),
+        validations=tuple(batch.validations(total)),
+        checkpoints=tuple(sorted({*saves, *permanent})),
+        permanent=tuple(permanent),
+        total_tokens=batch.tokens_before(total),
+        notes=tuple(settings.notes),
+    )
+
+
+# ---- the run
+
+
+@dataclass
+class _RunSettings:
+    """The settings of a run that its batch and its length depend on."""
+
+    datamodule: Any
+    trainer: Mapping[str, Any]
+    callbacks: list[Any]
+    rows: int | None  # in one micro-batch of one process
+    tokens: int | None
+    data_ranks: int
+    notes: list[str]
+
+    @classmethod
+    def of(cls, datamodule: Any, trainer: Mapping[str, Any]) -> "_RunSettings":
+        callbacks = trainer.get("callbacks") or []
+        callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+        notes: list[str] = []
+        devices = _devices(trainer, notes)
+        ranks = planned_data_ranks(trainer.get("strategy"), devices, int(trainer.get("num_nodes") or 1))
+        rows, tokens = micro_batch(datamodule)
+        if tokens is None:
+            notes.append("the data module has no micro_batch_size and seq_len, so the tokens of a step are not known")
+        return cls(datamodule, trainer, callbacks, rows, tokens, ranks, notes)
+
+    @property
+    def micro_batches(self) -> int:
+        """The recipe's, of one step and one process."""
+        return int(self.trainer.get("accumulate_grad_batches") or 1)
+
+    @property
+    def save_every(self) -> list[int]:
+        """Steps between saves, of each saver."""
+        return steps_between_saves(SimpleNamespace(checkpoint_callbacks=self._savers))
+
+    @property
+    def _savers(self) -> list[Any]:
+        return [callback for callback in self.callbacks if is_a(callback, "ModelCheckpoint")]
+
+    @property
+    def permanent_every(self) -> list[Any]:
+        """`permanent_steps` of each saver that has it."""
+        found = (getattr(saver, "permanent_steps", None) for saver in self._savers)
+        return [every for every in found if every]
+
+    def _trainer(self) -> Any:
+        """The attributes of a Trainer that callbacks ask for before a run."""
+        max_steps = self.trainer.get("max_steps")
+        return SimpleNamespace(
+            max_steps=-1 if max_steps is None else max_steps,
+            accumulate_grad_batches=self.micro_batches,
+            callbacks=self.callbacks,
+            num_devices=self.data_ranks,
+            num_nodes=1,
+        )
+
+    def accumulation(self) -> Accumulation:
+        """The micro-batches of each step and process."""
+        for callback in self.callbacks:
+            if isinstance(callback, BatchSizeWarmup):
+                return copy.copy(callback).planned(self._trainer(), self.datamodule, self.data_ranks)
+            if hasattr(callback, "get_accumulate_grad_batches"):
+                raise UsageError(
+                    f"schedule: {type(callback).__name__} changes the batch by epochs, whose steps a recipe does not "
+                    "tell: take BatchSizeWarmup, or take the callback out for the plan"
+                )
+        return Accumulation((0,), (self.micro_batches,))
+
+    def total_steps(self) -> int:
+        """The length of the run."""
+        trainer, epochs = self._trainer(), self.trainer.get("max_epochs")
+        for callback in self.callbacks:
+            if isinstance(callback, TotalTokens):
+                planner = copy.copy(callback)
+                planner.resumes = False
+                return int(planner.planned_steps(trainer, self.datamodule) or 0)
+        if trainer.max_steps < 1:
+            raise UsageError(
+                f"schedule: trainer.max_steps={trainer.max_steps}, and the recipe does not tell the steps of an epoch: "
+                "give --trainer.max_steps N, or --total_tokens N"
+            )
+        if epochs is not None and epochs >= 0:
+            self.notes.append(f"trainer.max_epochs={epochs} may end the run before its max_steps={trainer.max_steps}")
+        return int(trainer.max_steps)
+
+    def factors(self, plan: Accumulation) -> list[Callable[[int], float]]:
+        """What callbacks multiply the learning rates by."""
+        found: list[Callable[[int], float]] = []
+        for callback in self.callbacks:
+            if isinstance(callback, BatchSizeWarmup):
+                found.append(callback.planned_factor(plan))
+            elif isinstance(callback, LRScalingRule):
+                factor = callback.planned(self.datamodule, self.data_ranks * self.micro_batches)[1]
+                found.append(lambda step, factor=factor: factor)  # type: ignore[misc]
+        return found
+
+
+def _devices(trainer: Mapping[str, Any], notes: list[str]) -> int:
+    """The number of devices of one host. `auto` means those of this machine, as `fit` would take them here."""
+    devices = trainer.get("devices")
+    if isinstance(devices, list | tuple):
+        return len(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len([one for one in devices.split(",") if one.strip()])
+    number = int(str(devices)) if isinstance(devices, int) or str(devices).isdecimal() else -1
+    if number > 0:
+        return number
+    on_cpu = trainer.get("accelerator") == "cpu" or not torch.accelerator.is_available()
+    here = 1 if on_cpu else torch.accelerator.device_count()
+    if trainer.get("accelerator") != "cpu":
+        notes.append(f"trainer.devices={devices}: {here} on this machine; give --trainer.devices N for another one")
+    return here
+
+
+class _Batch:
+    """Rows and tokens of the steps of a run, and the places of its marks."""
+
+    def __init__(self, settings: _RunSettings, plan: Accumulation) -> None:
+        self._settings, self._plan = settings, plan
+
+    def of_step(self, step: int, in_micro_batch: int | None) -> int | None:
+        """Rows or tokens of one step of all processes."""
+        return None if in_micro_batch is None else self._plan.at(step) * self._settings.data_ranks * in_micro_batch
+
+    def of_each(self, steps: Sequence[int], in_micro_batch: int | None) -> tuple[int, ...] | None:
+        """The same of several steps."""
+        return None if in_micro_batch is None else tuple(self.of_step(step, in_micro_batch) or 0 for step in steps)
+
+    def tokens_before(self, step: int) -> int | None:
+        """Tokens of all steps before one."""
+        tokens = self._settings.tokens
+        return None if tokens is None else self._plan.before(step) * self._settings.data_ranks * tokens
+
+    def validations(self, total: int) -> list[int]:
+        """Optimizer steps done at each validation, where it comes after a number of micro-batches.
+
+        Read from `_TrainingEpochLoop._should_check_val_fx` of Lightning. It counts them anew in each epoch, whose
+        length a recipe does not tell: here they are counted from the start.
+        """
+        trainer = self._settings.trainer
+        interval, every = trainer.get("val_check_interval"), trainer.get("check_val_every_n_epoch")
+        if isinstance(interval, bool) or not isinstance(interval, int) or trainer.get("limit_val_batches") == 0:
+            return []
+        if interval < 1 or every not in (None, 1):
+            return []
+        number = min(self._plan.before(total) // interval, _MOST_MARKS)
+        return sorted({self._plan.whole_steps(0, (i + 1) * interval) for i in range(number)} - {0})
+
+    def permanent_saves(self, total: int) -> list[int]:
+        """Optimizer steps done at each save that stays."""
+        found: set[int] = set()
+        for every in self._settings.permanent_every:
+            if every == "powers_of_two":
+                found |= {2**power for power in range(total.bit_length()) if 2**power <= total}
+            else:
+                found |= set(_multiples(every, total))
+        return sorted(found)
+
+
+def _multiples(every: int, total: int) -> list[int]:
+    return list(range(every, total + 1, every))[:_MOST_MARKS]
+
+
+def _phases(schedule: Schedule, plan: Accumulation, total: int, curves: Curves, batch: _Batch) -> list[Phase]:
+    """The parts of the curve, divided where the batch grows, and the last step."""
+    names = sorted(schedule.phases(total), key=lambda part: part[1])
+    names = [part for part in names if part[1] < total]
+    starts = {step: name for name, step in names}
+    for step in plan.starts[1:]:
+        if step < total:
+            starts.setdefault(step, "larger batch")
+    at = [*sorted(starts), total - 1]
+    groups, settings = curves(at), batch._settings
+    return [
+        Phase(
+            "end" if number == len(at) - 1 else starts[step],
+            step,
+            batch.tokens_before(total if number == len(at) - 1 else step),
+            batch.of_step(step, settings.rows),
+            batch.of_step(step, settings.tokens),
+            groups[0].unscaled_lr[number],
+            max(group.weight_decay[number] for group in groups),
+        )
+        for number, step in enumerate(at)
+    ]
+
+
+# ---- the optimizer
+
+
+def _curves_of(
+    module: Any, settings: _RunSettings, plan: Accumulation, total: int
+) -> tuple[Curves, Schedule, list[int]]:
+    """The curves of a module's parameter groups, the schedule that has the names of their parts, and their corners."""
+    twin, constant = without_weights(module), WarmupConstant(warmup_steps=0)
+    if isinstance(module, OptimizerMixin):
+        scheduler: Any = planned_schedule(twin, total)
+    else:
+        scheduler = _own_scheduler(twin)
+    if not isinstance(scheduler, ScheduleLR):
+        return (lambda steps: _stepped(scheduler, steps)), constant, [0]
+    if scheduler.total_steps != total:
+        scheduler.set_total_steps(total)
+    for factor in settings.factors(plan):
+        scheduler.scale_by(factor)
+    kinks = [step for curve in scheduler.curves for _, step in curve.phases(total)]
+    return (lambda steps: planned_groups(scheduler, steps)), scheduler.schedule, kinks
+
+
+def _own_scheduler(module: Any) -> Any:
+    """The scheduler that a module's own `configure_optimizers` gives; a constant one where it gives none."""
+    name = type(module).__name__
+    try:
+        given = module.configure_optimizers()
+    except Exception as error:
+        raise UsageError(
+            f"schedule: configure_optimizers of model={name} fails without a Trainer ({error}): derive the module from "
+            "OptimizerMixin, or call lightning_tricks.schedules.planned_groups with its ScheduleLR"
+        ) from error
+    config: Any = given.get("lr_scheduler") if isinstance(given, dict) else None
+    optimizer = given.get("optimizer") if isinstance(given, dict) else given
+    if isinstance(given, tuple | list):
+        both = len(given) == 2 and isinstance(given[0], tuple | list)
+        optimizers, schedulers = given if both else (given, [])
+        optimizer, config = (optimizers[0] if len(optimizers) == 1 else None), (schedulers or [None])[0]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"schedule: model={name} has no or several optimizers: a plan is that of one")
+    if config is None:
+        return ScheduleLR(optimizer, WarmupConstant(warmup_steps=0))
+    interval = config.get("interval", "epoch") if isinstance(config, dict) else "epoch"
+    scheduler = config["scheduler"] if isinstance(config, dict) else config
+    if interval != "step" or isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        raise UsageError(
+            f"schedule: {type(scheduler).__name__} of model={name} changes the learning rate by {interval}: a recipe "
+            "does not tell the steps of an epoch, or the losses; give it interval step"
+        )
+    return scheduler
+
+
+def _stepped(scheduler: LRScheduler, steps: Sequence[int]) -> tuple[PlannedGroup, ...]:
+    """The curves of a scheduler of torch's, which knows the next step only: it makes all of them."""
+    scheduler = copy.deepcopy(scheduler)
+    wanted, rows = set(steps), {}
+    groups = scheduler.optimizer.param_groups
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no optimizer makes a step
+        for step in range(max(wanted, default=0) + 1):
+            if step in wanted:
+                rows[step] = [(float(group["lr"]), float(group.get("weight_decay", 0.0))) for group in groups]
+            scheduler.step()
+    return tuple(
+        PlannedGroup(
+            str(group.get("name", f"group {number}")),
+            1.0,
+            tuple(rows[step][number][0] for step in steps),
+            tuple(rows[step][number][1] for step in steps),
+        )
+        for number, group in enumerate(groups)
+    )
+
+
+def without_weights(module: Any) -> Any:
+    """A copy of a module whose parameters have their shapes and no memory: each has one number, seen many times.
+
+    They are on the CPU and not on the meta device, where an optimizer with `fused=True` refuses them.
+    """
+    twin = _hollow_copy(module)
+    if isinstance(twin, LanguageModel):
+        twin.compile_blocks = False  # compiled blocks have the same parameters, and torch.compile takes seconds
+    if hasattr(twin, "configure_model"):
+        with torch.device("meta"):
+            twin.configure_model()
+    return _hollow_copy(twin)
+
+
+def _hollow_copy(module: nn.Module) -> Any:
+    memo: dict[int, Any] = {}
+    for param in module.parameters():
+        hollow = nn.Parameter(torch.empty((), dtype=param.dtype).expand(param.shape), param.requires_grad)
+        vars(hollow).update(vars(param))
+        memo[id(param)] = hollow
+    trainer = getattr(module, "_trainer", None)
+    if trainer is not None:
+        memo[id(trainer)] = None  # the plan is that of the settings given
+    return copy.deepcopy(module, memo)

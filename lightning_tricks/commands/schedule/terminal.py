@@ -1,0 +1,202 @@
+"""A plan in a terminal: the learning rate as a curve, drawn by uniplot, and a table of the phases."""
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.commands.schedule.curves import Axis, Line, NamedPlan, human, lr_lines, place_of, unit
+from lightning_tricks.commands.schedule.plan import Phase, Plan
+
+_UNICODE = "┌─┐│└┘⣿▁"  # what uniplot draws with
+_TO_ASCII = str.maketrans("┌┐└┘─│▁█", "++++-|_#")
+_LABELS = 12  # columns right of the plot, for the frame and the numbers of the y axis
+_LEAST_WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT = 20, 6, 24
+_MOST_CURVES = 6  # that uniplot can draw with different letters
+_SPARSE = 3  # columns for each letter, so that a row of them can be read
+
+
+def draw_in_terminal(
+    plans: Sequence[NamedPlan],
+    *,
+    axis: Axis = "steps",
+    constant: bool = False,
+    present: int | None = None,
+    columns: int = 80,
+    lines: int = 24,
+    unicode: bool = True,
+    color: bool = False,
+) -> str:
+    """The curves of the first plan and of those laid over it, the marks of the first, and a table of its phases.
+
+    Args:
+        plans: the first one has the marks and the table.
+        axis: what the curves are drawn over.
+        constant: whether to draw the constant learning rate at the first plan's peak.
+        present: number of optimizer steps that a run has done.
+        columns: width of the terminal.
+        lines: its height; the plot has what the rest leaves, and at least 6.
+        unicode: whether it shows more than ASCII.
+        color: whether it shows colors.
+
+    Raises:
+        UsageError: uniplot is not installed.
+    """
+    try:
+        from uniplot import plot_to_string
+    except ImportError:
+        raise UsageError(
+            "schedule: the curve in a terminal needs uniplot: pip install 'lightning-tricks[plot]'"
+        ) from None
+    plan = plans[0].plan
+    curves = sorted(lr_lines(plans, axis, constant), key=lambda line: line.recipe)  # the baseline below the others
+    more, curves = len(curves) - _MOST_CURVES, curves[:_MOST_CURVES]
+    end, highest = max(max(line.x) for line in curves), max(max(line.y) for line in curves)
+    power = math.floor(math.log10(highest)) if highest > 0 else 0  # uniplot rounds labels such as 0.005 to 0.01
+    size, letter = unit(end) if axis == "tokens" else (1.0, "")
+    width = max(columns - _LABELS, _LEAST_WIDTH)
+    marks = [(place_of(plan, phase.step, axis), phase.name) for phase in plan.phases[:-1]]
+    if present is not None:
+        marks.append((place_of(plan, present, axis), "now"))
+    tokens = "" if plan.total_tokens is None else f", {human(plan.total_tokens)} tokens"
+    head = [f"lr over {axis} of {plans[0].name}: {plan.total_steps:,} steps{tokens}", *marks_row(marks, end, width)]
+    ticks = ticks_row([(name[0], [place_of(plan, s, axis) for s in steps]) for name, steps in _saves(plan)], end, width)
+
+    def drawn(height: int) -> list[str]:
+        text = plot_to_string(
+            ys=[[value / 10**power for value in line.y] for line in curves],
+            xs=[[value / size for value in line.x] for line in curves],
+            lines=True,
+            width=width,
+            height=height,
+            x_min=0.0,
+            x_max=end / size,
+            x_unit=letter,
+            y_min=0.0,
+            y_max=1.02 * highest / 10**power or 1.0,
+            y_unit=f"e{power}" if power else "",
+            x_gridlines=[place / size for place, _ in marks if place > 0],
+            y_gridlines=[],
+            legend_labels=_unique(curves),
+            character_set="braille" if unicode and (color or len(curves) == 1) else "ascii",
+            color=color,
+        )
+        plot = text if isinstance(text, list) else str(text).split("\n")
+        rows = [row.rstrip() for row in plot if row.strip()]
+        frame = next(number for number, row in enumerate(rows) if "└" in row)
+        return [*head, *rows[: frame + 1], *ticks, *rows[frame + 1 :], *_below(plans, present, more)]
+
+    rows = drawn(_MOST_HEIGHT)
+    if (over := len(rows) + 1 - lines) > 0:  # the last line is that of the prompt
+        rows = drawn(max(_MOST_HEIGHT - over, _LEAST_HEIGHT))
+    return "\n".join(rows if unicode else [row.translate(_TO_ASCII) for row in rows])
+
+
+def marks_row(marks: Sequence[tuple[float, str]], end: float, width: int) -> list[str]:
+    """One line with the name of each mark over its place; a second one for names that would overlap; then none.
+
+    Example:
+        >>> marks_row([(10.0, "stable"), (80.0, "decay")], end=100.0, width=20)
+        ['   stable       decay']
+    """
+    rows = ["", ""]
+    for place, name in sorted(marks):
+        column = min(_column(place, end, width), max(width + 1 - len(name), 1))
+        for number, row in enumerate(rows):
+            if len(row) < column or not row:
+                rows[number] = row.ljust(column) + name
+                break
+    return [row for row in rows if row]
+
+
+def ticks_row(marks: Sequence[tuple[str, Sequence[float]]], end: float, width: int) -> list[str]:
+    """One line with the letter of its kind at each place, and `*` where several are; none where they would be too many.
+
+    Example:
+        >>> ticks_row([("v", [50.0, 100.0]), ("c", [100.0])], end=100.0, width=11)
+        ['      v    *']
+    """
+    row = [" "] * (width + 1)
+    for letter, places in marks:
+        columns = {_column(place, end, width) for place in places}
+        if len(columns) > width / _SPARSE:
+            continue
+        for column in columns:
+            row[column] = letter if row[column] == " " else "*"
+    return [text] if (text := "".join(row).rstrip()) else []
+
+
+def _column(place: float, end: float, width: int) -> int:
+    """The column of a place, behind the frame."""
+    return 1 + (min(int(place / end * width), width - 1) if end else 0)
+
+
+def _unique(curves: Sequence[Line]) -> list[str]:
+    """The labels, each once: uniplot joins series of one name."""
+    seen: dict[str, int] = {}
+    labels = []
+    for line in curves:
+        seen[line.label] = seen.get(line.label, 0) + 1
+        labels.append(line.label if seen[line.label] == 1 else f"{line.label} ({seen[line.label]})")
+    return labels
+
+
+def _below(plans: Sequence[NamedPlan], present: int | None, more_curves: int) -> list[str]:
+    plan = plans[0].plan
+    rows = phases_table(plan).split("\n")
+    if more_curves > 0:
+        rows.insert(0, f"{more_curves} more curves: a picture has them all (--output curve.svg)")
+    for other in plans[1:]:
+        tokens = other.plan.total_tokens
+        seen = "" if tokens is None else f", {human(tokens)} tokens"
+        rows.append(f"{other.name}: {other.plan.total_steps:,} steps{seen}, peak lr {other.plan.peak:.4g}")
+    marks = [f"{name[0]}: {_times(name, steps)}" for name, steps in _saves(plan)]
+    if present is not None:
+        marks.insert(0, f"now: {present:,} of {plan.total_steps:,} steps done")
+    return [row for row in [*rows, "; ".join(marks), *plan.notes] if row]
+
+
+def _saves(plan: Plan) -> list[tuple[str, Sequence[int]]]:
+    kinds = [("validation", plan.validations), ("checkpoint", plan.checkpoints), ("kept for ever", plan.permanent)]
+    return [(name, steps) for name, steps in kinds if steps]
+
+
+def _times(name: str, steps: Sequence[int]) -> str:
+    """`validation after every 200 steps (2)`; with uneven distances, the first and the last."""
+    even = all(b - a == steps[0] for a, b in pairwise(steps))
+    after = f"every {steps[0]:,} steps" if even else f"steps {steps[0]:,} to {steps[-1]:,}"
+    return f"{name} after {after} ({len(steps):,})"
+
+
+def phases_table(plan: Plan) -> str:
+    """A line for each phase: its first step, and what that step has."""
+    heads = ("phase", "step", "tokens so far", "lr", "batch", "weight decay")
+    table = [heads, *(_row(phase) for phase in plan.phases)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
+    rows = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in table)
+    return "\n".join(rows)
+
+
+def _row(phase: Phase) -> tuple[str, ...]:
+    if phase.batch_tokens is not None:
+        batch = f"{phase.rows:,} rows, {human(phase.batch_tokens)} tokens"
+    else:
+        batch = f"{phase.rows:,} rows" if phase.rows is not None else "-"
+    tokens = "-" if phase.tokens is None else human(phase.tokens)
+    return (phase.name, f"{phase.step:,}", tokens, f"{phase.lr:.4g}", batch, f"{phase.weight_decay:.4g}")
+
+
+def shows_unicode() -> bool:
+    """Whether standard output takes the characters of the curve."""
+    try:
+        _UNICODE.encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def shows_color() -> bool:
+    """Whether standard output is a terminal whose user has not switched colors off, see https://no-color.org."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

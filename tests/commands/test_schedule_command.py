@@ -1,0 +1,406 @@
+"""The plan of a run before it starts is what the run does: step by step, for each group; and its pictures."""
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
+from harness import runs
+from harness.token_files import write_token_files
+
+from lightning_tricks import (
+    MuP,
+    OptimizerMixin,
+    ParallelDims,
+    ParamRule,
+    ScheduleLR,
+    TokenData,
+    WarmupConstant,
+    WarmupCosine,
+    WarmupStableDecay,
+)
+from lightning_tricks import __main__ as door
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl
+from lightning_tricks.callbacks import BatchSizeWarmup, LRMonitor, LRScalingRule, SafeCheckpoint, TotalTokens
+from lightning_tricks.cli import load_recipe
+from lightning_tricks.commands.runs import read_run
+from lightning_tricks.commands.schedule.curves import NamedPlan, lr_lines, place_of
+from lightning_tricks.commands.schedule.picture import draw_picture
+from lightning_tricks.commands.schedule.plan import planned, without_weights
+from lightning_tricks.commands.schedule.present import present_step
+from lightning_tricks.commands.schedule.terminal import draw_in_terminal, marks_row, ticks_row
+from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.models import Llama
+from lightning_tricks.monitors.tensorboard_dashboard import planned_lrs
+from lightning_tricks.schedules import WarmupLinear
+from lightning_tricks.strategies import FSDP2Strategy
+
+CONFIG = Llama(vocab_size=64, d_model=16, n_layers=1, n_heads=2, max_seq_len=8)
+DATA = SimpleNamespace(micro_batch_size=4, seq_len=8)  # 32 tokens in a micro-batch
+
+
+def adamw(groups):
+    return torch.optim.AdamW(groups, lr=0.01, fused=True)
+
+
+def model(schedule=None, **options):
+    options = {"optimizer": adamw, "schedule": schedule or WarmupLinear(warmup_steps=2), **options}
+    return LanguageModel(CONFIG, **options)
+
+
+def settings(max_steps=12, **options):
+    return {"max_steps": max_steps, "accelerator": "cpu", "devices": 1, **options}
+
+
+# ---- the plan is the run
+
+
+class Recorder(pl.Callback):
+    """Notes what each step of a run has."""
+
+    def __init__(self):
+        self.steps, self.micro_batches = [], 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.micro_batches += 1
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        groups = [(g["name"], float(g["lr"]), float(g["weight_decay"])) for g in optimizer.param_groups]
+        self.steps.append((groups, self.micro_batches))
+        self.micro_batches = 0
+
+
+def test_every_steps_lr_decay_and_batch_of_each_group_are_those_of_the_run(tmp_path):
+    folder = write_token_files(tmp_path)
+    rules = [
+        ParamRule("embed", lr_scale=3.0),
+        ParamRule(
+            "head", schedule=WarmupConstant(warmup_steps=5), decay_schedule=WarmupCosine(warmup_steps=0, min_ratio=0.0)
+        ),
+    ]
+    module = model(WarmupStableDecay(warmup_steps=3, decay_steps=4), param_rules=rules, mup=MuP(8))
+    data = TokenData(train=str(folder / "train.bin"), seq_len=8, micro_batch_size=4)
+    callbacks = [
+        BatchSizeWarmup(stages={0: 1, 4: 2, 7: 4}, lr_rule="sqrt"),
+        LRScalingRule(reference_batch_tokens=32),
+        Recorder(),
+    ]
+    options = {"max_steps": 12, "accumulate_grad_batches": 4}
+    plan = planned(module, data, settings(**options, callbacks=callbacks), steps=range(12))
+    assert module.decoder is None  # the module can still be trained
+    run = runs.fit(module, LRMonitor(), *callbacks, data=data, log_every_n_steps=1, **options)
+    steps = callbacks[-1].steps
+    assert len({group.name for group in plan.groups}) == len(plan.groups) >= 5
+    for number, group in enumerate(plan.groups):
+        used = [step[0][number] for step in steps]
+        assert {name for name, _, _ in used} == {group.name}
+        assert group.lr == tuple(lr for _, lr, _ in used)  # to the bit
+        assert group.weight_decay == tuple(decay for _, _, decay in used)
+    assert plan.rows == tuple(4 * number for _, number in steps)
+    assert plan.batch_tokens == tuple(32 * number for _, number in steps) == (32,) * 4 + (64,) * 3 + (128,) * 5
+    assert plan.tokens == tuple(32 * number for number in (0, 1, 2, 3, 4, 6, 8, 10, 14, 18, 22, 26))
+    assert plan.total_tokens == 32 * 30
+    assert list(plan.lr) == pytest.approx(run.of("train/lr"), rel=1e-6)  # the buffer has fp32
+    assert len({group.lr for group in plan.groups}) >= 3
+    assert len(set(plan.groups[-1].weight_decay)) + len(set(plan.groups[0].weight_decay)) > 2
+
+
+def test_the_dashboard_shows_the_same_curve():
+    optimizer = torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.06, "lr_scale": 3.0}])
+    shown = planned_lrs(ScheduleLR(optimizer, WarmupCosine(warmup_steps=3), 20), 20)
+    plan = planned(
+        model(WarmupCosine(warmup_steps=3), optimizer=lambda g: torch.optim.AdamW(g, lr=0.02)), DATA, settings(20)
+    )
+    assert plan.steps == tuple(range(20))
+    assert [lr for _, lr in shown] == pytest.approx(plan.lr, rel=1e-12)
+
+
+# ---- values worked out by hand
+
+
+def test_lr_tokens_and_phases_of_warmup_stable_and_decay():
+    schedule = WarmupStableDecay(warmup_steps=10, decay_steps=20, decay_shape="linear")
+    options = settings(100, accumulate_grad_batches=2, num_nodes=2, devices=3, val_check_interval=50)
+    plan = planned(model(schedule), DATA, {**options, "callbacks": [SafeCheckpoint(every_n_train_steps=40)]})
+    assert [(phase.name, phase.step) for phase in plan.phases] == [
+        ("warmup", 0), ("stable", 10), ("decay", 80), ("end", 99),
+    ]  # fmt: skip
+    # first step: a tenth of the peak; last one: 1 of 20 steps is left
+    assert [phase.lr for phase in plan.phases] == pytest.approx([0.001, 0.01, 0.01, 0.0005])
+    in_a_step = 2 * 6 * 32  # micro-batches x processes x tokens
+    assert [phase.tokens for phase in plan.phases] == [0, 10 * in_a_step, 80 * in_a_step, 100 * in_a_step]
+    assert {(phase.rows, phase.batch_tokens) for phase in plan.phases} == {(48, in_a_step)}
+    assert dict(zip(plan.steps, plan.lr, strict=True))[90] == pytest.approx(0.005)  # the middle of the decay
+    assert (plan.total_tokens, plan.peak) == (100 * in_a_step, 0.01)
+    assert plan.validations == (25, 50, 75, 100)  # 50 micro-batches are 25 steps
+    assert plan.checkpoints == (40, 80)
+    assert plan.notes == ()
+
+
+def test_validations_and_the_end_are_counted_with_the_batch_that_grows():
+    stages = BatchSizeWarmup(stages={0: 1, 10: 2})
+    trainer = settings(-1, accumulate_grad_batches=2, val_check_interval=10, callbacks=[TotalTokens(32 * 30), stages])
+    plan = planned(model(WarmupLinear(warmup_steps=5)), DATA, trainer)
+    assert plan.total_steps == 20  # 10 micro-batches in 10 steps, then 20 in 10
+    assert plan.validations == (10, 15, 20)
+    assert [(phase.name, phase.step) for phase in plan.phases] == [
+        ("warmup", 0), ("decay", 5), ("larger batch", 10), ("end", 19),
+    ]  # fmt: skip
+    assert [phase.batch_tokens for phase in plan.phases] == [32, 32, 64, 64]
+
+
+def test_a_long_plan_has_its_corners_and_marks_that_stay():
+    saver = SafeCheckpoint(every_n_train_steps=3000, permanent_steps="powers_of_two")
+    plan = planned(
+        model(WarmupStableDecay(warmup_steps=777, decay_steps=501)), DATA, settings(10_000, callbacks=[saver])
+    )
+    assert {0, 776, 777, 9498, 9499, 9999} <= set(plan.steps)
+    assert len(plan.steps) < 610
+    assert plan.permanent == tuple(2**power for power in range(14))
+    assert plan.checkpoints == tuple(sorted({3000, 6000, 9000, *plan.permanent}))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "ranks"),
+    [
+        ({"devices": 8, "num_nodes": 2, "strategy": FSDP2Strategy(mesh=ParallelDims(tensor=4, context=2))}, 2),
+        ({"devices": 4, "strategy": pl.strategies.ModelParallelStrategy(data_parallel_size=2)}, 2),
+        ({"devices": 4, "num_nodes": 3, "strategy": pl.strategies.ModelParallelStrategy()}, 3),
+        ({"devices": [0, 1, 5]}, 3),
+        ({"devices": "0,2"}, 2),
+        ({"devices": "auto", "accelerator": "cpu"}, 1),
+    ],
+)
+def test_ranks_that_share_their_rows_count_once(trainer, ranks):
+    assert planned(model(), DATA, settings(4) | trainer).phases[0].rows == 4 * ranks
+
+
+def test_what_the_recipe_does_not_tell_is_left_out_and_said():
+    plan = planned(model(), None, settings(4, devices="auto", accelerator="auto", max_epochs=2))
+    assert (plan.tokens, plan.rows, plan.total_tokens) == (None, None, None)
+    assert [note.split(" ")[0] for note in plan.notes] == ["trainer.devices=auto:", "the", "trainer.max_epochs=2"]
+
+
+# ---- modules
+
+
+def test_no_weight_is_drawn_for_a_plan_and_a_fused_optimizer_takes_the_parameters():
+    wide = LanguageModel(Llama(vocab_size=128256, d_model=8192, n_layers=2, n_heads=64, max_seq_len=8), optimizer=adamw)
+    assert planned(wide, DATA, settings(4)).peak == 0.01
+    twin = without_weights(wide)
+    assert sum(param.numel() for param in twin.parameters()) > 3e9
+    assert {param.untyped_storage().nbytes() for param in twin.parameters()} == {4}
+    assert wide.decoder is None
+
+
+class Own(pl.LightningModule):
+    def __init__(self, given):
+        super().__init__()
+        self.layer, self.given = torch.nn.Linear(2, 2), given
+
+    def configure_optimizers(self):
+        return self.given(torch.optim.SGD(self.parameters(), lr=0.5))
+
+
+def by_steps(optimizer):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def test_a_module_with_its_own_optimizer_has_a_plan_where_steps_alone_decide():
+    plan = planned(Own(by_steps), DATA, settings(6))
+    assert plan.lr == (0.5, 0.5, 0.25, 0.25, 0.125, 0.125)
+    assert planned(Own(lambda optimizer: optimizer), DATA, settings(6)).lr == (0.5,) * 6
+    by_epochs = Own(lambda optimizer: ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]))
+    with pytest.raises(UsageError, match="StepLR of model=Own changes the learning rate by epoch"):
+        planned(by_epochs, DATA, settings(6))
+    with pytest.raises(UsageError, match="configure_optimizers of model=Own fails without a Trainer"):
+        planned(Own(lambda optimizer: 1 / 0), DATA, settings(6))
+    with pytest.raises(UsageError, match="no or several optimizers"):
+        planned(Own(lambda optimizer: [optimizer, optimizer]), DATA, settings(6))
+
+
+class Mixed(OptimizerMixin, pl.LightningModule):
+    def __init__(self):
+        super().__init__(schedule=WarmupConstant(warmup_steps=2), optimizer=adamw)
+        self.layer = torch.nn.Linear(2, 2)
+
+
+def test_any_module_with_the_mixin_has_a_plan_and_keeps_its_weights():
+    module = Mixed()
+    before = module.layer.weight.clone()
+    assert planned(module, None, settings(4)).lr == (0.005, 0.01, 0.01, 0.01)
+    assert torch.equal(module.layer.weight, before)
+    assert module.layer.weight.stride() == (2, 1)
+
+
+# ---- in a terminal
+
+
+def plans(*lengths, **options):
+    made = [planned(model(**options), DATA, settings(length)) for length in lengths]
+    return [NamedPlan(f"r{number}", plan) for number, plan in enumerate(made)]
+
+
+def test_the_terminal_shows_the_curve_within_80_columns_and_24_lines_in_both_alphabets():
+    named = plans(400, param_rules=[ParamRule("embed", lr_scale=4.0)])
+    for unicode, allowed in ((True, r"[\x20-\x7e─│┌┐└┘▁█\u2800-\u28ff]*"), (False, r"[\x20-\x7e]*")):
+        lines = draw_in_terminal(named, constant=True, present=100, unicode=unicode).split("\n")
+        assert all(re.fullmatch(allowed, line) for line in lines)
+        assert len(lines) <= 23
+        assert max(map(len, lines)) <= 80
+        assert lines[0] == "lr over steps of r0: 400 steps, 12.8k tokens"
+        text = "\n".join(lines)
+        for words in ("decay:embed (lr x 4)", "constant 0.01", "now: 100 of 400 steps done", "now", "12.8k"):
+            assert words in text
+    assert "None" not in text
+    assert draw_in_terminal(named, columns=120, lines=50).count("\n") > text.count("\n")
+
+
+def test_the_table_says_what_the_first_step_of_each_phase_has():
+    text = draw_in_terminal(plans(100))
+    rows = [re.split(r"  +", line) for line in text.split("\n")]
+    assert ["warmup", "0", "0", "0.005", "4 rows, 32 tokens", "0.1"] in rows
+    assert ["decay", "2", "64", "0.01", "4 rows, 32 tokens", "0.1"] in rows
+    assert ["end", "99", "3.2k", "0.000102", "4 rows, 32 tokens", "0.1"] in rows
+
+
+def test_names_of_marks_do_not_overlap_and_ticks_stand_at_their_steps():
+    marks = [(0.0, "warmup"), (2.0, "stable"), (3.0, "lost"), (50.0, "decay"), (100.0, "now")]
+    assert marks_row(marks, 100.0, 40) == [" warmup              decay            now", " stable"]
+    assert ticks_row([("v", [50.0, 100.0]), ("c", [100.0])], 100.0, 20) == ["           v        *"]
+    assert ticks_row([("c", range(100))], 100.0, 20) == []  # nobody could read them
+
+
+def test_tokens_may_be_the_axis_and_a_second_recipe_lies_over_the_first():
+    named = plans(400, 1000)
+    text = draw_in_terminal(named, axis="tokens")
+    assert "lr over tokens of r0" in text
+    assert "r1: 1,000 steps, 32k tokens, peak lr 0.01" in text
+    assert place_of(named[0].plan, 100, "tokens") == 3200.0
+    assert place_of(named[0].plan, 400, "tokens") == 12800.0
+    assert [line.label for line in lr_lines(named, "steps", True)] == [
+        "r0: decay, no_decay", "r1: decay, no_decay", "constant 0.01",
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match="x=tokens"):
+        lr_lines([NamedPlan("r", planned(model(), None, settings(4)))], "tokens", False)
+
+
+def test_more_groups_than_the_terminal_can_tell_apart_are_counted():
+    rules = [ParamRule(f"blocks.0.{part}", lr_scale=2.0 + i) for i, part in enumerate(("attn.q", "attn.k", "attn.v"))]
+    rules += [ParamRule(name, lr_scale=8.0 + i) for i, name in enumerate(("embed", "head", "attn.o"))]
+    text = draw_in_terminal(plans(100, param_rules=rules))
+    assert "1 more curves: a picture has them all" in text
+    assert len(re.findall(r"(\S)\1 (?:no_)?decay", text)) == 6
+
+
+# ---- pictures
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_picture_has_the_marks_the_groups_and_the_page_that_it_is_for(tmp_path, dark):
+    saver = SafeCheckpoint(every_n_train_steps=10, permanent_steps=20)
+    plan = planned(
+        model(WarmupStableDecay(warmup_steps=4, decay_steps=8)),
+        DATA,
+        settings(40, callbacks=[saver], val_check_interval=5),
+    )
+    files = [tmp_path / "curve.png", tmp_path / "curve.svg"]
+    named = [NamedPlan("r", plan), *plans(60)]
+    draw_picture(named, files, constant=True, present=30, dark=dark)
+    text = files[1].read_text()
+    ElementTree.fromstring(text)
+    # letters are drawn as paths; matplotlib leaves each text in a comment
+    comments = set(re.findall(r"<!-- (.+?) -->", text))
+    assert {
+        "warmup",
+        "stable",
+        "decay",
+        "now, step 30",
+        "learning rate",
+        "validation (8)",
+        "checkpoint (4)",
+    } <= comments
+    assert {"kept for ever (2)", "r: decay, no_decay", "r0: decay, no_decay", "constant 0.01"} <= comments
+    assert ("#0d1117" in text) == dark
+    assert ("#ffffff" in text) == (not dark)
+    assert files[0].read_bytes().startswith(b"\x89PNG")
+    draw_picture(named, [tmp_path / "again.svg"], constant=True, present=30, dark=dark)
+    assert (tmp_path / "again.svg").read_text() == text  # the same plan, the same file
+
+
+@pytest.mark.parametrize(("package", "draws"), [("uniplot", draw_in_terminal), ("matplotlib", draw_picture)])
+def test_a_missing_package_is_one_line_with_the_command(package, draws, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=rf"needs {package}: pip install 'lightning-tricks\[plot\]'"):
+        draws(plans(4), *([[tmp_path / "a.png"]] if draws is draw_picture else []))
+
+
+# ---- the command
+
+
+RECIPE = """\
+model:
+  class_path: LanguageModel
+  init_args:
+    decoder: {class_path: Llama, init_args: {vocab_size: 64, d_model: 16, n_layers: 1, n_heads: 2, max_seq_len: 8}}
+    optimizer: {class_path: AdamW, init_args: {lr: 1.0e-2}}
+    schedule: {class_path: WarmupLinear, init_args: {warmup_steps: 2}}
+data: {class_path: TokenData, init_args: {train: none.bin, vocab_size: 64, seq_len: 8, micro_batch_size: 4}}
+trainer: {accelerator: cpu, logger: {class_path: CSVLogger, init_args: {save_dir: ., name: first}}}
+total_tokens: 640
+"""
+
+
+def checkpoint_of(step):
+    return {"global_step": step, "state_dict": {}, "pytorch-lightning_version": "2.6.0"}
+
+
+@pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
+def test_the_command_draws_a_recipe_in_tokens_against_another_one_and_marks_a_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "90")
+    (tmp_path / "one.yaml").write_text(RECIPE)
+    (tmp_path / "two.yaml").write_text(RECIPE.replace("640", "320").replace("1.0e-2", "2.0e-2"))
+    folder = tmp_path / "first/version_0/checkpoints"
+    folder.mkdir(parents=True)
+    torch.save(checkpoint_of(7), folder / "step=7.ckpt")
+    words = [
+        "schedule",
+        "--config",
+        "one.yaml",
+        "--against",
+        "two.yaml",
+        "--ckpt_path",
+        "last",
+        "--output",
+        "c.svg,c.png",
+    ]
+    door.run(words)
+    said = capsys.readouterr().out
+    assert "lr over steps of first: 20 steps, 640 tokens" in said
+    assert "two: 10 steps, 320 tokens, peak lr 0.02" in said
+    assert "now: 7 of 20 steps done" in said
+    assert said.endswith("drawn: c.svg, c.png\n")
+    assert (tmp_path / "c.png").stat().st_size > 10_000
+    door.run(["schedule", "--config", "one.yaml", "--total_tokens", "1280"])
+    assert "40 steps, 1.28k tokens" in capsys.readouterr().out
+    assert planned(*load_recipe("--config", "one.yaml")).total_steps == 20
+
+
+def test_the_present_step_is_that_of_the_newest_checkpoint_or_of_the_log(tmp_path):
+    with pytest.raises(UsageError, match="neither checkpoints nor steps"):
+        present_step(str(tmp_path), {})
+    (tmp_path / "metrics.csv").write_text("step,train/loss\n9,1.0\n")
+    assert present_step(str(tmp_path), {}) == 10
+    (tmp_path / "checkpoints").mkdir()
+    torch.save(checkpoint_of(12), tmp_path / "checkpoints/a.ckpt")
+    assert present_step(str(tmp_path), {}) == 12
+    assert present_step(str(tmp_path / "checkpoints/a.ckpt"), {}) == 12
+    assert read_run.read_run(tmp_path).steps == 10
+    with pytest.raises(UsageError, match="there is no run with checkpoints in the recipe, which names no logger"):
+        present_step("last", {})
