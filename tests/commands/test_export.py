@@ -72,6 +72,18 @@ def test_transformers_finds_the_same_model_text_and_tie(name, kind, tmp_path, ca
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_the_page_shows_what_is_printed(tmp_path, capsys):
+    export(save(checkpoint(CASES["apertus"]), tmp_path / "saved.ckpt"), tmp_path / "out")
+    printed = capsys.readouterr().out.replace(str(tmp_path / "out"), "hf-tp")
+    page = (Path(__file__).parents[2] / "docs/export.md").read_text()
+    (shown,) = re.findall(r"```text\n(runs/tp.*?)```", page, re.S)
+
+    def form(text):
+        return re.sub(r"[\d,.]*\d(e[+-]\d+)?", "#", re.sub(r"^\S+\.ckpt", "PATH", text, flags=re.M))
+
+    assert form(printed) == form(shown)
+
+
 def test_the_card_tells_recipe_data_figures_and_how_to_load(tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)

@@ -14,7 +14,7 @@ from models.decoders import build
 from lightning_tricks import InitFrom, LanguageModel
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints import load_weights
+from lightning_tricks.checkpoints import load_weights, open_checkpoint
 from lightning_tricks.checkpoints.hf_folder import read_config
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.data.saved_tokenizer import open_tokenizer
@@ -109,6 +109,12 @@ def test_a_run_with_another_decoder_or_tokenizer_is_one_line(tmp_path, text_file
     with pytest.raises(UsageError, match=r"^init_from=.*hf: the checkpoint's decoder has n_kv_heads=2, the recipe's 1"):
         InitFrom(folder).check(other)
     InitFrom(folder).check(LanguageModel(Llama(**SIZES, n_kv_heads=2, d_ff=48, init_std=0.1)))  # for longer rows
+    plain = folder_of(Llama(**SIZES), tmp_path / "plain")
+    InitFrom(plain).check(LanguageModel(Llama(**SIZES)))  # whose sizes are those of settings that were left out
+    with pytest.raises(
+        UsageError, match="is a folder of Hugging Face and no checkpoint: start a run from it with --init"
+    ):
+        open_checkpoint(folder)
     named, name = open_tokenizer(str(folder))
     assert (named.to_str(), name) == (tokenizer()["json"], str(folder))
 
