@@ -83,8 +83,10 @@ def _of(script: str, function: str) -> Callable[..., Any]:
 
 
 FILLERS = {  # by the name with which the files of the results begin
+    "average": Filler("average.md", _of("fill_export", "average"), measured=False),
     "checkpoints": Filler("checkpoints.md", checkpoints),
     "commands": Filler("command_line.md", commands, measured=False),
+    "export": Filler("export.md", _of("fill_export", "families"), measured=False),
     "foreign": Filler("existing_projects.md", foreign),
     "layers": Filler("parameter_roles.md", _of("fill_layers", "texts"), measured=False),
     "lightning-suite": Filler("existing_projects.md", lightning_suite),

@@ -21,6 +21,7 @@ GUIDES = {
     "command_line",
     "data",
     "existing_projects",
+    "export",
     "first_run",
     "launching",
     "monitors",

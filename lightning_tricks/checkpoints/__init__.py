@@ -2,7 +2,8 @@
 
 `record.py` has a checkpoint's record and its checksums; `write_file.py`, `atomic_checkpoint_io.py` and `snapshot.py`
 write; `check_checkpoint.py` verifies; `open_checkpoint.py` is the one entry for all that read, with `averages.py` and
-`load_weights.py` for weights alone; `find_checkpoint.py` finds the newest whole one.
+`load_weights.py` for weights alone, `stream_weights.py` for one at a time and `hf_folder.py` for those of transformers;
+`find_checkpoint.py` finds the newest whole one.
 """
 
 from lightning_tricks.checkpoints.atomic_checkpoint_io import AtomicCheckpointIO

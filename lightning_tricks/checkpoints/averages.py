@@ -50,11 +50,8 @@ def with_average(checkpoint: Mapping[str, Any], name: str, path: Any) -> dict[st
     Raises:
         UsageError: the checkpoint has no such average.
     """
-    found = checkpoint.get(AVERAGES) or {}
-    if name not in found:
-        held = f"it holds {', '.join(found)}" if found else "it was saved without one"
-        raise UsageError(f"average={name}: {path} holds no such average of the weights: {held}")
-    terms, shares = found[name]["weights"], found[name]["shares"]
+    entry = average_entry(checkpoint, name, path)
+    terms, shares = entry["weights"], entry["shares"]
     averaged = next(iter(terms.values())).keys()
     state_dict = {
         key: mixed(value, {term: terms[term][clean_name(key)] for term in terms}, shares).to(value.dtype)
@@ -63,3 +60,17 @@ def with_average(checkpoint: Mapping[str, Any], name: str, path: Any) -> dict[st
         for key, value in checkpoint["state_dict"].items()
     }
     return {**checkpoint, "state_dict": state_dict}
+
+
+def average_entry(checkpoint: Mapping[str, Any], name: str, path: Any) -> Mapping[str, Any]:
+    """The entry of an average in a checkpoint, see above.
+
+    Raises:
+        UsageError: the checkpoint has no such average.
+    """
+    found = checkpoint.get(AVERAGES) or {}
+    if name not in found:
+        held = f"it holds {', '.join(found)}" if found else "it was saved without one"
+        raise UsageError(f"average={name}: {path} holds no such average of the weights: {held}")
+    entry: Mapping[str, Any] = found[name]
+    return entry

@@ -124,6 +124,11 @@ def _check_folder(folder: Path) -> None:
             "or make one file of its weights with `python -m lightning_tricks consolidate`"
         )
     if not is_folder_of_shards(folder):
+        if (folder / "config.json").is_file():
+            raise UsageError(
+                f"{folder} is a folder of Hugging Face and no checkpoint: start a run from it with --init_from, or "
+                "with the recipe that `python -m lightning_tricks import` writes"
+            )
         raise UsageError(
             f"{folder} is a folder without a checkpoint: give the checkpoint itself, such as {folder}/last.ckpt"
         )

@@ -17,6 +17,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 from lightning_tricks.checkpoints.averages import AVERAGES, with_average
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
+from lightning_tricks.checkpoints.hf_folder import is_hf_folder, open_weights, read_config, read_hf_folder
 from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, WITHOUT_OPTIMIZERS, load_file, open_checkpoint
 from lightning_tricks.models import DecoderConfig
 
@@ -32,7 +33,8 @@ def load_weights(module: nn.Module, path: str | Path, average: str | None = None
     Args:
         module: any; a LightningModule with `strict_loading = False` takes the names that both have.
         path: a checkpoint of Lightning or of this collection, whole or of weights alone; a folder of shards, written by
-            any number of processes; a file of `torch.save(module.state_dict())`; a file `.safetensors`.
+            any number of processes; a file of `torch.save(module.state_dict())`; a file `.safetensors`; a folder of
+            Hugging Face, whose names become those of the module's Decoder.
         average: name of an average that the checkpoint holds beside its weights, to load in their place, such as `ema`.
 
     Returns:
@@ -42,7 +44,7 @@ def load_weights(module: nn.Module, path: str | Path, average: str | None = None
         UsageError: nothing there; an address (`s3://...`); a damaged file; DeepSpeed's folder; the first weight that
             only one of the two has, or that has another shape; no such average.
     """
-    checkpoint = read_weights(path, average=average)
+    checkpoint = read_weights(path, average=average, module=module)
     weights = matched(module, checkpoint["state_dict"], path)
     module.load_state_dict(weights, strict=False)  # the names have been compared
     return summary(module, checkpoint, path)
@@ -53,6 +55,10 @@ def check_source(path: str | Path) -> Path:
     if "://" in str(path):
         raise UsageError(f"{path}: weights are read from a file system: copy it to a disk and give that path")
     place = Path(path)
+    if is_hf_folder(place):
+        read_config(place)
+        open_weights(place)  # which maps the files and reads their headers
+        return place
     if place.suffix != _SAFETENSORS:
         return verify_checkpoint(path)
     if not place.is_file():
@@ -63,20 +69,28 @@ def check_source(path: str | Path) -> Path:
 
 
 def read_weights(
-    path: str | Path, read_shards: Callable[[Path], dict[str, Any]] | None = None, average: str | None = None
+    path: str | Path,
+    read_shards: Callable[[Path], dict[str, Any]] | None = None,
+    average: str | None = None,
+    module: nn.Module | None = None,
 ) -> dict[str, Any]:
     """A checkpoint with its weights as `state_dict`, without optimizer state if it is a folder; see `load_weights`.
 
-    `read_shards` reads a folder into shards of this rank; without it, it is read whole.
+    `read_shards` reads a folder into shards of this rank; without it, it is read whole. `module` is the one that the
+    weights are for, see `read_hf_folder`.
     """
-    checkpoint = _read(path, read_shards, average is not None)
+    checkpoint = _read(path, read_shards, average is not None, module)
     if average is None:
         return checkpoint
     return {**with_average(checkpoint, average, path), _LOADED_AVERAGE: average}
 
 
-def _read(path: str | Path, read_shards: Callable[[Path], dict[str, Any]] | None, averages: bool) -> dict[str, Any]:
+def _read(
+    path: str | Path, read_shards: Callable[[Path], dict[str, Any]] | None, averages: bool, module: nn.Module | None
+) -> dict[str, Any]:
     place = check_source(path)
+    if is_hf_folder(place):
+        return read_hf_folder(place, module)
     if place.suffix == _SAFETENSORS:
         from safetensors import SafetensorError
         from safetensors.torch import load_file as load_safetensors
@@ -190,12 +204,23 @@ def check_architecture(config: DecoderConfig, checkpoint: dict[str, Any], may_di
     here, there = architecture(config), checkpoint.get("decoder_config")
     if there is None:
         return
+    here, there = _with_defaults(here), _with_defaults(there)
     for name in ["class", *sorted((here.keys() | there.keys()) - {"class", *may_differ})]:
         if here.get(name) != there.get(name):
             raise UsageError(
                 f"the checkpoint's decoder has {name}={there.get(name)!r}, the recipe's {here.get(name)!r}: "
                 "make them equal, or start without the checkpoint"
             )
+
+
+def _with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which a size that may be left out is the size that the decoder then has: one shape is one text."""
+    family = next((cls for cls in DecoderConfig.__subclasses__() if cls.__name__ == settings.get("class")), None)
+    fields = {name: value for name, value in settings.items() if name != "class"}
+    if family is None or fields.keys() - {field.name for field in dataclasses.fields(family)}:  # type: ignore[arg-type]
+        return settings
+    config = family(**fields)
+    return {**settings, "n_kv_heads": config.kv_heads, "d_ff": config.ffn_width}
 
 
 def takes_decoder(cls: type, settings: dict[str, Any]) -> bool:

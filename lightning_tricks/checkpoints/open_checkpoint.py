@@ -180,7 +180,7 @@ def _read_folder(
             entry = metadata.state_dict_metadata[key]
             is_tensor = isinstance(entry, TensorStorageMetadata)  # an object replaces None when it is read
             flat[key] = (allocate or _allocate_whole)(path, entry) if is_tensor else None
-    _fill(flat, folder, metadata, weights_only)
+    read_entries(folder, metadata, flat, weights_only)
     tree = unflatten_state_dict(flat, paths)
     weights = tree.pop("state_dict", None) or tree.pop("model", None)
     if weights is None:
@@ -199,8 +199,15 @@ def _allocate_whole(path: KeyPath, entry: TensorStorageMetadata) -> Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
-def _fill(flat: dict[str, Any], folder: Path, metadata: Any, weights_only: bool | None) -> None:
-    """Read a flat dict's tensors in place, and its objects."""
+def read_entries(folder: Path, metadata: Any, flat: dict[str, Any], weights_only: bool | None = True) -> dict[str, Any]:
+    """Read some entries of a folder into `flat`, by their keys: tensors in place, objects where there is None.
+
+    Args:
+        folder: of shards.
+        metadata: of `read_metadata`.
+        flat: tensors of the size of their entries, and None for objects; it is returned.
+        weights_only: of objects, see `open_checkpoint`.
+    """
     planner = SafePlanner(weights_only)
     try:
         with warnings.catch_warnings():
@@ -213,6 +220,7 @@ def _fill(flat: dict[str, Any], folder: Path, metadata: Any, weights_only: bool 
             raise refused_object(folder, error) from None
         reason = no_pickle[0] if no_pickle else str(error).partition("\n")[0]
         raise UsageError(f"damaged: {folder} cannot be read ({type(error).__name__}: {reason})") from error
+    return flat
 
 
 def size_of_folder(folder: Path) -> int:

@@ -13,7 +13,6 @@ from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import consolid
 NAME = "consolidate"
 HELP = "make one checkpoint file of a sharded one: consolidate FOLDER FILE"
 NEEDS = "nothing"
-WORDS = "export"
 
 
 def run(args: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def run(args: list[str]) -> None:
     options = _parse(args)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     newest = options.ckpt_path == "last"
-    path = _newest() if newest else Path(options.ckpt_path)
+    path = newest_checkpoint() if newest else Path(options.ckpt_path)
     checkpoint = open_checkpoint(path, parts=WEIGHTS, weights_only=True, average=options.average, verify=not newest)
     decoder, tokenizer = decoder_from_checkpoint(checkpoint, path), tokenizer_from_checkpoint(checkpoint)
     prompt = tokenizer.encode(options.prompt)
@@ -96,7 +96,7 @@ def _parse(args: list[str]) -> argparse.Namespace:
     return options
 
 
-def _newest() -> Path:
+def newest_checkpoint() -> Path:
     """The newest whole checkpoint below the working folder, in folders `checkpoints` as runs make them.
 
     Raises:
@@ -132,6 +132,25 @@ def decoder_from_checkpoint(checkpoint: dict[str, Any], path: Any = "the checkpo
     Raises:
         UsageError: the checkpoint is of another module.
     """
+    config, base = decoder_shape(checkpoint, path)
+    with torch.device("meta"):
+        decoder = Decoder(config, base)
+    prefix = "decoder."
+    weights = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
+    decoder.load_state_dict(weights, assign=True)
+    if isinstance(decoder.positions, RotaryPositions):  # its tables are not saved
+        decoder.positions.to_empty(device="cpu").reset_parameters()
+    return decoder.eval()
+
+
+def decoder_shape(
+    checkpoint: Mapping[str, Any], path: Any = "the checkpoint"
+) -> tuple[DecoderConfig, DecoderConfig | None]:
+    """The shape of a LanguageModel's decoder, and that of its base model if it was trained with muP.
+
+    Raises:
+        UsageError: the checkpoint is of another module.
+    """
     fields = dict(checkpoint.get("decoder_config") or {})
     family = _FAMILIES.get(fields.pop("class", ""))
     if family is None:
@@ -140,14 +159,7 @@ def decoder_from_checkpoint(checkpoint: dict[str, Any], path: Any = "the checkpo
             "own module's method"
         )
     config, mup = family(**fields), from_plain(checkpoint.get(MUP_KEY), MuP, "mup")
-    with torch.device("meta"):
-        decoder = Decoder(config, None if mup is None else mup.base_config(config))
-    prefix = "decoder."
-    weights = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
-    decoder.load_state_dict(weights, assign=True)
-    if isinstance(decoder.positions, RotaryPositions):  # its tables are not saved
-        decoder.positions.to_empty(device="cpu").reset_parameters()
-    return decoder.eval()
+    return config, None if mup is None else mup.base_config(config)
 
 
 def _texts(tokens: Iterable[Tensor], prompt: list[int], samples: int, tokenizer: SavedTokenizer) -> Iterator[list[str]]:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
+from lightning_tricks.checkpoints.hf_folder import TOKENIZER, is_hf_folder
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.data.bpe import as_text_only, load_tokenizer
 
@@ -97,7 +98,9 @@ def check_same(saved: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def open_tokenizer(option: str | None) -> tuple[Tokenizer | None, str]:
-    """The tokenizer in a `tokenizer.json` or in a checkpoint (file or folder), and its name; None without an option.
+    """The tokenizer in a `tokenizer.json`, in a Hugging Face folder or in a checkpoint, and its name.
+
+    None without an option.
 
     Raises:
         UsageError: the path is missing, or holds no tokenizer.
@@ -105,6 +108,8 @@ def open_tokenizer(option: str | None) -> tuple[Tokenizer | None, str]:
     if option is None:
         return None, ""
     path = Path(option).expanduser()
+    if is_hf_folder(path):
+        return load_tokenizer(path / TOKENIZER), str(path)
     file = path / TRAINER_STATE if path.is_dir() else path
     if not zipfile.is_zipfile(file):
         return load_tokenizer(path), str(path)

@@ -7,6 +7,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks._refusals import refuse
 from lightning_tricks._trainer import weights_layout
+from lightning_tricks.checkpoints.hf_folder import is_hf_folder
 from lightning_tricks.checkpoints.load_weights import check_source, matched, read_weights, summary
 
 
@@ -43,8 +44,13 @@ class InitFrom(pl.Callback):
         """
         try:
             source = check_source(self.path)
-            if source.is_file() and hasattr(module, "without_data"):  # a file is mapped, not read
-                matched(module.without_data(), read_weights(source, average=self.average)["state_dict"], self.path)
+            # a file, or those of Hugging Face, are mapped, not read
+            if (source.is_file() or is_hf_folder(source)) and hasattr(module, "without_data"):
+                shape = module.without_data()
+                checkpoint = read_weights(source, average=self.average, module=shape)
+                if is_hf_folder(source) and hasattr(module, "check_weights"):
+                    module.check_weights(checkpoint)
+                matched(shape, checkpoint["state_dict"], self.path)
         except UsageError as error:
             raise _renamed(self.path, error) from None
 
@@ -74,7 +80,7 @@ class InitFrom(pl.Callback):
                 strategy.optimizers = optimizers
 
         shards = weights_layout(strategy) == "shards"
-        checkpoint = read_weights(self.path, read_shards if shards else None, self.average)
+        checkpoint = read_weights(self.path, read_shards if shards else None, self.average, module)
         if hasattr(module, "check_weights"):
             module.check_weights(checkpoint)
         weights = matched(module, checkpoint["state_dict"], self.path)

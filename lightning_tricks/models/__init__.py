@@ -3,7 +3,16 @@
 from lightning_tricks.models.decoder import Decoder
 from lightning_tricks.models.decoder_config import GPT2, DecoderConfig, Llama
 from lightning_tricks.models.generate import Sampling, generate
-from lightning_tricks.models.hf_weights import folded_state, gpt2_state_from_hf, llama_state_from_hf
+from lightning_tricks.models.hf_adapter import (
+    decoder_config,
+    fold_factors,
+    folded_state,
+    from_hf,
+    hf_config,
+    hf_family,
+    hf_weights,
+    to_hf,
+)
 
 __all__ = [
     "GPT2",
@@ -11,8 +20,13 @@ __all__ = [
     "DecoderConfig",
     "Llama",
     "Sampling",
+    "decoder_config",
+    "fold_factors",
     "folded_state",
+    "from_hf",
     "generate",
-    "gpt2_state_from_hf",
-    "llama_state_from_hf",
+    "hf_config",
+    "hf_family",
+    "hf_weights",
+    "to_hf",
 ]

@@ -560,6 +560,12 @@ ROWS = [
     command("cp tiny small.yaml", "small.yaml exists", "remove it first"),
     command("consolidate x no/such.ckpt", "file=no/such.ckpt", "make it"),
     command("consolidate right.ckpt one.ckpt", "right.ckpt is one file already"),
+    command("export --ckpt_path right.ckpt", "error: export: ", "required: --output", "--help"),
+    command("export --ckpt_path right.ckpt --output {folder}", "export: output=", "exists: name another folder"),
+    command("export --ckpt_path no.ckpt --output out", "no.ckpt", "no such file"),
+    command("import . --output mine.yaml", "has no config.json"),
+    command("average right.ckpt --output mean.ckpt", "right.ckpt: give at least two checkpoints"),
+    command("average right.ckpt right.ckpt --output mean.ckpt --weights 1", "weights=1: give 2 numbers"),
     command("autopsy --config small.yaml --ckpt_path right.ckpt", "autopsy needs --step"),
     command("autopsy --config small.yaml --step 1", "--ckpt_path FILE"),
     command(

@@ -7,7 +7,7 @@ from models.decoders import CONFIGS, TINY, build
 from models.decoders import tokens as some
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.models import GPT2, Decoder, Llama, gpt2_state_from_hf, llama_state_from_hf
+from lightning_tricks.models import GPT2, Decoder, Llama, from_hf
 from lightning_tricks.models.attention import KVCache
 from lightning_tricks.models.generate import Sampling, generate
 
@@ -40,22 +40,22 @@ def llama():
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=24, rms_norm_eps=1e-5, initializer_range=0.3,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config), Llama(**TINY, n_kv_heads=2, d_ff=48), llama_state_from_hf
+    return transformers.LlamaForCausalLM(config), Llama(**TINY, n_kv_heads=2, d_ff=48)
 
 
 def gpt2():
     config = transformers.GPT2Config(
         vocab_size=61, n_positions=24, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3
     )
-    return transformers.GPT2LMHeadModel(config), GPT2(**TINY), gpt2_state_from_hf
+    return transformers.GPT2LMHeadModel(config), GPT2(**TINY)
 
 
 @pytest.mark.parametrize("family", [llama, gpt2])
 def test_greedy_tokens_are_those_of_transformers(family):
     torch.manual_seed(0)
-    theirs, config, state_from_hf = family()
+    theirs, config = family()
     ours = Decoder(config).eval()
-    ours.load_state_dict(state_from_hf(theirs.state_dict(), config))
+    ours.load_state_dict(from_hf(theirs.state_dict(), config))
     expected = theirs.eval().generate(PROMPT, max_new_tokens=19, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(tokens(ours, PROMPT, 19), expected[:, 5:])
 

@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.models import GPT2, Decoder, Llama, gpt2_state_from_hf, llama_state_from_hf
+from lightning_tricks.models import GPT2, Decoder, Llama, from_hf
 
 SHAPE = {"vocab_size": 97, "d_model": 64, "n_layers": 3, "n_heads": 4, "d_ff": 112, "max_seq_len": 48}
 
@@ -17,7 +17,7 @@ def theirs_and_ours(family, **options):
         theirs = GPT2LMHeadModel(
             GPT2Config(vocab_size=97, n_embd=64, n_layer=3, n_head=4, n_inner=112, n_positions=48, **NO_DROPOUT)
         )
-        return theirs, config, gpt2_state_from_hf(theirs.state_dict(), config)
+        return theirs, config, from_hf(theirs.state_dict(), config)
     config = Llama(**SHAPE, rope_theta=5000.0, qk_norm=family == "qwen3", **options)
     config_class, model_class = {
         "llama": (LlamaConfig, LlamaForCausalLM),
@@ -38,7 +38,7 @@ def theirs_and_ours(family, **options):
             tie_word_embeddings=config.tie_embeddings,
         )
     )
-    return theirs, config, llama_state_from_hf(theirs.state_dict(), config)
+    return theirs, config, from_hf(theirs.state_dict(), config)
 
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -62,9 +62,8 @@ def shake(model):
 def test_logits_and_every_gradient_equal_hugging_faces(family, options):
     theirs, config, _ = theirs_and_ours(family, **options)
     shake(theirs)
-    convert = gpt2_state_from_hf if family == "gpt2" else llama_state_from_hf
     ours = Decoder(config)
-    ours.load_state_dict(convert(theirs.state_dict(), config))
+    ours.load_state_dict(from_hf(theirs.state_dict(), config))
     input_ids = torch.randint(97, (2, 48))
     weights = torch.randn(2, 48, 97)
 
@@ -73,7 +72,7 @@ def test_logits_and_every_gradient_equal_hugging_faces(family, options):
 
     (their_logits * weights).mean().backward()
     (our_logits * weights).mean().backward()
-    gradients = convert({name: p.grad for name, p in theirs.named_parameters()}, config)
+    gradients = from_hf({name: p.grad for name, p in theirs.named_parameters()}, config)
     parameters = dict(ours.named_parameters())
     assert parameters.keys() == gradients.keys() - ({"head.weight"} if config.tie_embeddings else set())
     for name, parameter in parameters.items():
@@ -83,7 +82,7 @@ def test_logits_and_every_gradient_equal_hugging_faces(family, options):
 def test_a_tied_checkpoint_may_lack_the_head():
     theirs, config, state = theirs_and_ours("gpt2")
     lean = {name: tensor for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"}
-    assert gpt2_state_from_hf(lean, config).keys() == state.keys()
+    assert from_hf(lean, config).keys() == state.keys()
 
 
 def test_the_causal_masks_of_old_checkpoints_are_left_out():
@@ -92,10 +91,10 @@ def test_the_causal_masks_of_old_checkpoints_are_left_out():
         "transformer.h.0.attn.bias": torch.ones(1),
         "transformer.h.0.attn.masked_bias": torch.ones(1),
     }
-    assert gpt2_state_from_hf(old, config).keys() == state.keys()
+    assert from_hf(old, config).keys() == state.keys()
 
 
 def test_a_weight_without_a_place_is_named():
     with pytest.raises(UsageError) as error:
-        llama_state_from_hf({"model.layers.0.self_attn.rotary": torch.ones(1)}, Llama())
+        from_hf({"model.layers.0.self_attn.rotary": torch.ones(1)}, Llama())
     assert "'model.layers.0.self_attn.rotary' has no place in the decoder" in str(error.value)

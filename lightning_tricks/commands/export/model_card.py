@@ -1,0 +1,152 @@
+"""README.md of an exported folder: what the model is, how it was trained, its figures, and how to load it."""
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_FIGURES = {"val/loss": "validation loss", "val/bits_per_byte": "validation bits/byte"}
+_SHARES = {"val/ema_share": "ema", "val/tail_average_share": "tail_average"}  # of an average, in what was validated
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The last validation of a run before a checkpoint.
+
+    Args:
+        step: optimizer steps that were done.
+        values: by the name of the metric.
+        average: of the weights, if it was validated in their place.
+    """
+
+    step: int
+    values: Mapping[str, float]
+    average: str | None = None
+
+
+def figures_of_run(checkpoint: Path, step: int) -> Figures | None:
+    """The figures that the run's own log has: `metrics.csv` or TensorBoard's file, in the folder above `checkpoints`.
+
+    None where there is no such log, or no validation before `step`.
+    """
+    run = checkpoint.absolute().parent.parent
+    rows = _rows_of_csv(run / "metrics.csv") if (run / "metrics.csv").is_file() else _rows_of_events(run)
+    # a logger counts steps from 0: what is logged after the step number n + 1 stands under n
+    last = max((done for done in rows if done + 1 <= step), default=None)
+    if last is None:
+        return None
+    average = next((name for tag, name in _SHARES.items() if rows[last].get(tag)), None)
+    return Figures(last + 1, {tag: rows[last][tag] for tag in _FIGURES if tag in rows[last]}, average)
+
+
+def _rows_of_csv(file: Path) -> dict[int, dict[str, float]]:
+    rows: dict[int, dict[str, float]] = {}
+    with file.open(encoding="utf-8", newline="") as opened:
+        for row in csv.DictReader(opened):
+            values = {name: float(row[name]) for name in (*_FIGURES, *_SHARES) if row.get(name)}
+            if values and row.get("step"):
+                rows.setdefault(int(row["step"]), {}).update(values)
+    return rows
+
+
+def _rows_of_events(run: Path) -> dict[int, dict[str, float]]:
+    if not any(run.glob("events.out.tfevents.*")):
+        return {}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    events.Reload()
+    rows: dict[int, dict[str, float]] = {}
+    for name in (*_FIGURES, *_SHARES):
+        for event in events.Scalars(name) if name in events.Tags()["scalars"] else ():
+            rows.setdefault(event.step, {})[name] = event.value
+    return rows
+
+
+def model_card(
+    name: str,
+    class_name: str,
+    parameters: int,
+    dtype: str,
+    checkpoint: Mapping[str, Any],
+    figures: Figures | None,
+    *,
+    average: str | None,
+    has_tokenizer: bool,
+    compared: str,
+) -> str:
+    """The text of README.md.
+
+    Args:
+        name: of the folder.
+        class_name: in transformers.
+        parameters: their number, a tied matrix counted once.
+        dtype: of the files.
+        checkpoint: without weights.
+        figures: of the run, if its log is there.
+        average: of the weights, if one was exported.
+        has_tokenizer: whether the folder has one.
+        compared: one sentence: what was compared with the checkpoint, and how far they differ.
+    """
+    data = _data_state(checkpoint)
+    rows = [
+        f"| class | `{class_name}` |",
+        f"| parameters | {parameters:,} in {dtype} |",
+        f"| step | {checkpoint.get('global_step', 'unknown')} |",
+    ]
+    if "samples" in data and "seq_len" in data:
+        rows.append(f"| training tokens | {data['samples'] * data['seq_len']:,} |")
+    for key, word in (("data", "training data"), ("content", "hash of the data's content")):
+        if key in data:
+            rows.append(f"| {word} | `{data[key]}` |")
+    rows += [f"| weights | the average `{average}` |"] if average else []
+    own = checkpoint.get("lightning_tricks", {})
+    rows += [f"| averaged | `{path}`, share {share:.4g} |" for path, share in own.get("average_of", [])]
+    if figures is not None:
+        whose = f"at step {figures.step}, of " + (
+            f"the average {figures.average}" if figures.average else "the weights"
+        )
+        rows += [f"| {_FIGURES[key]} | {value:.4f}, {whose} |" for key, value in figures.values.items()]
+    recipe = own.get("recipe")
+    parts = [
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---",
+        f"# {name}",
+        "A language model, trained with lightning_tricks and exported for transformers.",
+        "\n".join(["| | |", "|---|---|", *rows]),
+        *(
+            []
+            if figures
+            else ["The log of the run was not beside the checkpoint, so no validation figures stand here."]
+        ),
+        compared,
+        "## How to load it",
+        _how_to_load(has_tokenizer),
+    ]
+    if recipe:
+        parts += ["## Recipe", f"```yaml\n{recipe.strip()}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _data_state(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of the data module: the one with a fingerprint of its data."""
+    for state in checkpoint.values():
+        if isinstance(state, Mapping) and isinstance(state.get("data"), str):
+            return state
+    return {}
+
+
+def _how_to_load(has_tokenizer: bool) -> str:
+    lines = ["```python", "import torch", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    lines.append('model = AutoModelForCausalLM.from_pretrained(".")  # this folder')
+    if has_tokenizer:
+        lines += [
+            'tokenizer = AutoTokenizer.from_pretrained(".")',
+            'inputs = tokenizer("def ", return_tensors="pt")',
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))",
+        ]
+    else:
+        lines[2] = re.sub(", AutoTokenizer", "", lines[2])
+        lines.append("logits = model(torch.tensor([[0, 1, 2]])).logits  # of token ids: there is no tokenizer")
+    return "\n".join([*lines, "```"])

@@ -1,0 +1,85 @@
+"""Write tensors to safetensors files one after the other: the process never holds more than one of them."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._errors import UsageError
+
+NAME = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that is written.
+
+    Args:
+        name: in the file.
+        shape: of the tensor.
+        dtype: of the tensor.
+        build: gives the tensor; called once.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    build: Callable[[], Tensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_weights(entries: Sequence[Entry], folder: Path, file_bytes: int) -> list[Path]:
+    """Write tensors as transformers does: one file, or several of at most `file_bytes` and an index of them.
+
+    A tensor that is larger than `file_bytes` has a file of its own. torch's `HuggingFaceStorageWriter` writes the same
+    files, of a state dict that its processes hold whole; see the page of `export` for the memory of both.
+
+    Source: the format, https://github.com/huggingface/safetensors#format.
+    """
+    groups: list[list[Entry]] = [[]]
+    for entry in entries:
+        if groups[-1] and sum(other.size for other in groups[-1]) + entry.size > file_bytes:
+            groups.append([])
+        groups[-1].append(entry)
+    if len(groups) == 1:
+        names = [NAME]
+    else:
+        names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+        where = {entry.name: name for group, name in zip(groups, names, strict=True) for entry in group}
+        index = {"metadata": {"total_size": sum(entry.size for entry in entries)}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for group, name in zip(groups, names, strict=True):
+        with (folder / name).open("wb") as file:
+            _write_file(group, file)
+    return [folder / name for name in names]
+
+
+def _write_file(entries: Sequence[Entry], file: IO[bytes]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    begin = 0
+    for entry in entries:
+        offsets = [begin, begin + entry.size]
+        header[entry.name] = {"dtype": _DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": offsets}
+        begin += entry.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8 bytes
+    file.write(len(text).to_bytes(8, "little") + text)
+    for entry in entries:
+        tensor = entry.build()
+        if (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
+            raise UsageError(
+                f"export: {entry.name} is {tuple(tensor.shape)} in {tensor.dtype} in the checkpoint, and its "
+                f"decoder_config says {entry.shape} in {entry.dtype}: take another copy of the checkpoint"
+            )
+        if tensor.numel():
+            file.write(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)

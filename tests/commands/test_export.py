@@ -1,0 +1,329 @@
+"""`export`: transformers alone finds the decoder's logits, text and token ids in the folder, or there is no folder."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from commands.exported import SIZES, checkpoint, fresh_python, save, tokenizer
+from harness.models import Small
+from harness.processes import run as run_processes
+from harness.runs import fit, trainer_with
+from safetensors.torch import load_file
+
+from lightning_tricks import FSDP2Strategy, InitFrom, LanguageModel
+from lightning_tricks import __main__ as door
+from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.stream_weights import stream_weights
+from lightning_tricks.commands.export import compare, load_alone
+from lightning_tricks.commands.export.model_card import figures_of_run
+from lightning_tricks.commands.generate import decoder_from_checkpoint
+from lightning_tricks.data.saved_tokenizer import tokenizer_from_checkpoint
+from lightning_tricks.mixins._plain_settings import to_plain
+from lightning_tricks.models import GPT2, Llama
+from lightning_tricks.models import generate as generate_tokens
+from lightning_tricks.optim import MuP
+from lightning_tricks.parallel.dims import ParallelDims
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr("sys.executable", fresh_python())
+
+
+def export(path, output, *options):
+    door.run(["export", "--ckpt_path", str(path), "--output", str(output), *map(str, options)])
+    return output
+
+
+CASES = {
+    "llama tied": Llama(**SIZES, tie_embeddings=True, n_kv_heads=2),
+    "qwen3": Llama(**SIZES, qk_norm=True),
+    "apertus": Llama(**SIZES, activation="relu2", qk_norm=True),
+    "gpt2": GPT2(**SIZES),
+    "gpt2 untied, without biases": GPT2(**SIZES, tie_embeddings=False, bias=False),
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), [*((name, "file") for name in CASES), ("llama tied", "folder")])
+def test_transformers_finds_the_same_model_text_and_tie(name, kind, tmp_path, capsys):
+    content = checkpoint(CASES[name])
+    folder = export(save(content, tmp_path / "saved.ckpt", kind), tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert re.search(r"differ from the decoder's by at most \d\.\de-0[6-9]|by at most 0\.0e\+00", printed), printed
+    assert "token ids of a sample are the same" in printed
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = words("def parse", return_tensors="pt")
+    found = theirs.generate(**inputs, max_new_tokens=12)[0].tolist()
+    decoder, saved = decoder_from_checkpoint(content), tokenizer_from_checkpoint(content)
+    prompt = saved.encode("def parse")
+    expected = [int(token) for token in generate_tokens(decoder, torch.tensor([prompt]), 12)]
+    expected = expected[: expected.index(0) + 1] if 0 in expected else expected
+    assert found == [*prompt, *expected]
+    stored = load_file(folder / "model.safetensors")
+    settings = json.loads((folder / "config.json").read_text())
+    assert settings["tie_word_embeddings"] == ("lm_head.weight" not in stored) == CASES[name].tie_embeddings
+    assert (settings["eos_token_id"], settings["dtype"]) == (0, "float32")
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_the_page_shows_what_is_printed(tmp_path, capsys):
+    export(save(checkpoint(CASES["apertus"]), tmp_path / "saved.ckpt"), tmp_path / "out")
+    printed = capsys.readouterr().out.replace(str(tmp_path / "out"), "hf-tp")
+    page = (Path(__file__).parents[2] / "docs/export.md").read_text()
+    (shown,) = re.findall(r"```text\n(runs/tp.*?)```", page, re.S)
+
+    def form(text):
+        return re.sub(r"[\d,.]*\d(e[+-]\d+)?", "#", re.sub(r"^\S+\.ckpt", "PATH", text, flags=re.M))
+
+    assert form(printed) == form(shown)
+
+
+def test_the_card_tells_recipe_data_figures_and_how_to_load(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "metrics.csv").write_text(
+        "step,train/loss,val/loss,val/bits_per_byte,val/ema_share\n0,9,,,\n1,,7.5,3.5,\n2,,6.25,2.5,1.0\n3,,5,1,\n"
+    )
+    folder = export(save(checkpoint(CASES["qwen3"]), run / "checkpoints/last.ckpt"), tmp_path / "out")
+    card = (folder / "README.md").read_text()
+    for line in (
+        "| class | `Qwen3ForCausalLM` |",
+        "| step | 3 |",
+        "| training tokens | 384 |",
+        "| training data | `text-12ab` |",
+        "| validation loss | 6.2500, at step 3, of the average ema |",
+        "| validation bits/byte | 2.5000, at step 3, of the average ema |",
+        "seed_everything: 0",
+        'AutoModelForCausalLM.from_pretrained(".")',
+    ):
+        assert line in card
+    figures = figures_of_run(run / "checkpoints/x.ckpt", 2)
+    assert (figures.step, figures.average, figures.values) == (2, None, {"val/loss": 7.5, "val/bits_per_byte": 3.5})
+    assert figures_of_run(run / "checkpoints/x.ckpt", 1) is None
+
+
+def test_the_figures_of_a_tensorboard_log_are_found(tmp_path):
+    from lightning_tricks import ResumingTensorBoardLogger
+
+    logger = ResumingTensorBoardLogger(tmp_path, name="run", version="")
+    for step, loss in ((9, 7.0), (19, 6.0), (29, 5.0)):
+        logger.log_metrics({"val/loss": loss}, step)
+    logger.save()
+    figures = figures_of_run(Path(logger.log_dir) / "checkpoints/last.ckpt", 20)
+    assert (figures.step, figures.values) == (20, {"val/loss": 6.0})
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_an_average_is_exported_in_place_of_the_weights(kind, tmp_path):
+    content = checkpoint(CASES["qwen3"])
+    mean = {name: value + 1 for name, value in content["state_dict"].items()}
+    content["averages"] = {"ema": {"weights": {"mean": mean}, "shares": {"raw": 0.25, "mean": 0.75}}}
+    path = save(content, tmp_path / "saved.ckpt", kind)
+    folder = export(path, tmp_path / "out", "--average", "ema")
+    found = load_file(folder / "model.safetensors")["model.norm.weight"]
+    torch.testing.assert_close(found, content["state_dict"]["decoder.norm.weight"] + 0.75)
+    assert "the average `ema`" in (folder / "README.md").read_text()
+    with pytest.raises(UsageError, match=r"average=tail: .* holds no such average of the weights: it holds ema"):
+        export(path, tmp_path / "other", "--average", "tail")
+
+
+def test_bf16_in_several_files_is_compared_with_the_rounded_weights(tmp_path, capsys):
+    path = save(checkpoint(CASES["gpt2"]), tmp_path / "saved.ckpt")
+    folder = export(path, tmp_path / "out", "--dtype", "bf16", "--shard_size_gib", 3e-5)
+    assert re.search(r"rounding to bfloat16 changed them by up to \d", capsys.readouterr().out)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert len(files) > 2
+    assert {file.name for file in files} == set(index["weight_map"].values())
+    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert index["metadata"]["total_size"] == sum(2 * tensor.numel() for tensor in stored.values())
+    sizes = [
+        sum(2 * stored[name].numel() for name in stored if index["weight_map"][name] == file.name) for file in files
+    ]
+    largest = max(2 * tensor.numel() for tensor in stored.values())
+    assert max(sizes) <= max(largest, 3e-5 * 2**30)
+
+
+def test_mups_multipliers_are_folded(tmp_path, capsys):
+    config = Llama(**(SIZES | {"d_model": 64}))
+    mup = MuP(base_width=32)
+    folder = export(save(checkpoint(config, mup=to_plain(mup)), tmp_path / "saved.ckpt"), tmp_path / "out")
+    stored, raw = load_file(folder / "model.safetensors"), checkpoint(config)["state_dict"]
+    torch.testing.assert_close(stored["lm_head.weight"], raw["decoder.head.weight"] / 2)
+    assert torch.equal(stored["model.embed_tokens.weight"], raw["decoder.embed.weight"])
+
+
+def test_without_a_tokenizer_it_says_so_and_has_no_ids(tmp_path, capsys):
+    folder = export(save(checkpoint(CASES["qwen3"], TextData=None), tmp_path / "saved.ckpt"), tmp_path / "out")
+    assert "no tokenizer: the checkpoint holds none" in capsys.readouterr().out
+    settings = json.loads((folder / "config.json").read_text())
+    assert settings["eos_token_id"] is settings["bos_token_id"] is settings["pad_token_id"] is None
+    assert not list(folder.glob("tokenizer*"))
+    assert "AutoTokenizer" not in (folder / "README.md").read_text()
+
+
+def test_other_logits_other_tokens_and_another_tie_leave_no_folder(tmp_path, monkeypatch):
+    path = save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt")
+    ask, answers = compare.ask_fresh_process, []
+
+    def spoilt(**changed):
+        def spoil(*args):
+            answers.append(answers[0] if answers else ask(*args))  # the same folder each time
+            return answers[0] | {key: change(answers[0][key]) for key, change in changed.items()}
+
+        monkeypatch.setattr("lightning_tricks.commands.export.export.ask_fresh_process", spoil)
+
+    for changed, says in (
+        ({"logits": lambda logits: logits + 0.01}, r"logits of transformers differ from the decoder's by 1\.00e-02"),
+        ({"logits": lambda logits: logits * float("nan")}, r"differ from the decoder's by inf"),
+        ({"ids": lambda ids: [*ids[:5], 1, *ids[6:]]}, "gives other ids than 'a small text', the first at token 5"),
+        ({"eos": lambda eos: 7}, "the end of text is 7 in transformers and 0 in the checkpoint"),
+        ({"tied": lambda tied: not tied}, "transformers ties the head: True, the decoder: False"),
+        ({"wrong": lambda wrong: ["missing_keys: lm_head.weight"]}, r"other weights \(missing_keys: lm_head\.weight\)"),
+    ):
+        spoilt(**changed)
+        with pytest.raises(UsageError, match=says) as refused:
+            export(path, tmp_path / "out")
+        assert "\n" not in str(refused.value)
+        assert [file.name for file in tmp_path.iterdir()] == ["saved.ckpt"]
+
+
+def test_a_layer_that_is_exported_wrongly_is_found_by_the_fresh_process(tmp_path, monkeypatch):
+    path = save(checkpoint(CASES["gpt2"]), tmp_path / "saved.ckpt")
+    monkeypatch.setattr("lightning_tricks.models.hf_adapter._CONV1D", ("c_attn", "c_fc", "mlp.c_proj"))
+    with pytest.raises(UsageError, match=r"logits of transformers differ from the decoder's by \d\.\d+e"):
+        export(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_hugging_face_cannot_express_is_one_line(tmp_path):
+    record = tokenizer()
+    for changed, says in (
+        ({"json": "{}"}, "tokenizer 'a small text' of .* is none of the tokenizers library"),
+        ({"eot_id": 5000}, "the tokenizer 'a small text' has no token 5000, its end of text"),
+    ):
+        path = save(checkpoint(CASES["qwen3"], TextData={"tokenizer": record | changed}), tmp_path / "saved.ckpt")
+        with pytest.raises(UsageError, match=says) as refused:
+            export(path, tmp_path / "out")
+        assert "\n" not in str(refused.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["saved.ckpt"]
+
+
+def test_a_folder_that_exists_and_wrong_options_are_one_line(tmp_path):
+    path = save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt")
+    (tmp_path / "there").mkdir()
+    fit(Small(), max_steps=1).trainer.save_checkpoint(tmp_path / "small.ckpt")
+    gated = save(checkpoint(GPT2(**SIZES, activation="swiglu")), tmp_path / "gated.ckpt")
+    for given, output, options, says in (
+        (path, "there", [], "output=.*there exists: name another folder"),
+        (path, "out", ["--format", "onnx"], "format=onnx: give hf"),
+        (path, "out", ["--format", "gguf"], "format=gguf: it is not written here"),
+        (path, "out", ["--dtype", "int8"], "dtype=int8: give one of fp32, bf16, fp16"),
+        (path, "out", ["--shard_size_gib", 0], "shard_size_gib=0: give a number above 0"),
+        (tmp_path / "small.ckpt", "out", [], "holds no decoder_config of a Llama or GPT2"),
+        (gated, "out", [], "decoder.activation=swiglu: no GPT-2 of transformers has it"),
+        (tmp_path / "no.ckpt", "out", [], "there is no such file"),
+    ):
+        with pytest.raises(UsageError, match=says) as refused:
+            export(given, tmp_path / output, *options)
+        assert "\n" not in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_older_transformers_or_none_is_one_line(tmp_path, monkeypatch):
+    path = save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt")
+    monkeypatch.setattr("lightning_tricks.commands.export.folder_files.version", lambda name: "4.57.1")
+    with pytest.raises(UsageError, match=r"transformers 4\.57\.1 is too old: pip install 'lightning-tricks\[hf\]'"):
+        export(path, tmp_path / "out")
+    monkeypatch.setattr("lightning_tricks.commands.export.folder_files.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"are needed to check what is written: pip install 'lightning-tricks\[hf\]'"):
+        export(path, tmp_path / "out")
+
+
+def test_the_program_of_the_fresh_process_imports_transformers_and_torch_alone():
+    nodes = list(ast.walk(ast.parse(Path(load_alone.__file__).read_text())))
+    modules = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert modules == {"sys", "pathlib", "typing", "torch", "transformers"}
+
+
+def test_the_fresh_process_has_nothing_of_the_collection(tmp_path):
+    folder = export(save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt"), tmp_path / "out")
+    answer = compare.ask_fresh_process(folder, torch.tensor([[1, 2]]), None)
+    assert "transformers" in answer["modules"]
+    assert not {"lightning_tricks", "lightning", "pytorch_lightning"} & set(answer["modules"])
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_weights_are_read_one_by_one(kind, tmp_path):
+    content = checkpoint(CASES["gpt2"])
+    source = stream_weights(save(content, tmp_path / "saved.ckpt", kind))
+    assert source.shapes.keys() == content["state_dict"].keys()
+    for name, value in content["state_dict"].items():
+        assert torch.equal(source.read(name), value)
+        assert source.shapes[name] == (tuple(value.shape), value.dtype)
+    assert "state_dict" not in source.rest
+    assert source.rest["global_step"] == 3
+
+
+# ---- from ranks, and back to them
+
+
+def losses(model, start, folder, strategy, devices):
+    """Losses of two steps of a new run."""
+    batch = {"input_ids": torch.arange(64).view(2, 32) % 280, "labels": torch.arange(1, 65).view(2, 32) % 280}
+    torch.manual_seed(5)
+    trainer = trainer_with(
+        *start, devices=devices, strategy=strategy, max_steps=2, log_every_n_steps=1, use_distributed_sampler=False
+    )
+    trainer.fit(model, torch.utils.data.DataLoader([batch] * 2, batch_size=None))
+    if folder is not None:
+        trainer.save_checkpoint(folder)
+    return [values["train/loss"] for _, values in trainer.logger.rows if "train/loss" in values]
+
+
+ON_RANKS = {
+    "llama tied": ParallelDims(shard=2, tensor=2),
+    "gpt2 untied, without biases": ParallelDims(shard=4),
+}
+
+
+def on_four_ranks(rank, folder, executable):
+    import sys
+
+    sys.executable = executable
+    found = {}
+    for name, dims in ON_RANKS.items():
+
+        def fit_from(*start, config=CASES[name], dims=dims, saved=None):
+            model = LanguageModel(config, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2))
+            return losses(model, start, saved, FSDP2Strategy(mesh=dims), 4)
+
+        saved, exported = Path(folder, f"{name}.ckpt"), Path(folder, name)
+        fit_from(saved=saved)
+        if rank == 0:
+            export(saved, exported)
+        torch.distributed.barrier()
+        found[name] = [fit_from(InitFrom(path)) for path in (saved, exported)]
+    return found
+
+
+def test_shards_of_ranks_are_exported_and_go_on_from_the_folder_with_equal_losses(tmp_path):
+    found = run_processes(on_four_ranks, str(tmp_path), fresh_python(), world=4)[0]
+    for name in ON_RANKS:
+        from_shards, from_folder = found[name]
+        assert len(from_shards) == 2
+        assert from_folder == from_shards
+        alone = [
+            losses(LanguageModel(CASES[name]), [InitFrom(tmp_path / f"{name}{end}")], None, "auto", 1)
+            for end in ("", ".ckpt")
+        ]
+        assert alone[0] == alone[1]
+        assert alone[0][0] == pytest.approx(from_shards[0], rel=1e-5)
