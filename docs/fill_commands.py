@@ -24,6 +24,17 @@ def draw(_: Any, file: Path) -> None:
     draw_picture(plans, [file.with_stem(f"{file.stem}_dark")], present=250, dark=True)
 
 
+def plan(result: dict[str, Any]) -> dict[str, str]:
+    """The plan of a recipe, as the command prints it, and how far plans are from measured peaks."""
+    from benchmarks.plan_memory import table
+    from lightning_tricks.commands.plan.plan import plan_recipe
+    from lightning_tricks.commands.plan.report import report
+
+    made = plan_recipe(*_recipe("llama7b"), gpu="h100", price=2.5)
+    command = "plan --config recipes/llama7b.yaml --gpu h100 --price 2.5"
+    return {"plan": _block(command, report(made)), "memory": table(result)}
+
+
 def runs(_: Any) -> dict[str, str]:
     """The table of the runs of a small sweep."""
     from lightning_tricks.commands.runs.table import Table, find_runs
@@ -33,17 +44,22 @@ def runs(_: Any) -> dict[str, str]:
 
 def _plan(recipe: str, *options: str) -> Any:
     """The plan of a recipe, with the name that the command gives it."""
-    from lightning_tricks.cli import load_recipe
     from lightning_tricks.commands.schedule.curves import NamedPlan
     from lightning_tricks.commands.schedule.plan import planned
+
+    return NamedPlan(" ".join([recipe, *options[1:]]), planned(*_recipe(recipe, *options)))
+
+
+def _recipe(name: str, *options: str) -> Any:
+    """Module, data and the Trainer's arguments of a recipe, whatever the working folder is."""
+    from lightning_tricks.cli import load_recipe
 
     here = os.getcwd()
     os.chdir(ROOT)
     try:
-        three = load_recipe("--config", f"recipes/{recipe}.yaml", *options)
+        return load_recipe("--config", f"recipes/{name}.yaml", *options)
     finally:
         os.chdir(here)
-    return NamedPlan(" ".join([recipe, *options[1:]]), planned(*three))
 
 
 def _block(command: str, output: str) -> str:

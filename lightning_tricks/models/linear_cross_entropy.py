@@ -12,6 +12,9 @@ from torch import Tensor
 from lightning_tricks._tensors import matmul_dtype
 from lightning_tricks.parallel.tensor import local_rows
 
+ROWS_ON_CPU = 256  # tokens in a slice, which the cache holds
+ROWS = 8192  # on other devices
+
 
 def nats_and_gradient(
     logits: Tensor, labels: Tensor, ignore_index: int, group: Any = None, first: int = 0
@@ -97,7 +100,7 @@ def linear_cross_entropy(
             must call then, with the same `x`, and gets the whole sum, but the gradient of `x` that its part makes.
         labels: (N,) int64.
         ignore_index: label that does not count.
-        rows: tokens in a slice. Default: 256 on a CPU, whose cache holds such a slice; 8192 elsewhere.
+        rows: tokens in a slice. Default: `ROWS_ON_CPU`, `ROWS` elsewhere.
 
     Returns:
         Scalar fp32 tensor.
@@ -105,7 +108,7 @@ def linear_cross_entropy(
     Source: Liger Kernel (Hsu et al. 2024), src/liger_kernel/ops/fused_linear_cross_entropy.py of
     https://github.com/linkedin/Liger-Kernel, which does the same in Triton.
     """
-    rows = rows or (256 if x.device.type == "cpu" else 8192)
+    rows = rows or (ROWS_ON_CPU if x.device.type == "cpu" else ROWS)
     # asked here: autograd turns gradients off within forward, and its `needs_input_grad` is true under `no_grad` too
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     weight, group, first = local_rows(weight)

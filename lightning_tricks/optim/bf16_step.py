@@ -77,7 +77,8 @@ class StateStorage:
 
     def _dtype_of(self, param: Tensor, key: Any, value: Any) -> torch.dtype:
         # a tensor class of another library, such as an 8-bit state, is stored in its own way
-        plain = type(value) in (Tensor, DTensor) and value.is_floating_point() and key not in ("step", MASTER)
+        is_plain = isinstance(value, DTensor) or not hasattr(value, "__tensor_flatten__")
+        plain = isinstance(value, Tensor) and is_plain and value.is_floating_point() and key not in ("step", MASTER)
         return self._dtype if plain and value.dim() > 0 and value.shape == param.shape else torch.float32
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.layout import layout_table
 from lightning_tricks.parallel.parallelize import ParallelOptions, parallelize
 from lightning_tricks.parallel.shard import local_bytes
+
+T = TypeVar("T")
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _NOTHING_SENT = ("wait_tensor", "monitored_barrier_")
@@ -107,7 +109,8 @@ def view_of_rank(
         UsageError: see `parallelize`; this process has a process group already.
         RuntimeError: any other error, with its traceback.
     """
-    return _result(_start(lambda: _view(build, dims, options, rank, step)))
+    (view,) = at_once([partial(_view, build, dims, options, rank, step)])
+    return view
 
 
 def _view(
@@ -160,13 +163,27 @@ def view_cluster(
         UsageError: see `view_of_rank` and `compare_ranks`.
     """
     ranks = sorted({0, dims.world // 2, dims.world - 1})
-    started = [_start(partial(_view, build, dims, options, rank, step)) for rank in ranks]
-    views = [_result(one) for one in started]
+    views = at_once([partial(_view, build, dims, options, rank, step) for rank in ranks])
     compare_ranks(views)
     return views
 
 
-def _start(act: Callable[[], RankView]) -> tuple[Any, Any]:
+def at_once(acts: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of several calls, each in a forked process of its own, beside each other.
+
+    Raises:
+        UsageError: that of the first call that raises one.
+        RuntimeError: any other error, with its traceback.
+    """
+    started = [_start(act) for act in acts]
+    found = [_result(one) for one in started]
+    for result in found:
+        if isinstance(result, Exception):
+            raise result
+    return found
+
+
+def _start(act: Callable[[], Any]) -> tuple[Any, Any]:
     """A forked process that calls `act`, and the end of the pipe that gives its result or its error."""
     context: Any = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -193,16 +210,14 @@ def _start(act: Callable[[], RankView]) -> tuple[Any, Any]:
     return process, here
 
 
-def _result(started: tuple[Any, Any]) -> RankView:
-    """What a process of `_start` found; its error is raised."""
+def _result(started: tuple[Any, Any]) -> Any:
+    """What a process of `_start` found, or its error."""
     process, results = started
     try:
         found = results.recv()
     except EOFError:
         found = RuntimeError("a rank of the fake cluster ended without a word: is there too little memory?")
     process.join()
-    if isinstance(found, Exception):
-        raise found
     return found
 
 

@@ -1,6 +1,7 @@
 """The layout of a run as a table: the mesh, what a rank holds, and what it sends in a step over which axis."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -47,34 +48,78 @@ def _data(dims: ParallelDims) -> str:
     return rows + (f", {same} processes each" if same > 1 else "")
 
 
-def sent(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOptions, module: nn.Module) -> list[str]:
-    """What a rank gathers and reduces in each micro-batch, a line for each axis.
+@dataclass(frozen=True)
+class Traffic:
+    """What the ranks of one axis send to each other.
+
+    Attributes:
+        axis: of the mesh: `shard`, `replicate`, `tensor` or `context`.
+        ranks: number of processes of a group.
+        gathered: bytes of the whole tensors that are gathered in a micro-batch, each time counted.
+        reduced: bytes of those that are reduced.
+        per_token: bytes that are gathered or reduced for each token of a micro-batch, forward and backward.
+    """
+
+    axis: str
+    ranks: int
+    gathered: int = 0
+    reduced: int = 0
+    per_token: float = 0.0
+
+    def bytes(self, tokens: int) -> float:
+        """Bytes that a rank gets from the others in a micro-batch of so many tokens of its own."""
+        return (self.gathered + self.reduced + self.per_token * tokens) * (self.ranks - 1) / self.ranks
+
+
+def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOptions, module: nn.Module) -> list[Traffic]:
+    """What a rank gathers and reduces in each micro-batch, for each axis.
 
     Bytes are those of the whole parts that a collective makes or takes, of which (n - 1) / n come from n - 1 others.
     Those of context ranks are not known here: they follow from the heads of the module's attention.
+
+    Args:
+        dims: sizes of the mesh.
+        plan: over the tensor ranks.
+        options: of `parallelize`.
+        module: after it.
     """
     bytes_of = _gathered_bytes(dims, options.policy, module)
     shards = dims.shard * dims.context
-    lines = []
+    found = []
     if shards > 1:
         times = 2 if options.reshard_after_forward else 1
-        lines.append(
-            f"over {shards} shards a micro-batch: gathers {times} x {_mib(bytes_of['gather'])} of weights, reduces "
-            f"{_mib(bytes_of['reduce'])} of gradients"
-        )
+        found.append(Traffic("shard", shards, times * bytes_of["gather"], bytes_of["reduce"]))
     if dims.replicate > 1:
-        lines.append(f"over {dims.replicate} replicas: reduces {_mib(bytes_of['reduce'] // shards)} of gradients")
+        # a ring sends a part of the sum twice: on its way to one rank, and from there to all
+        found.append(Traffic("replicate", dims.replicate, bytes_of["reduce"] // shards, bytes_of["reduce"] // shards))
     if dims.tensor > 1:
         dtype = options.policy.param_dtype or next(module.parameters()).dtype
-        size = activations_sent(module, plan) * dtype.itemsize
-        lines.append(
-            f"over {dims.tensor} tensor ranks a token: {size / 2**10:,.2f} KiB of activations and their gradients"
-        )
+        found.append(Traffic("tensor", dims.tensor, per_token=activations_sent(module, plan) * dtype.itemsize))
     if dims.context > 1:
-        what = {"gather": "keys and values of each row", "ulysses": "queries, keys, values and outputs of each row"}
-        lines.append(
-            f"over {dims.context} context ranks a micro-batch: {what[options.context_method]}, and their gradients"
-        )
+        found.append(Traffic("context", dims.context))
+    return found
+
+
+def sent(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOptions, module: nn.Module) -> list[str]:
+    """`traffic` in words, a line for each axis."""
+    lines = []
+    for one in traffic(dims, plan, options, module):
+        if one.axis == "shard":
+            times = 2 if options.reshard_after_forward else 1
+            lines.append(
+                f"over {one.ranks} shards a micro-batch: gathers {times} x {_mib(one.gathered // times)} of weights, "
+                f"reduces {_mib(one.reduced)} of gradients"
+            )
+        elif one.axis == "replicate":
+            lines.append(f"over {one.ranks} replicas: reduces {_mib(one.reduced)} of gradients")
+        elif one.axis == "tensor":
+            size = f"{one.per_token / 2**10:,.2f} KiB"
+            lines.append(f"over {one.ranks} tensor ranks a token: {size} of activations and their gradients")
+        else:
+            what = {"gather": "keys and values of each row", "ulysses": "queries, keys, values and outputs of each row"}
+            lines.append(
+                f"over {one.ranks} context ranks a micro-batch: {what[options.context_method]}, and their gradients"
+            )
     return lines
 
 

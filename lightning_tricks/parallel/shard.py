@@ -147,11 +147,11 @@ class Rank0State:
         if dist.get_rank() == 0:
             self.state = module.state_dict()
             self.buffers = {name: buffer for name, buffer in module.named_buffers() if name not in self.state}
-            _to_meta(module)
+            to_meta(module)
 
     def scatter(self, module: nn.Module, device: torch.device) -> None:
         """Fill the sharded `module`, which is meta, on every rank; every rank must call."""
-        _materialize(module, device)
+        materialize(module, device)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(module, self.state, options=options)
         persistent = module.state_dict().keys()
@@ -167,13 +167,13 @@ def init_weights(module: Any, device: torch.device) -> None:
     Random numbers come from rank 0's random state on every rank, so that shards are parts of one initialization and
     model replicas are equal; afterwards a rank whose state was another goes on from its own.
     """
-    _materialize(module, device)
+    materialize(module, device)
     with _random_state_of_rank_0():
         module.init_weights()
     _copy_between_replicas(module, device)
 
 
-def _to_meta(module: nn.Module) -> None:
+def to_meta(module: nn.Module) -> nn.Module:
     """Move all tensors to the meta device; unlike `module.to`, tied parameters stay tied, with their attributes."""
     moved: dict[Tensor, Tensor] = {}
     for part in module.modules():
@@ -188,9 +188,10 @@ def _to_meta(module: nn.Module) -> None:
                         meta.__dict__.update(tensor.__dict__)
                     moved[tensor] = meta
                 tensors[name] = moved[tensor]  # type: ignore[assignment]
+    return module
 
 
-def _materialize(module: nn.Module, device: torch.device) -> None:
+def materialize(module: nn.Module, device: torch.device) -> None:
     """Give tensors on the meta device memory on `device`, without values; tied ones stay tied."""
     ties: dict[Tensor, list[tuple[Any, str]]] = {}
     for part in module.modules():

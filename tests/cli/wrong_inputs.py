@@ -720,6 +720,11 @@ ROWS = [
     checkpoint("weights", "no optimizer state", "save_weights_only", "give a checkpoint that was saved whole"),
     checkpoint("pickle", "print", "weights_only", "if you trust it"),
     checkpoint("no_version", "pytorch-lightning_version", "give the file"),
+    # A plan.
+    command("plan --config small.yaml --gpu h1000", "gpu=h1000", "did you mean h100?", "--gpu_memory_gb"),
+    command("plan --config small.yaml --price -1", "price=-1", "0 or more"),
+    command("plan --config small.yaml --mfu 40", "mfu=40", "such as 0.4"),
+    command("plan --config small.yaml --json {folder}", "this is a folder"),
     # The machine.
     option([], "SLURM_NTASKS=4", "srun", "unset SLURM_NTASKS", prepare=environment(SLURM_NTASKS="4")),
     option(

@@ -1,0 +1,288 @@
+"""The memory of a recipe's step: traced on tensors without data, and by the closed form; and changes that save some."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._find_modules import repeated_blocks
+from lightning_tricks._tensors import local
+from lightning_tricks._trainer import is_a
+from lightning_tricks.accounting.memory import activation_bytes_per_token
+from lightning_tricks.commands.plan.setup import RunSetup
+from lightning_tricks.models import attention
+from lightning_tricks.optim import build_optimizer
+from lightning_tricks.optim.bf16_step import BF16Step
+from lightning_tricks.parallel.dims import Mesh
+from lightning_tricks.parallel.fake_cluster import at_once, fake_world
+from lightning_tricks.parallel.layout import Traffic, traffic
+from lightning_tricks.parallel.memory_trace import LINES, StepMemory, TraceOptions, trace_step
+from lightning_tricks.parallel.parallelize import parallelize
+from lightning_tricks.parallel.shard import local_bytes, to_meta
+
+DEPTHS = (2, 3)  # blocks of the models that are traced; each block more adds the same
+AVERAGES = ("EMA", "TailAverage")
+UNTRACEABLE = "memory is not known:"  # begins the message for a module whose own code needs values
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """What a rank has of the model at its whole depth.
+
+    Attributes:
+        weights: bytes of this rank's parameters.
+        trained: elements of this rank's parameters that are trained.
+        traffic: what it sends in each micro-batch.
+    """
+
+    weights: int
+    trained: int
+    traffic: tuple[Traffic, ...]
+
+
+def look_at_whole(setup: RunSetup) -> WholeModel:
+    """The model at its whole depth as rank 0 has it; nothing runs. In a forked process: it builds the module."""
+    module = setup.build()
+    if setup.kind != "fsdp2":
+        setup.convert(module)
+        return WholeModel(local_bytes(module), _trained(module), _gradients_of_replicas(setup, module))
+    with fake_world(0, setup.dims.world):
+        options = setup.parallel_options()
+        made = parallelize(module, Mesh.of(setup.dims, "cpu"), options)
+        sends = traffic(setup.dims, made.plan, options, module)
+        return WholeModel(local_bytes(module), _trained(module), tuple(sends))
+
+
+def _gradients_of_replicas(setup: RunSetup, module: nn.Module) -> tuple[Traffic, ...]:
+    """DDP's sum of gradients, a ring in which each part is sent twice."""
+    if setup.kind != "ddp":
+        return ()
+    size = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+    return (Traffic("replicate", setup.world, size, size),)
+
+
+def _trained(module: nn.Module) -> int:
+    return sum(local(parameter).numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def traced_memory(setup: RunSetup) -> StepMemory:
+    """The memory of a step on rank 0, which has the largest shards.
+
+    A LanguageModel is traced with two and with three blocks, beside each other, and extended to its depth.
+
+    Raises:
+        UsageError: the module's step cannot run without data.
+    """
+    return joined(setup, at_once(traces_of(setup)))
+
+
+def traces_of(setup: RunSetup) -> list[Callable[[], StepMemory]]:
+    """The calls, each for a forked process, whose results `joined` takes."""
+    deep = setup.is_ours and setup.module.config.n_layers > DEPTHS[1]
+    return [partial(_trace_in_words, setup, depth) for depth in (DEPTHS if deep else (None,))]
+
+
+def joined(setup: RunSetup, traces: Sequence[StepMemory]) -> StepMemory:
+    """The memory at the module's own depth."""
+    first, *others = traces
+    return first.at_depth(others[0], DEPTHS, setup.module.config.n_layers) if others else first
+
+
+def _trace_in_words(setup: RunSetup, depth: int | None) -> StepMemory:
+    try:
+        return _trace(setup, depth)
+    except UsageError:
+        raise
+    except Exception as error:
+        said = str(error).strip().splitlines() or [""]
+        raise UsageError(
+            f"{UNTRACEABLE} {type(setup.module).__name__}: its step cannot run without data "
+            f"({type(error).__name__}: {said[0][:150]})"
+        ) from error
+
+
+def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
+    """In a forked process: the module is changed."""
+    compiled = setup.compiles
+    module: Any = setup.build(depth)
+    compiled |= _take_out_compiled(module)
+    _fill_tables(setup)
+    wait = getattr(setup.strategy, "reduce_gradients", "micro_batch") == "step"
+    options = TraceOptions(
+        loss=_loss(setup, module),
+        optimizer=partial(_optimizer, setup),
+        micro_batches=setup.micro_batches,
+        gradients_wait=wait,
+        context=setup.forward_context,
+        compiled=compiled,
+        on_gpu=setup.on_gpu,
+        replaced=[*(_kernels_of_a_gpu() if setup.on_gpu else ()), _no_copy_of_settings()],
+    )
+    if setup.kind != "fsdp2":
+        setup.convert(module)
+        memory = trace_step(to_meta(module), repeated_blocks(module), options)
+    else:
+        with fake_world(0, setup.dims.world):
+            made = parallelize(to_meta(module), Mesh.of(setup.dims, "cpu"), setup.parallel_options())
+            for name in ("training_step", "token_sums"):
+                if hasattr(module, name):
+                    fsdp.register_fsdp_forward_method(module, name)
+            memory = trace_step(module, made.blocks, options)
+    return _with_others(setup, memory, module)
+
+
+def _fill_tables(setup: RunSetup) -> None:
+    """Step the optimizer once with data: some build a table from values then, and keep it, as torchao's do."""
+    factory = getattr(setup.module, "optimizer", None)
+    if not callable(factory):
+        return
+    weight = nn.Parameter(torch.zeros(64, 64))
+    weight.grad = torch.zeros_like(weight)
+    with torch.compiler.set_stance("force_eager"), suppress(Exception):  # it may want groups, or other shapes
+        factory([weight]).step()
+
+
+def _take_out_compiled(module: nn.Module) -> bool:
+    """Leave the blocks as they are before compilation; whether some were to be compiled."""
+    found = False
+    for part in module.modules():
+        if part._compiled_call_impl is not None:
+            part._compiled_call_impl, found = None, True
+    return found
+
+
+def _kernels_of_a_gpu() -> list[tuple[Any, str, Any]]:
+    """What our model does otherwise on a GPU: fused attention also for short rows, longer slices of the head."""
+    head: Any = import_module("lightning_tricks.models.linear_cross_entropy")  # the package has the function's name
+    return [(attention, "PRODUCTS_MAX_LENGTH", 0), (head, "ROWS_ON_CPU", head.ROWS)]
+
+
+def _no_copy_of_settings() -> tuple[Any, str, Any]:
+    """An optimizer's learning rate may be a tensor, which cannot be copied without data, and nothing is loaded."""
+    owner = import_module("lightning_tricks.optim.build_optimizer")
+    return owner, "keep_settings_on_load", lambda optimizer: optimizer
+
+
+def _loss(setup: RunSetup, module: Any) -> Callable[[Any], Tensor]:
+    if setup.is_ours:
+        rows, length = setup.rows, setup.length
+        if not rows or not length:
+            kind = type(setup.datamodule).__name__
+            raise UsageError(f"plan: data={kind}: the plan needs its micro_batch_size and seq_len")
+
+        def loss(_: Any) -> Tensor:
+            ids = torch.zeros(rows, length, dtype=torch.long)
+            batch = {"input_ids": ids, "labels": ids.clone()}
+            if getattr(setup.datamodule, "document_ids", False):
+                batch["document_ids"] = torch.zeros(rows, length, dtype=torch.int32)
+            nats, _tokens = module.token_sums(batch)
+            return nats / ids.numel()
+
+        return loss
+    batch = _first_batch(setup)
+
+    def own(_: Any) -> Tensor:
+        result = module.training_step(batch, 0)
+        found = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(found, Tensor):
+            raise UsageError(f"plan: training_step of {type(module).__name__} returns no loss: memory is not known")
+        return found
+
+    return own
+
+
+def _first_batch(setup: RunSetup) -> Any:
+    """A batch of the recipe's own data, for a module that we do not know."""
+    data = setup.datamodule
+    source = data if data is not None else setup.module
+    if data is not None:
+        data.prepare_data()
+        data.setup("fit")
+    loader = source.train_dataloader()
+    return next(iter(loader))
+
+
+def _optimizer(setup: RunSetup, module: Any) -> torch.optim.Optimizer:
+    if hasattr(module, "param_rules") and hasattr(module, "decay_embeddings"):
+        settings = (module.weight_decay, module.decay_embeddings, module.param_rules, module.mup)
+        optimizer = build_optimizer(module, module.optimizer, *settings)
+    else:
+        optimizer = _found_in(module.configure_optimizers())
+    if is_a(setup.plugin, "BF16True"):
+        BF16Step(optimizer, setup.plugin.update, setup.plugin.optimizer_state, 0)
+    return optimizer
+
+
+def _found_in(configured: Any) -> torch.optim.Optimizer:
+    """The first optimizer of what `configure_optimizers` returns."""
+    if isinstance(configured, torch.optim.Optimizer):
+        return configured
+    if isinstance(configured, Mapping) and "optimizer" in configured:
+        return configured["optimizer"]
+    if isinstance(configured, list | tuple) and configured:
+        return _found_in(configured[0])
+    raise UsageError("plan: configure_optimizers returns no optimizer: the plan cannot count its state")
+
+
+def _with_others(setup: RunSetup, memory: StepMemory, module: nn.Module) -> StepMemory:
+    """Add what lies on the device beside the step: averages of the weights, and DDP's buckets."""
+    more: dict[str, int] = {}
+    callbacks = setup.trainer.get("callbacks") or []
+    averages = sum(is_a(one, *AVERAGES) for one in (callbacks if isinstance(callbacks, list) else [callbacks]))
+    trained = [local(parameter) for parameter in module.parameters() if parameter.requires_grad]
+    if averages:
+        more["averages"] = averages * sum(max(4, part.itemsize) * part.numel() for part in trained)
+    if setup.kind == "ddp":
+        more["communication"] = sum(part.nbytes for part in trained)
+    if setup.kind == "zero":
+        memory = _of_deepspeed(setup, memory, sum(part.numel() for part in trained))
+    if not more:
+        return memory
+    instants = {
+        name: {line: {**lines, **more}[line] for line in LINES if line in lines or line in more}
+        for name, lines in memory.instants.items()
+    }
+    return StepMemory(instants, memory.notes)
+
+
+def _of_deepspeed(setup: RunSetup, memory: StepMemory, count: int) -> StepMemory:
+    """The lines of weights, gradients and state as DeepSpeed's stages hold them; the rest as traced on one device.
+
+    Source: docs/deepspeed.md: weights in the precision's type, an fp32 copy of each shard in the optimizer, gradients
+    added up in fp32 at stages 2 and 3.
+    """
+    stage, world = setup.strategy.stage, setup.world
+    item = 2 if setup.product_dtype is not None else 4
+    state = max(lines.get("optimizer state", 0) for lines in memory.instants.values())
+    own = {
+        "weights": item * count // (world if stage == 3 else 1),
+        "gradients": item * count if stage == 1 else 4 * count // world,
+        "optimizer state": (state + 4 * count) // world,
+    }
+    instants = {
+        name: {line: own.get(line, lines.get(line, 0)) for line in LINES if line in own or line in lines}
+        for name, lines in memory.instants.items()
+    }
+    note = "DeepSpeed's weights, gradients and state are by formula; its buffers are not counted"
+    return StepMemory(instants, (*memory.notes, note))
+
+
+def closed_form_activations(setup: RunSetup) -> int | None:
+    """Bytes that the blocks of our decoder keep, by the formula, for the tokens of a rank; None for other modules."""
+    if not setup.is_ours:
+        return None
+    fsdp2_casts = setup.kind == "fsdp2" and setup.policy().param_dtype is not None
+    item = setup.product_dtype.itemsize if setup.product_dtype else 4
+    residual = item if fsdp2_casts or setup.bf16_weights else 4
+    of_token = activation_bytes_per_token(setup.module.config, setup.module.activation_checkpointing, item, residual)
+    parts = setup.dims.context
+    if setup.kind == "fsdp2" and setup.strategy.sequence_parallel:
+        parts *= setup.dims.tensor  # rows between the matrices, and the matrices' own results
+    return round(of_token * setup.rows * setup.length / parts)

@@ -1,0 +1,147 @@
+"""A plan in words: one table of figures, one of memory, what to change."""
+
+from collections.abc import Iterator
+
+from lightning_tricks.commands.plan.plan import SCALES, Plan, rule_of_thumb
+from lightning_tricks.parallel.memory_trace import LINES
+
+_AGREE = 0.05  # formula and trace are both shown where they differ by more
+_LEAST = 1e-3  # share of the largest instant below which a line is not shown
+
+
+def report(plan: Plan, scaling: bool = False) -> str:
+    """The lines of a plan; with `scaling` also the table over numbers of devices."""
+    lines = [*_model(plan), "", *_memory(plan), "", *_time(plan)]
+    if plan.whole.traffic:
+        lines += ["", *_traffic(plan)]
+    if scaling:
+        lines += ["", *_scaling(plan)]
+    if plan.warnings:
+        lines += ["", "Look at", *(f"  {line}" for line in plan.warnings)]
+    return "\n".join(lines)
+
+
+def _row(name: str, text: str) -> str:
+    return f"  {name:<20}{text}"
+
+
+def _model(plan: Plan) -> Iterator[str]:
+    total = sum(plan.parameters.values())
+    roles = sorted(plan.parameters.items(), key=lambda entry: -entry[1])
+    yield "Model"
+    yield _row("parameters", f"{total:,}: {', '.join(f'{role} {count:,}' for role, count in roles)}")
+    if plan.active is not None:
+        yield _row("multiplied with", f"{plan.active:,} of them by each token")
+    if plan.tokens_a_step is not None:
+        setup = plan.setup
+        product = f"{setup.rows} rows x {setup.length} tokens x {setup.dims.data_ranks} data ranks"
+        yield _row("a step", f"{plan.tokens_a_step:,} tokens: {product} x {setup.micro_batches} micro-batches")
+    if plan.tokens is not None:
+        yield _row("the run", f"{plan.tokens:,} tokens, {plan.tokens / total:.3g} a parameter")
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    setup, device = plan.setup, plan.device
+    mesh = f", {setup.dims}" if setup.kind == "fsdp2" else "" if setup.world == 1 else f", {setup.kind}"
+    yield f"Memory of {device.name}, {_gib(device.bytes)} ({setup.nodes} x {setup.devices} devices{mesh})"
+    if plan.memory is None:
+        yield _row("not known", plan.why_no_memory or "")
+        yield _row("weights", _gib(plan.whole.weights))
+        if (thumb := rule_of_thumb(plan)) is not None:
+            yield _row("by formula", f"{_gib(thumb)} on one device that has all of it")
+        return
+    lines = plan.memory.instants[plan.memory.largest]
+    yield _row("largest instant", plan.memory.largest)
+    top = max(lines, key=lambda line: lines[line])
+    for line in LINES:
+        if lines.get(line, 0) > _LEAST * plan.memory.peak:
+            yield _row(f"  {line}", f"{_gib(lines[line])}{'  <- most' if line == top else ''}")
+    if device.overhead:
+        yield _row("  the device's own", f"{_gib(device.overhead)}, assumed: CUDA, cuBLAS, NCCL")
+    assert plan.peak_bytes is not None
+    share = plan.peak_bytes / device.bytes
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    yield _row("in all", f"{_gib(plan.peak_bytes)}, {share:.0%} of the device: {verdict}")
+    others = {name: sum(of.values()) for name, of in plan.memory.instants.items() if name != plan.memory.largest}
+    for number, (name, size) in enumerate(others.items()):
+        yield _row("other instants" if number == 0 else "", f"{_gib(size)}  {name}")
+    formula, traced = plan.activations_by_formula, _traced_activations(plan)
+    if formula is not None and traced and abs(formula - traced) > _AGREE * traced:
+        yield _row("by formula", f"activations of the blocks {_gib(formula)} (not compiled); traced {_gib(traced)}")
+    for note in plan.memory.notes:
+        yield _row("note", note)
+    for number, change in enumerate(plan.changes):
+        yield _row("to make it fit" if number == 0 else "or", " ".join(change.options))
+        yield _row("", f"{_gib(change.peak + device.overhead)}; {change.why}")
+    if plan.fits is False and not plan.changes:
+        yield _row("to make it fit", "no single change of this recipe does: take a smaller model, or more memory")
+
+
+def _traced_activations(plan: Plan) -> int:
+    assert plan.memory is not None
+    return max(lines.get("activations", 0) for lines in plan.memory.instants.values())
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    yield f"Time, at a stated MFU of {plan.mfu:.0%}"
+    if plan.flops_per_token is None:
+        yield _row("not known", "the FLOPs of this module: a run with MFUMonitor counts them")
+        return
+    yield _row("FLOPs", f"{plan.flops_per_token / 1e9:,.2f} G a token, full attention, nothing computed twice")
+    if plan.device.peak is None:
+        yield _row("not known", f"the peak of {plan.device.name} at {plan.setup.peak_dtype}: give --peak_tflops")
+        return
+    rate = plan.tokens_per_second or 0.0
+    each = f", {rate / plan.setup.world:,.0f} a device" if plan.setup.world > 1 else ""
+    yield _row("peak", f"{plan.device.peak / 1e12:,.4g} TFLOP/s at {plan.setup.peak_dtype} ({_origin(plan)})")
+    yield _row("tokens/s", f"{rate:,.0f}{each}")
+    if plan.hours is None or plan.gpu_hours is None:
+        return
+    cost = "" if plan.cost is None else f"; {plan.cost:,.2f} at {plan.price:g} an hour"
+    days = f" ({plan.hours / 24:,.1f} days)" if plan.hours > 48 else ""
+    yield _row("the run", f"{plan.hours:,.2f} hours{days}, {plan.gpu_hours:,.1f} device hours{cost}")
+
+
+def _origin(plan: Plan) -> str:
+    return plan.device.source or ("measured here" if not plan.setup.on_gpu else "given")
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    setup, times = plan.setup, plan.step_time()
+    tokens = setup.rows * setup.length // setup.dims.context
+    yield "Sent in a step, and how long it takes at 80 % of the links' figures"
+    for one in plan.whole.traffic:
+        over = plan.links.is_on_network(setup.dims, one.axis)
+        link = f"between hosts, {plan.links.network_gb:g} GB/s" if over else f"in a host, {plan.links.host_gb:g} GB/s"
+        if one.axis == "context" and not one.per_token:
+            yield _row(one.axis, f"{one.ranks} ranks, {link}: not counted")
+            continue
+        size = one.bytes(tokens) * setup.micro_batches
+        seconds = f"{times.sends[one.axis]:,.3g} s" if times else ""
+        yield _row(one.axis, f"{one.ranks} ranks, {link}: {_gib(size)} a device, {seconds}")
+    if times:
+        yield _row("computation", f"{times.compute:,.3g} s; a step on paper {times.total:,.3g} s")
+
+
+def _scaling(plan: Plan) -> Iterator[str]:
+    setup = plan.setup
+    yield "On paper: more hosts, the same rows on each device (a model, see docs/plan.md for its error)"
+    yield f"  {'devices':>8} {'tokens/s':>14} {'a device':>10} {'tokens a step':>16}"
+    for devices in SCALES:
+        nodes = devices // setup.devices
+        if devices % setup.devices or nodes < 1:
+            continue
+        try:
+            times = plan.scaled(nodes)
+        except Exception:
+            continue
+        if times is None:
+            continue
+        data_ranks = setup.changed(nodes=nodes).dims.data_ranks
+        tokens = setup.rows * setup.length * setup.micro_batches * data_ranks
+        rate = tokens / times.total
+        yield f"  {devices:>8,} {rate:>14,.0f} {rate / devices:>10,.0f} {tokens:>16,}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB"

@@ -1,0 +1,232 @@
+"""What kind of run a recipe is, read from its objects: devices, mesh, precision, batch. Builds no Trainer."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._trainer import is_a, weights_layout
+from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.parallel.dims import ParallelDims
+from lightning_tricks.parallel.parallelize import ParallelOptions
+from lightning_tricks.precision.bf16_true import to_bf16
+from lightning_tricks.strategies import FSDP2Strategy
+
+Kind = Literal["one", "ddp", "fsdp2", "zero"]
+_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": None, "64": None}
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """A recipe on given devices.
+
+    Attributes:
+        module: of the recipe, not built yet; building it changes it, so that is done in a forked process.
+        datamodule: of the recipe, or None.
+        trainer: the Trainer's arguments, with classes as objects.
+        nodes: hosts.
+        devices: processes on each host.
+        on_gpu: whether the kernels are those of a GPU.
+    """
+
+    module: Any
+    datamodule: Any
+    trainer: Mapping[str, Any]
+    nodes: int
+    devices: int
+    on_gpu: bool
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+        return self.nodes * self.devices
+
+    @property
+    def strategy(self) -> Any:
+        """The Trainer's argument."""
+        return self.trainer.get("strategy") or "auto"
+
+    @property
+    def kind(self) -> Kind:
+        """How the weights lie on the devices.
+
+        Raises:
+            UsageError: a strategy of which the plan knows nothing.
+        """
+        strategy = self.strategy
+        layout = "whole" if isinstance(strategy, str) else weights_layout(strategy)
+        if layout in ("shards", "engine"):
+            return "fsdp2" if layout == "shards" else "zero"
+        if layout == "whole" and (not isinstance(strategy, str) or strategy.startswith(("auto", "ddp"))):
+            return "one" if self.world == 1 else "ddp"
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        raise UsageError(f"plan: trainer.strategy={name}: the plan knows ddp, FSDP2Strategy and DeepSpeedZeROStrategy")
+
+    @property
+    def dims(self) -> ParallelDims:
+        """Sizes of the mesh; replicas where the weights are not divided."""
+        if self.kind == "fsdp2":
+            return self.strategy.dims_of(self.world)
+        return ParallelDims(replicate=self.world, shard=1)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of an optimizer step on each data rank."""
+        return int(self.trainer.get("accumulate_grad_batches") or 1)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch; 0 where the data do not tell."""
+        return int(getattr(self.datamodule, "micro_batch_size", 0) or 0)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row; 0 where the data do not tell."""
+        return int(getattr(self.datamodule, "seq_len", 0) or 0)
+
+    @property
+    def precision(self) -> str:
+        """The Trainer's word for it, such as `bf16-mixed`."""
+        if self.plugin is not None:
+            if is_a(self.plugin, "AutoPrecision") and self.on_gpu:
+                return "bf16-mixed"
+            return str(getattr(self.plugin, "precision", "32-true"))
+        return str(self.trainer.get("precision") or "32-true")
+
+    @property
+    def plugin(self) -> Any:
+        """The precision plugin, or None."""
+        given = self.trainer.get("plugins") or []
+        given = given if isinstance(given, list) else [given]
+        return next((one for one in given if is_a(one, "Precision")), None)
+
+    @property
+    def product_dtype(self) -> torch.dtype | None:
+        """Of matrix products where it is not that of the weights."""
+        return _DTYPES.get(self.precision.partition("-")[0])
+
+    @property
+    def peak_dtype(self) -> str:
+        """Name of the column in a table of peaks."""
+        if (own := getattr(self.plugin, "peak_dtype", None)) is not None:
+            return own
+        words = {"bf16": "bf16", "16": "fp16", "32": "tf32" if self.on_gpu else "fp32", "64": "fp32"}
+        return words.get(self.precision.partition("-")[0], "fp32")
+
+    @property
+    def bf16_weights(self) -> bool:
+        """Whether weights and gradients are stored in bf16."""
+        return self.precision == "bf16-true"
+
+    @property
+    def fp8(self) -> Any:
+        """The plugin that multiplies in fp8, or None."""
+        return self.plugin if is_a(self.plugin, "Float8") else None
+
+    def policy(self) -> MixedPrecisionPolicy:
+        """FSDP2's casts."""
+        if is_a(self.plugin, "AutoPrecision"):
+            dtype = self.product_dtype if self.on_gpu else None
+            return MixedPrecisionPolicy(dtype, torch.float32) if dtype else MixedPrecisionPolicy()
+        return getattr(self.plugin, "fsdp2_policy", None) or MixedPrecisionPolicy()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast, where FSDP2 does not cast."""
+        dtype = self.product_dtype
+        if dtype is None or (self.kind == "fsdp2" and self.policy().param_dtype is not None):
+            return nullcontext()
+        caches = self.plugin is None  # Lightning's own autocast does; ours casts again for activation checkpointing
+        return torch.autocast("cpu", dtype=dtype, cache_enabled=caches)
+
+    def parallel_options(self) -> ParallelOptions:
+        """How FSDP2Strategy divides the module; the trace stands in for what is compiled."""
+        strategy: FSDP2Strategy = self.strategy
+        return ParallelOptions(
+            blocks=strategy.blocks,
+            convert=self.convert,
+            activation_checkpointing=strategy.activation_checkpointing,
+            sequence_parallel=strategy.sequence_parallel,
+            context_method=strategy.context_method,
+            policy=self.policy(),
+            reshard_after_forward=strategy.reshard_after_forward,
+        )
+
+    def convert(self, module: nn.Module) -> None:
+        """What the precision plugin does to the layers before they are divided."""
+        if self.bf16_weights:
+            to_bf16(module)
+
+    def build(self, depth: int | None = None) -> nn.Module:
+        """Build the module on the meta device; of a LanguageModel with another number of blocks. Changes the module."""
+        module = self.module
+        if depth is not None:
+            module.config = dataclasses.replace(module.config, n_layers=depth)
+            module.base_config = module.config if module.mup is None else module.mup.base_config(module.config)
+        if getattr(module, "compile_blocks", False):  # the trace stands in for it, and torch's compiler loads slowly
+            module.compile_blocks = False
+        with torch.device("meta"):
+            module.configure_model()
+        return module
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the module is a LanguageModel, whose depth can be changed and whose batch is known."""
+        return isinstance(self.module, LanguageModel)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether blocks are compiled, as far as the recipe says."""
+        return bool(getattr(self.module, "compile_blocks", False) or getattr(self.strategy, "compile_blocks", False))
+
+    def changed(self, **changes: Any) -> "RunSetup":
+        """The same with other settings: `micro_batch_size`, `activation_checkpointing`, `mesh`, `nodes`, ..."""
+        setup = dataclasses.replace(
+            self,
+            module=copy.copy(self.module),
+            datamodule=copy.copy(self.datamodule),
+            trainer={**self.trainer},
+            **{name: changes.pop(name) for name in ("nodes", "devices") if name in changes},
+        )
+        if "micro_batch_size" in changes:
+            setup.datamodule.micro_batch_size = changes.pop("micro_batch_size")
+        if "accumulate_grad_batches" in changes:
+            setup.trainer["accumulate_grad_batches"] = changes.pop("accumulate_grad_batches")  # type: ignore[index]
+        if "strategy" in changes:
+            setup.trainer["strategy"] = changes.pop("strategy")  # type: ignore[index]
+        if "plugins" in changes:
+            setup.trainer["plugins"] = changes.pop("plugins")  # type: ignore[index]
+        for option in {"mesh", "reshard_after_forward"} & changes.keys():
+            strategy = copy.copy(setup.strategy)
+            setattr(strategy, option, changes.pop(option))
+            if option == "mesh":
+                strategy.replicate_size = 1
+            setup.trainer["strategy"] = strategy  # type: ignore[index]
+        for name, value in changes.items():
+            object.__setattr__(setup.module, name, value)
+        return setup
+
+
+def read_setup(
+    module: Any, datamodule: Any, trainer: Mapping[str, Any], nodes: int | None, devices: int | None, on_gpu: bool
+) -> RunSetup:
+    """The setup of a recipe; `nodes` and `devices` win over its own.
+
+    Raises:
+        UsageError: a number below 1.
+    """
+    given = trainer.get("devices")
+    if isinstance(given, str) and given.isdecimal():  # as a command line gives it
+        given = int(given)
+    own = given if isinstance(given, int) and given > 0 else len(given) if isinstance(given, list) else 1
+    counts = {"nodes": nodes or int(trainer.get("num_nodes") or 1), "devices": devices or own}
+    for name, value in (("nodes", nodes), ("devices", devices)):
+        if value is not None and value < 1:
+            raise UsageError(f"plan: {name}={value}: give a number of at least 1")
+    return RunSetup(module, datamodule, trainer, counts["nodes"], counts["devices"], on_gpu)

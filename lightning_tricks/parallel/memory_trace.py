@@ -1,0 +1,373 @@
+"""The memory of one optimizer step, traced without data: what is held at each instant, and the largest of them.
+
+The step is the real one, on tensors without data (torch's FakeTensorMode): the module divided by `parallelize`, its
+forward and backward pass, the optimizer. Each allocation and each release is noted, so no formula of the model is
+needed. `fake_cluster` gives the process group.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_tricks._replaced import replaced
+from lightning_tricks._tensors import local
+from lightning_tricks.parallel.compiled_stand_in import stand_in_for_compiled
+from lightning_tricks.parallel.shard import materialize
+
+# The lines of a breakdown, in the order in which they are shown.
+LINES = (
+    "weights", "averages", "gradients", "optimizer state", "communication", "gathered weights", "activations",
+    "head and loss", "working memory",
+)  # fmt: skip
+FORWARD, LOSS, LOSS_BACKWARD, LAST, BETWEEN, FIRST, REST, STEP = (
+    "forward pass", "head and loss", "backward pass of head and loss", "backward pass of the last block",
+    "backward pass of the blocks between", "backward pass of the first block", "backward pass of the rest",
+    "optimizer step",
+)  # fmt: skip
+_SETUP = "setup"
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a device at the largest moment of each instant of a step.
+
+    Attributes:
+        instants: by name, in their order; each has the bytes of some of `LINES`.
+        notes: what was counted otherwise than it will be.
+    """
+
+    instants: Mapping[str, Mapping[str, int]]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def largest(self) -> str:
+        """Name of the instant that takes most."""
+        return max(self.instants, key=lambda name: sum(self.instants[name].values()))
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the largest instant."""
+        return sum(self.instants[self.largest].values())
+
+    def at_depth(self, other: "StepMemory", depths: tuple[int, int], depth: int) -> "StepMemory":
+        """The memory of a deeper model: each line grows by the same bytes with each block.
+
+        Args:
+            other: of the same model with `depths[1]` blocks; this one has `depths[0]`, at least 2.
+            depths: see there.
+            depth: number of blocks wanted.
+        """
+        steps = (depth - depths[0]) / (depths[1] - depths[0])
+        found = {}
+        for name, lines in self.instants.items():
+            more = other.instants.get(name, lines)
+            grown = {
+                line: round(lines.get(line, 0) + steps * (more.get(line, 0) - lines.get(line, 0)))
+                for line in LINES
+                if line in lines or line in more
+            }
+            found[name] = {line: size for line, size in grown.items() if size > 0}
+        return StepMemory(found, self.notes)
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """How the step runs.
+
+    Args:
+        loss: runs the forward pass and returns a loss; called once a micro-batch, and makes its own batch.
+        optimizer: makes the optimizer of the module; None: the optimizer is not counted.
+        micro_batches: 1, or more, of which the last is traced, with gradients there before.
+        gradients_wait: whether gradients are summed over the ranks only in the last micro-batch; two are traced then.
+        context: around each forward pass, such as autocast.
+        compiled: whether the blocks are compiled.
+        on_gpu: count the kernels that a GPU has in place of those of a CPU.
+    """
+
+    loss: Callable[[Any], Tensor]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    micro_batches: int = 1
+    gradients_wait: bool = False
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    compiled: bool = False
+    on_gpu: bool = True
+    replaced: Sequence[tuple[Any, str, Any]] = field(default=())
+
+
+def trace_step(module: nn.Module, blocks: Mapping[str, nn.Module], options: TraceOptions) -> StepMemory:
+    """Trace one step of a module whose tensors are on the meta device, or have data that no one will need.
+
+    Args:
+        module: divided already where it will be.
+        blocks: its repeated blocks, by which the instants of the backward pass are told apart.
+        options: see there.
+
+    Raises:
+        Exception: what the module's own code raises on tensors without data, such as a value that is read.
+    """
+    notes: list[str] = []
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # some optimizers compile their own step
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        materialize(module, torch.device("cpu"))
+        for replacement in options.replaced:
+            stack.enter_context(replaced(*replacement))
+        if options.on_gpu and not options.compiled:
+            stack.enter_context(replaced(F, "rms_norm", _fused_rms_norm))
+        book = _Book()
+        if options.compiled:
+            notes = stack.enter_context(stand_in_for_compiled(blocks.values(), book.closed))
+        for tensor in [*module.parameters(), *module.buffers()]:
+            book.note(local(tensor), "weights")
+        stack.enter_context(_marked(blocks, book))
+        stack.enter_context(_resizes_noted(book))
+        optimizer = None if options.optimizer is None else options.optimizer(module)
+        with _Allocations(book):
+            if options.micro_batches > 1 and not options.gradients_wait:
+                _add_gradients(module, book)
+            for number in range(2 if options.micro_batches > 1 and options.gradients_wait else 1):
+                book.is_last = options.micro_batches == 1 or not options.gradients_wait or number == 1
+                if options.gradients_wait and isinstance(module, FSDPModule):
+                    module.set_requires_gradient_sync(book.is_last)
+                book.instant = FORWARD
+                with options.context():
+                    loss = options.loss(module)
+                book.end_of_forward()
+                book.instant = LOSS_BACKWARD
+                loss.backward()
+                del loss
+                book.end_of_backward()
+            if optimizer is not None:
+                for part in _leaves(optimizer):
+                    if options.on_gpu:
+                        _as_on_gpu(part)
+                book.instant = _SETUP  # makes the state, where the next step has it already
+                optimizer.step()
+                book.end_of_step()
+                book.instant = STEP
+                optimizer.step()
+                book.end_of_step()
+        return StepMemory(book.largest_of_each_instant(), tuple(dict.fromkeys(notes)))
+
+
+def _add_gradients(module: nn.Module, book: "_Book") -> None:
+    """The gradients of an earlier micro-batch, to which those of the last one are added."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            book.note(local(parameter.grad), "gradients")
+            book.known[local(parameter.grad).untyped_storage()._cdata].line = "gradients"
+
+
+def _leaves(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of which one is composed, or itself."""
+    parts = getattr(optimizer, "optimizers", None)
+    return list(parts.values()) if isinstance(parts, dict) else [optimizer]
+
+
+def _as_on_gpu(optimizer: torch.optim.Optimizer) -> None:
+    """Take the implementation that torch takes for parameters on a GPU, if none was asked for."""
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """What torch's kernel for GPUs keeps: its input, and a number for each row. No values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-dims], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return _FusedRMSNorm.apply(x, weight, len(shape))
+
+
+class _Storage:
+    """One piece of memory."""
+
+    __slots__ = ("alive", "instant", "line", "size", "weak")
+
+    def __init__(self, size: int, line: str, instant: str) -> None:
+        self.size, self.line, self.instant, self.alive = size, line, instant, True
+        self.weak: Any = None
+
+
+class _Book:
+    """Each allocation and release in their order, and the instant in which it was."""
+
+    def __init__(self) -> None:
+        self._instant = _SETUP
+        self.is_closed, self.is_last = False, True
+        self.known: dict[int, _Storage] = {}
+        self.events: list[tuple[str, _Storage, int]] = []
+
+    @property
+    def instant(self) -> str:
+        """Where the step is."""
+        return self._instant
+
+    @instant.setter
+    def instant(self, name: str) -> None:
+        self._instant = name
+        self._add(_Storage(0, "working memory", name), 0)  # also where nothing will be allocated
+
+    def _add(self, entry: "_Storage", change: int) -> None:
+        # instants of the first micro-batch are smaller, and not told apart
+        self.events.append((self._instant if self.is_last else _SETUP, entry, change))
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Note nothing; may be nested."""
+        before, self.is_closed = self.is_closed, True
+        try:
+            yield
+        finally:
+            self.is_closed = before
+
+    def note(self, tensor: Tensor, line: str = "working memory") -> None:
+        """A tensor's memory, if it is not known yet."""
+        memory = tensor.untyped_storage()
+        key = memory._cdata
+        if key in self.known or self.is_closed:
+            return
+        entry = _Storage(memory.nbytes(), line, self.instant)
+
+        def released(_: Any) -> None:
+            if self.known.get(key) is entry:
+                del self.known[key]
+            entry.alive = False
+            self._add(entry, -entry.size)
+
+        entry.weak = ref(memory, released)
+        self.known[key] = entry
+        self._add(entry, entry.size)
+
+    def resized(self, memory: Any, size: int) -> None:
+        """FSDP2 drops gathered weights by giving their memory the size 0."""
+        entry = self.known.get(memory._cdata)
+        if entry is not None:
+            entry.line = "gathered weights"
+            self._add(entry, size - entry.size)
+            entry.size = size
+
+    def end_of_forward(self) -> None:
+        """What was made in the forward pass and is still there waits for the backward pass."""
+        for entry in self.known.values():
+            if entry.line == "working memory" and entry.instant in (FORWARD, LOSS):
+                entry.line = "activations" if entry.instant == FORWARD else "head and loss"
+
+    def end_of_backward(self) -> None:
+        """What was made in the backward pass and is still there is a gradient."""
+        for entry in self.known.values():
+            if entry.line == "working memory" and entry.instant not in (_SETUP, FORWARD, LOSS):
+                entry.line = "gradients"
+
+    def end_of_step(self) -> None:
+        """What a step has made and is still there is the optimizer's state; some make it anew in each step."""
+        for entry in self.known.values():
+            if entry.line == "working memory" and entry.instant in (_SETUP, STEP):
+                entry.line = "optimizer state"
+
+    def largest_of_each_instant(self) -> dict[str, dict[str, int]]:
+        """The lines at the largest moment of each instant; the state is there in all of them."""
+        now: dict[str, int] = defaultdict(int)
+        total, largest, found = 0, dict[str, int](), dict[str, dict[str, int]]()
+        for instant, entry, change in self.events:
+            now[entry.line] += change
+            total += change
+            if instant != _SETUP and (instant not in found or total > largest[instant]):
+                largest[instant], found[instant] = total, dict(now)
+        state = sum(entry.size for entry in self.known.values() if entry.line == "optimizer state")
+        for instant, lines in found.items():
+            if state and instant != STEP:
+                lines["optimizer state"] = state
+        return {instant: {line: lines[line] for line in LINES if lines.get(line)} for instant, lines in found.items()}
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes the results of each operation on this rank's tensors."""
+
+    supports_higher_order_operators = True  # the partitioner's, around attention that runs again
+
+    def __init__(self, book: _Book) -> None:
+        super().__init__()
+        self.book = book
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor, an 8-bit state: it comes again with the tensors of which it is made
+        result = func(*args, **(kwargs or {}))
+        name = func.name() if callable(func.name) else func.name
+        line = "gathered weights" if name.startswith("fsdp::all_gather") else "working memory"
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):
+                self.book.note(value, line)
+        return result
+
+
+@contextmanager
+def _resizes_noted(book: _Book) -> Iterator[None]:
+    resize = torch.UntypedStorage.resize_
+
+    def noted(memory: Any, size: int) -> Any:
+        result = resize(memory, size)
+        book.resized(memory, size)
+        return result
+
+    with replaced(torch.UntypedStorage, "resize_", noted):
+        yield
+
+
+@contextmanager
+def _marked(blocks: Mapping[str, nn.Module], book: _Book) -> Iterator[None]:
+    """Tell the book by hooks on the blocks in which instant the step is."""
+    names = list(blocks)
+    handles = []
+
+    def enter(instant: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            book.instant = instant
+
+        return hook
+
+    def hooks_of(place: int) -> Callable[[nn.Module, Any, Any], None]:
+        instant = LAST if place == len(names) - 1 else FIRST if place == 0 else BETWEEN
+
+        def after(block: nn.Module, args: Any, output: Any) -> None:
+            for value in tree_leaves(output)[:1]:
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(enter(instant))
+            if place == len(names) - 1:
+                book.instant = LOSS
+            for value in tree_leaves(args)[:1] if place == 0 else ():
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(enter(REST))
+
+        return after
+
+    for place, block in enumerate(blocks.values()):
+        handles.append(block.register_forward_hook(hooks_of(place)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,242 @@
+"""`plan`: whether a recipe fits, how long it takes, what to change; figures by hand, and changes that hold."""
+
+import dataclasses
+import json
+import re
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_tricks import EMA, BF16True, FSDP2Strategy, LanguageModel, Llama, ParallelDims
+from lightning_tricks._errors import UsageError
+from lightning_tricks.cli import load_recipe
+from lightning_tricks.commands.plan import run
+from lightning_tricks.commands.plan.plan import plan_recipe
+from lightning_tricks.commands.plan.report import report
+from lightning_tricks.commands.plan.scaling import Links, step_time
+from lightning_tricks.commands.plan.warnings import published_lr
+from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.parallel.layout import Traffic
+from lightning_tricks.parallel.memory_trace import FORWARD, STEP
+from lightning_tricks.schedules import WarmupCosine
+
+pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
+TINY = Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=32)
+COUNT = 64 * 32 * 2 + 2 * (4 * 32 * 32 + 3 * 32 * 256 + 2 * 32) + 32
+
+
+def data(rows=2, length=32, **more):
+    return SimpleNamespace(micro_batch_size=rows, seq_len=length, **more)
+
+
+def planned(config=TINY, settings=None, source=None, **options):
+    module = LanguageModel(config, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3))
+    return plan_recipe(module, source or data(), settings or {"max_steps": 10}, **options)
+
+
+def recipe(name, *overrides):
+    return load_recipe("--config", str(recipes_folder() / f"{name}.yaml"), *overrides)
+
+
+@pytest.fixture(scope="module")
+def seven_b():
+    return plan_recipe(*recipe("llama7b"), gpu="h100", mfu=0.5, price=2.0)
+
+
+def test_a_recipe_of_7b_fits_on_eight_gpus_of_80_gb(seven_b):
+    assert sum(seven_b.parameters.values()) == 6_738_415_616
+    assert seven_b.active == 6_607_077_376
+    assert seven_b.fits
+    step = seven_b.memory.instants[STEP]
+    shard = 4 * 6_738_415_616 / 8
+    assert step["weights"] == pytest.approx(shard, rel=2e-3)  # and the tables of positions
+    assert step["gradients"] == pytest.approx(shard, rel=1e-3)
+    assert step["optimizer state"] == pytest.approx(2 * shard, rel=1e-3)
+    assert 20 * 2**30 < seven_b.peak_bytes < 30 * 2**30
+
+
+def test_time_and_cost_follow_from_the_stated_mfu(seven_b):
+    rate = 0.5 * 989.5e12 * 8 / 46_080_000_000  # within a thousandth of the FLOPs that field tables give
+    assert seven_b.tokens_per_second == pytest.approx(rate, rel=2e-3)
+    assert seven_b.tokens == 480_000 * 4 * 4096 * 8 * 32
+    assert seven_b.hours == pytest.approx(seven_b.tokens / seven_b.tokens_per_second / 3600)
+    assert seven_b.gpu_hours == pytest.approx(8 * seven_b.hours)
+    assert seven_b.cost == pytest.approx(2 * seven_b.gpu_hours)
+
+
+WIDE = Llama(vocab_size=512, d_model=128, n_layers=8, n_heads=4, max_seq_len=128)
+
+
+def mine(gigabytes):
+    return {"gpu": "mine", "gpu_memory_gb": gigabytes, "peak_tflops": 1.0, "link_gb": 1.0}
+
+
+def test_where_it_does_not_fit_each_change_that_is_named_makes_it_fit(monkeypatch):
+    monkeypatch.setattr("lightning_tricks.commands.plan.plan.GPU_OVERHEAD", 0)
+    whole = planned(WIDE, source=data(8, 128), **mine(1.0))
+    assert whole.fits
+    small = mine(0.8 * whole.memory.peak / 1e9)
+    plan = planned(WIDE, source=data(8, 128), **small)
+    assert plan.fits is False
+    assert [change.options for change in plan.changes] == [
+        ("--data.micro_batch_size 4", "--trainer.accumulate_grad_batches 2"),
+        ("--data.micro_batch_size 2", "--trainer.accumulate_grad_batches 4"),
+        ("--data.micro_batch_size 1", "--trainer.accumulate_grad_batches 8"),
+    ]
+    for rows, change in zip((4, 2, 1), plan.changes, strict=True):
+        again = planned(WIDE, {"accumulate_grad_batches": 8 // rows}, data(rows, 128), **small)
+        assert again.fits
+        assert again.memory.peak == change.peak
+        assert " ".join(change.options) in report(plan)
+
+
+def test_state_that_is_too_large_is_divided_over_more_devices(monkeypatch):
+    monkeypatch.setattr("lightning_tricks.commands.plan.plan.GPU_OVERHEAD", 0)
+    settings = {"strategy": FSDP2Strategy(), "max_steps": 10, "accumulate_grad_batches": 3}
+    whole = planned(WIDE, settings, data(1, 16), suggest=False, **mine(1.0))
+    plan = planned(WIDE, settings, data(1, 16), **mine(0.7 * whole.memory.peak / 1e9))
+    assert plan.fits is False
+    (more,) = (change for change in plan.changes if change.options[0] == "--trainer.num_nodes 2")
+    assert more.why == "2 times the devices, 2 times the rows of a step"
+    assert more.peak < 0.6 * whole.memory.peak
+
+
+def test_every_line_of_a_small_model_is_that_of_arithmetic():
+    plan = planned(settings={"max_steps": 10, "accumulate_grad_batches": 4, "callbacks": [EMA(decay=0.9)]})
+    step = plan.memory.instants[STEP]
+    tables = 2 * 4 * 32 * 16  # cosines and sines of 32 positions
+    assert step["weights"] == 4 * COUNT + tables
+    assert step["gradients"] == step["averages"] == 4 * COUNT
+    assert step["optimizer state"] == 8 * COUNT + 4 * 21
+    assert plan.tokens_a_step == 2 * 32 * 4
+    assert plan.as_dict()["peak_bytes"] == plan.memory.peak + plan.device.overhead
+
+
+def test_shards_replicas_and_bf16_weights_change_the_lines_by_their_rule():
+    whole = planned(devices=2).memory.instants[STEP]
+    assert whole["communication"] == 4 * COUNT  # DDP's buckets
+    sharded = planned(settings={"strategy": FSDP2Strategy()}, devices=2).memory.instants[STEP]
+    assert sharded["gradients"] == pytest.approx(2 * COUNT, rel=0.01)
+    assert "communication" not in sharded
+    bf16 = planned(settings={"plugins": [BF16True(optimizer_state="bf16")]}).memory.instants[STEP]
+    assert bf16["gradients"] == 2 * COUNT
+    assert bf16["weights"] == pytest.approx(2 * COUNT, rel=0.05)  # tables of positions stay in fp32
+    forward = planned(settings={"plugins": [BF16True(optimizer_state="bf16")]}).memory.instants[FORWARD]
+    assert forward["optimizer state"] == 4 * COUNT + 4 * 21
+
+
+class Foreign(pl.LightningModule):
+    def __init__(self, reads=False):
+        super().__init__()
+        self.net = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+        self.reads = reads
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(input_ids=batch, labels=batch).loss
+        self.log("loss", loss)
+        return loss * (2 if self.reads and loss.item() > 3 else 1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self):
+        return DataLoader(torch.zeros(4, 16, dtype=torch.long), batch_size=4)
+
+
+def test_a_module_never_seen_before_has_its_figures():
+    plan = plan_recipe(Foreign(), None, {"max_steps": 10}, gpu="h100")
+    count = sum(parameter.numel() for parameter in Foreign().parameters())
+    step = plan.memory.instants[STEP]
+    assert (step["gradients"], step["optimizer state"]) == (4 * count, 4 * count)
+    assert plan.flops_per_token is None
+    assert "a run with MFUMonitor counts them" in report(plan)
+
+
+def test_a_module_that_reads_a_value_gets_a_line_and_the_rest_of_the_plan():
+    plan = plan_recipe(Foreign(reads=True), None, {"max_steps": 10}, gpu="h100")
+    assert plan.fits is None
+    lines = report(plan)
+    assert "Foreign: its step cannot run without data (DataDependentOutputException" in lines
+    assert "Traceback" not in lines
+
+
+def test_a_step_on_paper_hides_what_shards_send_and_adds_what_tensor_ranks_wait_for():
+    dims = ParallelDims(tensor=2).of_world(16)  # eight shards on two hosts
+    links = Links(host_gb=100.0, network_gb=10.0, devices=8)
+    sends = [Traffic("shard", 8, gathered=16 * 10**9), Traffic("tensor", 2, per_token=1e6)]
+    shards = 16e9 * 7 / 8 / (0.8 * 10e9)
+    tensor = 1e6 * 1000 / 2 / (0.8 * 100e9)
+    assert links.is_on_network(dims, "shard")
+    assert not links.is_on_network(dims, "tensor")
+    hidden = step_time(3.0, 4, 1000, dims, sends, links)
+    assert hidden.total == pytest.approx(4 * (3.0 + tensor))
+    shown = step_time(1.0, 4, 1000, dims, sends, links)
+    assert shown.total == pytest.approx(4 * (shards + tensor))
+    assert shown.sends == pytest.approx({"shard": 4 * shards, "tensor": 4 * tensor})
+
+
+def test_settings_that_look_wrong_are_named():
+    config = dataclasses.replace(TINY, vocab_size=65)
+    module = LanguageModel(config, schedule=WarmupCosine(warmup_steps=50))
+    plan = plan_recipe(module, data(document_ids=True), {"max_steps": 100}, gpu="h100")
+    assert any("warmup_steps=50 is 50% of the run" in line for line in plan.warnings)
+    assert any("vocab_size=65 is no multiple of 64: 128 is faster" in line for line in plan.warnings)
+    assert published_lr(125e6) == pytest.approx(6e-4)
+    assert 2e-4 < published_lr(4e9) < 3e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"price": -1.0}, "plan: price=-1: give the price of a GPU hour, 0 or more"),
+        ({"mfu": 40.0}, "plan: mfu=40: give a share of the peak above 0 and up to 1, such as 0.4"),
+        ({"gpu": "h1000"}, "gpu=h1000: did you mean h100"),
+        ({"devices": 0}, "plan: devices=0: give a number of at least 1"),
+        ({"link_gb": 0.0}, "plan: link_gb=0: give a number above 0"),
+        ({"settings": {"strategy": "fsdp"}, "devices": 2}, "plan: trainer.strategy=fsdp: the plan knows ddp, FSDP2"),
+        (
+            {"settings": {"strategy": FSDP2Strategy(mesh=ParallelDims(tensor=4))}, "devices": 2},
+            "mesh: tensor 4 does not divide the 2 devices",
+        ),
+        ({"source": SimpleNamespace()}, "plan: data=SimpleNamespace: the plan needs its micro_batch_size and seq_len"),
+    ],
+)
+def test_bad_input_is_one_line(options, line):
+    with pytest.raises(UsageError, match=re.escape(line)):
+        planned(**options)
+
+
+def test_a_gpu_of_ones_own_has_the_figures_that_were_given():
+    plan = planned(gpu="mine", gpu_memory_gb=10.0, peak_tflops=100.0, link_gb=20.0)
+    assert (plan.device.bytes, plan.device.peak, plan.links.host_gb) == (10**10, 1e14, 20.0)
+
+
+def test_the_command_prints_the_plan_writes_json_and_ends_with_1_where_it_does_not_fit(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    module, settings = LanguageModel(TINY), {"max_steps": 10, "strategy": FSDP2Strategy()}
+    options = {"gpu": "h100", "devices": 8, "nodes": 2, "scaling": True}
+    with pytest.raises(SystemExit) as end:
+        run(module, data(), settings, **options, json=str(file))
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  shard +16 ranks, between hosts, 50 GB/s", out, re.M)
+    assert re.search(r"^ +1,024 +[\d,]+ +[\d,]+ +65,536$", out, re.M)
+    assert json.loads(file.read_text())["mesh"] == "shard 16"
+    with pytest.raises(SystemExit) as end:
+        run(LanguageModel(TINY), data(), settings, gpu="mine", gpu_memory_gb=1.0, peak_tflops=1.0, link_gb=1.0)
+    assert end.value.code == 1
+
+
+def test_nothing_of_the_recipe_is_changed():
+    module, settings = LanguageModel(TINY), {"max_steps": 10, "strategy": FSDP2Strategy()}
+    plan_recipe(module, data(), settings, gpu="h100", devices=2)
+    assert module.decoder is None
+    assert module.config == TINY
+    assert not isinstance(module, nn.Sequential)
+    assert settings["strategy"].mesh is None

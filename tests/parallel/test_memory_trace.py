@@ -1,0 +1,131 @@
+"""The memory of a step traced without data is that of the real one, line by line."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_tricks import GPT2, Llama
+from lightning_tricks._find_modules import repeated_blocks
+from lightning_tricks.models import Decoder
+from lightning_tricks.parallel.fake_cluster import at_once
+from lightning_tricks.parallel.memory_trace import FORWARD, LOSS, STEP, StepMemory, TraceOptions, trace_step
+
+ROWS, LENGTH = 2, 16
+SMALL = {"vocab_size": 64, "d_model": 32, "n_heads": 2, "max_seq_len": LENGTH}
+
+
+def loss_of(decoder):
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    return decoder(ids, labels=ids)
+
+
+def adamw(module):
+    return torch.optim.AdamW(module.parameters())
+
+
+def traced(build, depth=2, **options):
+    """In a forked process, as a plan does it."""
+
+    def act():
+        with torch.device("meta"):
+            module = build(depth)
+        given = {"loss": loss_of, "optimizer": adamw, "on_gpu": False, **options}
+        return trace_step(module, repeated_blocks(module), TraceOptions(**given))
+
+    (memory,) = at_once([act])
+    return memory
+
+
+def decoder(depth, config=Llama, mode="none", **sizes):
+    made = Decoder(config(**{**SMALL, "n_layers": depth, **sizes}))
+    made.set_activation_checkpointing(mode)
+    return made
+
+
+def really_kept(module):
+    """Bytes that the forward pass keeps for the backward pass, beside the weights."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
+    kept = {}
+
+    def pack(tensor):
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in own:
+            kept[memory.data_ptr()] = memory  # held, so that no other one gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(module)
+    assert loss.requires_grad
+    return sum(memory.nbytes() for memory in kept.values())
+
+
+def test_lines_of_a_module_worked_out_by_hand():
+    def build(depth):
+        return nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
+
+    memory = traced(build, loss=lambda module: module(torch.zeros(10, 8)).sum())
+    parameters = 8 * 16 + 16 * 4
+    step = memory.instants[STEP]
+    assert step["weights"] == 4 * parameters
+    assert step["gradients"] == 4 * parameters
+    assert step["optimizer state"] == 8 * parameters + 2 * 4  # and the number of steps of two parameters
+    # the batch, what relu gives, which the second layer takes, and the sum's input is not kept
+    assert memory.instants["backward pass of head and loss"]["activations"] == 4 * (10 * 8 + 10 * 16) + 4
+    assert memory.instants[FORWARD]["optimizer state"] == step["optimizer state"]  # there from the second step on
+
+
+@pytest.mark.parametrize("build", [decoder, partial(decoder, config=GPT2), partial(decoder, qk_norm=True)])
+def test_what_is_kept_for_the_backward_pass_is_what_saved_tensor_hooks_count(build):
+    memory = traced(build)
+    lines = memory.instants[LOSS]
+    kept = lines["activations"] + lines.get("head and loss", 0)
+    torch.manual_seed(0)
+    real = really_kept(build(2))
+    tables = kept - real  # rope tables, ids and a few numbers are made in the step, and kept by nobody else
+    assert abs(tables) <= 0.05 * real
+
+
+def test_gradients_of_earlier_micro_batches_are_there_in_the_forward_pass():
+    assert "gradients" not in traced(decoder).instants[FORWARD]
+    several = traced(decoder, micro_batches=4)
+    assert several.instants[FORWARD]["gradients"] == several.instants[STEP]["gradients"]
+
+
+def test_blocks_that_run_again_keep_their_input():
+    none, full = (traced(partial(decoder, mode=mode)).instants[LOSS]["activations"] for mode in ("none", "full"))
+    assert full < 0.3 * none
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_two_depths_tell_any_other(mode):
+    build = partial(decoder, mode=mode)
+    two, three, six = (traced(build, depth) for depth in (2, 3, 6))
+    told = two.at_depth(three, (2, 3), 6)
+    between = "backward pass of the blocks between"  # two blocks have none
+    assert {name: lines for name, lines in told.instants.items() if name != between} == {
+        name: lines for name, lines in six.instants.items() if name != between
+    }
+    assert told.peak == pytest.approx(six.peak, rel=0.02)
+
+
+@pytest.mark.parametrize(("mode", "least", "most"), [("none", 0.4, 1.0), ("selective", 0.1, 0.6), ("full", 0.01, 0.2)])
+def test_compiled_blocks_keep_what_the_partitioner_of_torch_chooses(mode, least, most):
+    eager = traced(decoder).instants[LOSS]["activations"]
+    memory = traced(partial(decoder, mode=mode), compiled=True)
+    assert least * eager <= memory.instants[LOSS]["activations"] <= most * eager
+    assert memory.notes == ()
+
+
+def test_a_gpus_norm_keeps_its_input_alone():
+    cpu, gpu = (traced(decoder, on_gpu=on_gpu).instants[LOSS]["activations"] for on_gpu in (False, True))
+    normed = (
+        4 * ROWS * LENGTH * SMALL["d_model"]
+    )  # the CPU's form keeps another tensor of that size for each of 5 norms
+    assert cpu - gpu >= 2 * normed
+
+
+def test_the_largest_instant_and_its_sum():
+    memory = StepMemory({"a": {"weights": 1, "activations": 5}, "b": {"weights": 1, "gradients": 4}})
+    assert (memory.largest, memory.peak) == ("a", 6)
