@@ -8,7 +8,7 @@ from lightning_tricks._accumulation import Accumulation
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks._replaced import replaced
-from lightning_tricks._trainer import data_rank, micro_batch, step_limit
+from lightning_tricks._trainer import data_rank, micro_batch, planned_data_ranks, step_limit
 from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup
 
 
@@ -56,7 +56,8 @@ class TotalTokens(pl.Callback):
             UsageError: see the class.
         """
         self._check(trainer)
-        world = trainer.num_devices * trainer.num_nodes
+        strategy = getattr(trainer, "strategy", None)
+        world = planned_data_ranks(strategy, trainer.num_devices, trainer.num_nodes)
         plan, at_once = _plan(trainer, datamodule, world), self._micro_batch(datamodule) * world
         return None if self.resumes else plan.steps_of_epoch(0, math.ceil(self.total_tokens / at_once))
 

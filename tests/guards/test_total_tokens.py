@@ -1,6 +1,7 @@
 """Runs given in tokens: they are the runs of as many steps, and end at the same tokens whatever a resume changes."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import BatchSizeWarmup, TotalTokens, TrainingProgressBar
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.mixins import OptimizerMixin
+from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.schedules import WarmupCosine, WarmupLinear
 from lightning_tricks.strategies import FSDP2Strategy
 
@@ -283,3 +285,14 @@ def test_a_warmup_as_long_as_the_tokens_is_refused_before_the_data_unless_a_chec
     model.check_run(trainer, data, "fit")
     with pytest.raises(UsageError, match=r"^total_tokens=64 makes 4 steps: WarmupCosine\.warmup_steps=4 is not below"):
         fit(shard, 64, model=model)
+
+
+def test_the_planned_length_counts_the_rows_that_tensor_ranks_share_once():
+    def steps(strategy):
+        trainer = SimpleNamespace(
+            strategy=strategy, num_devices=4, num_nodes=1, max_steps=-1, accumulate_grad_batches=1, callbacks=[]
+        )
+        return TotalTokens(6400).planned_steps(trainer, SimpleNamespace(micro_batch_size=2, seq_len=8))
+
+    assert steps("ddp") == 6400 // (4 * 16)
+    assert steps(FSDP2Strategy(mesh=ParallelDims(tensor=2))) == 6400 // (2 * 16)
