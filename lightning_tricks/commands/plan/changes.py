@@ -40,21 +40,30 @@ class _Candidate:
     why: str
     setup: RunSetup
 
+    @property
+    def kind(self) -> str:
+        """The first option's name."""
+        return self.options[0].split()[0]
+
 
 def changes_that_fit(setup: RunSetup, memory: StepMemory, room: int) -> tuple[Change, ...]:
-    """At most three changes with which the largest instant takes at most `room` bytes.
+    """At most three changes, each of another kind, with which the largest instant takes at most `room` bytes.
 
     First those that need no more devices, then more devices, then both, then tensor ranks.
     """
     state = max(sum(lines.get(line, 0) for line in _STATE) for lines in memory.instants.values())
     found: list[Change] = []
+    kinds: set[str] = set()
     for candidate in _candidates(setup, memory, state, room):
+        if candidate.kind in kinds:
+            continue  # a smaller one of that kind fits, and costs less
         try:
             peak = traced_memory(candidate.setup).peak
         except (UsageError, RuntimeError):
             continue
         if peak <= room:
             found.append(Change(candidate.options, candidate.why, peak))
+            kinds.add(candidate.kind)
         if len(found) == NAMED:
             break
     return tuple(found)

@@ -135,6 +135,8 @@ def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
                 if hasattr(module, name):
                     fsdp.register_fsdp_forward_method(module, name)
             memory = trace_step(module, made.blocks, options)
+    if setup.fp8 is not None:
+        memory = StepMemory(memory.instants, (*memory.notes, "Float8's layers are counted as in bf16"))
     return _with_others(setup, memory, module)
 
 
