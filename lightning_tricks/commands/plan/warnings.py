@@ -4,6 +4,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._trainer import is_a
 from lightning_tricks.optim.build_optimizer import check_settings
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _adamw_lr(module: Any) -> float | None:
     if not hasattr(module, "optimizer"):
         return None
     made = check_settings(module.optimizer)
-    return float(made.defaults["lr"]) if made is not None and type(made).__name__ == "AdamW" else None
+    return float(made.defaults["lr"]) if made is not None and is_a(made, "AdamW") else None
 
 
 def published_lr(parameters: float) -> float:
