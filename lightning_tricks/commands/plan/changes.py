@@ -41,8 +41,8 @@ class _Candidate:
     setup: RunSetup
 
 
-def changes_that_fit(setup: RunSetup, memory: StepMemory, room: int) -> tuple[Change, ...]:
-    """At most three changes with which the largest instant takes at most `room` bytes.
+def changes_that_fit(setup: RunSetup, memory: StepMemory, room: int, most: int = NAMED) -> tuple[Change, ...]:
+    """At most `most` changes with which the largest instant takes at most `room` bytes.
 
     First those that need no more devices, then more devices, then both, then tensor ranks.
     """
@@ -55,7 +55,7 @@ def changes_that_fit(setup: RunSetup, memory: StepMemory, room: int) -> tuple[Ch
             continue
         if peak <= room:
             found.append(Change(candidate.options, candidate.why, peak))
-        if len(found) == NAMED:
+        if len(found) == most:
             break
     return tuple(found)
 
