@@ -1,7 +1,10 @@
 """Refuse a place that cannot be written before a command has worked for it."""
 
+import shutil
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_tricks._errors import UsageError
 
@@ -13,6 +16,30 @@ def check_folder(option: str, folder: Path) -> None:
         raise UsageError(f"{option}={folder}: {there} is a file: name another folder, or rename the file")
     if reason := _refusal(there):
         raise UsageError(f"{option}={folder}: cannot be written ({reason}): make room, or name another folder")
+
+
+def check_folders_of_run(loggers: Iterable[Any], savers: Sequence[Any], default_root_dir: str | Path) -> None:
+    """Refuse folders that a run could not write its logs and checkpoints to; places in buckets are not asked.
+
+    Raises:
+        UsageError: names the option and the folder.
+    """
+    places = [("trainer.logger: save_dir", logger.save_dir) for logger in loggers]
+    without_loggers = not places
+    places += [("ModelCheckpoint.dirpath", getattr(saver, "dirpath", None)) for saver in savers]
+    if savers and without_loggers:
+        places.append(("trainer.default_root_dir", default_root_dir))
+    for option, folder in places:
+        if folder and "://" not in str(folder):
+            check_folder(option, Path(folder))
+
+
+def free_bytes(folder: str | Path) -> int | None:
+    """Free bytes of the disk of a folder, there or not yet; None for a bucket."""
+    if "://" in str(folder):
+        return None
+    path = Path(folder)
+    return shutil.disk_usage(next(one for one in (path, *path.absolute().parents) if one.exists())).free
 
 
 def check_file(option: str, file: str | Path) -> None:

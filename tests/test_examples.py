@@ -76,5 +76,5 @@ def test_under_ray_a_run_goes_on_from_the_checkpoint_that_it_reported(tmp_path):
 
 
 def test_the_page_shows_the_trainer_of_the_ray_example():
-    (shown,) = re.findall("```py\n(.*?)```", (EXAMPLES.parent / "docs/launching.md").read_text(), re.S)
+    (shown,) = re.findall("```text\n( {8}devices=.*?)```", (EXAMPLES.parent / "docs/launching.md").read_text(), re.S)
     assert shown in (EXAMPLES / "ray_train.py").read_text()

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import pl, rank_zero_warn
 from lightning_tricks._machine import most_processes
 from lightning_tricks._trainer import is_a
+from lightning_tricks._writable import free_bytes
+from lightning_tricks.accounting.flops import matmul_parameters
+from lightning_tricks.models.decoder_config import DecoderConfig
 
 _MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")  # what a process on another host must know
 _LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader"}
@@ -35,6 +38,25 @@ def check_before_launch(trainer: Any, module: Any, datamodule: Any, command: str
     for part in (trainer.strategy, trainer.precision_plugin, module, datamodule):
         if hasattr(part, "check_run"):
             part.check_run(trainer, datamodule, command)
+    if command == "fit":
+        _warn_of_disk(trainer, module)
+
+
+def _warn_of_disk(trainer: Any, module: Any) -> None:
+    """One line where not even the weights of one checkpoint fit on the disk; the command `check` counts all of them."""
+    config = getattr(module, "config", None)
+    if not trainer.is_global_zero or not trainer.checkpoint_callbacks or not isinstance(config, DecoderConfig):
+        return
+    weights = 2 * matmul_parameters(config)  # in 16 bits, which is the least
+    saver: Any = trainer.checkpoint_callbacks[0]
+    folder = getattr(saver, "dirpath", None) or next(
+        (logger.save_dir for logger in trainer.loggers if logger.save_dir), trainer.default_root_dir
+    )
+    if (free := free_bytes(folder)) is not None and free < weights:
+        rank_zero_warn(
+            f"{folder}: {free / 2**30:,.1f} GiB are free, and the weights of one checkpoint take at least "
+            f"{weights / 2**30:,.1f} GiB: make room, or save to another disk; the command check counts all of them"
+        )
 
 
 def _check_processes(trainer: Any, accelerator: Any) -> None:

@@ -27,7 +27,7 @@ from lightning_tricks._trainer import (
     next_version,
     trains_in_copies,
 )
-from lightning_tricks._writable import check_folder
+from lightning_tricks._writable import check_folders_of_run
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, short
 from lightning_tricks.guards.preemption.preemption import Preempted
 
@@ -49,13 +49,8 @@ def expand_save_dirs(trainer: Any) -> None:
 
 def check_folders(trainer: Any) -> None:
     """Refuse folders that the run could not write its logs and checkpoints to."""
-    places = [("trainer.logger: save_dir", logger.save_dir) for logger in trainer.loggers]
-    places += [("ModelCheckpoint.dirpath", getattr(saver, "dirpath", None)) for saver in trainer.checkpoint_callbacks]
-    if trainer.checkpoint_callbacks and not trainer.loggers:
-        places.append(("trainer.default_root_dir", trainer.default_root_dir))
-    for option, folder in places if trainer.is_global_zero else []:
-        if folder and not is_remote(str(folder)):
-            check_folder(option, Path(folder))
+    if trainer.is_global_zero:
+        check_folders_of_run(trainer.loggers, trainer.checkpoint_callbacks, trainer.default_root_dir)
 
 
 class RunFolder(pl.Callback):

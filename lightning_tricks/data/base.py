@@ -27,6 +27,7 @@ from lightning_tricks.data.saved_tokenizer import check_same, find_record, token
 from lightning_tricks.data.shards import TokenStream
 
 Batches = TrainBatches | ValidationBatches
+SAMPLED_BLOCKS, SAMPLED_TOKENS = 64, 4096  # of a stream, for a look
 SCANNED_TOKENS = 1 << 30  # training tokens read before the start, in a second or two; later ones are checked in batches
 
 
@@ -58,6 +59,18 @@ class IdGuard:
             (wrong,) = np.nonzero(batches.stream.read(start, length) >= self.bound)
             if len(wrong):
                 raise _wrong_id(batches.stream, start + int(wrong[0]), self.bound, self.whose)
+
+
+def check_sample(stream: TokenStream, vocab_size: int, whose: str) -> None:
+    """Refuse an id that a vocabulary lacks among blocks at equal distances; a whole scan comes with the run.
+
+    Raises:
+        UsageError: names the shard, the position and the id.
+    """
+    for start in np.linspace(0, max(len(stream) - SAMPLED_TOKENS, 0), SAMPLED_BLOCKS).astype(int).tolist():
+        (wrong,) = np.nonzero(stream.read(start, SAMPLED_TOKENS) >= vocab_size)
+        if len(wrong):
+            raise _wrong_id(stream, start + int(wrong[0]), vocab_size, whose)
 
 
 def _wrong_id(stream: TokenStream, position: int, vocab_size: int, whose: str) -> UsageError:
@@ -183,12 +196,16 @@ class ShardData(pl.LightningDataModule):
         self._position.identity["data"] = fingerprint
         if content is not None:
             self._position.identity["content"] = content
-        if (tokens := len(streams["train"])) <= self.seq_len:
-            raise UsageError(f"seq_len={self.seq_len}: the training data has {tokens} tokens; shorten it or add text")
+        self._check_length(streams["train"])
         if tokenizer is not None:
             self.token_texts = token_texts(tokenizer)
             self.check_ids(vocabulary_size(tokenizer), "the tokenizer")
             self._tokenizer_record = tokenizer_record(tokenizer, tokenizer_name, self.eot_id)
+
+    def _check_length(self, train: TokenStream) -> None:
+        """Refuse too few tokens for one row."""
+        if (tokens := len(train)) <= self.seq_len:
+            raise UsageError(f"seq_len={self.seq_len}: the training data has {tokens} tokens; shorten it or add text")
 
     def check_ids(self, vocab_size: int, whose: str = "the model") -> None:
         """Refuse token ids that a vocabulary lacks: in the shards now, and in every batch from now on.

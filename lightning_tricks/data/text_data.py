@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._writable import check_folder
 from lightning_tricks.data.base import ShardData
 from lightning_tricks.data.bpe import end_of_text, load_tokenizer, train_bpe, vocabulary_size
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
@@ -284,6 +285,24 @@ class TextData(ShardData):
         """Refuse text that is not there, a library that is missing, and sizes that this host cannot hold."""
         super().check_run(trainer, datamodule, stage)
         _ = self._corpus
+
+    def look(self, vocab_size: int | None) -> str:
+        """Read the first document, and see where its tokens are or will be; a line on them, for `check`.
+
+        Args:
+            vocab_size: of the model, which its own check compares; None: not known.
+
+        Raises:
+            UsageError: text that cannot be read, a cache that cannot be written.
+        """
+        if next(iter(self._corpus.documents()), None) is None:
+            raise UsageError(f"files: {self._corpus.description} holds no text; check the path")
+        size = "" if self._corpus.n_bytes is None else f", {self._corpus.n_bytes / 1e6:,.2f} MB"
+        text = f"{self._corpus.description}{size}, a tokenizer of {self.vocab_size:,} tokens"
+        if (self.folder / "meta.json").is_file():
+            return f"{text}; tokenized in {self.folder}"
+        check_folder("cache_dir", self.folder.parent)
+        return f"{text}; fit tokenizes it first, or prepare"
 
     @cached_property
     def folder(self) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.data.base import ShardData
+from lightning_tricks.data.base import ShardData, check_sample
 from lightning_tricks.data.bpe import end_of_text, vocabulary_size
 from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
 from lightning_tricks.data.shards import TokenStream, fingerprint
@@ -73,15 +73,40 @@ class TokenData(ShardData):
 
     def setup(self, stage: str | None = None) -> None:
         """Map the shards into memory and check them."""
-        streams = {"train": self._open("train", self.train)}
-        if self.val is not None:
-            streams["val"] = self._open("val", self.val)
+        streams = self._streams()
         files = [(path.name, path.stat().st_size) for stream in streams.values() for path in stream.paths]
         names = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
         content = fingerprint([path for stream in streams.values() for path in stream.paths])
         self.use(streams, self._given_tokenizer, names, self._tokenizer_name, content)
         if self.vocab_size is not None:
             self.check_ids(self.vocab_size, "vocab_size")
+
+    def look(self, vocab_size: int | None) -> str:
+        """Open the shards and compare a sample of their ids with the vocabularies; a line on them, for `check`.
+
+        Args:
+            vocab_size: of the model, above each id; None: not known.
+
+        Raises:
+            UsageError: shards that cannot be read, are too short for a row, or have other ids or another tokenizer.
+        """
+        streams = self._streams()
+        self._check_length(streams["train"])
+        bounds = {"vocab_size": self.vocab_size, "the model": vocab_size}
+        for stream in streams.values():
+            for whose, bound in bounds.items():
+                if bound is not None:
+                    check_sample(stream, bound, whose)
+        parts = [f"{len(stream):,} {name} tokens in {len(stream.paths)} shard(s)" for name, stream in streams.items()]
+        tokenizer = "its tokenizer is not given" if self._given_tokenizer is None else "of the tokenizer given"
+        return f"{' and '.join(parts)}{'' if 'val' in streams else ', no validation data'}; {tokenizer}"
+
+    def _streams(self) -> dict[str, TokenStream]:
+        """The shards of each split, opened."""
+        streams = {"train": self._open("train", self.train)}
+        if self.val is not None:
+            streams["val"] = self._open("val", self.val)
+        return streams
 
     def _open(self, option: str, patterns: str | list[str]) -> TokenStream:
         paths = _find(option, patterns)

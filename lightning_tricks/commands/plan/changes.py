@@ -46,8 +46,8 @@ class _Candidate:
         return self.options[0].split()[0]
 
 
-def changes_that_fit(setup: RunSetup, memory: StepMemory, room: int) -> tuple[Change, ...]:
-    """At most three changes, each of another kind, with which the largest instant takes at most `room` bytes.
+def changes_that_fit(setup: RunSetup, memory: StepMemory, room: int, most: int = NAMED) -> tuple[Change, ...]:
+    """At most `most` changes, each of another kind, with which the largest instant takes at most `room` bytes.
 
     First those that need no more devices, then more devices, then both, then tensor ranks.
     """
@@ -64,7 +64,7 @@ def changes_that_fit(setup: RunSetup, memory: StepMemory, room: int) -> tuple[Ch
         if peak <= room:
             found.append(Change(candidate.options, candidate.why, peak))
             kinds.add(candidate.kind)
-        if len(found) == NAMED:
+        if len(found) == most:
             break
     return tuple(found)
 

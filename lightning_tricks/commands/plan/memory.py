@@ -116,14 +116,14 @@ def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
     _fill_tables(setup)
     wait = getattr(setup.strategy, "reduce_gradients", "micro_batch") == "step"
     options = TraceOptions(
-        loss=_loss(setup, module),
+        loss=loss_of_step(setup, module),
         optimizer=partial(_optimizer, setup),
         micro_batches=setup.micro_batches,
         gradients_wait=wait,
         context=setup.forward_context,
         compiled=compiled,
         on_gpu=setup.on_gpu,
-        replaced=[*(_kernels_of_a_gpu() if setup.on_gpu else ()), _no_copy_of_settings()],
+        replaced=[*(kernels_of_a_gpu() if setup.on_gpu else ()), _no_copy_of_settings()],
     )
     if setup.kind != "fsdp2":
         setup.convert(module)
@@ -160,7 +160,7 @@ def _take_out_compiled(module: nn.Module) -> bool:
     return found
 
 
-def _kernels_of_a_gpu() -> list[tuple[Any, str, Any]]:
+def kernels_of_a_gpu() -> list[tuple[Any, str, Any]]:
     """What our model does otherwise on a GPU: fused attention also for short rows, longer slices of the head."""
     head: Any = import_module("lightning_tricks.models.linear_cross_entropy")  # the package has the function's name
     return [(attention, "PRODUCTS_MAX_LENGTH", 0), (head, "ROWS_ON_CPU", head.ROWS)]
@@ -172,7 +172,8 @@ def _no_copy_of_settings() -> tuple[Any, str, Any]:
     return owner, "keep_settings_on_load", lambda optimizer: optimizer
 
 
-def _loss(setup: RunSetup, module: Any) -> Callable[[Any], Tensor]:
+def loss_of_step(setup: RunSetup, module: Any) -> Callable[[Any], Tensor]:
+    """The loss of a micro-batch of zeros for a LanguageModel; for other modules, of the first batch of their data."""
     if setup.is_ours:
         rows, length = setup.rows, setup.length
         if not rows or not length:

@@ -1,0 +1,48 @@
+"""`check`: whether a recipe would start and end well here, as a list, before any GPU is held. Leaves nothing behind.
+
+In the order of reading: `checks` (the list), `disk` (how much a run's checkpoints take), `machine` (devices, cuDNN).
+"""
+
+import sys
+from typing import Any
+
+from lightning_tricks._writable import check_file
+
+NAME = "check"
+HELP = "a list of checks before the launch: model, data, layout, memory, devices, disk. Exits with 1 if one fails"
+NEEDS = "a recipe"
+WORDS = "preflight pre_flight verify dry"
+
+
+def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, json: str | None = None) -> None:
+    """Check a recipe before its launch: what it builds, its data, its layout on the whole cluster, this machine.
+
+    Exits with 1 if a check fails.
+
+    Args:
+        model: of the recipe.
+        datamodule: of the recipe.
+        trainer: of the recipe.
+        gpu: such as a100, h100, h200, b200; null: a CPU where the recipe asks for one, else the GPU here, else h100.
+        json: file for the list.
+
+    Raises:
+        UsageError: an unknown GPU; a file that cannot be written.
+    """
+    from lightning_tricks.accounting.gpus import find_gpu
+    from lightning_tricks.commands.check.checks import CHECKS, Checked, run_checks, summary
+
+    if json is not None:
+        check_file("check: json", json)
+    if gpu is not None:
+        find_gpu(gpu)
+    results = run_checks(CHECKS, Checked(model, datamodule, trainer, gpu), print)
+    print(summary(results))
+    failed = any(result.failed for result in results)
+    if json is not None:
+        from json import dumps
+        from pathlib import Path
+
+        listed = {"passed": not failed, "checks": [result._asdict() for result in results]}
+        Path(json).write_text(dumps(listed, indent=1) + "\n", encoding="utf-8")
+    sys.exit(1 if failed else 0)

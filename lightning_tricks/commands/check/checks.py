@@ -1,0 +1,450 @@
+"""The checks of a recipe, in the order in which they are made, and the list that they print.
+
+Each is a function that returns its line, or a `Note` where nothing was to be checked or a person should look. One that
+raises a UsageError has failed: its line says which option, which value and what to do. The others go on.
+"""
+
+import importlib.metadata
+import importlib.util
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl
+from lightning_tricks._machine import most_processes
+from lightning_tricks._replaced import replaced
+from lightning_tricks._writable import check_folders_of_run, free_bytes
+from lightning_tricks.commands.check.disk import kept_checkpoints, savers_of, saves_of_run
+from lightning_tricks.commands.check.machine import (
+    attention_line,
+    driver_version,
+    gpus_here,
+    refuse_devices,
+    why_no_gpu,
+)
+from lightning_tricks.commands.plan.changes import changes_that_fit
+from lightning_tricks.commands.plan.memory import kernels_of_a_gpu, loss_of_step
+from lightning_tricks.commands.plan.plan import Plan, plan_recipe
+from lightning_tricks.commands.plan.setup import RunSetup, read_setup
+from lightning_tricks.commands.schedule.plan import Plan as Schedule
+from lightning_tricks.commands.schedule.plan import planned
+from lightning_tricks.mixins import OptimizerMixin
+from lightning_tricks.optim.build_optimizer import check_settings
+from lightning_tricks.parallel.fake_cluster import at_once, view_cluster
+from lightning_tricks.parallel.memory_trace import STEP
+
+_PASSED, _FAILED, _NOTE = "ok", "!!", "--"
+_SIGNS = {_PASSED: "✓", _FAILED: "✗", _NOTE: "·"}
+_BLOCKS = 2  # of a model whose collectives are traced: the others are like them
+_GIB = 2**30
+
+
+class Note(NamedTuple):
+    """A line on something that was not checked, or that a person should look at."""
+
+    line: str
+
+
+class Result(NamedTuple):
+    """What a check found.
+
+    Attributes:
+        name: of the check.
+        mark: `ok`, `!!` (it failed) or `--` (a note).
+        line: for the list.
+    """
+
+    name: str
+    mark: str
+    line: str
+
+    @property
+    def failed(self) -> bool:
+        """Whether a run would fail, or lose much."""
+        return self.mark == _FAILED
+
+
+@dataclass
+class Checked:
+    """A recipe under check, and what its checks have found for those that follow.
+
+    Attributes:
+        module: not built yet, as it stays.
+        datamodule: or None.
+        trainer: the Trainer's arguments, with classes as objects.
+        gpu: a word for it; None as `plan` has it.
+        parameters: elements of the model, once it was built.
+        plan: of its memory, once it was traced.
+        schedule: once it is known.
+    """
+
+    module: Any
+    datamodule: Any
+    trainer: Mapping[str, Any]
+    gpu: str | None = None
+    parameters: int | None = None
+    plan: Plan | None = None
+    schedule: Schedule | None = field(default=None, repr=False)
+
+    @cached_property
+    def setup(self) -> RunSetup:
+        """The recipe on its own devices."""
+        return read_setup(self.module, self.datamodule, self.trainer, None, None, self.on_gpu)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the recipe is for GPUs."""
+        return self.trainer.get("accelerator") != "cpu"
+
+    @property
+    def known_layout(self) -> bool:
+        """Whether the strategy is one of which `plan` knows how it divides."""
+        try:
+            return bool(self.setup.kind)
+        except UsageError:
+            return False
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The loggers, without the one that Lightning adds by itself."""
+        given = self.trainer.get("logger")
+        given = given if isinstance(given, list | tuple) else [given]
+        return [one for one in given if not isinstance(one, bool | None)]
+
+    @property
+    def root(self) -> Path:
+        """The folder of what has no other one."""
+        return Path(self.trainer.get("default_root_dir") or Path.cwd())
+
+    def stand_in(self) -> Any:
+        """What the parts' own `check_run` ask of a Trainer."""
+        setup, callbacks = self.setup, self.trainer.get("callbacks") or []
+        accelerator = SimpleNamespace() if self.on_gpu else pl.accelerators.CPUAccelerator()
+        return SimpleNamespace(
+            strategy=SimpleNamespace() if isinstance(setup.strategy, str) else setup.strategy,
+            precision_plugin=setup.plugin,
+            accelerator=accelerator,
+            num_nodes=setup.nodes,
+            num_devices=setup.devices,
+            world_size=setup.world,
+            callbacks=callbacks if isinstance(callbacks, list) else [callbacks],
+            accumulate_grad_batches=setup.micro_batches,
+            max_steps=self.trainer.get("max_steps") or -1,
+            max_epochs=self.trainer.get("max_epochs"),
+            gradient_clip_val=self.trainer.get("gradient_clip_val"),
+            gradient_clip_algorithm=self.trainer.get("gradient_clip_algorithm"),
+            fast_dev_run=True,  # the length of the run is the business of the check of the schedule
+        )
+
+
+Check = Callable[[Checked], "str | Note"]
+
+
+# ---- what the recipe says
+
+
+def recipe(checked: Checked) -> str:
+    """The parts of the recipe, which the command line has read and built."""
+    setup = checked.setup
+    strategy = setup.strategy if isinstance(setup.strategy, str) else type(setup.strategy).__name__
+    data = "no data module" if checked.datamodule is None else type(checked.datamodule).__name__
+    return f"{type(checked.module).__name__}, {data}, {strategy}, {setup.precision} on {setup.nodes} x {setup.devices}"
+
+
+def model(checked: Checked) -> str:
+    """The model builds, on the meta device: no weight is drawn."""
+    (found,) = at_once([partial(_parameters, checked.setup)])
+    checked.parameters, trained = found
+    frozen = "" if trained == checked.parameters else f", {trained:,} of them trained"
+    return f"{checked.parameters:,} parameters{frozen}"
+
+
+def _parameters(setup: RunSetup) -> tuple[int, int]:
+    parameters = list(setup.build().parameters())
+    return sum(one.numel() for one in parameters), sum(one.numel() for one in parameters if one.requires_grad)
+
+
+def settings(checked: Checked) -> str | Note:
+    """The checks that module, strategy and precision bring for themselves, which `fit` makes too."""
+    parts = (checked.setup.strategy, checked.setup.plugin, checked.module)
+    return _own_checks(checked, [part for part in parts if hasattr(part, "check_run")], "optimizer and sizes")
+
+
+def _own_checks(checked: Checked, parts: Sequence[Any], words: str) -> str | Note:
+    names = ", ".join(type(part).__name__ for part in parts)
+    try:
+        for part in parts:
+            part.check_run(checked.stand_in(), checked.datamodule, "fit")
+    except AttributeError as error:
+        return Note(f"{names}: its own check needs a Trainer ({error}): fit makes it")
+    return f"{words}, by the own checks of {names}" if parts else Note("no part has a check of its own")
+
+
+def data(checked: Checked) -> str | Note:
+    """The files are there and can be read, fit the tokenizer and the model."""
+    source, module = checked.datamodule, checked.module
+    if source is None:
+        if not pl.utilities.model_helpers.is_overridden("train_dataloader", module):
+            raise UsageError(
+                f"the recipe has no data, and {type(module).__name__} has no train_dataloader: add some, such as "
+                "`data: TextData`"
+            )
+        return Note(f"{type(module).__name__} has loaders of its own, which are not run")
+    if hasattr(source, "check_run") and isinstance(found := _own_checks(checked, [source], ""), Note):
+        return found
+    if not hasattr(source, "look"):
+        return Note(f"{type(source).__name__} has no check of its own, and is not run")
+    return str(source.look(getattr(getattr(module, "config", None), "vocab_size", None)))
+
+
+def schedule(checked: Checked) -> str | Note:
+    """The learning rate over the run, its length, and its validations."""
+    trainer = checked.trainer
+    try:
+        plan = checked.schedule = planned(checked.module, checked.datamodule, trainer)
+    except UsageError as error:
+        by_epochs = (trainer.get("max_epochs") or -1) > 0 and (trainer.get("max_steps") or -1) < 1
+        if by_epochs or not isinstance(checked.module, OptimizerMixin):
+            return Note(str(error))
+        raise
+    peak, phases = plan.peak, [phase for phase in plan.phases if phase.name != "end"]
+    curve = ", ".join(f"{phase.name} from {phase.step:,}" for phase in phases)
+    tokens = "" if plan.total_tokens is None else f", {plan.total_tokens:,} tokens"
+    line = f"{plan.total_steps:,} steps{tokens}: {curve}; peak {peak:.3g}, last {plan.phases[-1].lr:.3g}"
+    interval = trainer.get("val_check_interval")
+    if isinstance(interval, int) and interval > 1 and trainer.get("limit_val_batches") != 0 and not plan.validations:
+        return Note(f"{line}; trainer.val_check_interval={interval}: the run ends before its first validation")
+    return line
+
+
+# ---- what the cluster would do
+
+
+def layout(checked: Checked) -> str | Note:
+    """The first, the middle and the last rank of the recipe's own world send the same, in the same order."""
+    setup = checked.setup
+    if not checked.known_layout:
+        return Note("this strategy divides the model by itself: its layout is not known before the run")
+    if setup.kind != "fsdp2":
+        return "one device" if setup.world == 1 else f"{setup.world} processes, {setup.kind}"
+    dims = setup.dims
+    blocks = min(_BLOCKS, setup.module.config.n_layers) if setup.is_ours else None
+    # the number of rows changes no collective, and each slice of the head takes time
+    step = partial(_step, setup.changed(micro_batch_size=1)) if setup.is_ours and setup.rows else None
+    views = view_cluster(partial(setup.build, blocks), dims, setup.parallel_options(), step)
+    ranks = ", ".join(str(view.rank) for view in views)
+    sent = f"ranks {ranks} send the same {len(views[0].collectives)} collectives" if step else f"ranks {ranks} divide"
+    return f"{dims} of {setup.world:,} devices: {sent}{f' in {blocks} blocks' if blocks else ' it alike'}"
+
+
+def _step(setup: RunSetup, module: nn.Module) -> Tensor:
+    fsdp.register_fsdp_forward_method(module, "token_sums")
+    with ExitStack() as stack:
+        for owner, name, value in kernels_of_a_gpu() if setup.on_gpu else ():
+            stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(setup.forward_context())
+        return loss_of_step(setup, module)(module)
+
+
+def memory(checked: Checked) -> str | Note:
+    """A step fits into the memory of a device."""
+    setup = checked.setup
+    if not checked.known_layout or not setup.is_ours:
+        return Note("not known without running code or data of the recipe: the command plan traces it")
+    plan = checked.plan = plan_recipe(
+        checked.module, checked.datamodule, checked.trainer, gpu=checked.gpu, suggest=False
+    )
+    if plan.memory is None or plan.peak_bytes is None:
+        return Note(f"not known: {plan.why_no_memory}")
+    share = f"{_gib(plan.peak_bytes)} of {_gib(plan.device.bytes)} of {plan.device.name}"
+    if plan.fits:
+        looks = f"; {plan.warnings[0]}" if plan.warnings else ""
+        return Note(share + looks) if looks else f"{share}, largest in the {plan.memory.largest}"
+    room = plan.device.bytes - plan.device.overhead
+    changes = changes_that_fit(plan.setup, plan.memory, room, most=1)
+    remedy = " ".join(changes[0].options) if changes else "a smaller model, or more memory"
+    raise UsageError(f"{share}: does not fit; give {remedy} (the command plan says more)")
+
+
+# ---- this machine
+
+
+def libraries(checked: Checked) -> str:
+    """The packages of the recipe's parts are there, and a compiler where blocks are compiled."""
+    setup = checked.setup
+    if setup.compiles and not checked.on_gpu:
+        compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++")), None)
+        if compiler is None or shutil.which(compiler.split()[0]) is None:
+            raise UsageError(
+                f"compile_blocks=True: torch.compile needs a C++ compiler on a CPU ({compiler or 'g++ or clang++'} is "
+                "not there): install one, or leave compile_blocks out"
+            )
+    if setup.compiles and checked.on_gpu and torch.cuda.is_available() and not _has("triton"):
+        raise UsageError("compile_blocks=True: torch.compile needs triton on a GPU: pip install triton")
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in _packages(checked))
+    return ", ".join(versions)
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _packages(checked: Checked) -> Iterable[str]:
+    """Distributions of the packages that the recipe's objects come from."""
+    given = checked.stand_in()
+    parts = [checked.module, checked.datamodule, given.strategy, given.precision_plugin, *given.callbacks]
+    modules = {type(part).__module__ for part in [*parts, *checked.loggers] if part is not None}
+    if hasattr(checked.module, "optimizer") and (made := check_settings(checked.module.optimizer)) is not None:
+        modules.add(type(made).__module__)
+    names = {module.partition(".")[0] for module in modules} | ({"torchao"} if checked.setup.fp8 is not None else set())
+    names -= {"builtins", "types", "torch", "lightning_tricks", lightning := pl.__name__.partition(".")[0]}
+    owners = importlib.metadata.packages_distributions() if names else {}  # reads the records of all packages
+    return ["torch", lightning.replace("_", "-"), *sorted({owner for name in names for owner in owners.get(name, ())})]
+
+
+def devices(checked: Checked) -> str | Note:
+    """The devices of the recipe are here, and torch can use them."""
+    wanted = checked.setup.devices
+    if not checked.on_gpu:
+        if wanted > (most := most_processes()):
+            raise UsageError(f"trainer.devices={wanted}: so many processes on this CPU: give at most {most}")
+        return f"{wanted} on this CPU of {os.cpu_count()} cores"
+    here = gpus_here()
+    if here is None:
+        if reason := why_no_gpu(driver_version(), torch.version.cuda):
+            raise UsageError(f"trainer.accelerator={checked.trainer.get('accelerator')}: {reason}: repair that first")
+        planned_for = "" if checked.plan is None else f": planned for {checked.plan.device.name}"
+        return Note(f"no GPU on this machine{planned_for}; ask again where the run will start")
+    refuse_devices(wanted, here)
+    return f"{here.count} x {here.name}, driver {here.driver or 'not known'}, torch for CUDA {here.cuda}"
+
+
+def attention(checked: Checked) -> str | Note:
+    """The kernel of attention, and the cuDNN that it comes from."""
+    here = gpus_here(getattr(getattr(checked.module, "config", None), "head_dim", 128)) if checked.on_gpu else None
+    if here is None:
+        return Note("asked on a GPU only")
+    line = attention_line(here)
+    return Note(line) if here.foreign_cudnn else line
+
+
+def disk(checked: Checked) -> str | Note:
+    """The checkpoints of the run fit on their disk."""
+    savers = savers_of(checked.trainer)
+    size, words = checkpoint_bytes(checked)
+    if not savers or size is None:
+        return Note("the run saves no checkpoint" if not savers else "the size of a checkpoint is not known")
+    steps = checked.schedule.total_steps if checked.schedule else None
+    validations = checked.schedule.validations if checked.schedule else ()
+    permanent = len(checked.schedule.permanent) if checked.schedule else 0
+    counts = [kept_checkpoints(saver, saves_of_run(saver, steps, validations), permanent) for saver in savers]
+    lines = []
+    for folder in dict.fromkeys(_folder_of(saver, checked) for saver in savers):
+        count = sum(n for n, saver in zip(counts, savers, strict=True) if _folder_of(saver, checked) == folder)
+        if (free := free_bytes(folder)) is None:
+            lines.append(f"{folder} is no disk of this machine")
+            continue
+        each = f"{count} checkpoints of {words}{_gib(size)} at once"
+        line = f"{each}: {_gib(count * size)}, free {_gib(free)} in {folder}"
+        if count * size > free:
+            raise UsageError(f"{line}: make room, keep fewer (keep_last), or save to another disk (dirpath)")
+        lines.append(line)
+    return "; ".join(lines)
+
+
+def checkpoint_bytes(checked: Checked) -> tuple[int | None, str]:
+    """Bytes of a whole checkpoint of all ranks, and `at least ` where the optimizer's state is not known."""
+    plan = checked.plan
+    if plan is None or plan.memory is None:
+        return None if checked.parameters is None else 4 * checked.parameters, "at least "
+    setup = plan.setup
+    parts = setup.world // setup.dims.replicate if setup.kind == "fsdp2" else 1
+    lines = plan.memory.instants[STEP]
+    state = lines.get("optimizer state", 0) * (setup.world if setup.kind == "zero" else parts)
+    weights = sum(plan.parameters.values()) * (2 if setup.bf16_weights else 4)
+    return weights + state + lines.get("averages", 0) * parts, ""
+
+
+def _folder_of(saver: Any, checked: Checked) -> str | Path:
+    """The folder, or the one in which it will be made."""
+    roots = (logger.save_dir for logger in checked.loggers if getattr(logger, "save_dir", None))
+    return getattr(saver, "dirpath", None) or next(roots, checked.root)
+
+
+def folders(checked: Checked) -> str:
+    """The folders of logs and checkpoints can be written."""
+    savers = savers_of(checked.trainer)
+    check_folders_of_run(checked.loggers, savers, checked.root)
+    places = [_folder_of(saver, checked) for saver in savers] or [checked.root]
+    return ", ".join(dict.fromkeys(map(str, places)))
+
+
+CHECKS: tuple[Check, ...] = (
+    recipe, model, settings, data, schedule, layout, memory, libraries, devices, attention, disk, folders,
+)  # fmt: skip
+
+
+# ---- the list
+
+
+def run_checks(checks: Sequence[Check], checked: Checked, show: Callable[[str], None]) -> list[Result]:
+    """Make the checks one after the other, and show each line when it is known.
+
+    A mistake that several checks meet is told by the first of them.
+    """
+    results: list[Result] = []
+    told: dict[str, str] = {}
+    for check in checks:
+        mark, line = _outcome(check, checked)
+        if mark == _FAILED and line in told:
+            mark, line = _NOTE, f"not known, see {told[line]}"
+        elif mark == _FAILED:
+            told[line] = check.__name__
+        results.append(Result(check.__name__, mark, line))
+        show(f"{_sign(mark)} {check.__name__:<10} {line}")
+    return results
+
+
+def _outcome(check: Check, checked: Checked) -> tuple[str, str]:
+    try:
+        found = check(checked)
+    except UsageError as error:
+        return _FAILED, str(error)
+    except Exception as error:  # of the user's own code, or of a library: its last line says what it was
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        return _FAILED, f"{said[-1]}: the recipe's own code failed here; fit would fail likewise"
+    return (_NOTE, found.line) if isinstance(found, Note) else (_PASSED, found)
+
+
+def summary(results: Sequence[Result]) -> str:
+    """The last line."""
+    count = {mark: sum(result.mark == mark for result in results) for mark in (_PASSED, _FAILED, _NOTE)}
+    notes = f", {count[_NOTE]} not checked or to look at" if count[_NOTE] else ""
+    return f"{len(results)} checks: {count[_PASSED]} passed, {count[_FAILED]} failed{notes}"
+
+
+def _sign(mark: str) -> str:
+    """The mark, as a sign where standard output has it."""
+    try:
+        _SIGNS[mark].encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return mark
+    return _SIGNS[mark]
+
+
+def _gib(size: float) -> str:
+    value = size / _GIB
+    return f"{size / 2**20:,.1f} MiB" if value < 1 else f"{value:,.{0 if math.log10(value) >= 3 else 1}f} GiB"

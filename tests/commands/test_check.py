@@ -1,0 +1,350 @@
+"""`check`: a healthy recipe passes; each planted fault is one line with its remedy, and the rest goes on."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness.token_files import write_token_files
+
+from lightning_tricks import FSDP2Strategy, LanguageModel, Llama, ParallelDims, TextData, TokenData
+from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import pl
+from lightning_tricks.callbacks import SafeCheckpoint
+from lightning_tricks.cli.before_launch import check_before_launch
+from lightning_tricks.commands.check import checks as listed
+from lightning_tricks.commands.check import machine, run
+from lightning_tricks.commands.check.checks import CHECKS, Checked, run_checks, summary
+from lightning_tricks.commands.check.disk import kept_checkpoints, saves_of_run
+from lightning_tricks.schedules import WarmupCosine
+
+CONFIG = Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=32)
+NAMES = [check.__name__ for check in CHECKS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_token_files(tmp_path_factory.mktemp("tokens"))
+
+
+def adamw(groups, lr=1e-3):
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def module(config=CONFIG, **options):
+    return LanguageModel(config, **{"optimizer": adamw, "schedule": WarmupCosine(warmup_steps=2), **options})
+
+
+def tokens(folder, **options):
+    given = {"train": str(folder / "train.bin"), "val": str(folder / "val.bin"), "seq_len": 16, "micro_batch_size": 2}
+    return TokenData(**given | {"vocab_size": 64} | options)
+
+
+def trainer(folder, **options):
+    logger = pl.loggers.CSVLogger(str(folder / "runs"))
+    return {"accelerator": "cpu", "devices": 1, "max_steps": 20, "logger": logger, "default_root_dir": str(folder),
+            "callbacks": [SafeCheckpoint(every_n_train_steps=5)], **options}  # fmt: skip
+
+
+def found(folder, model=None, data=None, checks=CHECKS, **options):
+    """The results of the checks by their names."""
+    checked = Checked(model or module(), data or tokens(folder), trainer(folder, **options))
+    return {result.name: result for result in run_checks(checks, checked, lambda line: None)}
+
+
+def only(*names):
+    return [check for check in CHECKS if check.__name__ in names]
+
+
+def failed(results):
+    return [name for name, result in results.items() if result.failed]
+
+
+# ---- the whole list
+
+
+def test_a_healthy_recipe_passes_and_leaves_nothing_behind(folder, tmp_path, capsys):
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(SystemExit) as end:
+        run(module(), tokens(folder), trainer(folder), json=str(tmp_path / "check.json"))
+    assert end.value.code == 0
+    assert sorted(folder.rglob("*")) == before
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(CHECKS) + 1
+    assert lines[-1] == f"{len(CHECKS)} checks: {len(CHECKS) - 1} passed, 0 failed, 1 not checked or to look at"
+    assert not any(line.startswith(("!!", "✗")) for line in lines)
+    written = json.loads((tmp_path / "check.json").read_text())
+    assert written["passed"] is True
+    assert [check["name"] for check in written["checks"]] == NAMES
+    assert written["checks"][1]["line"] == f"{sum(p.numel() for p in _built().parameters()):,} parameters"
+
+
+def _built():
+    model = module()
+    model.configure_model()
+    return model
+
+
+def test_faults_are_one_line_each_the_other_checks_go_on_and_the_exit_code_is_1(folder, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(SystemExit) as end:
+        run(module(), tokens(folder, train="no/such*.bin"), trainer(folder, max_steps=1))
+    assert end.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(CHECKS) + 1
+    wrong = [line.split()[1] for line in lines if line.startswith(("!!", "✗"))]
+    assert wrong == ["data", "schedule", "disk"]
+    assert "train='no/such*.bin': matches no file; check the path" in lines[NAMES.index("data")]
+
+
+def test_marks_are_words_where_standard_output_has_no_signs(monkeypatch):
+    monkeypatch.setattr(listed.sys, "stdout", SimpleNamespace(encoding="ascii"))
+    assert [listed._sign(mark) for mark in ("ok", "!!", "--")] == ["ok", "!!", "--"]
+    monkeypatch.setattr(listed.sys, "stdout", SimpleNamespace(encoding="utf-8"))
+    assert [listed._sign(mark) for mark in ("ok", "!!", "--")] == ["✓", "✗", "·"]
+
+
+def test_a_mistake_that_several_checks_meet_is_told_once(folder):
+    def first(checked):
+        raise UsageError("mesh=3: no")
+
+    def second(checked):
+        raise UsageError("mesh=3: no")
+
+    results = run_checks([first, second], Checked(None, None, {}), lambda line: None)
+    assert [(result.mark, result.line) for result in results] == [("!!", "mesh=3: no"), ("--", "not known, see first")]
+    assert summary(results) == "2 checks: 0 passed, 1 failed, 1 not checked or to look at"
+
+
+def test_an_unknown_gpu_is_refused_before_anything_is_checked():
+    with pytest.raises(UsageError, match="gpu=h1000: did you mean h100"):
+        run(None, None, {}, gpu="h1000")
+
+
+# ---- one fault for each check
+
+
+class Broken(pl.LightningModule):
+    def configure_model(self):
+        raise RuntimeError("no such layer")
+
+    def train_dataloader(self):
+        return []
+
+
+def test_a_model_that_does_not_build_is_told_with_its_reason(folder):
+    results = found(folder, model=Broken(), checks=only("model", "folders"))
+    assert failed(results) == ["model"]
+    assert results["model"].line.startswith("RuntimeError: no such layer")
+
+
+def test_settings_of_the_optimizer_are_refused(folder):
+    results = found(folder, model=module(optimizer=lambda groups: adamw(groups, lr=-1.0)), checks=only("settings"))
+    assert failed(results) == ["settings"]
+    assert "lr" in results["settings"].line
+
+
+def test_rows_longer_than_the_model_takes_are_refused(folder):
+    results = found(folder, data=tokens(folder, seq_len=64), checks=only("settings"))
+    assert "data.seq_len=64 is longer than the decoder's max_seq_len=32: shorten" in results["settings"].line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"train": "no.bin"}, "train='no.bin': matches no file; check the path"),
+        ({"val": "no.bin"}, "val='no.bin': matches no file; check the path"),
+        ({"vocab_size": 40}, "does not fit vocab_size, which has 40 tokens; raise vocab_size"),
+        ({"seq_len": 5000}, "seq_len=5000: the training data has 3900 tokens; shorten it"),
+        ({"shard_format": "nanogpt"}, "does not fit"),
+    ],
+)
+def test_data_that_do_not_fit_are_named(folder, options, words):
+    results = found(folder, data=tokens(folder, **options), checks=only("data", "folders"))
+    assert failed(results) == ["data"]
+    assert words in results["data"].line
+
+
+def test_ids_are_compared_with_the_models_vocabulary_and_validation_data_are_asked_for(folder):
+    small = module(replace(CONFIG, vocab_size=32))
+    line = found(folder, model=small, data=tokens(folder, vocab_size=None), checks=only("data"))["data"].line
+    assert "does not fit the model, which has 32 tokens" in line
+    assert "no validation data" in found(folder, data=tokens(folder, val=None), checks=only("data"))["data"].line
+
+
+def test_text_is_read_and_not_tokenized(folder, tmp_path):
+    (tmp_path / "a.txt").write_text("hello " * 100)
+    good = TextData(files=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), vocab_size=300, seq_len=16)
+    result = found(folder, data=good, checks=only("data"))["data"]
+    assert result.mark == "ok"
+    assert "fit tokenizes it first" in result.line
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00 no text")
+    bad = TextData(files=str(tmp_path / "b.txt"), cache_dir=str(tmp_path / "cache"), vocab_size=300, seq_len=16)
+    assert "is not UTF-8 text" in found(folder, data=bad, checks=only("data"))["data"].line
+
+
+def test_a_warmup_longer_than_the_run_is_refused_and_a_run_without_validation_noted(folder):
+    results = found(folder, checks=only("schedule"), max_steps=2)
+    assert failed(results) == ["schedule"]
+    assert "warmup_steps=2" in results["schedule"].line
+    note = found(folder, checks=only("schedule"), val_check_interval=50)["schedule"]
+    assert note.mark == "--"
+    assert "val_check_interval=50: the run ends before its first validation" in note.line
+
+
+def test_ranks_of_the_recipes_own_world_send_the_same(folder):
+    strategy = FSDP2Strategy(mesh=ParallelDims(tensor=2))
+    result = found(folder, checks=only("layout"), strategy=strategy, num_nodes=4, devices=8)["layout"]
+    assert result.mark == "ok"
+    assert "ranks 0, 16, 31 send the same" in result.line
+    sent = int(result.line.split("the same ")[1].split()[0])
+    assert sent >= 2 * 2 * 2  # each of two blocks gathers its weights twice, and its tensor ranks add up
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_told_once(folder):
+    strategy = FSDP2Strategy(mesh=ParallelDims(tensor=3))
+    results = found(folder, checks=only("layout", "memory"), strategy=strategy, devices=8)
+    assert failed(results) == ["layout"]
+    assert "3" in results["layout"].line
+    assert results["memory"].line == "not known, see layout"
+
+
+def test_a_step_that_does_not_fit_is_refused_with_the_first_change_that_fits(folder, monkeypatch):
+    wide = module(replace(CONFIG, d_model=128))
+    data = tokens(folder, micro_batch_size=8)
+    checked = Checked(wide, data, trainer(folder))
+    assert not run_checks(only("memory"), checked, lambda line: None)[0].failed
+    peak = checked.plan.peak_bytes
+    monkeypatch.setattr("lightning_tricks.commands.plan.plan.host_bytes", lambda: int(0.95 * peak))
+    results = found(folder, wide, data, only("memory"))
+    assert failed(results) == ["memory"]
+    assert "does not fit; give --data.micro_batch_size" in results["memory"].line
+
+
+def test_a_missing_compiler_is_refused_where_blocks_are_compiled(folder, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not failed(found(folder, checks=only("libraries")))
+    results = found(folder, model=module(compile_blocks=True), checks=only("libraries"))
+    assert "compile_blocks=True: torch.compile needs a C++ compiler" in results["libraries"].line
+    assert failed(results) == ["libraries"]
+
+
+def test_more_processes_than_the_cpu_can_hold_are_refused(folder):
+    results = found(folder, checks=only("devices"), devices=10_000)
+    assert "trainer.devices=10000: so many processes on this CPU: give at most" in results["devices"].line
+    assert failed(results) == ["devices"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(folder):
+    (folder / "file").write_text("")
+    saver = SafeCheckpoint(dirpath=str(folder / "file"))
+    results = found(folder, checks=only("folders", "recipe"), callbacks=[saver])
+    assert failed(results) == ["folders"]
+    assert "is a file: name another folder" in results["folders"].line
+    (folder / "file").unlink()
+
+
+# ---- the disk
+
+
+def test_the_disk_is_asked_for_weights_and_state_of_all_checkpoints_that_stay(folder, monkeypatch):
+    count = sum(parameter.numel() for parameter in _built().parameters())
+    # 4 saves of 20 steps; two newest stay and one is being written; AdamW keeps two averages
+    needed = 3 * 12 * count
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(1.01 * needed)))
+    checks = only("model", "schedule", "memory", "disk")
+    assert not failed(found(folder, checks=checks))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(0.99 * needed)))
+    results = found(folder, checks=checks)
+    assert failed(results) == ["disk"]
+    assert results["disk"].line.startswith("3 checkpoints of ")
+    assert "make room, keep fewer (keep_last), or save to another disk (dirpath)" in results["disk"].line
+
+
+def test_the_number_of_checkpoints_follows_from_the_savers_settings():
+    assert kept_checkpoints(SafeCheckpoint(keep_last=2), 100, 0) == 3
+    assert kept_checkpoints(SafeCheckpoint(keep_last=2, monitor="val/loss", keep_best=3), 100, 0) == 6
+    assert kept_checkpoints(SafeCheckpoint(keep_last=2, permanent_steps=10), 100, 10) == 13
+    assert kept_checkpoints(SafeCheckpoint(keep_last=5), 2, 0) == 2
+    assert kept_checkpoints(pl.callbacks.ModelCheckpoint(save_top_k=-1), 7, 0) == 7
+    assert kept_checkpoints(pl.callbacks.ModelCheckpoint(save_top_k=2, monitor="x", save_last=True), None, 0) == 4
+    assert saves_of_run(SafeCheckpoint(every_n_train_steps=30), 100, ()) == 4  # 30, 60, 90 and the last step
+    assert saves_of_run(SafeCheckpoint(), 100, (50, 100)) == 2
+    assert saves_of_run(SafeCheckpoint(every_n_minutes=3), 100, (50,)) is None
+
+
+def test_fit_warns_where_not_even_one_checkpoint_fits(folder, monkeypatch):
+    run = pl.Trainer(**trainer(folder, enable_progress_bar=False))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.warns(UserWarning, match="are free, and the weights of one checkpoint take at least"):
+        check_before_launch(run, module(), tokens(folder), "fit", "cpu")
+
+
+# ---- GPUs, as far as they are known by paths and figures
+
+HERE = machine.GPUs(4, "H100 80GB HBM3", (9, 0), "570.1", "13.0", 91900, "cudnn_attention", ())
+
+
+def test_more_devices_than_are_there_are_refused(folder, monkeypatch):
+    monkeypatch.setattr(listed, "gpus_here", lambda *args: HERE)
+    results = found(folder, checks=only("devices"), accelerator="gpu", devices=8)
+    assert failed(results) == ["devices"]
+    assert "trainer.devices=8: this machine has 4 (H100 80GB HBM3): give --trainer.devices 4" in results["devices"].line
+    line = found(folder, checks=only("devices"), accelerator="gpu", devices=4)["devices"].line
+    assert line == "4 x H100 80GB HBM3, driver 570.1, torch for CUDA 13.0"
+
+
+def test_a_driver_without_a_torch_for_it_is_a_fault_and_no_driver_a_note(folder, monkeypatch):
+    monkeypatch.setattr(listed, "gpus_here", lambda *args: None)
+    monkeypatch.setattr(listed, "driver_version", lambda: None)
+    assert found(folder, checks=only("devices"), accelerator="gpu")["devices"].mark == "--"
+    monkeypatch.setattr(listed, "driver_version", lambda: "570.1")
+    assert failed(found(folder, checks=only("devices"), accelerator="gpu")) == ["devices"]
+    assert "built without CUDA" in machine.why_no_gpu("570.1", None)
+    assert "too old" in machine.why_no_gpu("470.1", "13.0")
+
+
+def test_the_drivers_version_is_read(tmp_path):
+    file = tmp_path / "version"
+    assert machine.driver_version(file) is None
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 02:06:14 UTC 2025\n")
+    assert machine.driver_version(file) == "570.124.06"
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
+    assert machine.driver_version(file) == "580.65.06"
+
+
+def test_a_cudnn_that_comes_before_torchs_own_is_found(tmp_path):
+    wheel, other, empty = (tmp_path / name for name in ("wheel", "other", "empty"))
+    for place in (wheel, other, empty):
+        place.mkdir()
+    for place in (wheel, other):
+        (place / "libcudnn.so.9").touch()
+    own = [wheel / "libcudnn.so.9", Path("/lib/libc.so.6")]
+    assert machine.foreign_cudnn("", wheel, own) == ()
+    assert machine.foreign_cudnn(f"{empty}", wheel, own) == ()
+    assert machine.foreign_cudnn(f"{empty}:{other}", wheel, own) == (other,)
+    assert machine.foreign_cudnn(f"{wheel}:{other}", wheel, own) == ()  # torch's own comes first
+    graph = other / "libcudnn_graph.so.9"
+    assert machine.foreign_cudnn("", wheel, [*own, graph]) == (graph,)
+    assert machine.foreign_cudnn(f"{other}", None, [graph]) == ()  # a torch that brings none
+    maps = tmp_path / "maps"
+    maps.write_text(f"7f00-7f01 r-xp 00000000 08:01 12   {graph}\n7f01-7f02 rw-p 00000000 00:00 0 \n")
+    assert machine.loaded_libraries(maps) == [graph]
+
+
+def test_another_cudnn_is_a_fault_on_hopper_and_a_note_elsewhere(folder, monkeypatch):
+    shadowed = replace(HERE, foreign_cudnn=(Path("/opt/cudnn"),))
+    monkeypatch.setattr(listed, "gpus_here", lambda *args: shadowed)
+    result = found(folder, checks=only("attention"), accelerator="gpu")["attention"]
+    assert result.failed
+    assert result.line.startswith("LD_LIBRARY_PATH: /opt/cudnn comes before torch's own cuDNN (loaded: 91900)")
+    assert result.line.endswith("take the folder out of LD_LIBRARY_PATH")
+    monkeypatch.setattr(listed, "gpus_here", lambda *args: replace(shadowed, capability=(8, 0)))
+    assert found(folder, checks=only("attention"), accelerator="gpu")["attention"].mark == "--"
+    monkeypatch.setattr(listed, "gpus_here", lambda *args: HERE)
+    line = found(folder, checks=only("attention"), accelerator="gpu")["attention"].line
+    assert line == "cudnn_attention in bf16, cuDNN 91900"
