@@ -4,6 +4,7 @@ Models of transformers, diffusers and torch's own layers at small width, with ra
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -260,8 +261,8 @@ class UNet(nn.Module):
         super().__init__()
         widths = (16, 32, 64)
         self.first = nn.Conv2d(3, widths[0], 3, padding=1)
-        self.down = nn.ModuleList(self._part(a, b) for a, b in zip(widths, widths[1:], strict=False))
-        self.up = nn.ModuleList(self._part(b + a, a) for a, b in zip(widths, widths[1:], strict=False))
+        self.down = nn.ModuleList(self._part(a, b) for a, b in itertools.pairwise(widths))
+        self.up = nn.ModuleList(self._part(b + a, a) for a, b in itertools.pairwise(widths))
         self.last = nn.Conv2d(widths[0], 3, 1)
 
     @staticmethod

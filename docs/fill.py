@@ -96,6 +96,7 @@ FILLERS = {  # by the name with which the files of the results begin
     "runs": Filler("runs.md", _of("fill_commands", "runs"), measured=False),
     "plan-foreign": Filler("plan.md", _of("fill_commands", "plan_foreign")),
     "plan-memory": Filler("plan.md", _of("fill_commands", "plan")),
+    "plan-published": Filler("plan.md", _of("fill_commands", "plan_published")),
     "schedule": Filler(
         "schedule_command.md", _of("fill_commands", "schedule"), _of("fill_commands", "draw"), measured=False
     ),

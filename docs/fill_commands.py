@@ -42,6 +42,13 @@ def plan_foreign(result: dict[str, Any]) -> dict[str, str]:
     return {"foreign": page_text(result)}
 
 
+def plan_published(result: dict[str, Any]) -> dict[str, str]:
+    """How far plans are from published runs."""
+    from benchmarks.plan_published import table
+
+    return {"published": table(result)}
+
+
 def runs(_: Any) -> dict[str, str]:
     """The table of the runs of a small sweep."""
     from lightning_tricks.commands.runs.table import Table, find_runs

@@ -37,7 +37,7 @@ FORWARD, LOSS, LOSS_BACKWARD, LAST, BETWEEN, FIRST, REST, STEP = (
 )  # fmt: skip
 _SETUP = "setup"
 _aten = torch.ops.aten
-# Numbers that oneDNN keeps for each output of an LSTM: 4 gates, 2 states and 2 cells, and room for 6 gradients of these.
+# Numbers that oneDNN keeps for each output of an LSTM: 4 gates, 2 states, 2 cells, and room for 6 gradients of these.
 # With its padding, 15.6 were measured at a width of 256 (torch 2.13).
 _ONEDNN_LSTM = 14
 

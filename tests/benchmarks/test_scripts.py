@@ -9,7 +9,7 @@ import torch
 from fill import result_of
 from fill_optimizers import misses
 
-from benchmarks import checkpoints, foreign, mup_transfer, plan_foreign, precision
+from benchmarks import checkpoints, foreign, mup_transfer, plan_foreign, plan_published, precision
 
 
 def read(path):
@@ -56,6 +56,17 @@ def test_plans_of_foreign_modules(tmp_path, capsys):
     with pytest.raises(SystemExit):
         plan_foreign.main(["a model"])
     assert "unknown model a model: give some of" in capsys.readouterr().err
+
+
+def test_published_rows_by_hand():
+    row = plan_published.ROWS[0]
+    assert plan_published.logits_gib(row) == pytest.approx(2 * 8192 * 128256 * 12 / 2**30)
+    sizes = plan_published.ROWS[6]
+    assert plan_published.logits_gib(sizes) == pytest.approx(16 / 8 * 8192 * 128256 * 12 / 2**30)
+    result = result_of("plan-published")
+    assert len(result["memory"]) == sum(row.gib is not None for row in plan_published.ROWS)
+    for one in result["memory"]:
+        assert one["error"] == pytest.approx(one["plan_gib"] / one["published_gib"] - 1)
 
 
 def test_best_and_shift_under_mup():
