@@ -94,7 +94,9 @@ FILLERS = {  # by the name with which the files of the results begin
     "optimizers": Filler("optimizers.md", _of("fill_optimizers", "texts")),
     "precision": Filler("precision.md", _of("plot_precision", "texts"), _of("plot_precision", "draw")),
     "runs": Filler("runs.md", _of("fill_commands", "runs"), measured=False),
+    "plan-foreign": Filler("plan.md", _of("fill_commands", "plan_foreign")),
     "plan-memory": Filler("plan.md", _of("fill_commands", "plan")),
+    "plan-published": Filler("plan.md", _of("fill_commands", "plan_published")),
     "schedule": Filler(
         "schedule_command.md", _of("fill_commands", "schedule"), _of("fill_commands", "draw"), measured=False
     ),

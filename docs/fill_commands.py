@@ -35,6 +35,20 @@ def plan(result: dict[str, Any]) -> dict[str, str]:
     return {"plan": _block(command, report(made)), "memory": table(result)}
 
 
+def plan_foreign(result: dict[str, Any]) -> dict[str, str]:
+    """How far plans are from measured peaks for modules of other libraries."""
+    from benchmarks.plan_foreign import page_text
+
+    return {"foreign": page_text(result)}
+
+
+def plan_published(result: dict[str, Any]) -> dict[str, str]:
+    """How far plans are from published runs."""
+    from benchmarks.plan_published import table
+
+    return {"published": table(result)}
+
+
 def runs(_: Any) -> dict[str, str]:
     """The table of the runs of a small sweep."""
     from lightning_tricks.commands.runs.table import Table, find_runs

@@ -9,7 +9,7 @@ import torch
 from fill import result_of
 from fill_optimizers import misses
 
-from benchmarks import checkpoints, foreign, mup_transfer, precision
+from benchmarks import checkpoints, foreign, mup_transfer, plan_foreign, plan_published, precision
 
 
 def read(path):
@@ -39,6 +39,34 @@ def test_verdicts_on_foreign_models():
     assert foreign.verdict(float("nan"), 1e-6) == "differs by nan"
     assert foreign.verdict(2e-5, 1e-6) == "differs by 2e-05"
     assert foreign.verdict("refused: a line", 1e-6) == "refused: a line"
+
+
+def test_plans_of_foreign_modules(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    names = ["torch recommender", "GAN, manual optimization"]
+    assert plan_foreign.main([*names, "--out", str(out)]) == 0
+    assert "2 of 2: a figure within 15%, or a line" in capsys.readouterr().out
+    result = read(out)
+    assert [row["model"] for row in result["rows"]] == names
+    recommender = result["rows"][0]
+    assert recommender["measured"]["gradients"] == 4 * (50_000 * 64 + 77 * 256 + 256 + 256 + 1)
+    assert "GAN optimizes manually" in plan_foreign.page_text(result)
+    recommender["relative_error"]["largest instant"] = -0.2
+    assert not plan_foreign.is_as_promised(recommender)
+    with pytest.raises(SystemExit):
+        plan_foreign.main(["a model"])
+    assert "unknown model a model: give some of" in capsys.readouterr().err
+
+
+def test_published_rows_by_hand():
+    row = plan_published.ROWS[0]
+    assert plan_published.logits_gib(row) == pytest.approx(2 * 8192 * 128256 * 12 / 2**30)
+    sizes = plan_published.ROWS[6]
+    assert plan_published.logits_gib(sizes) == pytest.approx(16 / 8 * 8192 * 128256 * 12 / 2**30)
+    result = result_of("plan-published")
+    assert len(result["memory"]) == sum(row.gib is not None for row in plan_published.ROWS)
+    for one in result["memory"]:
+        assert one["error"] == pytest.approx(one["plan_gib"] / one["published_gib"] - 1)
 
 
 def test_best_and_shift_under_mup():

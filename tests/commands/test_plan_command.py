@@ -163,6 +163,14 @@ def test_a_module_that_reads_a_value_gets_a_line_and_the_rest_of_the_plan():
     assert "Traceback" not in lines
 
 
+def test_a_module_that_optimizes_manually_gets_a_line():
+    module = Foreign()
+    module.automatic_optimization = False
+    plan = plan_recipe(module, None, {"max_steps": 10}, gpu="h100")
+    assert plan.fits is None
+    assert "not known           Foreign optimizes manually, and only a run tells its steps" in report(plan)
+
+
 def test_a_step_on_paper_hides_what_shards_send_and_adds_what_tensor_ranks_wait_for():
     dims = ParallelDims(tensor=2).of_world(16)  # eight shards on two hosts
     links = Links(host_gb=100.0, network_gb=10.0, devices=8)

@@ -189,6 +189,8 @@ def loss_of_step(setup: RunSetup, module: Any) -> Callable[[Any], Tensor]:
             return nats / ids.numel()
 
         return loss
+    if not getattr(module, "automatic_optimization", True):
+        raise UsageError(f"{UNTRACEABLE} {type(module).__name__} optimizes manually, and only a run tells its steps")
     batch = _first_batch(setup)
 
     def own(_: Any) -> Tensor:
