@@ -27,7 +27,7 @@ from lightning_tricks.accounting.flops import training_flops_per_token
 from lightning_tricks.commands.plan.plan import Plan, plan_recipe
 
 LENGTH, VOCABULARY = 8192, 128256
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "8B": {"d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336},
     "70B": {"d_model": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "d_ff": 28672},
 }
@@ -93,7 +93,7 @@ def plan_of(row: Published, mfu: float = 0.4, memory: bool = True) -> Plan:
         "max_steps": 10, "plugins": [BF16Mixed()], "strategy": FSDP2Strategy(mesh=ParallelDims(tensor=row.tensor)),
     }  # fmt: skip
     data = SimpleNamespace(micro_batch_size=row.rows, seq_len=LENGTH)
-    where = {"gpu": row.gpu, "nodes": row.gpus // 8, "devices": 8, "network_gbits": 400.0}
+    where: dict[str, Any] = {"gpu": row.gpu, "nodes": row.gpus // 8, "devices": 8, "network_gbits": 400.0}
     return plan_recipe(module, data, settings, mfu=mfu, suggest=False, **where)
 
 
@@ -130,8 +130,8 @@ def measure() -> dict[str, Any]:
         print(memory[-1], flush=True)
     for a, b in PAIRS:
         rate = rate_from(ROWS[a], ROWS[b], plans[a], plans[b])
-        row = {"from": ROWS[a].name, "row": ROWS[b].name, "published": ROWS[b].rate, "foretold": rate}
-        scaling.append({**row, "error": rate / ROWS[b].rate - 1})
+        names = {"from": ROWS[a].name, "row": ROWS[b].name}
+        scaling.append({**names, "published": ROWS[b].rate, "foretold": rate, "error": rate / ROWS[b].rate - 1})
         print(scaling[-1], flush=True)
     return {"memory": memory, "scaling": scaling}
 
