@@ -1,11 +1,13 @@
 """The machine and the versions that a figure belongs to, and the GPU's clock, power and temperature meanwhile."""
 
 import datetime
+import logging
 import os
 import platform
 import statistics
 import subprocess
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +21,19 @@ from torch.nn.attention import SDPBackend
 _SMI = ("driver_version", "power.limit", "clocks.max.sm", "clocks.mem", "clocks_event_reasons.active", "pstate")
 _SAMPLE_SECONDS = 0.5
 _LIBRARIES = ("pytorch-optimizer", "heavyball")  # of optimizers
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No log lines below errors, and no warnings, of what is measured."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def cpu_name() -> str:

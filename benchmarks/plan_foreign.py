@@ -8,9 +8,7 @@ diffusers is used where it is installed.
 
 import argparse
 import json
-import logging
 import sys
-import warnings
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -115,8 +113,6 @@ def main(given: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if unknown := [name for name in options.models if name not in MODELS]:
         parser.exit(2, f"unknown model {', '.join(unknown)}: give some of {', '.join(MODELS)}\n")
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     names = options.models or list(MODELS)
     left_out = [name for name in names if not installed(name)]
@@ -125,7 +121,8 @@ def main(given: Sequence[str] | None = None) -> int:
         if name in left_out:
             print(f"{name:28} left out: not installed", flush=True)
             continue
-        rows.append(row(name))
+        with machine.quiet():
+            rows.append(row(name))
         said = "  ".join(f"{kind} {error:+.1%}" for kind, error in rows[-1]["relative_error"].items())
         print(f"{name:28} {said or json.dumps(rows[-1]['planned'])}", flush=True)
     out = options.out

@@ -9,14 +9,12 @@ ranks that send in the background drop what they have gathered a little earlier 
 
 import argparse
 import json
-import logging
 import multiprocessing
 import os
 import socket
 import sys
 import tempfile
 import traceback
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -198,12 +196,11 @@ def work(rank: int, world: int, port: int, cases: list[tuple[str, str, str]], fo
             "LOCAL_RANK": str(rank), "NODE_RANK": "0",
         }  # fmt: skip
     torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
     for case in cases:
         try:
-            found["/".join(case)] = train(*case)
+            with machine.quiet():
+                found["/".join(case)] = train(*case)
         except Exception:
             found["/".join(case)] = {"error": traceback.format_exc().splitlines()[-1]}
     if rank == 0:
@@ -257,8 +254,6 @@ def main(given: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if unknown := [name for name in options.recipes if name not in RECIPES]:
         parser.exit(2, f"unknown recipe {' '.join(unknown)}: give some of {' '.join(RECIPES)}\n")
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     recipes = options.recipes or list(RECIPES)
     cases = [(r, layout, o) for r in recipes for layout in options.layouts for o in options.optimizers]
     real = measured(cases)
@@ -266,7 +261,8 @@ def main(given: Sequence[str] | None = None) -> int:
     for case in cases:
         name = "/".join(case)
         try:
-            plan: dict[str, Any] = dict(planned(*case))
+            with machine.quiet():
+                plan: dict[str, Any] = dict(planned(*case))
         except Exception as error:
             plan = {"error": str(error).splitlines()[-1]}
         here = real[name]

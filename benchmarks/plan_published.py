@@ -8,9 +8,7 @@ Sources, both read: https://github.com/pytorch/torchtitan/blob/main/benchmarks/l
 """
 
 import argparse
-import logging
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -157,9 +155,8 @@ def main(given: Sequence[str] | None = None) -> int:
     default = Path(__file__).parent / "results" / f"plan-published-{machine.today()}-cpu.json"
     parser.add_argument("--out", type=Path, default=default, help="JSON file; default: in benchmarks/results")
     options = parser.parse_args(given)
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    result = {"machine": machine.describe(), **measure()}
+    with machine.quiet():
+        result = {"machine": machine.describe(), **measure()}
     write(options.out, result)
     print(table(result))
     return 0

@@ -80,3 +80,4 @@ from lightning_tricks._trainer.savers_and_loggers import last_saved_step as last
 from lightning_tricks._trainer.savers_and_loggers import next_version as next_version
 from lightning_tricks._trainer.savers_and_loggers import shows_hp_metric as shows_hp_metric
 from lightning_tricks._trainer.savers_and_loggers import steps_between_saves as steps_between_saves
+from lightning_tricks._trainer.savers_and_loggers import steps_between_saves_of as steps_between_saves_of

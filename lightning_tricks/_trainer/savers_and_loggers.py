@@ -9,9 +9,14 @@ def has_default_checkpoint_io(trainer: Any) -> bool:
 
 
 def steps_between_saves(trainer: Any) -> list[int]:
-    """`every_n_train_steps` of each ModelCheckpoint that has one. Read from callbacks/model_checkpoint.py."""
-    every = [getattr(callback, "_every_n_train_steps", 0) for callback in trainer.checkpoint_callbacks]
+    """`every_n_train_steps` of each ModelCheckpoint that has one."""
+    every = [steps_between_saves_of(callback) for callback in trainer.checkpoint_callbacks]
     return [steps for steps in every if steps]
+
+
+def steps_between_saves_of(saver: Any) -> int:
+    """`every_n_train_steps` of a ModelCheckpoint, 0 where it has none. Read from callbacks/model_checkpoint.py."""
+    return int(getattr(saver, "_every_n_train_steps", 0) or 0)
 
 
 def last_saved_step(saver: Any) -> int:

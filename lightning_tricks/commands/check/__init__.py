@@ -11,7 +11,7 @@ from lightning_tricks._writable import check_file
 NAME = "check"
 HELP = "a list of checks before the launch: model, data, layout, memory, devices, disk. Exits with 1 if one fails"
 NEEDS = "a recipe"
-WORDS = "preflight pre_flight verify dry"
+WORDS = "preflight pre_flight"
 
 
 def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, json: str | None = None) -> None:

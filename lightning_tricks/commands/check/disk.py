@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_tricks._lightning import pl
-from lightning_tricks._trainer import is_a
+from lightning_tricks._trainer import is_a, steps_between_saves_of
 
 
 def kept_checkpoints(saver: Any, saves: int | None, permanent: int) -> int:
@@ -36,7 +36,7 @@ def savers_of(settings: Any) -> list[Any]:
 
 def saves_of_run(saver: Any, total_steps: int | None, validations: Sequence[int]) -> int | None:
     """Saves of a run, its last step among them; None where minutes or epochs decide."""
-    every = getattr(saver, "_every_n_train_steps", 0) or 0
+    every = steps_between_saves_of(saver)
     if total_steps is None or getattr(saver, "every_n_minutes", None) is not None:
         return None
     if every:
