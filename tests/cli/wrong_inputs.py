@@ -600,7 +600,7 @@ ROWS = [
     command("schedule --config small.yaml --x token", "x=token", "did you mean tokens?"),
     command("check --config small.yaml --gpu h1000", "gpu=h1000", "did you mean h100"),
     command("check --config small.yaml --json no_such/a.json", "json=no_such/a.json", "no such folder"),
-    command("check --config small.yaml --model.schedule Cosin", "model.schedule", "did you mean"),
+    command("check --config small.yaml --model.schedule WarmupCosin", "model.schedule", "did you mean WarmupCosine?"),
     command("runs no_such", "runs: no_such: no such folder", "a logger writes"),
     command("runs {folder}", "there is no run below it", "a logger writes"),
     command("runs {folder} --sort step", "sort=step; did you mean steps?", files={"metrics.csv": "step\n"}),
