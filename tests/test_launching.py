@@ -369,6 +369,7 @@ def test_a_rank_of_a_mesh_that_hangs_is_named_though_its_neighbours_hold_up_the_
 @pytest.mark.parametrize("axis", ["tensor", "context"])
 def test_a_rank_of_a_mesh_is_killed_and_the_run_goes_on_to_the_same_weights(axis, ended):
     unbroken, job = ended(f"{axis} hangs"), ended(f"{axis} killed")
+    assert job.seconds < 60
     out = (job.folder / "first_out").read_text(errors="replace")
     said = re.findall(GONE.format(rank=2, world=4), out, re.M)
     assert len(said) == 3
