@@ -1,7 +1,8 @@
 """What a compiled block keeps for its backward pass, without compiling it: torch's own partitioner decides.
 
-`torch.compile` cuts the joint graph of forward and backward pass in two, so that as little as possible is kept. The
-same cut is made here on tensors without data, and both halves run operation by operation.
+`torch.compile` partitions the joint graph of forward and backward pass, so that as little as possible is kept. The
+same partition is made here on tensors without data, and both halves run operation by operation. Elementwise results
+that only fused kernels read stay in registers there, and are not recorded.
 """
 
 import operator
@@ -28,24 +29,24 @@ _REDUCTIONS = {_aten.sum.dim_IntList, _aten.mean.dim, _aten.amax.default, _aten.
 
 @contextmanager
 def stand_in_for_compiled(
-    blocks: Iterable[nn.Module], unseen: Callable[[], AbstractContextManager[Any]]
+    blocks: Iterable[nn.Module], unrecorded: Callable[[], AbstractContextManager[Any]]
 ) -> Iterator[list[str]]:
     """Have the blocks keep what their compiled forms keep; the list gets a note where one cannot be.
 
     Args:
         blocks: their arguments are tensors, or values that can be written as text.
-        unseen: around the tracing of a graph, whose tensors are none of the step.
+        unrecorded: around the tracing of a graph, whose tensors are none of the step.
     """
     notes: list[str] = []
     graphs: dict[Any, Any] = {}
     with ExitStack() as stack:
         for block in blocks:
-            stack.enter_context(replaced(block, "forward", _forward(block, block.forward, graphs, notes, unseen)))
+            stack.enter_context(replaced(block, "forward", _forward(block, block.forward, graphs, notes, unrecorded)))
         yield notes
 
 
 def _forward(
-    block: nn.Module, eager: Callable[..., Any], graphs: dict[Any, Any], notes: list[str], unseen: Callable[[], Any]
+    block: nn.Module, eager: Callable[..., Any], graphs: dict[Any, Any], notes: list[str], unrecorded: Callable[[], Any]
 ) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         names, parameters = zip(*block.named_parameters(), strict=True)
@@ -71,8 +72,8 @@ def _forward(
         key = (type(block), _mode(block), shapes, str(fixed))
         if key not in graphs:
             linears = sum(isinstance(part, nn.Linear) for part in block.modules())
-            graphs[key] = _partitioned(call, _mode(block), linears, unseen)
-            with unseen():
+            graphs[key] = _partitioned(call, _mode(block), linears, unrecorded)
+            with unrecorded():
                 graphs[key](*(torch.empty_like(t).requires_grad_(t.requires_grad) for t in (*tensors, *parameters)))
         return graphs[key](*tensors, *parameters)
 
@@ -98,13 +99,15 @@ def _not_checkpointed(block: Any) -> Iterator[None]:
         yield
 
 
-def _partitioned(call: Callable[..., Any], mode: Mode, linears: int, unseen: Callable[[], Any]) -> Callable[..., Any]:
-    """`call` as two graphs, cut as `torch.compile` cuts them."""
+def _partitioned(
+    call: Callable[..., Any], mode: Mode, linears: int, unrecorded: Callable[[], Any]
+) -> Callable[..., Any]:
+    """`call` as two graphs, partitioned as `torch.compile` does it."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.decomposition import select_decomp_table
 
-    def cut(joint: Any, inputs: Any, **more: Any) -> Any:
+    def partition(joint: Any, inputs: Any, **more: Any) -> Any:
         if mode != "none":
             _tag(joint, mode, linears, more["num_fwd_outputs"])
         return min_cut_rematerialization_partition(joint, inputs, **more)
@@ -113,26 +116,26 @@ def _partitioned(call: Callable[..., Any], mode: Mode, linears: int, unseen: Cal
         in_registers = _in_registers(graph.graph.nodes)
 
         def run(arguments: list[Any]) -> Any:  # a new one each time, as it holds what it has computed
-            return _Fused(graph, in_registers, unseen).boxed_run(arguments)
+            return _Fused(graph, in_registers, unrecorded).boxed_run(arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
     compiler: Any = fused
-    return aot_function(call, compiler, compiler, partition_fn=cut, decompositions=select_decomp_table())
+    return aot_function(call, compiler, compiler, partition_fn=partition, decompositions=select_decomp_table())
 
 
 class _Fused(Interpreter):
-    """Runs a graph; `unseen` is around the operations whose results a fused kernel never writes to memory."""
+    """Runs a graph; `unrecorded` is around the operations whose results a fused kernel never writes to memory."""
 
-    def __init__(self, graph: Any, in_registers: set[Any], unseen: Callable[[], Any]) -> None:
+    def __init__(self, graph: Any, in_registers: set[Any], unrecorded: Callable[[], Any]) -> None:
         super().__init__(graph)
-        self.in_registers, self.unseen = in_registers, unseen
+        self.in_registers, self.unrecorded = in_registers, unrecorded
 
     def run_node(self, node: Any) -> Any:
         if node not in self.in_registers:
             return super().run_node(node)
-        with self.unseen():
+        with self.unrecorded():
             result = super().run_node(node)
         result.read_by_kernel = [self.env[read] for read in node.all_input_nodes]  # which runs where the result is used
         return result

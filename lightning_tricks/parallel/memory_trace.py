@@ -1,7 +1,7 @@
 """The memory of one optimizer step, traced without data: what is held at each instant, and the largest of them.
 
 The step is the real one, on tensors without data (torch's FakeTensorMode): the module divided by `parallelize`, its
-forward and backward pass, the optimizer. Each allocation and each release is noted, so no formula of the model is
+forward and backward pass, the optimizer. Allocations and releases are recorded, so no formula of the model is
 needed. `fake_cluster` gives the process group.
 """
 
@@ -97,6 +97,7 @@ class TraceOptions:
         context: around each forward pass, such as autocast.
         compiled: whether the blocks are compiled.
         on_gpu: count the kernels that a GPU has in place of those of a CPU.
+        replaced: (owner, name, value) of attributes that have another value during the trace.
     """
 
     loss: Callable[[Any], Tensor]
@@ -129,40 +130,40 @@ def trace_step(module: nn.Module, blocks: Mapping[str, nn.Module], options: Trac
             stack.enter_context(replaced(*replacement))
         if options.on_gpu and not options.compiled:
             stack.enter_context(replaced(F, "rms_norm", _fused_rms_norm))
-        book = _Book()
+        log = _AllocationLog()
         if options.compiled:
-            notes = stack.enter_context(stand_in_for_compiled(blocks.values(), book.closed))
+            notes = stack.enter_context(stand_in_for_compiled(blocks.values(), log.paused))
         for tensor in [*module.parameters(), *module.buffers()]:
-            book.note(local(tensor), "weights")
-        stack.enter_context(_marked(blocks, book))
-        stack.enter_context(_resizes_noted(book))
+            log.record(local(tensor), "weights")
+        stack.enter_context(_instants_by_hooks(blocks, log))
+        stack.enter_context(_resizes_recorded(log))
         optimizer = None if options.optimizer is None else options.optimizer(module)
-        with _Allocations(book, options.on_gpu, notes):
+        with _Allocations(log, options.on_gpu, notes):
             if options.micro_batches > 1 and not options.gradients_wait:
-                _add_gradients(module, book)
+                _add_gradients(module, log)
             for number in range(2 if options.micro_batches > 1 and options.gradients_wait else 1):
-                book.is_last = options.micro_batches == 1 or not options.gradients_wait or number == 1
+                log.is_last_micro_batch = options.micro_batches == 1 or not options.gradients_wait or number == 1
                 if options.gradients_wait and isinstance(module, FSDPModule):
-                    module.set_requires_gradient_sync(book.is_last)
-                book.instant = FORWARD
+                    module.set_requires_gradient_sync(log.is_last_micro_batch)
+                log.instant = FORWARD
                 with options.context():
                     loss = options.loss(module)
-                book.end_of_forward()
-                book.instant = LOSS_BACKWARD
+                log.end_of_forward()
+                log.instant = LOSS_BACKWARD
                 loss.backward()
                 del loss
-                book.end_of_backward()
+                log.end_of_backward()
             if optimizer is not None:
-                for part in _leaves(optimizer):
+                for part in _parts(optimizer):
                     if options.on_gpu:
                         _as_on_gpu(part)
-                book.instant = _SETUP  # makes the state, where the next step has it already
+                log.instant = _SETUP  # makes the state, where the next step has it already
                 optimizer.step()
-                book.end_of_step()
-                book.instant = STEP
+                log.end_of_step()
+                log.instant = STEP
                 optimizer.step()
-                book.end_of_step()
-        instants = book.largest_of_each_instant()
+                log.end_of_step()
+        instants = log.largest_of_each_instant()
         if options.micro_batches == 1:
             _add_gradients_of_last_step(instants)
         return StepMemory(instants, tuple(dict.fromkeys(notes)))
@@ -176,16 +177,16 @@ def _add_gradients_of_last_step(instants: dict[str, dict[str, int]]) -> None:
         instants[name] = {line: lines[line] for line in LINES if line in lines}
 
 
-def _add_gradients(module: nn.Module, book: "_Book") -> None:
+def _add_gradients(module: nn.Module, log: "_AllocationLog") -> None:
     """The gradients of an earlier micro-batch, to which those of the last one are added."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-            book.note(local(parameter.grad), "gradients")
-            book.known[local(parameter.grad).untyped_storage()._cdata].line = "gradients"
+            log.record(local(parameter.grad), "gradients")
+            log.live[local(parameter.grad).untyped_storage()._cdata].line = "gradients"
 
 
-def _leaves(optimizer: Any) -> list[torch.optim.Optimizer]:
+def _parts(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The optimizers of which one is composed, or itself."""
     parts = getattr(optimizer, "optimizers", None)
     return list(parts.values()) if isinstance(parts, dict) else [optimizer]
@@ -219,25 +220,25 @@ def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: fl
 class _Storage:
     """One piece of memory."""
 
-    __slots__ = ("alive", "instant", "line", "size", "weak")
+    __slots__ = ("instant", "line", "size", "weak")
 
     def __init__(self, size: int, line: str, instant: str) -> None:
-        self.size, self.line, self.instant, self.alive = size, line, instant, True
+        self.size, self.line, self.instant = size, line, instant
         self.weak: Any = None
 
 
-class _Book:
-    """Each allocation and release in their order, and the instant in which it was."""
+class _AllocationLog:
+    """Allocations and releases in their order, each with its instant of the step."""
 
     def __init__(self) -> None:
         self._instant = _SETUP
-        self.is_closed, self.is_last = False, True
-        self.known: dict[int, _Storage] = {}
+        self.is_paused, self.is_last_micro_batch = False, True
+        self.live: dict[int, _Storage] = {}
         self.events: list[tuple[str, _Storage, int]] = []
 
     @property
     def instant(self) -> str:
-        """Where the step is."""
+        """Instant in which the step is now."""
         return self._instant
 
     @instant.setter
@@ -247,44 +248,43 @@ class _Book:
 
     def _add(self, entry: "_Storage", change: int) -> None:
         # instants of the first micro-batch are smaller, and not told apart
-        self.events.append((self._instant if self.is_last else _SETUP, entry, change))
+        self.events.append((self._instant if self.is_last_micro_batch else _SETUP, entry, change))
 
     @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Note nothing; may be nested."""
-        before, self.is_closed = self.is_closed, True
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside the `with`, which may be nested."""
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self.is_closed = before
+            self.is_paused = before
 
-    def note(self, tensor: Tensor, line: str = "working memory") -> None:
+    def record(self, tensor: Tensor, line: str = "working memory") -> None:
         """A tensor's memory, if it is not known yet."""
         memory = tensor.untyped_storage()
         key = memory._cdata
-        if key in self.known or self.is_closed:
+        if key in self.live or self.is_paused:
             return
         entry = _Storage(memory.nbytes(), line, self.instant)
 
         def released(_: Any) -> None:
-            if self.known.get(key) is entry:
-                del self.known[key]
-            entry.alive = False
+            if self.live.get(key) is entry:
+                del self.live[key]
             self._add(entry, -entry.size)
 
         entry.weak = ref(memory, released)
-        self.known[key] = entry
+        self.live[key] = entry
         self._add(entry, entry.size)
 
-    def resized(self, memory: Any, size: int) -> None:
+    def record_resize(self, memory: Any, size: int) -> None:
         """FSDP2 drops gathered weights by giving their memory the size 0."""
-        entry = self.known.get(memory._cdata)
+        entry = self.live.get(memory._cdata)
         if entry is not None:
             entry.line = "gathered weights"
             self._add(entry, size - entry.size)
             entry.size = size
 
-    def passing(self, size: int) -> None:
+    def record_temporary(self, size: int) -> None:
         """Memory that an operation takes for itself and gives back."""
         entry = _Storage(size, "working memory", self.instant)
         self._add(entry, size)
@@ -292,19 +292,19 @@ class _Book:
 
     def end_of_forward(self) -> None:
         """What was made in the forward pass and is still there waits for the backward pass."""
-        for entry in self.known.values():
+        for entry in self.live.values():
             if entry.line == "working memory" and entry.instant in (FORWARD, LOSS):
                 entry.line = "activations" if entry.instant == FORWARD else "head and loss"
 
     def end_of_backward(self) -> None:
         """What was made in the backward pass and is still there is a gradient."""
-        for entry in self.known.values():
+        for entry in self.live.values():
             if entry.line == "working memory" and entry.instant not in (_SETUP, FORWARD, LOSS):
                 entry.line = "gradients"
 
     def end_of_step(self) -> None:
         """What a step has made and is still there is the optimizer's state; some make it anew in each step."""
-        for entry in self.known.values():
+        for entry in self.live.values():
             if entry.line == "working memory" and entry.instant in (_SETUP, STEP):
                 entry.line = "optimizer state"
 
@@ -317,7 +317,7 @@ class _Book:
             total += change
             if instant != _SETUP and (instant not in found or total > largest[instant]):
                 largest[instant], found[instant] = total, dict(now)
-        state = sum(entry.size for entry in self.known.values() if entry.line == "optimizer state")
+        state = sum(entry.size for entry in self.live.values() if entry.line == "optimizer state")
         for instant, lines in found.items():
             if state and instant != STEP:
                 lines["optimizer state"] = state
@@ -325,13 +325,13 @@ class _Book:
 
 
 class _Allocations(TorchDispatchMode):
-    """Notes the results of each operation on this rank's tensors."""
+    """Records the results of each operation on this rank's tensors."""
 
     supports_higher_order_operators = True  # the partitioner's, around attention that runs again
 
-    def __init__(self, book: _Book, on_gpu: bool, notes: list[str]) -> None:
+    def __init__(self, log: _AllocationLog, on_gpu: bool, notes: list[str]) -> None:
         super().__init__()
-        self.book, self.on_gpu, self.notes = book, on_gpu, notes
+        self.log, self.on_gpu, self.notes = log, on_gpu, notes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -341,9 +341,9 @@ class _Allocations(TorchDispatchMode):
         line = "gathered weights" if name.startswith("fsdp::all_gather") else "working memory"
         for value in tree_leaves(result):
             if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):
-                self.book.note(value, line)
+                self.log.record(value, line)
         if func is _aten.convolution_backward.default and not self.on_gpu:
-            self.book.passing(args[0].nbytes + args[1].nbytes)  # oneDNN copies both into its own layout
+            self.log.record_temporary(args[0].nbytes + args[1].nbytes)  # oneDNN copies both into its own layout
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -360,27 +360,27 @@ class _Allocations(TorchDispatchMode):
 
 
 @contextmanager
-def _resizes_noted(book: _Book) -> Iterator[None]:
+def _resizes_recorded(log: _AllocationLog) -> Iterator[None]:
     resize = torch.UntypedStorage.resize_
 
-    def noted(memory: Any, size: int) -> Any:
+    def recorded(memory: Any, size: int) -> Any:
         result = resize(memory, size)
-        book.resized(memory, size)
+        log.record_resize(memory, size)
         return result
 
-    with replaced(torch.UntypedStorage, "resize_", noted):
+    with replaced(torch.UntypedStorage, "resize_", recorded):
         yield
 
 
 @contextmanager
-def _marked(blocks: Mapping[str, nn.Module], book: _Book) -> Iterator[None]:
-    """Tell the book by hooks on the blocks in which instant the step is."""
+def _instants_by_hooks(blocks: Mapping[str, nn.Module], log: _AllocationLog) -> Iterator[None]:
+    """Set the instant of the log by hooks on the blocks."""
     names = list(blocks)
     handles = []
 
     def enter(instant: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            book.instant = instant
+            log.instant = instant
 
         return hook
 
@@ -392,7 +392,7 @@ def _marked(blocks: Mapping[str, nn.Module], book: _Book) -> Iterator[None]:
                 if isinstance(value, Tensor) and value.requires_grad:
                     value.register_hook(enter(instant))
             if place == len(names) - 1:
-                book.instant = LOSS
+                log.instant = LOSS
             for value in tree_leaves(args)[:1] if place == 0 else ():
                 if isinstance(value, Tensor) and value.requires_grad:
                     value.register_hook(enter(REST))

@@ -186,6 +186,14 @@ def test_a_step_on_paper_hides_what_shards_send_and_adds_what_tensor_ranks_wait_
     assert shown.sends == pytest.approx({"shard": 4 * shards, "tensor": 4 * tensor})
 
 
+def test_on_more_hosts_smaller_shards_send_less_to_their_replicas():
+    settings = {"strategy": FSDP2Strategy(replicate_size=2), "max_steps": 10}
+    plan = planned(settings=settings, gpu="h100", devices=8, suggest=False)  # 2 replicas of 4 shards
+    one, two = plan.scaled(1), plan.scaled(2)
+    assert two.sends["replicate"] == pytest.approx(one.sends["replicate"] * 450 / 50 / 2)  # and over the network
+    assert two.sends["shard"] == pytest.approx(one.sends["shard"] * (7 / 8) / (3 / 4))
+
+
 def test_settings_that_look_wrong_are_named():
     config = dataclasses.replace(TINY, vocab_size=65)
     module = LanguageModel(config, schedule=WarmupCosine(warmup_steps=50))

@@ -403,16 +403,16 @@ CHECKS: tuple[Check, ...] = (
 def run_checks(checks: Sequence[Check], checked: Checked, show: Callable[[str], None]) -> list[Result]:
     """Make the checks one after the other, and show each line when it is known.
 
-    A mistake that several checks meet is told by the first of them.
+    A mistake that several checks meet is shown by the first of them.
     """
     results: list[Result] = []
-    told: dict[str, str] = {}
+    first_with: dict[str, str] = {}  # name of the first check with that line
     for check in checks:
         mark, line = _outcome(check, checked)
-        if mark == _FAILED and line in told:
-            mark, line = _NOTE, f"not known, see {told[line]}"
+        if mark == _FAILED and line in first_with:
+            mark, line = _NOTE, f"not known, see {first_with[line]}"
         elif mark == _FAILED:
-            told[line] = check.__name__
+            first_with[line] = check.__name__
         results.append(Result(check.__name__, mark, line))
         show(f"{_sign(mark)} {check.__name__:<10} {line}")
     return results

@@ -15,6 +15,8 @@ HELP = "does it fit, how long, what does it cost? --gpu h100 --devices 8 --nodes
 NEEDS = "a recipe"
 WORDS = "estimate memory dry_run"
 
+DEFAULT_MFU = 0.4  # of tuned runs on large clusters
+
 
 def run(
     model: Any,
@@ -24,7 +26,7 @@ def run(
     gpu: str | None = None,
     devices: int | None = None,
     nodes: int | None = None,
-    mfu: float = 0.4,
+    mfu: float = DEFAULT_MFU,
     price: float | None = None,
     network_gbits: float = NETWORK_GBITS,
     gpu_memory_gb: float | None = None,

@@ -1,4 +1,4 @@
-"""The memory of a recipe's step: traced on tensors without data, and by the closed form; and changes that save some."""
+"""The memory of a recipe's step, traced on tensors without data; and the activations of our decoder by formula."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -38,12 +38,10 @@ class WholeModel:
 
     Attributes:
         weights: bytes of this rank's parameters.
-        trained: elements of this rank's parameters that are trained.
         traffic: what it sends in each micro-batch.
     """
 
     weights: int
-    trained: int
     traffic: tuple[Traffic, ...]
 
 
@@ -52,12 +50,12 @@ def look_at_whole(setup: RunSetup) -> WholeModel:
     module = setup.build()
     if setup.kind != "fsdp2":
         setup.convert(module)
-        return WholeModel(local_bytes(module), _trained(module), _gradients_of_replicas(setup, module))
+        return WholeModel(local_bytes(module), _gradients_of_replicas(setup, module))
     with fake_world(0, setup.dims.world):
         options = setup.parallel_options()
         made = parallelize(module, Mesh.of(setup.dims, "cpu"), options)
         sends = traffic(setup.dims, made.plan, options, module)
-        return WholeModel(local_bytes(module), _trained(module), tuple(sends))
+        return WholeModel(local_bytes(module), tuple(sends))
 
 
 def _gradients_of_replicas(setup: RunSetup, module: nn.Module) -> tuple[Traffic, ...]:
@@ -68,10 +66,6 @@ def _gradients_of_replicas(setup: RunSetup, module: nn.Module) -> tuple[Traffic,
     return (Traffic("replicate", setup.world, size, size),)
 
 
-def _trained(module: nn.Module) -> int:
-    return sum(local(parameter).numel() for parameter in module.parameters() if parameter.requires_grad)
-
-
 def traced_memory(setup: RunSetup) -> StepMemory:
     """The memory of a step on rank 0, which has the largest shards.
 
@@ -80,22 +74,22 @@ def traced_memory(setup: RunSetup) -> StepMemory:
     Raises:
         UsageError: the module's step cannot run without data.
     """
-    return joined(setup, at_once(traces_of(setup)))
+    return at_full_depth(setup, at_once(traces_of(setup)))
 
 
 def traces_of(setup: RunSetup) -> list[Callable[[], StepMemory]]:
-    """The calls, each for a forked process, whose results `joined` takes."""
+    """The calls, each for a forked process, whose results `at_full_depth` takes."""
     deep = setup.is_ours and setup.module.config.n_layers > DEPTHS[1]
-    return [partial(_trace_in_words, setup, depth) for depth in (DEPTHS if deep else (None,))]
+    return [partial(_trace_or_refuse, setup, depth) for depth in (DEPTHS if deep else (None,))]
 
 
-def joined(setup: RunSetup, traces: Sequence[StepMemory]) -> StepMemory:
+def at_full_depth(setup: RunSetup, traces: Sequence[StepMemory]) -> StepMemory:
     """The memory at the module's own depth."""
     first, *others = traces
     return first.at_depth(others[0], DEPTHS, setup.module.config.n_layers) if others else first
 
 
-def _trace_in_words(setup: RunSetup, depth: int | None) -> StepMemory:
+def _trace_or_refuse(setup: RunSetup, depth: int | None) -> StepMemory:
     try:
         return _trace(setup, depth)
     except UsageError:

@@ -15,12 +15,13 @@ from lightning_tricks.accounting.flops import matmul_parameters, training_flops_
 from lightning_tricks.accounting.gpus import GPU, GPUS, NETWORK_GBITS, find_gpu
 from lightning_tricks.accounting.memory import training_memory
 from lightning_tricks.accounting.peak_flops import measure_peak_flops
+from lightning_tricks.commands.plan import DEFAULT_MFU
 from lightning_tricks.commands.plan.changes import Change, changes_that_fit
 from lightning_tricks.commands.plan.memory import (
     UNTRACEABLE,
     WholeModel,
+    at_full_depth,
     closed_form_activations,
-    joined,
     look_at_whole,
     traces_of,
 )
@@ -28,7 +29,9 @@ from lightning_tricks.commands.plan.scaling import Links, StepTime, step_time
 from lightning_tricks.commands.plan.setup import RunSetup, read_setup
 from lightning_tricks.commands.plan.warnings import warnings_of
 from lightning_tricks.optim.param_roles import param_roles
+from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.parallel.fake_cluster import at_once
+from lightning_tricks.parallel.layout import Traffic
 from lightning_tricks.parallel.memory_trace import StepMemory
 
 # What a process takes on a GPU beside its tensors: CUDA's context, cuBLAS' workspaces, NCCL's buffers. Assumed.
@@ -66,7 +69,8 @@ class Plan:
         device: one of them.
         parameters: elements by role; embeddings and heads that are tied count once.
         active: parameters that each token is multiplied with; None for modules that we do not know.
-        memory: of each instant of a step, without the device's overhead.
+        memory: of each instant of a step, without the device's overhead; None where it is not known.
+        why_no_memory: the reason then.
         whole: what a rank has of the model.
         activations_by_formula: bytes; None where there is no formula.
         tokens: of the whole run; None where the data do not tell.
@@ -142,7 +146,7 @@ class Plan:
         tokens = setup.rows * setup.length // dims.context
         compute = tokens * self.flops_per_token / (self.mfu * self.device.peak)
         compute /= dims.tensor
-        sends = [_as_on(one, dims) for one in self.whole.traffic]
+        sends = [_on_other_mesh(one, setup.dims, dims) for one in self.whole.traffic]
         return step_time(compute, setup.micro_batches, tokens, dims, sends, self.links)
 
     def as_dict(self) -> dict[str, Any]:
@@ -172,10 +176,16 @@ class Plan:
         }
 
 
-def _as_on(one: Any, dims: Any) -> Any:
-    """What an axis sends on a mesh of another size."""
-    ranks = {"shard": dims.shard * dims.context, "replicate": dims.replicate, "tensor": dims.tensor}
-    return dataclasses.replace(one, ranks=ranks.get(one.axis, dims.context))
+def _on_other_mesh(one: Traffic, before: ParallelDims, after: ParallelDims) -> Traffic:
+    """What an axis sends when the mesh has other sizes; replicas of smaller shards send less."""
+    ranks = {"shard": after.shard * after.context, "replicate": after.replicate, "tensor": after.tensor}
+    share = before.shard / after.shard if one.axis == "replicate" else 1.0
+    return dataclasses.replace(
+        one,
+        ranks=ranks.get(one.axis, after.context),
+        gathered=round(one.gathered * share),
+        reduced=round(one.reduced * share),
+    )
 
 
 def plan_recipe(
@@ -186,7 +196,7 @@ def plan_recipe(
     gpu: str | None = None,
     devices: int | None = None,
     nodes: int | None = None,
-    mfu: float = 0.4,
+    mfu: float = DEFAULT_MFU,
     price: float | None = None,
     network_gbits: float = NETWORK_GBITS,
     gpu_memory_gb: float | None = None,
@@ -214,15 +224,8 @@ def plan_recipe(
     Raises:
         UsageError: a number out of its range; an unknown GPU; a mesh that does not fit the devices.
     """
-    for name, value in (("network_gbits", network_gbits), ("gpu_memory_gb", gpu_memory_gb),
-                        ("peak_tflops", peak_tflops), ("link_gb", link_gb)):  # fmt: skip
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"plan: {name}={value:g}: give a number above 0")
-    if not 0 < mfu <= 1:
-        raise UsageError(f"plan: mfu={mfu:g}: give a share of the peak above 0 and up to 1, such as 0.4")
-    if price is not None and not (price >= 0 and math.isfinite(price)):
-        raise UsageError(f"plan: price={price:g}: give the price of a GPU hour, 0 or more")
     given = (gpu_memory_gb, peak_tflops, link_gb)
+    _check_numbers(mfu, price, network_gbits, *given)
     card = _card(gpu, trainer, given)
     setup = read_setup(module, datamodule, trainer, nodes, devices, on_gpu=card is not None)
     dims = setup.dims  # refuses a mesh that does not fit
@@ -231,7 +234,7 @@ def plan_recipe(
     memory, why = None, None
     try:
         (whole, parameters), *traces = at_once(jobs)
-        memory = joined(setup, traces)
+        memory = at_full_depth(setup, traces)
     except UsageError as error:
         if not str(error).startswith(UNTRACEABLE):
             raise
@@ -259,6 +262,26 @@ def plan_recipe(
     room = device.bytes - device.overhead
     changes = changes_that_fit(setup, memory, room) if suggest and memory is not None and not plan.fits else ()
     return dataclasses.replace(plan, warnings=warnings_of(plan), changes=changes)
+
+
+def _check_numbers(
+    mfu: float,
+    price: float | None,
+    network_gbits: float,
+    gpu_memory_gb: float | None,
+    peak_tflops: float | None,
+    link_gb: float | None,
+) -> None:
+    positive = {
+        "network_gbits": network_gbits, "gpu_memory_gb": gpu_memory_gb, "peak_tflops": peak_tflops, "link_gb": link_gb
+    }  # fmt: skip
+    for name, value in positive.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"plan: {name}={value:g}: give a number above 0")
+    if not 0 < mfu <= 1:
+        raise UsageError(f"plan: mfu={mfu:g}: give a share of the peak above 0 and up to 1, such as {DEFAULT_MFU}")
+    if price is not None and not (price >= 0 and math.isfinite(price)):
+        raise UsageError(f"plan: price={price:g}: give the price of a GPU hour, 0 or more")
 
 
 def _whole_and_parameters(setup: RunSetup) -> tuple[WholeModel, dict[str, int]]:

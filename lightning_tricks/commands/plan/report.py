@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lightning_tricks._errors import UsageError
 from lightning_tricks.commands.plan.plan import SCALES, Plan, rule_of_thumb
 from lightning_tricks.parallel.memory_trace import LINES
 
@@ -133,7 +134,7 @@ def _scaling(plan: Plan) -> Iterator[str]:
             continue
         try:
             times = plan.scaled(nodes)
-        except Exception:
+        except UsageError:  # a mesh that does not fit so many
             continue
         if times is None:
             continue

@@ -148,15 +148,7 @@ class RunSetup:
     def parallel_options(self) -> ParallelOptions:
         """How FSDP2Strategy divides the module; the trace stands in for what is compiled."""
         strategy: FSDP2Strategy = self.strategy
-        return ParallelOptions(
-            blocks=strategy.blocks,
-            convert=self.convert,
-            activation_checkpointing=strategy.activation_checkpointing,
-            sequence_parallel=strategy.sequence_parallel,
-            context_method=strategy.context_method,
-            policy=self.policy(),
-            reshard_after_forward=strategy.reshard_after_forward,
-        )
+        return strategy.options_with(convert=self.convert, policy=self.policy())
 
     def convert(self, module: nn.Module) -> None:
         """What the precision plugin does to the layers before they are divided."""
@@ -194,22 +186,18 @@ class RunSetup:
             trainer={**self.trainer},
             **{name: changes.pop(name) for name in ("nodes", "devices") if name in changes},
         )
-        if "micro_batch_size" in changes:
-            setup.datamodule.micro_batch_size = changes.pop("micro_batch_size")
-        if "accumulate_grad_batches" in changes:
-            setup.trainer["accumulate_grad_batches"] = changes.pop("accumulate_grad_batches")  # type: ignore[index]
-        if "strategy" in changes:
-            setup.trainer["strategy"] = changes.pop("strategy")  # type: ignore[index]
-        if "plugins" in changes:
-            setup.trainer["plugins"] = changes.pop("plugins")  # type: ignore[index]
-        for option in {"mesh", "reshard_after_forward"} & changes.keys():
-            strategy = copy.copy(setup.strategy)
-            setattr(strategy, option, changes.pop(option))
-            if option == "mesh":
-                strategy.replicate_size = 1
-            setup.trainer["strategy"] = strategy  # type: ignore[index]
+        settings: Any = setup.trainer
+        if {"mesh", "reshard_after_forward"} & changes.keys():
+            settings["strategy"] = copy.copy(setup.strategy)
         for name, value in changes.items():
-            object.__setattr__(setup.module, name, value)
+            if name in ("accumulate_grad_batches", "strategy", "plugins"):
+                settings[name] = value
+            elif name in ("mesh", "reshard_after_forward"):
+                setattr(settings["strategy"], name, value)
+            else:
+                setattr(setup.datamodule if name == "micro_batch_size" else setup.module, name, value)
+        if "mesh" in changes:
+            settings["strategy"].replicate_size = 1  # the mesh has the replicas
         return setup
 
 

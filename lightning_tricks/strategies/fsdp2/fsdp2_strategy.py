@@ -269,16 +269,22 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     @property
     def options(self) -> ParallelOptions:
         """How `parallelize` is told to treat the module."""
-        return ParallelOptions(
-            blocks=self.blocks,
+        return self.options_with(
             convert=getattr(self.precision_plugin, "convert_before_sharding", None),
-            activation_checkpointing=self.activation_checkpointing,
             compile_blocks=self.compile_blocks,
-            sequence_parallel=self.sequence_parallel,
-            context_method=self.context_method,
             policy=getattr(self.precision_plugin, "fsdp2_policy", None) or fsdp.MixedPrecisionPolicy(),
             offload=fsdp.CPUOffloadPolicy() if self._offloads else fsdp.OffloadPolicy(),
+        )
+
+    def options_with(self, **others: Any) -> ParallelOptions:
+        """The strategy's own settings of `ParallelOptions`, and others, which a run or a plan knows."""
+        return ParallelOptions(
+            blocks=self.blocks,
+            activation_checkpointing=self.activation_checkpointing,
+            sequence_parallel=self.sequence_parallel,
+            context_method=self.context_method,
             reshard_after_forward=self.reshard_after_forward,
+            **others,
         )
 
     @property
