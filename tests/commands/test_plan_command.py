@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
+import schedulefree
 import torch
 from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
 from torch import nn
@@ -120,6 +121,12 @@ def test_shards_replicas_and_bf16_weights_change_the_lines_by_their_rule():
     assert bf16[STEP]["gradients"] == 2 * COUNT
     assert bf16[STEP]["weights"] == pytest.approx(2 * COUNT, rel=0.05)  # tables of positions stay in fp32
     assert bf16[FORWARD]["optimizer state"] == 4 * COUNT + 4 * 21
+
+
+def test_a_schedule_free_optimizer_steps_in_its_train_mode():
+    module = LanguageModel(TINY, optimizer=lambda groups: schedulefree.AdamWScheduleFree(groups, lr=1e-3))
+    step = plan_recipe(module, data(), {"max_steps": 10}, gpu="h100").memory.instants[STEP]
+    assert step["optimizer state"] == 8 * COUNT  # z, and the average of squares
 
 
 class Foreign(pl.LightningModule):

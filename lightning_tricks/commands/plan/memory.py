@@ -18,7 +18,7 @@ from lightning_tricks._trainer import is_a
 from lightning_tricks.accounting.memory import activation_bytes_per_token
 from lightning_tricks.commands.plan.setup import RunSetup
 from lightning_tricks.models import attention
-from lightning_tricks.optim import build_optimizer
+from lightning_tricks.optim import build_optimizer, schedule_free_parts
 from lightning_tricks.optim.bf16_step import BF16Step
 from lightning_tricks.parallel.dims import Mesh
 from lightning_tricks.parallel.fake_cluster import at_once, fake_world
@@ -214,6 +214,8 @@ def _optimizer(setup: RunSetup, module: Any) -> torch.optim.Optimizer:
         optimizer = build_optimizer(module, module.optimizer, *settings)
     else:
         optimizer = _found_in(module.configure_optimizers())
+    for part in schedule_free_parts(optimizer):
+        part.train()  # as the callback ScheduleFree does when training starts
     if is_a(setup.plugin, "BF16True"):
         BF16Step(optimizer, setup.plugin.update, setup.plugin.optimizer_state, 0)
     return optimizer
