@@ -286,7 +286,7 @@ class TextData(ShardData):
         super().check_run(trainer, datamodule, stage)
         _ = self._corpus
 
-    def look(self, vocab_size: int | None) -> str:
+    def check_sample(self, vocab_size: int | None) -> str:
         """Read the first document, and see where its tokens are or will be; a line on them, for `check`.
 
         Args:

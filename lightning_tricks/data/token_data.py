@@ -81,7 +81,7 @@ class TokenData(ShardData):
         if self.vocab_size is not None:
             self.check_ids(self.vocab_size, "vocab_size")
 
-    def look(self, vocab_size: int | None) -> str:
+    def check_sample(self, vocab_size: int | None) -> str:
         """Open the shards and compare a sample of their ids with the vocabularies; a line on them, for `check`.
 
         Args:

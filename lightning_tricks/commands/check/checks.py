@@ -205,9 +205,9 @@ def data(checked: Checked) -> str | Note:
         return Note(f"{type(module).__name__} has loaders of its own, which are not run")
     if hasattr(source, "check_run") and isinstance(found := _own_checks(checked, [source], ""), Note):
         return found
-    if not hasattr(source, "look"):
+    if not hasattr(source, "check_sample"):
         return Note(f"{type(source).__name__} has no check of its own, and is not run")
-    return str(source.look(getattr(getattr(module, "config", None), "vocab_size", None)))
+    return str(source.check_sample(getattr(getattr(module, "config", None), "vocab_size", None)))
 
 
 def schedule(checked: Checked) -> str | Note:

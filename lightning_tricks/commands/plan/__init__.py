@@ -1,4 +1,4 @@
-"""`plan`: whether a recipe fits, how long it takes and what it costs, on a laptop and in seconds. Runs nothing.
+"""`plan`: whether a recipe fits, how long it takes and what it costs, on a laptop and in seconds. Trains nothing.
 
 In the order of reading: `setup` (what the recipe says), `memory` (the step, traced), `scaling` (time on paper),
 `changes` and `warnings` (what to do), `plan` (all of it, for a notebook), `report` (in words).

@@ -45,7 +45,7 @@ class WholeModel:
     traffic: tuple[Traffic, ...]
 
 
-def look_at_whole(setup: RunSetup) -> WholeModel:
+def whole_model(setup: RunSetup) -> WholeModel:
     """The model at its whole depth as rank 0 has it; nothing runs. In a forked process: it builds the module."""
     module = setup.build()
     if setup.kind != "fsdp2":

@@ -1,4 +1,4 @@
-"""Plan a recipe: parameters, memory of a device, time and cost, what is sent, what to change. Runs nothing."""
+"""Plan a recipe: parameters, memory of a device, time and cost, what is sent, what to change. Trains nothing."""
 
 import dataclasses
 import math
@@ -22,8 +22,8 @@ from lightning_tricks.commands.plan.memory import (
     WholeModel,
     at_full_depth,
     closed_form_activations,
-    look_at_whole,
     traces_of,
+    whole_model,
 )
 from lightning_tricks.commands.plan.scaling import Links, StepTime, step_time
 from lightning_tricks.commands.plan.setup import RunSetup, read_setup
@@ -289,7 +289,7 @@ def _whole_and_parameters(setup: RunSetup) -> tuple[WholeModel, dict[str, int]]:
     parameters: dict[str, int] = {}
     for one in param_roles(setup.build()):
         parameters[one.role] = parameters.get(one.role, 0) + one.param.numel()
-    return look_at_whole(setup), parameters
+    return whole_model(setup), parameters
 
 
 def _tokens(trainer: Mapping[str, Any], tokens_a_step: int | None) -> int | None:

@@ -18,7 +18,7 @@ def report(plan: Plan, scaling: bool = False) -> str:
     if scaling:
         lines += ["", *_scaling(plan)]
     if plan.warnings:
-        lines += ["", "Look at", *(f"  {line}" for line in plan.warnings)]
+        lines += ["", "Warnings", *(f"  {line}" for line in plan.warnings)]
     return "\n".join(lines)
 
 
