@@ -34,6 +34,7 @@ from lightning_tricks.monitors.training_progress_bar import TrainingProgressBar 
 from lightning_tricks.monitors.update_monitor import UpdateMonitor as UpdateMonitor
 from lightning_tricks.outputs.branch_lineage import BranchLineage as BranchLineage
 from lightning_tricks.outputs.compression_baseline import CompressionBaseline as CompressionBaseline
+from lightning_tricks.outputs.lm_eval.lm_eval import LMEval as LMEval
 from lightning_tricks.outputs.prediction_writer import PredictionWriter as PredictionWriter
 from lightning_tricks.outputs.sample_text import SampleText as SampleText
 

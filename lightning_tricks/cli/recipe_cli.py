@@ -45,6 +45,8 @@ from lightning_tricks.cli.recipe_parser import (
 )
 from lightning_tricks.cli.run_folder import RunFolder, check_folders, expand_save_dirs
 from lightning_tricks.commands import COMMANDS, FitChange, Needs, Recipe
+from lightning_tricks.data.base import ShardData
+from lightning_tricks.data.whole_text import WholeText
 from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin
 
@@ -144,6 +146,9 @@ class RecipeCLI(lightning_cli.LightningCLI):
         if subcommand == "predict":
             default = inspect.signature(PredictionWriter).parameters["output"].default
             parser.add_argument("--output", type=str, default=default, help="JSON lines of what predict_step returns")
+        if subcommand == "validate":
+            text = "a file, folder or glob of text to evaluate whole, in place of the recipe's validation data"
+            parser.add_argument("--text", type=str | None, default=None, help=text)
         return parser
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
@@ -262,6 +267,9 @@ class RecipeCLI(lightning_cli.LightningCLI):
             given["ckpt_path"] = choose_once(subcommand, given, trainer)
             if subcommand == "fit":
                 trainer.callbacks[:0] = option_callbacks(given, self.model)
+            if subcommand == "validate" and given["text"] is not None:
+                self.datamodule = _whole_text(given["text"], given["ckpt_path"], self.datamodule)
+                trainer.limit_val_batches = 1.0  # all of it, whatever the recipe says of its own data
             check_folders(trainer)
             check_before_launch(trainer, self.model, self.datamodule, subcommand, given["trainer"]["accelerator"])
             if not trainer.fast_dev_run:
@@ -312,6 +320,16 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
     """
     cli = _Untrained(run=False, args=list(args))
     return cli.model, cli.datamodule, settings_of_fit(cli.config_init, cli.config_init["trainer"])
+
+
+def _whole_text(files: str, checkpoint: str | None, data: Any) -> WholeText:
+    """The data of `validate --text`, in rows as the recipe's data have them."""
+    if checkpoint is None:
+        raise UsageError(f"text={files!r}: needs --ckpt_path, a checkpoint whose tokenizer encodes the text")
+    if not isinstance(data, ShardData):
+        raise UsageError(f"text={files!r}: the recipe's data must be TextData or TokenData, which say the rows")
+    rows = (data.seq_len, data.micro_batch_size, data.num_workers, data.document_ids)
+    return WholeText(files, checkpoint, *rows, getattr(data, "text_field", "text"), getattr(data, "cache_dir", None))
 
 
 def _more_recipe(option: str, file: str | None) -> Recipe | None:

@@ -98,7 +98,7 @@ _OF_LIGHTNING = (
         "validate",
         "validation figures of a checkpoint (--ckpt_path FILE, last or none)",
         "a Trainer",
-        ("eval", "evaluate", "val"),
+        ("evaluate", "val"),
     ),
     Command("test", "the same on the test set", "a Trainer"),
     Command(

@@ -180,7 +180,7 @@ class ShardData(pl.LightningDataModule):
         tokenizer_name: str,
         content: str | None = None,
     ) -> None:
-        """Serve the streams `train` and, if there is one, `val`; checkpoints record fingerprints and the name.
+        """Serve the streams `train` and `val`, or one of them; checkpoints record fingerprints and the name.
 
         Args:
             streams: tokens.
@@ -196,7 +196,8 @@ class ShardData(pl.LightningDataModule):
         self._position.identity["data"] = fingerprint
         if content is not None:
             self._position.identity["content"] = content
-        self._check_length(streams["train"])
+        if "train" in streams:
+            self._check_length(streams["train"])
         if tokenizer is not None:
             self.token_texts = token_texts(tokenizer)
             self.check_ids(vocabulary_size(tokenizer), "the tokenizer")

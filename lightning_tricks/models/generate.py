@@ -1,6 +1,6 @@
-"""Continue rows of tokens with a decoder, greedily or by sampling with temperature, top-k and top-p."""
+"""Continue rows of tokens greedily or by sampling: by a decoder with its cache, or by any model without one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,8 @@ from torch import Tensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks.models.attention import KVCache
 from lightning_tricks.models.decoder import Decoder
+
+ROW_MULTIPLE = 16  # fp8 products on CUDA take rows of a multiple of 16 tokens
 
 
 @dataclass(frozen=True)
@@ -107,3 +109,47 @@ def generate(
         chosen = sampling.choose(logits, generator)
         yield chosen
         new = chosen.unsqueeze(1)
+
+
+def continue_rows(
+    logits_of: Callable[[Tensor], Tensor],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    generator: torch.Generator,
+    max_seq_len: int | None = None,
+    ended: Callable[[list[list[int]]], bool] | None = None,
+) -> list[list[int]]:
+    """Continue prompts of different lengths by a causal model, without a cache; returns the new token ids of each.
+
+    Every step computes all rows, at one width: sharded and compiled modules see one shape, and the same number of calls
+    on every rank. The unused positions at the end of a row are harmless: later tokens do not change earlier logits.
+
+    Args:
+        logits_of: maps token ids (batch, width) to logits (batch, width, vocabulary).
+        prompts: token ids, at least one each.
+        max_new_tokens: number of tokens to add to each prompt.
+        sampling: how the next token is chosen.
+        generator: source of randomness; its device is where the rows are.
+        max_seq_len: longest row that the model takes; None: not known.
+        ended: asked after each step with all new token ids, for which it waits; True stops.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    width = -(-(max(lengths) + max_new_tokens) // ROW_MULTIPLE) * ROW_MULTIPLE
+    width = width if max_seq_len is None else min(width, max_seq_len)
+    rows = torch.zeros(len(prompts), width, dtype=torch.int64)
+    for row, prompt in zip(rows, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    rows, ends = rows.to(generator.device), torch.tensor(lengths, device=generator.device)
+    index = torch.arange(len(prompts), device=generator.device)
+    done = 0
+    for done in range(1, max_new_tokens + 1):
+        rows[index, ends + done - 1] = sampling.choose(logits_of(rows)[index, ends + done - 2], generator)
+        if ended is not None and ended(_after(rows, lengths, done)):
+            break
+    return _after(rows, lengths, done)
+
+
+def _after(rows: Tensor, lengths: Sequence[int], count: int) -> list[list[int]]:
+    """The `count` tokens of each row after its first `length`."""
+    return [row[length : length + count] for row, length in zip(rows.tolist(), lengths, strict=True)]

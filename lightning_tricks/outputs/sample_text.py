@@ -1,53 +1,17 @@
 """Show text that the model writes at each validation, in the log and in TensorBoard."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._trainer import data_rank, is_a
-from lightning_tricks.data.bpe import end_of_text
+from lightning_tricks._trainer import is_a
 from lightning_tricks.models import Sampling
-
-_MULTIPLE = 16  # fp8 products on CUDA take rows of a multiple of 16 tokens
-
-
-def continue_rows(
-    logits_of: Callable[[Tensor], Tensor],
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    generator: torch.Generator,
-    max_seq_len: int | None = None,
-) -> list[list[int]]:
-    """Continue prompts of different lengths by a causal model, without a cache; returns the new token ids of each.
-
-    Every step computes all rows, at one width: sharded and compiled modules see one shape, and the same number of calls
-    on every rank. The unused positions at the end of a row are harmless: later tokens do not change earlier logits.
-
-    Args:
-        logits_of: maps token ids (batch, width) to logits (batch, width, vocabulary).
-        prompts: token ids, at least one each.
-        max_new_tokens: number of tokens to add to each prompt.
-        sampling: how the next token is chosen.
-        generator: source of randomness; its device is where the rows are.
-        max_seq_len: longest row that the model takes; None: not known.
-    """
-    lengths = [len(prompt) for prompt in prompts]
-    width = -(-(max(lengths) + max_new_tokens) // _MULTIPLE) * _MULTIPLE
-    width = width if max_seq_len is None else min(width, max_seq_len)
-    rows = torch.zeros(len(prompts), width, dtype=torch.int64)
-    for row, prompt in zip(rows, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
-    rows, ends = rows.to(generator.device), torch.tensor(lengths, device=generator.device)
-    index = torch.arange(len(prompts), device=generator.device)
-    for step in range(max_new_tokens):
-        rows[index, ends + step] = sampling.choose(logits_of(rows)[index, ends + step - 1], generator)
-    return [row[length : length + max_new_tokens] for row, length in zip(rows.tolist(), lengths, strict=True)]
+from lightning_tricks.models.generate import continue_rows
+from lightning_tricks.outputs._text_model import TextModel
 
 
 class SampleText(pl.Callback):
@@ -91,32 +55,24 @@ class SampleText(pl.Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse settings with which the first validation would fail, and ranks that share rows."""
-        if trainer.world_size != data_rank(trainer)[1]:
-            raise UsageError(
-                "SampleText: tensor and context ranks (mesh) divide the model's rows, whose lengths are fixed: leave "
-                "the callback out, and sample from a checkpoint by the command generate"
-            )
-        self._tokens(trainer, pl_module)
+        self._model_and_prompts(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Write the samples, within the time that belongs to validation."""
         if trainer.sanity_checking:
             return
-        tokenizer, prompts, end = self._tokens(trainer, pl_module)
-        generator = torch.Generator(trainer.strategy.root_device).manual_seed(self.seed)
-        plugin, broken = trainer.precision_plugin, []
+        model, prompts = self._model_and_prompts(trainer, pl_module)
+        broken = []
 
         def logits_of(rows: Tensor) -> Tensor:
-            # compiled blocks would be compiled again for rows of this width
-            with plugin.forward_context(), torch.compiler.set_stance("force_eager"):
-                found = pl_module(rows)
-            logits = getattr(found, "logits", found)
+            logits = model.logits_of(rows)
             broken.append(logits.isnan().any())
             return logits.nan_to_num()  # drawing from NaN would end the run
 
-        new = continue_rows(logits_of, prompts, self.max_new_tokens, self.sampling, generator, _max_seq_len(pl_module))
-        ended = [ids[: ids.index(end)] if end in ids else ids for ids in new]
-        self._texts = [tokenizer.decode(ids) for ids in ended]
+        generator = torch.Generator(model.device).manual_seed(self.seed)
+        new = continue_rows(logits_of, prompts, self.max_new_tokens, self.sampling, generator, model.max_length)
+        ended = [ids[: ids.index(model.end)] if model.end in ids else ids for ids in new]
+        self._texts = [model.decode(ids) for ids in ended]
         if torch.stack(broken).any():
             self._texts = [" (the model's logits are NaN)"] * len(prompts)
 
@@ -134,19 +90,11 @@ class SampleText(pl.Callback):
             for logger in loggers:
                 logger.experiment.add_text(f"samples/{number}", shown, trainer.global_step)  # indented: verbatim
 
-    def _tokens(self, trainer: Any, module: Any) -> tuple[Any, list[list[int]], int | None]:
-        """The tokenizer, the prompts' token ids, and the end-of-text token."""
-        owners = (getattr(trainer, "datamodule", None), module)
-        tokenizer = next((found for owner in owners if (found := getattr(owner, "tokenizer", None))), None)
-        if tokenizer is None:
-            raise UsageError(
-                "SampleText needs a tokenizer: give the data module or the module an attribute `tokenizer`, "
-                "or leave the callback out"
-            )
-        end = getattr(owners[0], "eot_id", None)
-        end = _end_of_text(tokenizer) if end is None else end
-        prompts = [_encode(tokenizer, prompt) or ([] if end is None else [end]) for prompt in self.prompts]
-        longest = _max_seq_len(module)
+    def _model_and_prompts(self, trainer: Any, module: Any) -> tuple[TextModel, list[list[int]]]:
+        """The model, and the prompts' token ids."""
+        model = TextModel.of_run(trainer, module, "SampleText")
+        prompts = [model.encode(prompt) or ([] if model.end is None else [model.end]) for prompt in self.prompts]
+        longest = model.max_length
         for prompt, ids in zip(self.prompts, prompts, strict=True):
             if not ids:
                 raise UsageError(f"SampleText: prompts: {prompt!r} holds no token and no end-of-text token is known")
@@ -155,25 +103,4 @@ class SampleText(pl.Callback):
                     f"SampleText: max_new_tokens={self.max_new_tokens} after the {len(ids)} tokens of {prompt!r} is "
                     f"more than max_seq_len={longest}: give at most {max(longest - len(ids), 0)}"
                 )
-        return tokenizer, prompts, end
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    found = tokenizer.encode(text)
-    return list(getattr(found, "ids", found))  # `tokenizers` gives an object, transformers a list
-
-
-def _end_of_text(tokenizer: Any) -> int | None:
-    if not isinstance(tokenizer, Tokenizer):
-        return getattr(tokenizer, "eos_token_id", None)
-    try:
-        return end_of_text(tokenizer)
-    except UsageError:  # it has none: samples then end at max_new_tokens
-        return None
-
-
-def _max_seq_len(module: Any) -> int | None:
-    """The longest row of our decoders, and of transformers' models that name it; else None."""
-    configs = [getattr(part, "config", None) for part in (module, *module.children())]
-    names = ("max_seq_len", "max_position_embeddings")
-    return next((found for c in configs for name in names if isinstance(found := getattr(c, name, None), int)), None)
+        return model, prompts

@@ -55,6 +55,7 @@ MONITORS = monitors_in(lightning_tricks.monitors) | monitors_in(lightning_tricks
 EXAMPLES: dict[str, list[dict]] = {
     "BranchLineage": [{"trunk": "step=8.ckpt", "trunk_step": 8, "decay_steps": 4}],
     "GradNormMonitor": [{}, {"per": "block"}],
+    "LMEval": [],  # needs lm_eval: tests/outputs/test_lm_eval.py
     "MFUMonitor": [{"peak_flops": 1e12}],  # else the CPU's is measured
     "SampleText": [{"max_new_tokens": 2}],
     "UpdateMonitor": [{"max_elements": 5}],  # so that it samples

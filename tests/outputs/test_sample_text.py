@@ -18,7 +18,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks.data.bpe import train_bpe
 from lightning_tricks.models import GPT2, Decoder, Llama, Sampling
-from lightning_tricks.outputs.sample_text import continue_rows
+from lightning_tricks.models.generate import continue_rows
 
 TOKENIZER = train_bpe(["def parse(self, text):\n    return text\n" * 20], 300)
 CONFIG = Llama(vocab_size=300, d_model=32, n_layers=2, n_heads=2, max_seq_len=48)

@@ -1,0 +1,102 @@
+"""`eval`: scores of a checkpoint on tasks of lm_eval. Needs the checkpoint, which holds its tokenizer; no recipe."""
+
+import argparse
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._writable import check_folder
+from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, open_checkpoint
+from lightning_tricks.commands import CommandParser
+from lightning_tricks.commands.generate import decoder_from_checkpoint, newest_checkpoint
+from lightning_tricks.data import tokenizer_from_checkpoint
+from lightning_tricks.outputs._text_model import TextModel
+from lightning_tricks.outputs.lm_eval.lm_eval import harness
+
+NAME = "eval"
+HELP = "scores on tasks of lm_eval: --ckpt_path FILE --tasks arc_easy,lambada_openai"
+NEEDS = "nothing"
+WORDS = "lm_eval benchmark"
+
+
+def run(args: list[str]) -> None:
+    """Print lm_eval's table of the tasks, and write its results if a file is named."""
+    options = _parse(args)
+    where = harness()
+    newest = options.ckpt_path == "last"
+    path = newest_checkpoint() if newest else Path(options.ckpt_path)
+    tasks = where.Tasks(options.tasks, options.include_path, options.num_fewshot)
+    model = text_model(path, options.average, verify=not newest)
+    results = where.evaluate(
+        model, tasks, options.batch_size, options.max_length, options.limit, stderr=not options.no_stderr
+    )
+    from lm_eval.utils import handle_non_serializable, make_table
+
+    print(make_table(results))
+    if results.get("groups"):
+        print(make_table(results, "groups"))
+    if options.output is not None:
+        names = ("average", "num_fewshot", "limit", "batch_size", "max_length")
+        results["config"] = {"checkpoint": str(path), **{name: getattr(options, name) for name in names}}
+        results["lm_eval_version"] = version("lm_eval")
+        options.output.write_text(json.dumps(results, indent=1, default=handle_non_serializable) + "\n", "utf-8")
+        print(options.output)
+
+
+def text_model(path: Path, average: str | None = None, verify: bool = True) -> TextModel:
+    """The decoder of a checkpoint with its tokenizer, on the GPU if there is one, in the format of the saved weights.
+
+    Raises:
+        UsageError: the checkpoint is damaged, of another module, or holds no tokenizer or no such average.
+    """
+    checkpoint = open_checkpoint(path, parts=WEIGHTS, weights_only=True, average=average, verify=verify)
+    decoder, saved = decoder_from_checkpoint(checkpoint, path), tokenizer_from_checkpoint(checkpoint)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return TextModel(decoder.to(device), saved.tokenizer, device, saved.eot_id, decoder.config.max_seq_len)
+
+
+def _parse(args: list[str]) -> argparse.Namespace:
+    parser = CommandParser(
+        "lightning-tricks eval",
+        description="Score the model of a checkpoint on tasks of lm_eval (EleutherAI's lm-evaluation-harness), with "
+        "the tokenizer in the checkpoint. Runs on the GPU if there is one, in the number format of the saved weights. "
+        "lm_eval downloads the data of its own tasks.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--ckpt_path", required=True, help="a file, or a folder of shards; last: the newest below this folder"
+    )
+    parser.add_argument("--tasks", required=True, type=_names, help="names of tasks and groups, or YAML files: A,B")
+    parser.add_argument("--include_path", help="folder with definitions of more tasks")
+    parser.add_argument("--average", help="use this average in place of the weights: ema, tail_average")
+    parser.add_argument("--num_fewshot", type=int, help="examples before each question; default: as each task says")
+    parser.add_argument("--limit", type=float, help="questions of each task, or below 1 a share; default: all")
+    parser.add_argument("--batch_size", type=int, default=8, help="rows in a forward pass; default %(default)s")
+    parser.add_argument("--max_length", type=int, help="tokens in the longest row; default: the model's")
+    parser.add_argument("--no_stderr", action="store_true", help="leave out the standard errors")
+    parser.add_argument("--output", type=Path, help="file for lm_eval's results, as JSON")
+    options = parser.parse_args(args)
+    for name in ("batch_size", "max_length"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"eval: {name}={value}: give at least 1")
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise UsageError(f"eval: num_fewshot={options.num_fewshot}: give 0 or more")
+    if options.limit is not None and options.limit <= 0:
+        raise UsageError(f"eval: limit={options.limit}: give a number of questions, or a share of them below 1")
+    if options.output is not None:
+        if options.output.exists():
+            raise UsageError(f"eval: output={str(options.output)!r} exists: name another file")
+        check_folder("output", options.output.parent)
+    return options
+
+
+def _names(text: str) -> Any:
+    names = [name for name in text.split(",") if name]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names no task")
+    return names

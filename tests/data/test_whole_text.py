@@ -1,0 +1,75 @@
+"""WholeText and `validate --text`: every byte of a text counts once, in the bits per byte of a checkpoint."""
+
+import gzip
+import json
+from math import log
+
+import pytest
+import torch
+from cli.wrong_inputs import SMALL
+from commands.exported import TEXT, VOCABULARY, checkpoint, save
+from models.decoders import build
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.cli import RecipeCLI
+from lightning_tricks.data import whole_text
+from lightning_tricks.data.whole_text import WholeText
+from lightning_tricks.models import Llama
+
+CONFIG = Llama(vocab_size=VOCABULARY, d_model=32, n_layers=1, n_heads=2, max_seq_len=32)
+DOCUMENTS = ["def parse(text):\n\n    return []\n\n", "čtyři 🦎 words\n", "x"]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return save(checkpoint(CONFIG), tmp_path / "run.ckpt")
+
+
+def rows_of(tmp_path, path, files, **options):
+    """The data of a text, and its batches."""
+    data = WholeText(str(files), str(path), **{"seq_len": 16, "micro_batch_size": 2, "cache_dir": tmp_path} | options)
+    data.setup()
+    return data, list(data.val_dataloader())
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "text.txt", "text.txt.gz", "folder"])
+def test_each_byte_counts_once_and_only_documents_end(name, path, tmp_path, monkeypatch):
+    monkeypatch.setattr(whole_text, "PIECE", 8)  # a document is encoded in parts
+    place, text = tmp_path / name, "".join(DOCUMENTS)
+    if name == "folder":
+        place.mkdir()
+        for number, document in enumerate(DOCUMENTS):
+            (place / f"{number}.txt").write_text(document)
+    elif name == "rows.jsonl":
+        place.write_text("".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS))
+    else:
+        (gzip.open if name.endswith("gz") else open)(place, "wt", encoding="utf-8").write(text)
+    data, batches = rows_of(tmp_path, path, place)
+    assert sum(int(batch["n_bytes"].sum()) for batch in batches) == len(text.encode()) == data.n_bytes
+    tokens = data.streams["val"].read(0, len(data.streams["val"]))
+    assert int((tokens == data.eot_id).sum()) == 1 + (1 if name.startswith("text") else 3)
+    assert data.validation_text() == text.encode()
+    assert int(batches[0]["input_ids"][0, 0]) == data.eot_id  # before the first token
+
+
+def test_validate_gives_the_bits_per_byte_of_the_whole_text_whatever_the_recipe_leaves_out(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.txt").write_text(TEXT[:500] + "čtyři")
+    recipe = SMALL.replace("vocab_size: 300", f"vocab_size: {VOCABULARY}")
+    assert "limit_val_batches: 0" in recipe  # and no file text.txt is there
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    args = ["validate", "--config", "recipe.yaml", "--ckpt_path", str(path), "--text", "other.txt"]
+    cli = RecipeCLI(args=args)
+    decoder = build(CONFIG)
+    _, batches = rows_of(tmp_path, path, "other.txt", seq_len=32)
+    with torch.no_grad():
+        nats = sum(decoder(batch["input_ids"], labels=batch["labels"]).double().item() for batch in batches)
+    bits = nats / log(2) / len((TEXT[:500] + "čtyři").encode())
+    assert cli.trainer.callback_metrics["val/bits_per_byte"].item() == pytest.approx(bits, rel=1e-5)
+
+
+def test_a_tokenizer_that_is_missing_is_refused(tmp_path):
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.0"}, tmp_path / "bare.ckpt")
+    (tmp_path / "text.txt").write_text("text")
+    with pytest.raises(UsageError, match="holds no tokenizer"):
+        rows_of(tmp_path, tmp_path / "bare.ckpt", tmp_path / "text.txt")
