@@ -18,11 +18,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_tricks._errors import UsageError
 
-Mode = Literal["none", "full", "selective"]
+Mode = Literal["none", "cheap", "selective", "full"]
 
 _aten = torch.ops.aten
 
-# `selective` always keeps these results: they cost most to compute again, and take one layer width per token to keep.
+# `cheap` and `selective` keep these results: they cost most to compute again, and take one layer width per token.
 ATTENTION_OPS = frozenset(
     {
         _aten._scaled_dot_product_flash_attention.default,
@@ -53,9 +53,13 @@ def checkpointed(mode: Mode, function: Callable[..., Tensor], *args: Any, linear
     """`function(*args)` with bitwise the same gradients; `mode` decides which results stay for the backward pass.
 
     - `none`: everything that autograd asks for.
+    - `cheap`: the results of attention and of every linear layer; norms, rotations and activations, which take little
+      time, run again.
     - `full`: the arguments only; the backward pass runs `function` again, about a third more compute.
-    - `selective`: also the results of attention and of every second linear layer (the first, the third, ...), so that
-      about half of the matrix products run again. Attention that a CPU in bf16 does by products runs again too.
+    - `selective`: the results of attention and of every second linear layer (the first, the third, ...), so that about
+      half of the matrix products run again.
+
+    Attention that a CPU in bf16 does by products runs again in all modes but `none`.
 
     Parameters keep their names. Dropout would differ in the second run: the random state is not saved.
 
@@ -64,7 +68,7 @@ def checkpointed(mode: Mode, function: Callable[..., Tensor], *args: Any, linear
         function: called once now and once in the backward pass; takes tensors and returns one tensor.
         args: its arguments.
         linears: number of linear layers in `function`, if the result of the last one is only added to the residual
-            stream: the backward pass does not read it, and `selective` does not keep it. None: not known.
+            stream: the backward pass does not read it, and it is not kept. None: not known.
 
     Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174. The choice of ops is torchtitan's,
     https://github.com/pytorch/torchtitan/blob/main/torchtitan/models/llama3/parallelize.py (`_always_save_ops`,
@@ -117,10 +121,16 @@ def keeps_input_only(block: nn.Module) -> bool:
 
 def _options(mode: Mode, linears: int | None = None) -> dict[str, Any]:
     """The options of `torch.utils.checkpoint` for one call; `linears` as in `checkpointed`."""
-    return {"context_fn": functools.partial(_selective_contexts, linears)} if mode == "selective" else {}
+    keeping = mode in ("cheap", "selective")
+    return {"context_fn": functools.partial(_keeping_contexts, mode, linears)} if keeping else {}
 
 
-def _selective_contexts(linears: int | None) -> Any:
+def keeps_linear(mode: Mode, number: int, linears: int | None) -> bool:
+    """Whether the result of a block's linear layer is kept: that of its `number`-th of `linears`, counted from 1."""
+    return number != linears and (mode == "cheap" or (mode == "selective" and number % 2 == 1))
+
+
+def _keeping_contexts(mode: Mode, linears: int | None) -> Any:
     seen = {False: 0, True: 0}  # linear layers so far, in the forward pass and when running it again
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -128,7 +138,7 @@ def _selective_contexts(linears: int | None) -> Any:
             return CheckpointPolicy.MUST_SAVE
         if op in LINEAR_OPS:
             seen[ctx.is_recompute] += 1
-            if seen[ctx.is_recompute] % 2 == 1 and seen[ctx.is_recompute] != linears:
+            if keeps_linear(mode, seen[ctx.is_recompute], linears):
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

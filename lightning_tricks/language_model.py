@@ -53,8 +53,9 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
 
     Args:
         decoder: Architecture, such as `Llama` or `GPT2`.
-        activation_checkpointing: What of each block is recomputed in the backward pass: `none`, `full` (everything) or
-            `selective` (all but attention and some of the matrix products, about half of the memory). None is `none`.
+        activation_checkpointing: What of each block is recomputed in the backward pass: `none`, `cheap` (all but
+            attention and the matrix products), `selective` (also some of the matrix products) or `full` (everything).
+            None is `none`.
         compile_blocks: Compile each block with `torch.compile`.
         **kwargs: The arguments of `OptimizerMixin`.
 

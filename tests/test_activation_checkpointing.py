@@ -5,6 +5,7 @@ import functools
 import gc
 import warnings
 import weakref
+from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_tricks._activation_checkpointing import (
     ATTENTION_OPS,
     LINEAR_OPS,
+    Mode,
     _warn,
     _without_cache,
     checkpoint_block,
@@ -67,39 +69,45 @@ def measured(name, mode):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_full_keeps_less_than_selective_and_selective_less_than_none(name):
-    none, selective, full = (measured(name, mode)[0] for mode in ("none", "selective", "full"))
-    assert full < selective < none
+def test_each_mode_keeps_less_than_the_one_before(name):
+    none, cheap, selective, full = (measured(name, mode)[0] for mode in get_args(Mode))
+    assert full < selective < cheap < none
     assert full < 0.4 * none
     assert selective < 0.7 * none
 
 
 @pytest.mark.parametrize(("name", "kv_width", "ffn_width"), [("llama", 16, 256), ("gpt2", 32, 128)])
-def test_selective_keeps_attention_and_every_second_linear_layer_but_the_last(name, kv_width, ffn_width):
+def test_selective_keeps_attention_and_every_second_linear_layer_but_the_last_and_cheap_each_of_them(
+    name, kv_width, ffn_width
+):
     # a token: q, v, gate (or up) and what attention returns, with the softmax's logarithm of each of 4 heads
     numbers_a_token = 32 + kv_width + ffn_width + 32 + 4
     difference = measured(name, "selective")[0] - measured(name, "full")[0]
     assert difference == 3 * (2 * 32) * numbers_a_token * 4  # blocks, tokens, bytes of fp32
+    # k and o, and up of a gated MLP
+    more = kv_width + 32 + (ffn_width if name == "llama" else 0)
+    assert measured(name, "cheap")[0] - measured(name, "selective")[0] == 3 * (2 * 32) * more * 4
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients_are_bitwise_those_without(name):
     _, _, expected = measured(name, "none")
-    for mode in ("selective", "full"):
+    for mode in ("cheap", "selective", "full"):
         _, _, found = measured(name, mode)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_backward_pass_runs_again_what_each_mode_says(name):
-    runs = {mode: measured(name, mode)[1] for mode in ("none", "selective", "full")}
+    runs = {mode: measured(name, mode)[1] for mode in get_args(Mode)}
     again = {mode: runs[mode].linears - runs["none"].linears for mode in runs}
     # per block: all but the last linear layer; of those every second one (k, o, up of a gated MLP; k, o of the other)
-    assert again == {"none": 0, "full": 3 * (LINEARS[name] - 1), "selective": 3 * {"llama": 3, "gpt2": 2}[name]}
-    assert {mode: runs[mode].attentions for mode in runs} == {"none": 0, "full": 3, "selective": 0}
+    selective = 3 * {"llama": 3, "gpt2": 2}[name]
+    assert again == {"none": 0, "cheap": 0, "selective": selective, "full": 3 * (LINEARS[name] - 1)}
+    assert {mode: runs[mode].attentions for mode in runs} == {"none": 0, "cheap": 0, "selective": 0, "full": 3}
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["cheap", "selective", "full"])
 def test_bf16_autocast_holds_in_the_second_run_too(mode):
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = (measured.__wrapped__("llama", each)[2] for each in (mode, "none"))
@@ -109,7 +117,7 @@ def test_bf16_autocast_holds_in_the_second_run_too(mode):
 def test_an_unknown_mode_is_refused():
     with pytest.raises(UsageError) as error:
         Decoder(CONFIGS["llama"]).set_activation_checkpointing("some")
-    assert str(error.value) == "activation_checkpointing='some': give one of none, full, selective"
+    assert str(error.value) == "activation_checkpointing='some': give one of none, cheap, selective, full"
 
 
 def test_checkpointed_blocks_keep_names_classes_and_random_numbers():

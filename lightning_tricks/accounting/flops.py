@@ -8,7 +8,7 @@ from typing import Literal, Protocol, get_args
 from lightning_tricks._errors import UsageError
 
 Attention = Literal["causal", "full"]
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "cheap", "selective", "full"]
 
 
 class DecoderShape(Protocol):
@@ -133,15 +133,15 @@ def recompute_flops_per_token(
 
     Add them for HFU, which counts all work of the hardware. `full` repeats all products of a block but the last one,
     `down`, which is not needed; `selective` repeats the products that it does not keep: `k`, `o`, and `up` of a gated
-    MLP. The head is outside the blocks. Work that a fused attention kernel repeats inside itself is not counted. On a
-    CPU in bf16, short rows have no fused kernel, and `selective` then repeats attention too; that is not counted
-    either.
+    MLP; `cheap` repeats none. The head is outside the blocks. Work that a fused attention kernel repeats inside itself
+    is not counted. On a CPU in bf16, short rows have no fused kernel, and `cheap` and `selective` then repeat attention
+    too; that is not counted either.
 
     Args:
         shape: a dense decoder.
         seq_len: as in `training_flops_per_token`.
         attention: as in `training_flops_per_token`.
-        activation_checkpointing: `none`, `selective` or `full`, as in `LanguageModel`.
+        activation_checkpointing: `none`, `cheap`, `selective` or `full`, as in `LanguageModel`.
 
     Raises:
         UsageError: another mode, or experts, whose checkpointing is not known; see also `attention_flops_per_token`.
@@ -153,7 +153,7 @@ def recompute_flops_per_token(
     if activation_checkpointing not in get_args(Checkpointing):
         choices = ", ".join(get_args(Checkpointing))
         raise UsageError(f"activation_checkpointing={activation_checkpointing!r}: give one of {choices}")
-    if activation_checkpointing == "none":
+    if activation_checkpointing in ("none", "cheap"):
         return 0
     if getattr(shape, "n_experts", None):
         raise UsageError(

@@ -93,7 +93,7 @@ def activation_bytes_per_token(
     Args:
         shape: a dense decoder.
         activation_checkpointing: `none`; `full` keeps each block's input; `selective` also attention's output, q, v and
-            the first matrix of the MLP.
+            the first matrix of the MLP; `cheap` also k, o and the second of a gated MLP.
         itemsize: bytes of the matrix products' results.
         residual_itemsize: bytes of the residual stream: those of the weights, which autocast leaves in 4.
 
@@ -109,6 +109,9 @@ def activation_bytes_per_token(
         block = float(residual_itemsize * d)
     elif activation_checkpointing == "selective":
         block = residual_itemsize * d + attention + itemsize * (d + kv + f)
+    elif activation_checkpointing == "cheap":
+        gated = 2 if shape.activation == "swiglu" else 1
+        block = residual_itemsize * d + attention + itemsize * (2 * d + 2 * kv + gated * f)
     else:
         of_mlp = (4 if shape.activation == "swiglu" else 2) * f
         block = 2 * residual_itemsize * d + attention + itemsize * (2 * d + d + 2 * kv + of_mlp)

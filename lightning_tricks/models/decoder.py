@@ -227,7 +227,8 @@ class Decoder(nn.Module):
         """Choose the activations that the blocks keep for the backward pass. Gradients are the same.
 
         Args:
-            mode: `none` (all of them), `selective` (about half) or `full` (each block's input only). None is `none`.
+            mode: `none` (all of them), `cheap` (without running a matrix product again), `selective` (about half of
+                those) or `full` (each block's input only). None is `none`.
 
         Raises:
             UsageError: another mode.

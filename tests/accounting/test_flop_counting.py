@@ -167,7 +167,7 @@ def test_a_gradient_of_a_gradient_is_the_models_own():
     ("attention", "mode", "grouped"),
     [
         (Llama, "none", 2), (GPT2, "none", None), (Llama, "selective", None), (GPT2, "selective", 2),
-        (Llama, "full", 2), (GPT2, "full", None),
+        (Llama, "full", 2), (GPT2, "full", None), (Llama, "cheap", 2),
     ],
 )  # fmt: skip
 def test_closed_form_and_count_agree_on_our_decoder(attention, mode, grouped):

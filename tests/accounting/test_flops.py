@@ -143,7 +143,7 @@ def test_full_counts_attention_twice_and_the_rest_alike(shape, seq_len):
         (lambda: recompute_flops_per_token(Llama(), 4096, "half", "none"), "attention='half'"),
         (
             lambda: recompute_flops_per_token(Llama(), 4096, "full", "half"),
-            "activation_checkpointing='half': give one of none, selective, full",
+            "activation_checkpointing='half': give one of none, cheap, selective, full",
         ),
         (lambda: training_flops_per_token(Llama(), 0, "full"), "seq_len=0: give a length of at least 1"),
         *(

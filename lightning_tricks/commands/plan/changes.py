@@ -146,7 +146,7 @@ def _smaller_micro_batches(setup: RunSetup) -> Iterator[_Candidate]:
 
 
 def _checkpointing(setup: RunSetup) -> Iterator[_Candidate]:
-    modes = ("none", "selective", "full")
+    modes = ("none", "cheap", "selective", "full")
     if not setup.is_ours:
         return
     for mode in modes[modes.index(setup.module.activation_checkpointing) + 1 :]:

@@ -62,8 +62,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             blocks.
         reshard_after_forward: drop a block's weights after its forward pass (ZeRO-3); False keeps them (ZeRO-2).
         cpu_offload: keep shards and optimizer on the host; on a CPU they are there already.
-        activation_checkpointing: `none` (or None), `full` or `selective`: how much of each block is computed again in
-            the backward pass, see `checkpoint_block`.
+        activation_checkpointing: `none` (or None), `cheap`, `selective` or `full`: how much of each block is computed
+            again in the backward pass, see `checkpoint_block`.
         compile_blocks: compile each block with `torch.compile`.
         init_on_rank_0: run `configure_model` on rank 0 only and send the others their shards, for a model too large for
             one copy per process. Other ranks run it on the meta device. A module that builds on the meta device itself
