@@ -563,6 +563,12 @@ ROWS = [
     command("export --ckpt_path right.ckpt", "error: export: ", "required: --output", "--help"),
     command("export --ckpt_path right.ckpt --output {folder}", "export: output=", "exists: name another folder"),
     command("export --ckpt_path no.ckpt --output out", "no.ckpt", "no such file"),
+    command("export --ckpt_path right.ckpt --output out --format onnx", "export: format=onnx", "hf or gguf"),
+    command(
+        "export --ckpt_path right.ckpt --output out --format gguf --shard_size_gib 2",
+        "export: shard_size_gib=2",
+        "llama-gguf-split",
+    ),
     command("import . --output mine.yaml", "has no config.json"),
     command("average right.ckpt --output mean.ckpt", "right.ckpt: give at least two checkpoints"),
     command("average right.ckpt right.ckpt --output mean.ckpt --weights 1", "weights=1: give 2 numbers"),

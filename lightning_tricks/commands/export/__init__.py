@@ -1,6 +1,7 @@
-"""`export`: a folder that transformers loads, out of a checkpoint. Needs no recipe, no data and no GPU.
+"""`export`: a folder that transformers or llama.cpp loads, out of a checkpoint. Needs no recipe, no data and no GPU.
 
-From the first to the last: `weight_files`, `folder_files`, `model_card`, `compare`, `load_alone`, `export`.
+From the first to the last: `weight_files`, `folder_files` or `gguf_tokenizer` and `gguf_file`, `model_card`, `compare`,
+`load_alone` or `load_gguf_alone`, `export`.
 """
 
 from pathlib import Path
@@ -8,9 +9,11 @@ from pathlib import Path
 from lightning_tricks.commands import CommandParser
 
 NAME = "export"
-HELP = "a Hugging Face folder of a checkpoint, compared in a fresh process: --ckpt_path FILE --output FOLDER"
+HELP = (
+    "a Hugging Face folder or a GGUF file of a checkpoint, compared: --ckpt_path FILE --output FOLDER [--format gguf]"
+)
 NEEDS = "nothing"
-WORDS = "to_hf convert huggingface save_pretrained"
+WORDS = "to_hf convert huggingface save_pretrained gguf llama.cpp ollama"
 
 
 def run(args: list[str]) -> None:
@@ -20,22 +23,20 @@ def run(args: list[str]) -> None:
         description="Write the model of a checkpoint as transformers saves one: config.json, safetensors, tokenizer, "
         "generation_config.json and a model card. Weights are read and written one after the other. A fresh process "
         "then loads the folder with transformers alone, and its logits and token ids are compared before the folder "
-        "gets its name.",
+        "gets its name. With --format gguf the folder has one file for llama.cpp, compared in the same way.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--ckpt_path", required=True, help="a file, or a folder of shards; last: the newest below this folder"
     )
     parser.add_argument("--output", required=True, help="the folder to write, which must not exist")
-    parser.add_argument("--format", default="hf", help="hf, the only one; default %(default)s")
+    parser.add_argument("--format", default="hf", help="hf or gguf; default %(default)s")
     parser.add_argument("--average", help="export this average in place of the weights: ema, tail_average")
     parser.add_argument("--dtype", help="fp32, bf16 or fp16; default: as each weight is saved, so that nothing is lost")
-    parser.add_argument(
-        "--shard_size_gib", type=float, default=5.0, help="largest size of a file of weights; default %(default)s"
-    )
+    parser.add_argument("--shard_size_gib", type=float, help="largest size of a file of weights, of hf; default 5")
     options = parser.parse_args(args)
 
     from lightning_tricks.commands.export.export import check_options, export
 
-    dtype = check_options(options.format, options.dtype, options.shard_size_gib)
-    export(options.ckpt_path, Path(options.output), options.average, dtype, int(options.shard_size_gib * 2**30))
+    dtype, file_bytes = check_options(options.format, options.dtype, options.shard_size_gib)
+    export(options.ckpt_path, Path(options.output), options.format, options.average, dtype, file_bytes)

@@ -22,7 +22,6 @@ TEXT = (
     "def parse(text):\n    return [int(word) for word in text.split(',') if word]  # 1,234 words\n\n"
     '\tNaïve café, Ünïcödé: 你好, \N{GRINNING FACE}; "quotes", it\'s  3.14159e-05 of 100 %.\r\n   \n'
 )
-_SCRIPT = Path(__file__).with_name("load_alone.py")
 
 
 def fixed_batch(config: DecoderConfig) -> Tensor:
@@ -62,8 +61,8 @@ def streamed_logits(
     return decoder(input_ids)
 
 
-def ask_fresh_process(folder: Path, input_ids: Tensor, text: str | None) -> dict[str, Any]:
-    """What `load_alone.py` finds out about a folder.
+def ask_fresh_process(folder: Path, input_ids: Tensor, text: str | None, program: str) -> dict[str, Any]:
+    """What a program of its own finds out about a folder: `load_alone.py` or `load_gguf_alone.py`.
 
     Raises:
         UsageError: transformers cannot load it, with the last line of its error.
@@ -73,7 +72,8 @@ def ask_fresh_process(folder: Path, input_ids: Tensor, text: str | None) -> dict
         torch.save({"input_ids": input_ids} | ({} if text is None else {"text": text}), request)
         # nothing is downloaded, and nothing of this process's folder is imported
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        command = [sys.executable, str(_SCRIPT), str(folder.resolve()), str(request), str(answer)]
+        script = Path(__file__).with_name(program)
+        command = [sys.executable, str(script), str(folder.resolve()), str(request), str(answer)]
         done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -93,6 +93,11 @@ def largest_difference(found: Tensor, expected: Tensor) -> tuple[float, float]:
 
 def check_answer(answer: dict[str, Any], expected: Tensor, tied: bool) -> float:
     """Refuse a folder in which transformers finds another model; returns the largest difference of the logits.
+
+    Args:
+        answer: of the fresh process.
+        expected: the decoder's logits.
+        tied: whether one matrix was written for the embedding and the head.
 
     Raises:
         UsageError: a weight that was not found or not used; a tie that is not that of the decoder; other logits.
@@ -125,7 +130,7 @@ def check_tokens(answer: dict[str, Any], saved: SavedTokenizer) -> int:
         place = next(number for number, (theirs, ours) in enumerate(pairs) if theirs != ours)
         raise UsageError(
             f"export: transformers' tokenizer gives other ids than {saved.name!r}, the first at token {place} of a "
-            "sample: Hugging Face cannot express it; nothing is kept"
+            "sample: it cannot express the tokenizer; nothing is kept"
         )
     if answer["eos"] != saved.eot_id:
         raise UsageError(

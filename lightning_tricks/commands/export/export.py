@@ -1,7 +1,8 @@
 """Write the folder of a checkpoint, have a fresh process compare it, and only then give it its name."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,23 @@ from lightning_tricks.commands.export.compare import (
     streamed_logits,
 )
 from lightning_tricks.commands.export.folder_files import transformers_package, write_settings, write_tokenizer
-from lightning_tricks.commands.export.model_card import figures_of_run, model_card
+from lightning_tricks.commands.export.gguf_file import (
+    FILE,
+    HEAD,
+    gguf_architecture,
+    gguf_package,
+    gguf_weights,
+    stays_fp32,
+    with_llama_cpp_rows,
+    write_gguf,
+)
+from lightning_tricks.commands.export.gguf_tokenizer import GGUFVocabulary, gguf_vocabulary
+from lightning_tricks.commands.export.model_card import (
+    figures_of_run,
+    llama_cpp_target,
+    model_card,
+    transformers_target,
+)
 from lightning_tricks.commands.export.weight_files import Entry, write_weights
 from lightning_tricks.commands.generate import decoder_shape, newest_checkpoint
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
@@ -31,31 +48,61 @@ from lightning_tricks.models import DecoderConfig, fold_factors, hf_family, hf_w
 from lightning_tricks.models.hf_adapter import HFWeight
 
 PREFIX = "decoder."  # of the decoder's weights in a LanguageModel
+SHARD_SIZE_GIB = 5.0  # by default
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_options(form: str, dtype: str | None, shard_size_gib: float) -> torch.dtype | None:
-    """The dtype of an option; refuses values that `export` does not take."""
-    if form == "gguf":
-        raise UsageError(
-            "export: format=gguf: it is not written here: give hf, and convert that folder with the "
-            "convert_hf_to_gguf.py of llama.cpp, which refuses tokenizers that it does not know"
-        )
-    if form != "hf":
-        raise UsageError(f"export: format={form}: give hf")
+@dataclass(frozen=True)
+class Format:
+    """How the weights stand in one format, and how it is read again.
+
+    Args:
+        weights: the tensors of a decoder.
+        readers: packages that the fresh process has.
+        program: of the fresh process.
+        order: gives a tensor, by the decoder's name and with its settings, in the format's order of rows.
+        stays_fp32: whether a tensor of a name and shape is fp32 whatever `dtype` says.
+    """
+
+    weights: Callable[[DecoderConfig], list[HFWeight]]
+    readers: str
+    program: str
+    order: Callable[[str, Tensor, DecoderConfig], Tensor] = lambda name, tensor, config: tensor
+    stays_fp32: Callable[[str, Sequence[int]], bool] = lambda name, shape: False
+
+
+_FORMATS = {
+    "hf": Format(hf_weights, "transformers", "load_alone.py"),
+    "gguf": Format(gguf_weights, "transformers and gguf", "load_gguf_alone.py", with_llama_cpp_rows, stays_fp32),
+}
+
+
+def check_options(form: str, dtype: str | None, shard_size_gib: float | None) -> tuple[torch.dtype | None, int]:
+    """The dtype and the bytes of a file that options mean; refuses values that `export` does not take."""
+    if form not in _FORMATS:
+        raise UsageError(f"export: format={form}: give {' or '.join(_FORMATS)}")
     if dtype is not None and dtype not in _DTYPES:
         raise UsageError(f"export: dtype={dtype}: give one of {', '.join(_DTYPES)}, or leave it out")
+    if shard_size_gib is None:
+        shard_size_gib = SHARD_SIZE_GIB
+    elif form == "gguf":
+        raise UsageError(
+            f"export: shard_size_gib={shard_size_gib:g}: format=gguf writes one file: leave it out, and divide the "
+            "file with llama-gguf-split of llama.cpp"
+        )
     if not shard_size_gib > 0:
         raise UsageError(f"export: shard_size_gib={shard_size_gib:g}: give a number above 0")
-    return None if dtype is None else _DTYPES[dtype]
+    return None if dtype is None else _DTYPES[dtype], int(shard_size_gib * 2**30)
 
 
-def export(ckpt_path: str, output: Path, average: str | None, dtype: torch.dtype | None, file_bytes: int) -> None:
+def export(
+    ckpt_path: str, output: Path, form: str, average: str | None, dtype: torch.dtype | None, file_bytes: int
+) -> None:
     """Write `output`; see the command's help for the arguments.
 
     Raises:
         UsageError: `output` exists; no checkpoint, or one of another module; a decoder or a tokenizer that no family of
-            transformers can express; a folder that transformers loads otherwise.
+            transformers, or architecture of llama.cpp, can express; a folder that transformers loads otherwise.
     """
     if output.exists():
         raise UsageError(f"export: output={output} exists: name another folder, or remove it first")
@@ -68,33 +115,38 @@ def export(ckpt_path: str, output: Path, average: str | None, dtype: torch.dtype
     record = find_record(dict(source.rest))
     tokenizer = None if record is None else _tokenizer(source, record)
     transformers_package()  # before minutes of writing
+    vocabulary = _vocabulary(path, config, tokenizer) if form == "gguf" else None
     staging = output.with_name(f".{output.name}.exporting")
     if staging.exists():
         shutil.rmtree(staging)  # of an export to `output` that was killed: no other program gives this hidden name
     staging.mkdir(parents=True)
     try:
-        weights = _Weights(source, config, factor, dtype)
+        weights = _Weights(source, config, factor, dtype, _FORMATS[form])
         entries = weights.entries()
-        files = write_weights(entries, staging, file_bytes)
         parameters, word = sum(torch.Size(entry.shape).numel() for entry in entries), weights.dtype_word()
-        print(f"{path}: {len(entries)} tensors, {parameters:,} parameters, as {family.class_name} in {word}")
-        stored = entries[0].dtype
-        write_settings(config, stored, None if tokenizer is None else tokenizer.eot_id, staging)
-        if tokenizer is None or record is None:
-            print("no tokenizer: the checkpoint holds none, as its data knew none: transformers gets token ids alone")
+        if vocabulary is not None:
+            name, target = f"llama.cpp's {gguf_architecture(config)}", llama_cpp_target(gguf_architecture(config))
+            files = [staging / FILE]
+            write_gguf(entries, config, vocabulary, output.name, files[0])
         else:
-            write_tokenizer(record, tokenizer, config.max_seq_len, staging)
+            name, target = family.class_name, transformers_target(family.class_name, tokenizer is not None)
+            files = write_weights(entries, staging, file_bytes)
+            write_settings(config, entries[0].dtype, None if tokenizer is None else tokenizer.eot_id, staging)
+            if tokenizer is not None and record is not None:
+                write_tokenizer(record, tokenizer, config.max_seq_len, staging)
+        print(f"{path}: {len(entries)} tensors, {parameters:,} parameters, as {name} in {word}")
+        if tokenizer is None:
+            print("no tokenizer: the checkpoint holds none, as its data knew none: transformers gets token ids alone")
         compared = _compare(staging, weights, base, tokenizer)
         print(compared)
         card = model_card(
             output.name,
-            family.class_name,
+            target,
             parameters,
             word,
             source.rest,
             figures_of_run(path, int(source.rest.get("global_step", 0))),
             average=average,
-            has_tokenizer=tokenizer is not None,
             compared=compared,
         )
         (staging / "README.md").write_text(card, encoding="utf-8")
@@ -104,6 +156,15 @@ def export(ckpt_path: str, output: Path, average: str | None, dtype: torch.dtype
         raise
     size = sum(file.stat().st_size for file in (output / staged.name for staged in files))
     print(f"{output}: {size / 2**30:,.3f} GiB of weights in {len(files)} file{'s' * (len(files) != 1)}")
+
+
+def _vocabulary(path: Path, config: DecoderConfig, tokenizer: SavedTokenizer | None) -> GGUFVocabulary:
+    """What a GGUF file says about the tokenizer; refuses what llama.cpp cannot express before minutes of writing."""
+    gguf_package()
+    gguf_architecture(config)
+    if tokenizer is None:
+        raise UsageError(f"export: format=gguf: {path} holds no tokenizer, which a GGUF file needs: give hf")
+    return gguf_vocabulary(tokenizer, config.vocab_size)
 
 
 def _tokenizer(source: StreamedWeights, record: dict[str, Any]) -> SavedTokenizer:
@@ -118,7 +179,7 @@ def _tokenizer(source: StreamedWeights, record: dict[str, Any]) -> SavedTokenize
 
 
 class _Weights:
-    """The decoder's weights of a checkpoint, as they are trained and as they are written."""
+    """The decoder's weights of a checkpoint, as they are trained and as a format has them."""
 
     def __init__(
         self,
@@ -126,8 +187,9 @@ class _Weights:
         config: DecoderConfig,
         factor: Callable[[str], float],
         dtype: torch.dtype | None,
+        form: Format,
     ) -> None:
-        self.source, self.config, self.factor, self.dtype = source, config, factor, dtype
+        self.source, self.config, self.factor, self.dtype, self.form = source, config, factor, dtype, form
         self.shapes = {
             name.removeprefix(PREFIX): shape for name, shape in source.shapes.items() if name.startswith(PREFIX)
         }
@@ -147,15 +209,16 @@ class _Weights:
         return (tensor if factor == 1.0 else tensor.float() * factor).to(self._target(name))
 
     def _target(self, name: str) -> torch.dtype:
-        return self.dtype or self.shapes[name][1]
+        shape, saved = self.shapes[name]
+        return torch.float32 if self.form.stays_fp32(name, shape) else self.dtype or saved
 
     def dtype_word(self) -> str:
         """The dtypes of the files."""
         return " and ".join(sorted({str(self._target(name)).removeprefix("torch.") for name in self.shapes}))
 
     def entries(self) -> list[Entry]:
-        """What is written, with Hugging Face's names."""
-        weights = hf_weights(self.config)
+        """What is written, with the format's names."""
+        weights = self.form.weights(self.config)
         named = {part for weight in weights for part in weight.parts} | {"head.weight"}
         for name in named ^ (self.shapes.keys() | {"head.weight"}):
             raise UsageError(
@@ -163,25 +226,32 @@ class _Weights:
             )
         found = []
         for weight in weights:
-            dtype = self._target(weight.parts[0]) if weight.parts else self._target("embed.weight")
+            dtype = self._target(weight.parts[0] if weight.parts else "norm.weight")
             found.append(Entry(weight.name, weight.shape, dtype, partial(self._build, weight, dtype)))
         return found
 
     def _build(self, weight: HFWeight, dtype: torch.dtype) -> Tensor:
-        return weight.build(self.written).to(dtype)
+        def read(name: str) -> Tensor:
+            return self.form.order(name, self.written(name), self.config)
+
+        return weight.build(read).to(dtype)
+
+    def tied(self) -> bool:
+        """Whether the format has one matrix for the embedding and the head."""
+        return self.config.tie_embeddings and HEAD not in {entry.name for entry in self.entries()}
 
 
 def _compare(staging: Path, weights: _Weights, base: DecoderConfig | None, tokenizer: SavedTokenizer | None) -> str:
     """One sentence on what a fresh process found; see `compare`."""
     config, input_ids = weights.config, fixed_batch(weights.config)
-    answer = ask_fresh_process(staging, input_ids, None if tokenizer is None else TEXT)
+    answer = ask_fresh_process(staging, input_ids, None if tokenizer is None else TEXT, weights.form.program)
     trained = streamed_logits(config, base, weights.trained, input_ids)
     expected = streamed_logits(config, None, weights.written, input_ids) if weights.rounded else trained
-    distance = check_answer(answer, expected, config.tie_embeddings)
+    distance = check_answer(answer, expected, weights.tied())
     rows, length = input_ids.shape
     line = (
-        f"Logits of {rows} x {length} tokens in a fresh process with transformers alone differ from the decoder's by "
-        f"at most {distance:.1e}, where the largest is {expected.abs().max().item():.2f}"
+        f"Logits of {rows} x {length} tokens in a fresh process with {weights.form.readers} alone differ from the "
+        f"decoder's by at most {distance:.1e}, where the largest is {expected.abs().max().item():.2f}"
     )
     if weights.rounded:
         line += (

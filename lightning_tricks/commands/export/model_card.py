@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 _FIGURES = {"val/loss": "validation loss", "val/bits_per_byte": "validation bits/byte"}
+_LOAD_GGUF = """```sh
+llama-completion -m model.gguf -p "def " -n 32 -no-cnv
+llama-quantize model.gguf model-q8_0.gguf Q8_0
+```"""
 _SHARES = {"val/ema_share": "ema", "val/tail_average_share": "tail_average"}  # of an average, in what was validated
 
 
@@ -24,6 +28,33 @@ class Figures:
     step: int
     values: Mapping[str, float]
     average: str | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """The library that a folder is for.
+
+    Args:
+        library: its name on the Hugging Face hub.
+        words: its name in a sentence.
+        model: row of the table that names its class, or its architecture.
+        how_to_load: commands or code.
+    """
+
+    library: str
+    words: str
+    model: str
+    how_to_load: str
+
+
+def transformers_target(class_name: str, has_tokenizer: bool) -> Target:
+    """A folder of transformers."""
+    return Target("transformers", "transformers", f"| class | `{class_name}` |", _how_to_load(has_tokenizer))
+
+
+def llama_cpp_target(architecture: str) -> Target:
+    """A folder with a GGUF file."""
+    return Target("gguf", "llama.cpp, in GGUF", f"| architecture | `{architecture}` |", _LOAD_GGUF)
 
 
 def figures_of_run(checkpoint: Path, step: int) -> Figures | None:
@@ -67,32 +98,30 @@ def _rows_of_events(run: Path) -> dict[int, dict[str, float]]:
 
 def model_card(
     name: str,
-    class_name: str,
+    target: Target,
     parameters: int,
     dtype: str,
     checkpoint: Mapping[str, Any],
     figures: Figures | None,
     *,
     average: str | None,
-    has_tokenizer: bool,
     compared: str,
 ) -> str:
     """The text of README.md.
 
     Args:
         name: of the folder.
-        class_name: in transformers.
+        target: the library that the folder is for.
         parameters: their number, a tied matrix counted once.
         dtype: of the files.
         checkpoint: without weights.
         figures: of the run, if its log is there.
         average: of the weights, if one was exported.
-        has_tokenizer: whether the folder has one.
         compared: one sentence: what was compared with the checkpoint, and how far they differ.
     """
     data = _data_state(checkpoint)
     rows = [
-        f"| class | `{class_name}` |",
+        target.model,
         f"| parameters | {parameters:,} in {dtype} |",
         f"| step | {checkpoint.get('global_step', 'unknown')} |",
     ]
@@ -111,9 +140,9 @@ def model_card(
         rows += [f"| {_FIGURES[key]} | {value:.4f}, {whose} |" for key, value in figures.values.items()]
     recipe = own.get("recipe")
     parts = [
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---",
+        f"---\nlibrary_name: {target.library}\npipeline_tag: text-generation\n---",
         f"# {name}",
-        "A language model, trained with lightning_tricks and exported for transformers.",
+        f"A language model, trained with lightning_tricks and exported for {target.words}.",
         "\n".join(["| | |", "|---|---|", *rows]),
         *(
             []
@@ -122,7 +151,7 @@ def model_card(
         ),
         compared,
         "## How to load it",
-        _how_to_load(has_tokenizer),
+        target.how_to_load,
     ]
     if recipe:
         parts += ["## Recipe", f"```yaml\n{recipe.strip()}\n```"]

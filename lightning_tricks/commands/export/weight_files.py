@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,20 @@ class Entry:
     def size(self) -> int:
         """Bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def data(self) -> Any:
+        """The tensor's bytes, row by row, as an array of numpy.
+
+        Raises:
+            UsageError: it is not of this shape and dtype.
+        """
+        tensor = self.build()
+        if (tuple(tensor.shape), tensor.dtype) != (self.shape, self.dtype):
+            raise UsageError(
+                f"export: {self.name} is {tuple(tensor.shape)} in {tensor.dtype} in the checkpoint, and its "
+                f"decoder_config says {self.shape} in {self.dtype}: take another copy of the checkpoint"
+            )
+        return tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def write_weights(entries: Sequence[Entry], folder: Path, file_bytes: int) -> list[Path]:
@@ -75,11 +89,4 @@ def _write_file(entries: Sequence[Entry], file: IO[bytes]) -> None:
     text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8 bytes
     file.write(len(text).to_bytes(8, "little") + text)
     for entry in entries:
-        tensor = entry.build()
-        if (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
-            raise UsageError(
-                f"export: {entry.name} is {tuple(tensor.shape)} in {tensor.dtype} in the checkpoint, and its "
-                f"decoder_config says {entry.shape} in {entry.dtype}: take another copy of the checkpoint"
-            )
-        if tensor.numel():
-            file.write(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        file.write(entry.data().data)
