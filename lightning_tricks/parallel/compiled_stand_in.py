@@ -5,6 +5,7 @@ same partition is made here on tensors without data, and both halves run operati
 that only fused kernels read stay in registers there, and are not recorded.
 """
 
+import importlib
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -25,6 +26,12 @@ _aten = torch.ops.aten
 # are those that benchmarks/plan_memory.py has measured, within 5 %.
 _MOST_READERS = 2
 _REDUCTIONS = {_aten.sum.dim_IntList, _aten.mean.dim, _aten.amax.default, _aten.var_mean.correction, _aten.sum.default}
+
+
+def load_partitioner() -> None:
+    """Import what the partition takes, in a process whose forks will each trace; they would all import it."""
+    for name in ("functorch.compile", "torch._inductor.decomposition", "torch._inductor.pattern_matcher"):
+        importlib.import_module(name)
 
 
 @contextmanager

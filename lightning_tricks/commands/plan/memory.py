@@ -20,6 +20,7 @@ from lightning_tricks.commands.plan.setup import RunSetup
 from lightning_tricks.models import attention
 from lightning_tricks.optim import build_optimizer, schedule_free_parts
 from lightning_tricks.optim.bf16_step import BF16Step
+from lightning_tricks.parallel.compiled_stand_in import load_partitioner
 from lightning_tricks.parallel.dims import Mesh
 from lightning_tricks.parallel.fake_cluster import at_once, fake_world
 from lightning_tricks.parallel.layout import Traffic, traffic
@@ -79,6 +80,8 @@ def traced_memory(setup: RunSetup) -> StepMemory:
 
 def traces_of(setup: RunSetup) -> list[Callable[[], StepMemory]]:
     """The calls, each for a forked process, whose results `at_full_depth` takes."""
+    if setup.compiles:
+        load_partitioner()
     deep = setup.is_ours and setup.module.config.n_layers > DEPTHS[1]
     return [partial(_trace_or_refuse, setup, depth) for depth in (DEPTHS if deep else (None,))]
 
