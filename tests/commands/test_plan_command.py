@@ -25,7 +25,7 @@ from lightning_tricks.commands.plan.scaling import Links, step_time
 from lightning_tricks.commands.plan.warnings import published_lr
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.parallel.layout import Traffic
-from lightning_tricks.parallel.memory_trace import FORWARD, STEP
+from lightning_tricks.parallel.memory_trace import FORWARD, LAST, LOSS, STEP, StepMemory
 from lightning_tricks.schedules import WarmupCosine
 
 pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
@@ -121,6 +121,55 @@ def test_shards_replicas_and_bf16_weights_change_the_lines_by_their_rule():
     assert bf16[STEP]["gradients"] == 2 * COUNT
     assert bf16[STEP]["weights"] == pytest.approx(2 * COUNT, rel=0.05)  # tables of positions stay in fp32
     assert bf16[FORWARD]["optimizer state"] == 4 * COUNT + 4 * 21
+
+
+def test_offloaded_shards_and_their_optimizer_are_counted_on_the_host():
+    def memory(**options):
+        return planned(WIDE, {"strategy": FSDP2Strategy(**options)}, data(2, 128), devices=2, gpu="h100").memory
+
+    here, there = memory(), memory(cpu_offload=True)
+    tables = 2 * 4 * 128 * 32
+    assert here.host == {}
+    assert there.instants[STEP] == {"weights": tables}
+    assert {line: there.host[line] for line in ("weights", "gradients")} == {
+        "weights": here.instants[STEP]["weights"] - tables, "gradients": here.instants[STEP]["gradients"]
+    }  # fmt: skip
+    assert there.host["optimizer state"] == here.instants[STEP]["optimizer state"]
+    # the rest is the same; while a block is gathered, its shards' copies are on the device too
+    copies = 4 * (4 * 128 * 128 + 3 * 128 * 512 + 2 * 128) // 2
+    own = ("gathered weights", "activations", "head and loss", "working memory")
+    for name, more in {LOSS: 0, LAST: 0, "backward pass of head and loss": copies}.items():
+        rest = [sum(one.instants[name].get(line, 0) for line in own) for one in (here, there)]
+        assert rest[1] - rest[0] == more
+        assert there.instants[name]["weights"] == tables
+    assert any(note.startswith("cpu_offload: the time of copies") for note in there.notes)
+
+
+def test_on_a_cpu_nothing_is_offloaded():
+    settings = {"strategy": FSDP2Strategy(cpu_offload=True), "accelerator": "cpu"}
+    assert planned(settings=settings, devices=2).memory.host == {}
+
+
+def test_what_does_not_fit_by_its_state_alone_is_offered_the_hosts_memory():
+    settings = {"strategy": FSDP2Strategy(), "max_steps": 10}
+    whole = planned(WIDE, settings, data(1, 16), suggest=False, devices=2, **mine(1.0))
+    changes = changes_that_fit(whole.setup, whole.memory, int(0.4 * whole.memory.peak), most=1)
+    assert changes[0].options == ("--trainer.strategy.init_args.cpu_offload true",)
+    assert re.search(r"shards and optimizer take \d+ GiB of each host's memory$", changes[0].why)
+    on_host = StepMemory({STEP: {"working memory": 1}}, host={"weights": 2**30})
+    lines = report(dataclasses.replace(whole, memory=on_host, changes=changes))
+    assert "for 2 processes, each: weights 1.00 GiB" in lines
+    assert "2.00 GiB for 2 processes" in lines
+
+
+def test_eight_bit_averages_are_offered_where_they_are_enough():
+    pytest.importorskip("torchao")
+    whole = planned(WIDE, None, data(1, 16), suggest=False, **mine(1.0))
+    step = whole.memory.instants[STEP]
+    state = int(0.27 * step["optimizer state"])  # 2 bytes of 8, and a scale of 4 bytes for 256 of them
+    room = step["weights"] + step["gradients"] + state + step["gradients"]  # and what the step computes with
+    changes = changes_that_fit(whole.setup, whole.memory, room)
+    assert ("--model.optimizer torchao.optim.AdamW8bit",) in [change.options for change in changes]
 
 
 def test_a_schedule_free_optimizer_steps_in_its_train_mode():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -120,6 +120,7 @@ def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
         context=setup.forward_context,
         compiled=compiled,
         on_gpu=setup.on_gpu,
+        offloads=setup.offloads,
         replaced=[*(kernels_of_a_gpu() if setup.on_gpu else ()), _no_copy_of_settings()],
     )
     if setup.kind != "fsdp2":
@@ -133,7 +134,10 @@ def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
                     fsdp.register_fsdp_forward_method(module, name)
             memory = trace_step(module, made.blocks, options)
     if setup.fp8 is not None:
-        memory = StepMemory(memory.instants, (*memory.notes, "Float8's layers are counted as in bf16"))
+        memory = replace(memory, notes=(*memory.notes, "Float8's layers are counted as in bf16"))
+    if setup.offloads:
+        note = "cpu_offload: the time of copies to and from the host, and of the optimizer's step there, is not counted"
+        memory = replace(memory, notes=(*memory.notes, note))
     return _with_others(setup, memory, module)
 
 
@@ -249,11 +253,13 @@ def _with_others(setup: RunSetup, memory: StepMemory, module: nn.Module) -> Step
         memory = _of_deepspeed(setup, memory, sum(part.numel() for part in trained))
     if not more:
         return memory
-    instants = {
-        name: {line: {**lines, **more}[line] for line in LINES if line in lines or line in more}
-        for name, lines in memory.instants.items()
-    }
-    return StepMemory(instants, memory.notes)
+
+    def added(lines: Mapping[str, int]) -> dict[str, int]:
+        return {line: {**lines, **more}[line] for line in LINES if line in lines or line in more}
+
+    if setup.offloads:  # averages lie where the weights do
+        return replace(memory, host=added(memory.host))
+    return replace(memory, instants={name: added(lines) for name, lines in memory.instants.items()})
 
 
 def _of_deepspeed(setup: RunSetup, memory: StepMemory, count: int) -> StepMemory:
@@ -275,7 +281,7 @@ def _of_deepspeed(setup: RunSetup, memory: StepMemory, count: int) -> StepMemory
         for name, lines in memory.instants.items()
     }
     note = "DeepSpeed's weights, gradients and state are by formula; its buffers are not counted"
-    return StepMemory(instants, (*memory.notes, note))
+    return replace(memory, instants=instants, notes=(*memory.notes, note))
 
 
 def closed_form_activations(setup: RunSetup) -> int | None:

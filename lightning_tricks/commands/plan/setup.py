@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._trainer import is_a, weights_layout
@@ -145,10 +145,16 @@ class RunSetup:
         caches = self.plugin is None  # Lightning's own autocast does; ours casts again for activation checkpointing
         return torch.autocast("cpu", dtype=dtype, cache_enabled=caches)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether shards and optimizer lie in the host's memory, and not in the device's."""
+        return self.kind == "fsdp2" and self.on_gpu and self.strategy.cpu_offload
+
     def parallel_options(self) -> ParallelOptions:
         """How FSDP2Strategy divides the module; the trace stands in for what is compiled."""
         strategy: FSDP2Strategy = self.strategy
-        return strategy.options_with(convert=self.convert, policy=self.policy())
+        offload = CPUOffloadPolicy(pin_memory=False) if self.offloads else OffloadPolicy()
+        return strategy.options_with(convert=self.convert, policy=self.policy(), offload=offload)
 
     def convert(self, module: nn.Module) -> None:
         """What the precision plugin does to the layers before they are divided."""
@@ -187,12 +193,12 @@ class RunSetup:
             **{name: changes.pop(name) for name in ("nodes", "devices") if name in changes},
         )
         settings: Any = setup.trainer
-        if {"mesh", "reshard_after_forward"} & changes.keys():
+        if {"mesh", "reshard_after_forward", "cpu_offload"} & changes.keys():
             settings["strategy"] = copy.copy(setup.strategy)
         for name, value in changes.items():
             if name in ("accumulate_grad_batches", "strategy", "plugins"):
                 settings[name] = value
-            elif name in ("mesh", "reshard_after_forward"):
+            elif name in ("mesh", "reshard_after_forward", "cpu_offload"):
                 setattr(settings["strategy"], name, value)
             else:
                 setattr(setup.datamodule if name == "micro_batch_size" else setup.module, name, value)
