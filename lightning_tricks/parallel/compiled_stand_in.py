@@ -18,7 +18,7 @@ from torch.fx import Interpreter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_tricks._activation_checkpointing import ATTENTION_OPS, LINEAR_OPS, Mode
+from lightning_tricks._activation_checkpointing import ATTENTION_OPS, LINEAR_OPS, Mode, mode_of
 from lightning_tricks._replaced import replaced
 
 _aten = torch.ops.aten
@@ -76,21 +76,15 @@ def _forward(
                 return _plain(block, eager)(*own, **named)
 
         shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in (*tensors, *parameters))
-        key = (type(block), _mode(block), shapes, str(fixed))
+        key = (type(block), mode_of(block), shapes, str(fixed))
         if key not in graphs:
             linears = sum(isinstance(part, nn.Linear) for part in block.modules())
-            graphs[key] = _partitioned(call, _mode(block), linears, unrecorded)
+            graphs[key] = _partitioned(call, mode_of(block), linears, unrecorded)
             with unrecorded():
                 graphs[key](*(torch.empty_like(t).requires_grad_(t.requires_grad) for t in (*tensors, *parameters)))
         return graphs[key](*tensors, *parameters)
 
     return forward
-
-
-def _mode(block: Any) -> Mode:
-    """How much a block computes again, by its own attribute or by `checkpoint_block`."""
-    own = getattr(block, "checkpointing", None)
-    return own if own in ("none", "full", "selective") else vars(block).get("checkpoint_mode", "none")
 
 
 def _plain(block: nn.Module, eager: Callable[..., Any]) -> Callable[..., Any]:
