@@ -61,9 +61,11 @@ def _forward(
         places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
         tensors = [values[place] for place in places]
         fixed = [None if isinstance(value, Tensor) else value for value in values]
-        if not torch.is_grad_enabled() or any(isinstance(tensor, DTensor) for tensor in (*parameters, *tensors)):
-            if torch.is_grad_enabled():
-                notes.append("blocks divided over tensor ranks are counted as not compiled: they take less")
+        if not torch.is_grad_enabled():
+            return eager(*args, **kwargs)
+        if mode_of(block) == "full" and any(isinstance(tensor, DTensor) for tensor in (*parameters, *tensors)):
+            # with nothing but the block's input kept, torch 2.13 keeps the mesh of its weights as a tensor, and fails
+            notes.append("blocks that tensor ranks share and that run again are counted as not compiled there")
             return eager(*args, **kwargs)
 
         def call(*flat: Tensor) -> Any:

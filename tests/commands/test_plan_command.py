@@ -172,6 +172,23 @@ def test_eight_bit_averages_are_offered_where_they_are_enough():
     assert ("--model.optimizer torchao.optim.AdamW8bit",) in [change.options for change in changes]
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_compiled_blocks_that_tensor_ranks_share_are_counted_as_compiled_but_for_full_checkpointing(mode):
+    def lines(**options):
+        module = LanguageModel(dataclasses.replace(WIDE, n_layers=2), activation_checkpointing=mode, **options)
+        settings = {"strategy": FSDP2Strategy(mesh=ParallelDims(tensor=2)), "max_steps": 10}
+        memory = plan_recipe(module, data(2, 128), settings, devices=2, gpu="h100").memory
+        return memory.notes, memory.instants[LOSS]["activations"]
+
+    (notes, compiled), (_, eager) = lines(compile_blocks=True), lines()
+    if mode == "full":
+        assert notes == ("blocks that tensor ranks share and that run again are counted as not compiled there",)
+        assert compiled == eager
+    else:
+        assert notes == ()
+        assert 0.5 * eager < compiled < 0.9 * eager
+
+
 def test_a_schedule_free_optimizer_steps_in_its_train_mode():
     module = LanguageModel(TINY, optimizer=lambda groups: schedulefree.AdamWScheduleFree(groups, lr=1e-3))
     step = plan_recipe(module, data(), {"max_steps": 10}, gpu="h100").memory.instants[STEP]
