@@ -83,10 +83,19 @@ def _forward(
             linears = sum(isinstance(part, nn.Linear) for part in block.modules())
             graphs[key] = _partitioned(call, mode_of(block), linears, unrecorded)
             with unrecorded():
-                graphs[key](*(torch.empty_like(t).requires_grad_(t.requires_grad) for t in (*tensors, *parameters)))
+                graphs[key](*(_like(tensor).requires_grad_(tensor.requires_grad) for tensor in (*tensors, *parameters)))
         return graphs[key](*tensors, *parameters)
 
     return forward
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A tensor of the same class and sizes, in memory of its own."""
+    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return torch.empty_like(tensor)
+    names, context = tensor.__tensor_flatten__()  # such as a weight in fp8, which knows few operations
+    parts = {name: _like(getattr(tensor, name)) for name in names}
+    return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
 
 
 def _plain(block: nn.Module, eager: Callable[..., Any]) -> Callable[..., Any]:

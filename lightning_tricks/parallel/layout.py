@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -143,8 +144,10 @@ def _gathered_bytes(dims: ParallelDims, policy: MixedPrecisionPolicy, module: nn
     for parameter in module.parameters():
         if parameter.ndim == 0:
             continue
-        elements = local(parameter).numel() * dims.shard * dims.context
-        for kind, dtype in (("gather", policy.param_dtype), ("reduce", policy.reduce_dtype or policy.param_dtype)):
+        shard = local(parameter)
+        elements = shard.numel() * dims.shard * dims.context
+        gathered = torch.float8_e4m3fn if hasattr(shard, "fsdp_pre_all_gather") else policy.param_dtype
+        for kind, dtype in (("gather", gathered), ("reduce", policy.reduce_dtype or policy.param_dtype)):
             found[kind] += elements * (dtype or parameter.dtype).itemsize
     return found
 

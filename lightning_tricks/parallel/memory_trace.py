@@ -140,7 +140,8 @@ def trace_step(module: nn.Module, blocks: Mapping[str, nn.Module], options: Trac
         if options.compiled:
             notes = stack.enter_context(stand_in_for_compiled(blocks.values(), log.paused))
         for tensor in [*module.parameters(), *module.buffers()]:
-            log.record(local(tensor), "weights")
+            for part in _plain_parts(local(tensor)):
+                log.record(part, "weights")
         stack.enter_context(_instants_by_hooks(blocks, log))
         stack.enter_context(_resizes_recorded(log))
         optimizer = None if options.optimizer is None else options.optimizer(module)
@@ -194,6 +195,14 @@ def _add_gradients(module: nn.Module, log: "_AllocationLog") -> None:
             log.live[local(parameter.grad).untyped_storage()._cdata].line = "gradients"
 
 
+def _plain_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors of which one of another class is made, such as a weight that FSDP2 gathers in fp8; or itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[operator]
+    return [part for name in names for part in _plain_parts(getattr(tensor, name))]
+
+
 def _mark_host(module: nn.Module, log: "_AllocationLog") -> None:
     """Say which memory FSDP2's CPUOffloadPolicy has on the host: shards, their gradients, and all of the optimizer.
 
@@ -206,7 +215,8 @@ def _mark_host(module: nn.Module, log: "_AllocationLog") -> None:
     for parameter in module.parameters():
         for tensor in (parameter, parameter.grad):
             if isinstance(tensor, DTensor):
-                log.live[local(tensor).untyped_storage()._cdata].on_host = True
+                for part in _plain_parts(local(tensor)):
+                    log.live[part.untyped_storage()._cdata].on_host = True
     for _, entry, _ in log.events:
         entry.on_host |= entry.line == "optimizer state" or entry.instant == STEP
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from importlib import import_module
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_tricks import EMA, BF16True, FSDP2Strategy, LanguageModel, Llama, ParallelDims
+from lightning_tricks import EMA, BF16Mixed, BF16True, Float8, FSDP2Strategy, LanguageModel, Llama, ParallelDims
 from lightning_tricks._errors import UsageError
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.plan import run
@@ -24,6 +25,7 @@ from lightning_tricks.commands.plan.report import report
 from lightning_tricks.commands.plan.scaling import Links, step_time
 from lightning_tricks.commands.plan.warnings import published_lr
 from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.models import Decoder
 from lightning_tricks.parallel.layout import Traffic
 from lightning_tricks.parallel.memory_trace import FORWARD, LAST, LOSS, STEP, StepMemory
 from lightning_tricks.schedules import WarmupCosine
@@ -187,6 +189,59 @@ def test_compiled_blocks_that_tensor_ranks_share_are_counted_as_compiled_but_for
     else:
         assert notes == ()
         assert 0.5 * eager < compiled < 0.9 * eager
+
+
+def fp8(**options):
+    pytest.importorskip("torchao")
+    return Float8(convert_small=True, **options)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_that_are_gathered_in_fp8_take_half_and_send_half(compiled):
+    def memory(plugin):
+        module = LanguageModel(dataclasses.replace(WIDE, n_layers=2), compile_blocks=compiled)
+        settings = {"strategy": FSDP2Strategy(), "plugins": [plugin], "max_steps": 10}
+        plan = plan_recipe(module, data(2, 128), settings, devices=2, gpu="h100")
+        return plan.whole.traffic[0].gathered, plan.memory
+
+    (bf16_sent, bf16), (sent, eight) = memory(BF16Mixed()), memory(fp8())
+    block = 4 * 128 * 128 + 3 * 128 * 512  # elements in fp8
+    assert bf16_sent - sent == 2 * 2 * block  # two blocks, gathered twice
+    saved = bf16.instants[LAST]["gathered weights"] - eight.instants[LAST]["gathered weights"]
+    assert saved == block  # of the one that is there
+    assert eight.instants[STEP]["weights"] == bf16.instants[STEP]["weights"]
+    assert eight.notes == ()
+
+
+def test_what_products_in_fp8_keep_is_what_real_ones_keep():
+    plugin, config = fp8(emulate=True), dataclasses.replace(WIDE, n_layers=2)
+    plan = planned(config, {"plugins": [plugin], "accelerator": "cpu", "max_steps": 10}, data(2, 128))
+    lines = plan.memory.instants[LOSS]
+    module = Decoder(config)
+    fp8(emulate=True).convert_before_sharding(module)
+    import_module("lightning_tricks.precision.float8.linear").unwrap_unsharded(
+        part for part in module.modules() if isinstance(part, torch.nn.Linear)
+    )
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
+    kept = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    ids = torch.zeros(2, 128, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        loss = module(ids, labels=ids)
+    real = sum(memory.nbytes() for memory in kept.values())
+    assert loss.requires_grad
+    assert lines["activations"] + lines["head and loss"] == pytest.approx(real, rel=0.05)
+
+
+def test_mxfp8_is_counted_as_bf16_and_a_note_says_so():
+    settings = {"plugins": [fp8(recipe="mxfp8")], "max_steps": 10}
+    (note,) = planned(dataclasses.replace(WIDE, n_layers=2), settings, data(2, 128), gpu="b200").memory.notes
+    assert note.startswith("mxfp8's layers are counted as in bf16")
 
 
 def test_a_schedule_free_optimizer_steps_in_its_train_mode():

@@ -133,8 +133,9 @@ def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
                 if hasattr(module, name):
                     fsdp.register_fsdp_forward_method(module, name)
             memory = trace_step(module, made.blocks, options)
-    if setup.fp8 is not None:
-        memory = replace(memory, notes=(*memory.notes, "Float8's layers are counted as in bf16"))
+    if setup.fp8 is not None and not setup.traces_fp8:
+        note = "mxfp8's layers are counted as in bf16: its kernels run on Blackwell alone, and not without data"
+        memory = replace(memory, notes=(*memory.notes, note))
     if setup.offloads:
         note = "cpu_offload: the time of copies to and from the host, and of the optimizer's step there, is not counted"
         memory = replace(memory, notes=(*memory.notes, note))

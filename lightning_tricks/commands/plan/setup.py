@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -130,6 +131,11 @@ class RunSetup:
         """The plugin that multiplies in fp8, or None."""
         return self.plugin if is_a(self.plugin, "Float8") else None
 
+    @property
+    def traces_fp8(self) -> bool:
+        """Whether the products in fp8 can run without data; those of mxfp8 are kernels of Blackwell alone."""
+        return self.fp8 is not None and self.fp8.recipe != "mxfp8"
+
     def policy(self) -> MixedPrecisionPolicy:
         """FSDP2's casts."""
         if is_a(self.plugin, "AutoPrecision"):
@@ -160,6 +166,10 @@ class RunSetup:
         """What the precision plugin does to the layers before they are divided."""
         if self.bf16_weights:
             to_bf16(module)
+        if self.traces_fp8:
+            self.fp8.convert_before_sharding(module)
+            if self.kind != "fsdp2":
+                import_module("lightning_tricks.precision.float8.linear").unwrap_unsharded(self.fp8.fp8_layers.values())
 
     def build(self, depth: int | None = None) -> nn.Module:
         """Build the module on the meta device; of a LanguageModel with another number of blocks. Changes the module."""
