@@ -10,6 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -64,7 +65,8 @@ def load_all() -> None:
         sys.meta_path.remove(_OTHER_PARTS)
         sys.modules.pop(_PLOT, None)
         module = sys.modules[_NAME]
-        assert module.__spec__ is not None and module.__spec__.loader is not None
+        assert module.__spec__ is not None
+        assert module.__spec__.loader is not None
         module.__spec__.loader.exec_module(module)
         module.__class__ = ModuleType
 
@@ -92,7 +94,7 @@ class _OtherParts:
         return None if name not in sys.modules else ModuleSpec(name, _Loaded(sys.modules[name]))
 
 
-class _Loaded:
+class _Loaded(Loader):
     """Gives a module that is there, as it is."""
 
     def __init__(self, module: ModuleType) -> None:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_tricks._activation_checkpointing import ATTENTION_OPS, LINEAR_OPS, Mode, mode_of
 from lightning_tricks._replaced import replaced
+from lightning_tricks._tensors import local, sharded_like
 
 _aten = torch.ops.aten
 # Of an elementwise result; one that more operations read is written to memory. With this number the largest instants
@@ -91,7 +92,9 @@ def _forward(
 
 def _like(tensor: Tensor) -> Tensor:
     """A tensor of the same class and sizes, in memory of its own."""
-    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
+    if isinstance(tensor, DTensor):
+        return sharded_like(tensor, _like(local(tensor)))
+    if not hasattr(tensor, "__tensor_flatten__"):
         return torch.empty_like(tensor)
     names, context = tensor.__tensor_flatten__()  # such as a weight in fp8, which knows few operations
     parts = {name: _like(getattr(tensor, name)) for name in names}

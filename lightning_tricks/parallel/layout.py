@@ -77,8 +77,8 @@ def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOption
     """What a rank gathers and reduces in each micro-batch, for each axis.
 
     Bytes are those of the whole parts that a collective makes or takes, of which (n - 1) / n come from n - 1 others.
-    Those of context ranks are told by the parts that have a method `sent_between_context_ranks`; 0 where none has. Blocks
-    that run again in the backward pass send theirs again.
+    Those of context ranks are told by the parts that have a method `sent_between_context_ranks`; 0 where none has.
+    Blocks that run again in the backward pass send theirs again.
 
     Args:
         dims: sizes of the mesh.
@@ -132,9 +132,7 @@ def sent(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOptions, 
         else:
             what = {"gather": "keys and values of each row", "ulysses": "queries, keys, values and outputs of each row"}
             size = f"{one.per_token / 2**10:,.2f} KiB a token, " if one.per_token else ""
-            lines.append(
-                f"over {one.ranks} context ranks: {size}{what[options.context_method]}, and their gradients"
-            )
+            lines.append(f"over {one.ranks} context ranks: {size}{what[options.context_method]}, and their gradients")
     return lines
 
 

@@ -140,8 +140,8 @@ def trace_step(module: nn.Module, blocks: Mapping[str, nn.Module], options: Trac
         if options.compiled:
             notes = stack.enter_context(stand_in_for_compiled(blocks.values(), log.paused))
         for tensor in [*module.parameters(), *module.buffers()]:
-            for part in _plain_parts(local(tensor)):
-                log.record(part, "weights")
+            for plain in _plain_parts(local(tensor)):
+                log.record(plain, "weights")
         stack.enter_context(_instants_by_hooks(blocks, log))
         stack.enter_context(_resizes_recorded(log))
         optimizer = None if options.optimizer is None else options.optimizer(module)
@@ -199,7 +199,7 @@ def _plain_parts(tensor: Tensor) -> list[Tensor]:
     """The tensors of which one of another class is made, such as a weight that FSDP2 gathers in fp8; or itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[operator]
+    names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in _plain_parts(getattr(tensor, name))]
 
 

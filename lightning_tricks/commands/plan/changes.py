@@ -128,7 +128,7 @@ def _candidates(setup: RunSetup, memory: StepMemory, state: int, room: int) -> I
 
 
 def _eight_bit_averages(setup: RunSetup) -> Iterator[_Candidate]:
-    """torchao's AdamW for that of torch, with the same settings, where torchao is installed."""
+    """The AdamW of torchao for that of torch, with the same settings, where torchao is installed."""
     own = check_settings(setup.module.optimizer) if setup.is_ours else None
     if type(own) is not torch.optim.AdamW or find_spec("torchao") is None:
         return
