@@ -84,6 +84,7 @@ def _of(script: str, function: str) -> Callable[..., Any]:
 
 FILLERS = {  # by the name with which the files of the results begin
     "average": Filler("average.md", _of("fill_export", "average"), measured=False),
+    "check": Filler("check.md", _of("fill_commands", "check"), measured=False),
     "checkpoints": Filler("checkpoints.md", checkpoints),
     "commands": Filler("command_line.md", commands, measured=False),
     "export": Filler("export.md", _of("fill_export", "families"), measured=False),

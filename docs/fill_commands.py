@@ -1,6 +1,8 @@
-"""What the commands `schedule` and `runs` print on their pages, and the pictures of `schedule`, for `fill.py`."""
+"""What commands print on their pages, and the pictures of `schedule`, for `fill.py`."""
 
 import os
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,35 @@ def plan(result: dict[str, Any]) -> dict[str, str]:
     made = plan_recipe(*_recipe("llama7b"), gpu="h100", price=2.5)
     command = "plan --config recipes/llama7b.yaml --gpu h100 --price 2.5"
     return {"plan": _block(command, report(made)), "memory": table(result)}
+
+
+# What a list of checks says of the machine on which it is made, and what the page has in its place.
+_MACHINE = {
+    r"Python \S+, [\d.,]+ MB": "Python 3.11.7, 12.12 MB",
+    r"tokenized in \S+|fit tokenizes it first, or prepare": "fit tokenizes it first, or prepare",
+    r"of [\d.,]+ GiB of this CPU": "of 23.5 GiB of this CPU",
+    r"torch \S+, lightning \S+": "torch 2.13.0+cpu, lightning 2.6.6",
+    r"CPU of \d+ cores": "CPU of 2 cores",
+    r"free [\d.,]+ [MG]iB": "free 75.7 GiB",
+}
+
+
+def check(_: Any) -> dict[str, str]:
+    """The list of checks of a recipe, as the command prints it on a machine of 2 cores."""
+    from lightning_tricks.commands.check.checks import CHECKS, Checked, run_checks, summary
+
+    lines: list[str] = []
+    checked, here = Checked(*_recipe("tiny")), os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # in which the run's folders are tried
+        try:
+            results = run_checks(CHECKS, checked, lines.append)
+        finally:
+            os.chdir(here)
+    text = "\n".join([*lines, summary(results)])
+    for pattern, instead in _MACHINE.items():
+        text = re.sub(pattern, instead, text)
+    return {"check": _block("check --config recipes/tiny.yaml", text)}
 
 
 def plan_foreign(result: dict[str, Any]) -> dict[str, str]:

@@ -114,6 +114,12 @@ def checkpoint_block(block: nn.Module, mode: Mode) -> None:
     block.__dict__.update(plain_forward=block.forward, forward=MethodType(forward, block), checkpoint_mode=mode)
 
 
+def mode_of(block: nn.Module) -> Mode:
+    """How much a block computes again, by its own attribute or by `checkpoint_block`."""
+    own = getattr(block, "checkpointing", None)
+    return own if own in ("full", "selective") else vars(block).get("checkpoint_mode", "none")
+
+
 def keeps_input_only(block: nn.Module) -> bool:
     """Whether all of a block runs again in the backward pass, by `checkpoint_block` or by an attribute of its own."""
     return "full" in (getattr(block, "checkpointing", None), vars(block).get("checkpoint_mode"))

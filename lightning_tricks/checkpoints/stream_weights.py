@@ -25,12 +25,14 @@ class StreamedWeights:
         rest: the checkpoint without weights, optimizer state and averages.
         shapes: shape and dtype of each weight, by its name without the prefixes of wrappers.
         read: gives a weight, whole and on the CPU; of a file, a view of the mapped file.
+        averages: names of the averages of the weights that the checkpoint holds, such as `ema`.
     """
 
     path: Path
     rest: Mapping[str, Any]
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     read: Callable[[str], Tensor]
+    averages: tuple[str, ...] = ()
 
 
 def stream_weights(path: str | Path, average: str | None = None) -> StreamedWeights:
@@ -65,7 +67,7 @@ def _of_file(path: Path, checkpoint: dict[str, Any], average: str | None) -> Str
     heavy = {"state_dict", "optimizer_states", AVERAGES}
     rest = {key: value for key, value in checkpoint.items() if key not in heavy}
     shapes = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
-    return StreamedWeights(path, rest, shapes, read)
+    return StreamedWeights(path, rest, shapes, read, tuple(checkpoint.get(AVERAGES) or ()))
 
 
 def _of_folder(folder: Path, rest: dict[str, Any], average: str | None) -> StreamedWeights:
@@ -79,11 +81,11 @@ def _of_folder(folder: Path, rest: dict[str, Any], average: str | None) -> Strea
     }
     if not weights:
         raise no_weights(folder)
+    averages = tuple(dict.fromkeys(str(path[1]) for path in keys if path[0] == AVERAGES))
     terms: dict[str, dict[str, str]] = {}  # of each weight: the key of each term of its average
     shares: Mapping[str, float] = {}
     if average is not None:
-        names = list(dict.fromkeys(str(path[1]) for path in keys if path[0] == AVERAGES))
-        average_entry({AVERAGES: {name: {} for name in names}}, average, folder)
+        average_entry({AVERAGES: {name: {} for name in averages}}, average, folder)
         of_average = {path[2:]: key for path, key in keys.items() if path[:2] == (AVERAGES, average)}
         for path, key in of_average.items():
             if path[0] == "weights":
@@ -100,4 +102,4 @@ def _of_folder(folder: Path, rest: dict[str, Any], average: str | None) -> Strea
         return mixed(raw, own, shares).to(raw.dtype) if own else raw
 
     shapes = {name: (tuple(entries[key].size), entries[key].properties.dtype) for name, key in weights.items()}
-    return StreamedWeights(folder, rest, shapes, read)
+    return StreamedWeights(folder, rest, shapes, read, averages)

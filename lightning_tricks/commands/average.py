@@ -30,7 +30,8 @@ def run(args: list[str]) -> None:
     parser = CommandParser(
         "lightning-tricks average",
         description="Average the weights of checkpoints of one model, files or folders of shards, in fp64. The file "
-        "has the recipe, the tokenizer and the step of the last of them and no optimizer state: fit --init_from, "
+        "has the recipe, the tokenizer and the step of the last of them, no optimizer state and no average that they "
+        "hold (ema): fit --init_from, "
         "validate, generate and export open it.",
         allow_abbrev=False,
     )
@@ -56,6 +57,8 @@ def run(args: list[str]) -> None:
     write_file({**content, "state_dict": state}, output)
     for path, share, source in zip(paths, shares, sources, strict=True):
         print(f"{path}: step {source.rest.get('global_step', '?')}, share {share:.4g}")
+    for name in dict.fromkeys(name for source in sources for name in source.averages):
+        print(f"{name}: an average inside the checkpoints, left out: the weights that were trained are averaged")
     for name in of_last:
         print(f"{name}: whole numbers that differ: those of {paths[-1]}")
     print(f"{output}: the average of {len(paths)} checkpoints, {len(state):,} tensors")

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_tricks.models.decoder_config import DecoderConfig
-from lightning_tricks.parallel.context import ContextParallel
+from lightning_tricks.parallel.context import ContextParallel, Method
 
 
 class RMSNorm(nn.RMSNorm):
@@ -332,6 +332,20 @@ class Attention(nn.Module):
             own = self.context.positions(k.shape[2], k.device)
             mask = (own[:, None] >= torch.arange(k.shape[2], device=own.device))[None, None]
         return max_logit(q, k, mask, self.scale)
+
+    def sent_between_context_ranks(self, method: Method, ranks: int, tensor_ranks: int = 1) -> int:
+        """Elements that the collectives of a forward pass make for each token of a rank; a backward pass makes as many.
+
+        Args:
+            method: see `ContextParallel`.
+            ranks: that have parts of the same rows.
+            tensor_ranks: that share the heads.
+        """
+        queries, keys = self.q.out_features // tensor_ranks, self.k.out_features // tensor_ranks
+        if method == "gather":
+            return 2 * ranks * keys
+        repeated = keys if keys // self.head_dim % ranks == 0 else queries  # see `attention_of_parts`
+        return 2 * queries + 2 * repeated
 
     def _queries_and_keys(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         q = self.q_norm(self._split_heads(self.q(x)))

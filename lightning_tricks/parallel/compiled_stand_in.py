@@ -5,6 +5,7 @@ same partition is made here on tensors without data, and both halves run operati
 that only fused kernels read stay in registers there, and are not recorded.
 """
 
+import importlib
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,14 +18,21 @@ from torch.fx import Interpreter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_tricks._activation_checkpointing import ATTENTION_OPS, LINEAR_OPS, Mode
+from lightning_tricks._activation_checkpointing import ATTENTION_OPS, LINEAR_OPS, Mode, mode_of
 from lightning_tricks._replaced import replaced
+from lightning_tricks._tensors import local, sharded_like
 
 _aten = torch.ops.aten
 # Of an elementwise result; one that more operations read is written to memory. With this number the largest instants
 # are those that benchmarks/plan_memory.py has measured, within 5 %.
 _MOST_READERS = 2
 _REDUCTIONS = {_aten.sum.dim_IntList, _aten.mean.dim, _aten.amax.default, _aten.var_mean.correction, _aten.sum.default}
+
+
+def load_partitioner() -> None:
+    """Import what the partition takes, in a process whose forks will each trace; they would all import it."""
+    for name in ("functorch.compile", "torch._inductor.decomposition", "torch._inductor.pattern_matcher"):
+        importlib.import_module(name)
 
 
 @contextmanager
@@ -54,9 +62,11 @@ def _forward(
         places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
         tensors = [values[place] for place in places]
         fixed = [None if isinstance(value, Tensor) else value for value in values]
-        if not torch.is_grad_enabled() or any(isinstance(tensor, DTensor) for tensor in (*parameters, *tensors)):
-            if torch.is_grad_enabled():
-                notes.append("blocks divided over tensor ranks are counted as not compiled: they take less")
+        if not torch.is_grad_enabled():
+            return eager(*args, **kwargs)
+        if mode_of(block) == "full" and any(isinstance(tensor, DTensor) for tensor in (*parameters, *tensors)):
+            # with nothing but the block's input kept, torch 2.13 keeps the mesh of its weights as a tensor, and fails
+            notes.append("blocks that tensor ranks share and that run again are counted as not compiled there")
             return eager(*args, **kwargs)
 
         def call(*flat: Tensor) -> Any:
@@ -69,21 +79,26 @@ def _forward(
                 return _plain(block, eager)(*own, **named)
 
         shapes = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in (*tensors, *parameters))
-        key = (type(block), _mode(block), shapes, str(fixed))
+        key = (type(block), mode_of(block), shapes, str(fixed))
         if key not in graphs:
             linears = sum(isinstance(part, nn.Linear) for part in block.modules())
-            graphs[key] = _partitioned(call, _mode(block), linears, unrecorded)
+            graphs[key] = _partitioned(call, mode_of(block), linears, unrecorded)
             with unrecorded():
-                graphs[key](*(torch.empty_like(t).requires_grad_(t.requires_grad) for t in (*tensors, *parameters)))
+                graphs[key](*(_like(tensor).requires_grad_(tensor.requires_grad) for tensor in (*tensors, *parameters)))
         return graphs[key](*tensors, *parameters)
 
     return forward
 
 
-def _mode(block: Any) -> Mode:
-    """How much a block computes again, by its own attribute or by `checkpoint_block`."""
-    own = getattr(block, "checkpointing", None)
-    return own if own in ("none", "full", "selective") else vars(block).get("checkpoint_mode", "none")
+def _like(tensor: Tensor) -> Tensor:
+    """A tensor of the same class and sizes, in memory of its own."""
+    if isinstance(tensor, DTensor):
+        return sharded_like(tensor, _like(local(tensor)))
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return torch.empty_like(tensor)
+    names, context = tensor.__tensor_flatten__()  # such as a weight in fp8, which knows few operations
+    parts = {name: _like(getattr(tensor, name)) for name in names}
+    return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
 
 
 def _plain(block: nn.Module, eager: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_tricks._activation_checkpointing import mode_of
 from lightning_tricks._tensors import local
 from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.parallel.parallelize import Parallelized, ParallelOptions
@@ -75,7 +77,8 @@ def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOption
     """What a rank gathers and reduces in each micro-batch, for each axis.
 
     Bytes are those of the whole parts that a collective makes or takes, of which (n - 1) / n come from n - 1 others.
-    Those of context ranks are not known here: they follow from the heads of the module's attention.
+    Those of context ranks are told by the parts that have a method `sent_between_context_ranks`; 0 where none has.
+    Blocks that run again in the backward pass send theirs again.
 
     Args:
         dims: sizes of the mesh.
@@ -96,8 +99,19 @@ def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOption
         dtype = options.policy.param_dtype or next(module.parameters()).dtype
         found.append(Traffic("tensor", dims.tensor, per_token=activations_sent(module, plan) * dtype.itemsize))
     if dims.context > 1:
-        found.append(Traffic("context", dims.context))
+        dtype = options.policy.param_dtype or next(module.parameters()).dtype
+        found.append(Traffic("context", dims.context, per_token=_between_parts(dims, options, module) * dtype.itemsize))
     return found
+
+
+def _between_parts(dims: ParallelDims, options: ParallelOptions, module: nn.Module) -> int:
+    """Elements that context ranks send for a token of theirs, forward and backward."""
+    again = {part for block in module.modules() if mode_of(block) != "none" for part in block.modules()}
+    total = 0
+    for part in module.modules():
+        if callable(tell := getattr(part, "sent_between_context_ranks", None)):
+            total += (3 if part in again else 2) * tell(options.context_method, dims.context, dims.tensor)
+    return total
 
 
 def sent(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOptions, module: nn.Module) -> list[str]:
@@ -117,9 +131,8 @@ def sent(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOptions, 
             lines.append(f"over {one.ranks} tensor ranks a token: {size} of activations and their gradients")
         else:
             what = {"gather": "keys and values of each row", "ulysses": "queries, keys, values and outputs of each row"}
-            lines.append(
-                f"over {one.ranks} context ranks a micro-batch: {what[options.context_method]}, and their gradients"
-            )
+            size = f"{one.per_token / 2**10:,.2f} KiB a token, " if one.per_token else ""
+            lines.append(f"over {one.ranks} context ranks: {size}{what[options.context_method]}, and their gradients")
     return lines
 
 
@@ -129,8 +142,10 @@ def _gathered_bytes(dims: ParallelDims, policy: MixedPrecisionPolicy, module: nn
     for parameter in module.parameters():
         if parameter.ndim == 0:
             continue
-        elements = local(parameter).numel() * dims.shard * dims.context
-        for kind, dtype in (("gather", policy.param_dtype), ("reduce", policy.reduce_dtype or policy.param_dtype)):
+        shard = local(parameter)
+        elements = shard.numel() * dims.shard * dims.context
+        gathered = torch.float8_e4m3fn if hasattr(shard, "fsdp_pre_all_gather") else policy.param_dtype
+        for kind, dtype in (("gather", gathered), ("reduce", policy.reduce_dtype or policy.param_dtype)):
             found[kind] += elements * (dtype or parameter.dtype).itemsize
     return found
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -49,10 +50,12 @@ class StepMemory:
     Attributes:
         instants: by name, in their order; each has the bytes of some of `LINES`.
         notes: what was counted otherwise than it will be.
+        host: bytes of the host's memory at their largest moment, by the same lines, where shards are kept there.
     """
 
     instants: Mapping[str, Mapping[str, int]]
     notes: tuple[str, ...] = ()
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def largest(self) -> str:
@@ -73,16 +76,17 @@ class StepMemory:
             depth: number of blocks wanted.
         """
         steps = (depth - depths[0]) / (depths[1] - depths[0])
-        found = {}
-        for name, lines in self.instants.items():
-            more = other.instants.get(name, lines)
-            grown = {
+
+        def grown(lines: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+            sizes = {
                 line: round(lines.get(line, 0) + steps * (more.get(line, 0) - lines.get(line, 0)))
                 for line in LINES
                 if line in lines or line in more
             }
-            found[name] = {line: size for line, size in grown.items() if size > 0}
-        return StepMemory(found, self.notes)
+            return {line: size for line, size in sizes.items() if size > 0}
+
+        found = {name: grown(lines, other.instants.get(name, lines)) for name, lines in self.instants.items()}
+        return StepMemory(found, self.notes, grown(self.host, other.host))
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class TraceOptions:
         context: around each forward pass, such as autocast.
         compiled: whether the blocks are compiled.
         on_gpu: count the kernels that a GPU has in place of those of a CPU.
+        offloads: whether FSDP2 keeps the shards on the host, see `_mark_host`.
         replaced: (owner, name, value) of attributes that have another value during the trace.
     """
 
@@ -107,6 +112,7 @@ class TraceOptions:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     compiled: bool = False
     on_gpu: bool = True
+    offloads: bool = False
     replaced: Sequence[tuple[Any, str, Any]] = field(default=())
 
 
@@ -134,11 +140,12 @@ def trace_step(module: nn.Module, blocks: Mapping[str, nn.Module], options: Trac
         if options.compiled:
             notes = stack.enter_context(stand_in_for_compiled(blocks.values(), log.paused))
         for tensor in [*module.parameters(), *module.buffers()]:
-            log.record(local(tensor), "weights")
+            for plain in _plain_parts(local(tensor)):
+                log.record(plain, "weights")
         stack.enter_context(_instants_by_hooks(blocks, log))
         stack.enter_context(_resizes_recorded(log))
         optimizer = None if options.optimizer is None else options.optimizer(module)
-        with _Allocations(log, options.on_gpu, notes):
+        with _Allocations(log, options, notes):
             if options.micro_batches > 1 and not options.gradients_wait:
                 _add_gradients(module, log)
             for number in range(2 if options.micro_batches > 1 and options.gradients_wait else 1):
@@ -155,7 +162,7 @@ def trace_step(module: nn.Module, blocks: Mapping[str, nn.Module], options: Trac
                 log.end_of_backward()
             if optimizer is not None:
                 for part in _parts(optimizer):
-                    if options.on_gpu:
+                    if options.on_gpu and not options.offloads:
                         _as_on_gpu(part)
                 log.instant = _SETUP  # makes the state, where the next step has it already
                 optimizer.step()
@@ -163,10 +170,12 @@ def trace_step(module: nn.Module, blocks: Mapping[str, nn.Module], options: Trac
                 log.instant = STEP
                 optimizer.step()
                 log.end_of_step()
+        if options.offloads:
+            _mark_host(module, log)
         instants = log.largest_of_each_instant()
         if options.micro_batches == 1:
             _add_gradients_of_last_step(instants)
-        return StepMemory(instants, tuple(dict.fromkeys(notes)))
+        return StepMemory(instants, tuple(dict.fromkeys(notes)), log.largest_on_host())
 
 
 def _add_gradients_of_last_step(instants: dict[str, dict[str, int]]) -> None:
@@ -184,6 +193,32 @@ def _add_gradients(module: nn.Module, log: "_AllocationLog") -> None:
             parameter.grad = torch.zeros_like(parameter)
             log.record(local(parameter.grad), "gradients")
             log.live[local(parameter.grad).untyped_storage()._cdata].line = "gradients"
+
+
+def _plain_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors of which one of another class is made, such as a weight that FSDP2 gathers in fp8; or itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _plain_parts(getattr(tensor, name))]
+
+
+def _mark_host(module: nn.Module, log: "_AllocationLog") -> None:
+    """Say which memory FSDP2's CPUOffloadPolicy has on the host: shards, their gradients, and all of the optimizer.
+
+    A group's shards are copied to the device before they are gathered, and its reduced gradients to the host at once.
+    Scalars and buffers stay on the device; their part of the optimizer is a few bytes.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (`all_gather_inputs`) and _fsdp_collectives.py
+        (`foreach_reduce`) of torch 2.13.
+    """
+    for parameter in module.parameters():
+        for tensor in (parameter, parameter.grad):
+            if isinstance(tensor, DTensor):
+                for part in _plain_parts(local(tensor)):
+                    log.live[part.untyped_storage()._cdata].on_host = True
+    for _, entry, _ in log.events:
+        entry.on_host |= entry.line == "optimizer state" or entry.instant == STEP
 
 
 def _parts(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -220,10 +255,11 @@ def _fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: fl
 class _Storage:
     """One piece of memory."""
 
-    __slots__ = ("instant", "line", "size", "weak")
+    __slots__ = ("instant", "line", "on_host", "size", "weak")
 
     def __init__(self, size: int, line: str, instant: str) -> None:
         self.size, self.line, self.instant = size, line, instant
+        self.on_host = False
         self.weak: Any = None
 
 
@@ -309,19 +345,36 @@ class _AllocationLog:
                 entry.line = "optimizer state"
 
     def largest_of_each_instant(self) -> dict[str, dict[str, int]]:
-        """The lines at the largest moment of each instant; the state is there in all of them."""
+        """The lines of the device at the largest moment of each instant; the state is there in all of them."""
         now: dict[str, int] = defaultdict(int)
         total, largest, found = 0, dict[str, int](), dict[str, dict[str, int]]()
         for instant, entry, change in self.events:
-            now[entry.line] += change
-            total += change
-            if instant != _SETUP and (instant not in found or total > largest[instant]):
-                largest[instant], found[instant] = total, dict(now)
-        state = sum(entry.size for entry in self.live.values() if entry.line == "optimizer state")
+            passing = 0  # a group's reduced gradients, on their way to the host
+            if not entry.on_host:
+                now[entry.line] += change
+                total += change
+            elif entry.line == "gradients" and change > 0 and entry.instant != _SETUP:
+                passing = change
+            if instant != _SETUP and (instant not in found or total + passing > largest[instant]):
+                largest[instant], found[instant] = total + passing, dict(now)
+                found[instant]["working memory"] = now["working memory"] + passing
+        states = [entry for entry in self.live.values() if entry.line == "optimizer state"]
+        state = sum(entry.size for entry in states if not entry.on_host)
         for instant, lines in found.items():
             if state and instant != STEP:
                 lines["optimizer state"] = state
         return {instant: {line: lines[line] for line in LINES if lines.get(line)} for instant, lines in found.items()}
+
+    def largest_on_host(self) -> dict[str, int]:
+        """The lines of the host at its largest moment."""
+        now: dict[str, int] = defaultdict(int)
+        found: dict[str, int] = {}
+        for _, entry, change in self.events:
+            if entry.on_host:
+                now[entry.line] += change
+                if sum(now.values()) > sum(found.values()):
+                    found = dict(now)
+        return {line: found[line] for line in LINES if found.get(line)}
 
 
 class _Allocations(TorchDispatchMode):
@@ -329,9 +382,9 @@ class _Allocations(TorchDispatchMode):
 
     supports_higher_order_operators = True  # the partitioner's, around attention that runs again
 
-    def __init__(self, log: _AllocationLog, on_gpu: bool, notes: list[str]) -> None:
+    def __init__(self, log: _AllocationLog, options: TraceOptions, notes: list[str]) -> None:
         super().__init__()
-        self.log, self.on_gpu, self.notes = log, on_gpu, notes
+        self.log, self.on_gpu, self.offloads, self.notes = log, options.on_gpu, options.offloads, notes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -344,7 +397,14 @@ class _Allocations(TorchDispatchMode):
                 self.log.record(value, line)
         if func is _aten.convolution_backward.default and not self.on_gpu:
             self.log.record_temporary(args[0].nbytes + args[1].nbytes)  # oneDNN copies both into its own layout
+        if self.offloads and (func is _aten._to_copy.default or name.startswith("fsdp::all_gather_copy_in")):
+            shards = [value for value in tree_leaves(args) if isinstance(value, Tensor) and self._is_shard(value)]
+            self.log.record_temporary(sum(shard.nbytes for shard in shards))  # its copy on the device
         return result
+
+    def _is_shard(self, tensor: Tensor) -> bool:
+        entry = self.log.live.get(tensor.untyped_storage()._cdata)
+        return entry is not None and entry.line == "weights" and self.log.instant not in (_SETUP, STEP)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operation, with what torch 2.13 leaves out of its form without data."""

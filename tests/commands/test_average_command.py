@@ -43,6 +43,21 @@ def test_a_file_and_a_folder_give_the_weighted_mean_and_no_optimizer_state(tmp_p
     assert printed[3] == f"{tmp_path / 'mean.ckpt'}: the average of 2 checkpoints, {len(content['state_dict'])} tensors"
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_averages_inside_the_checkpoints_are_left_out_and_a_line_says_so(kind, tmp_path, capsys):
+    def averages(number):
+        content = constants(number, 7)
+        means = {name: value + 100 for name, value in content["state_dict"].items() if name != "counter"}
+        return {**content, "averages": {"ema": {"weights": {"mean": means}, "shares": {"mean": 1.0}}}}
+
+    paths = [save(averages(number), tmp_path / f"{number}.ckpt", kind) for number in (1.0, 2.0)]
+    content = average(tmp_path / "mean.ckpt", *paths)
+    assert {value.unique().item() for name, value in content["state_dict"].items() if name != "counter"} == {1.5}
+    assert "averages" not in content
+    said = "ema: an average inside the checkpoints, left out: the weights that were trained are averaged"
+    assert capsys.readouterr().out.splitlines().count(said) == 1
+
+
 def test_sums_are_in_fp64_and_equal_weights_stay_what_they_are_to_the_bit(tmp_path):
     content = checkpoint(CONFIG)
     paths = [save(content, tmp_path / f"{number}.ckpt") for number in range(3)]

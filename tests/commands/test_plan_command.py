@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from importlib import import_module
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_tricks import EMA, BF16True, FSDP2Strategy, LanguageModel, Llama, ParallelDims
+from lightning_tricks import EMA, BF16Mixed, BF16True, Float8, FSDP2Strategy, LanguageModel, Llama, ParallelDims
 from lightning_tricks._errors import UsageError
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.plan import run
@@ -24,8 +25,9 @@ from lightning_tricks.commands.plan.report import report
 from lightning_tricks.commands.plan.scaling import Links, step_time
 from lightning_tricks.commands.plan.warnings import published_lr
 from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.models import Decoder
 from lightning_tricks.parallel.layout import Traffic
-from lightning_tricks.parallel.memory_trace import FORWARD, STEP
+from lightning_tricks.parallel.memory_trace import FORWARD, LAST, LOSS, STEP, StepMemory
 from lightning_tricks.schedules import WarmupCosine
 
 pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
@@ -121,6 +123,125 @@ def test_shards_replicas_and_bf16_weights_change_the_lines_by_their_rule():
     assert bf16[STEP]["gradients"] == 2 * COUNT
     assert bf16[STEP]["weights"] == pytest.approx(2 * COUNT, rel=0.05)  # tables of positions stay in fp32
     assert bf16[FORWARD]["optimizer state"] == 4 * COUNT + 4 * 21
+
+
+def test_offloaded_shards_and_their_optimizer_are_counted_on_the_host():
+    def memory(**options):
+        return planned(WIDE, {"strategy": FSDP2Strategy(**options)}, data(2, 128), devices=2, gpu="h100").memory
+
+    here, there = memory(), memory(cpu_offload=True)
+    tables = 2 * 4 * 128 * 32
+    assert here.host == {}
+    assert there.instants[STEP] == {"weights": tables}
+    assert {line: there.host[line] for line in ("weights", "gradients")} == {
+        "weights": here.instants[STEP]["weights"] - tables, "gradients": here.instants[STEP]["gradients"]
+    }  # fmt: skip
+    assert there.host["optimizer state"] == here.instants[STEP]["optimizer state"]
+    # the rest is the same; while a block is gathered, its shards' copies are on the device too
+    copies = 4 * (4 * 128 * 128 + 3 * 128 * 512 + 2 * 128) // 2
+    own = ("gathered weights", "activations", "head and loss", "working memory")
+    for name, more in {LOSS: 0, LAST: 0, "backward pass of head and loss": copies}.items():
+        rest = [sum(one.instants[name].get(line, 0) for line in own) for one in (here, there)]
+        assert rest[1] - rest[0] == more
+        assert there.instants[name]["weights"] == tables
+    assert any(note.startswith("cpu_offload: the time of copies") for note in there.notes)
+
+
+def test_on_a_cpu_nothing_is_offloaded():
+    settings = {"strategy": FSDP2Strategy(cpu_offload=True), "accelerator": "cpu"}
+    assert planned(settings=settings, devices=2).memory.host == {}
+
+
+def test_what_does_not_fit_by_its_state_alone_is_offered_the_hosts_memory():
+    settings = {"strategy": FSDP2Strategy(), "max_steps": 10}
+    whole = planned(WIDE, settings, data(1, 16), suggest=False, devices=2, **mine(1.0))
+    changes = changes_that_fit(whole.setup, whole.memory, int(0.4 * whole.memory.peak), most=1)
+    assert changes[0].options == ("--trainer.strategy.init_args.cpu_offload true",)
+    assert re.search(r"shards and optimizer take \d+ GiB of each host's memory$", changes[0].why)
+    on_host = StepMemory({STEP: {"working memory": 1}}, host={"weights": 2**30})
+    lines = report(dataclasses.replace(whole, memory=on_host, changes=changes))
+    assert "for 2 processes, each: weights 1.00 GiB" in lines
+    assert "2.00 GiB for 2 processes" in lines
+
+
+def test_eight_bit_averages_are_offered_where_they_are_enough():
+    pytest.importorskip("torchao")
+    whole = planned(WIDE, None, data(1, 16), suggest=False, **mine(1.0))
+    step = whole.memory.instants[STEP]
+    state = int(0.27 * step["optimizer state"])  # 2 bytes of 8, and a scale of 4 bytes for 256 of them
+    room = step["weights"] + step["gradients"] + state + step["gradients"]  # and what the step computes with
+    changes = changes_that_fit(whole.setup, whole.memory, room)
+    assert ("--model.optimizer torchao.optim.AdamW8bit",) in [change.options for change in changes]
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_compiled_blocks_that_tensor_ranks_share_are_counted_as_compiled_but_for_full_checkpointing(mode):
+    def lines(**options):
+        module = LanguageModel(dataclasses.replace(WIDE, n_layers=2), activation_checkpointing=mode, **options)
+        settings = {"strategy": FSDP2Strategy(mesh=ParallelDims(tensor=2)), "max_steps": 10}
+        memory = plan_recipe(module, data(2, 128), settings, devices=2, gpu="h100").memory
+        return memory.notes, memory.instants[LOSS]["activations"]
+
+    (notes, compiled), (_, eager) = lines(compile_blocks=True), lines()
+    if mode == "full":
+        assert notes == ("blocks that tensor ranks share and that run again are counted as not compiled there",)
+        assert compiled == eager
+    else:
+        assert notes == ()
+        assert 0.5 * eager < compiled < 0.9 * eager
+
+
+def fp8(**options):
+    pytest.importorskip("torchao")
+    return Float8(convert_small=True, **options)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_that_are_gathered_in_fp8_take_half_and_send_half(compiled):
+    def memory(plugin):
+        module = LanguageModel(dataclasses.replace(WIDE, n_layers=2), compile_blocks=compiled)
+        settings = {"strategy": FSDP2Strategy(), "plugins": [plugin], "max_steps": 10}
+        plan = plan_recipe(module, data(2, 128), settings, devices=2, gpu="h100")
+        return plan.whole.traffic[0].gathered, plan.memory
+
+    (bf16_sent, bf16), (sent, eight) = memory(BF16Mixed()), memory(fp8())
+    block = 4 * 128 * 128 + 3 * 128 * 512  # elements in fp8
+    assert bf16_sent - sent == 2 * 2 * block  # two blocks, gathered twice
+    saved = bf16.instants[LAST]["gathered weights"] - eight.instants[LAST]["gathered weights"]
+    assert saved == block  # of the one that is there
+    assert eight.instants[STEP]["weights"] == bf16.instants[STEP]["weights"]
+    assert eight.notes == ()
+
+
+def test_what_products_in_fp8_keep_is_what_real_ones_keep():
+    plugin, config = fp8(emulate=True), dataclasses.replace(WIDE, n_layers=2)
+    plan = planned(config, {"plugins": [plugin], "accelerator": "cpu", "max_steps": 10}, data(2, 128))
+    lines = plan.memory.instants[LOSS]
+    module = Decoder(config)
+    fp8(emulate=True).convert_before_sharding(module)
+    import_module("lightning_tricks.precision.float8.linear").unwrap_unsharded(
+        part for part in module.modules() if isinstance(part, torch.nn.Linear)
+    )
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
+    kept = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    ids = torch.zeros(2, 128, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        loss = module(ids, labels=ids)
+    real = sum(memory.nbytes() for memory in kept.values())
+    assert loss.requires_grad
+    assert lines["activations"] + lines["head and loss"] == pytest.approx(real, rel=0.05)
+
+
+def test_mxfp8_is_counted_as_bf16_and_a_note_says_so():
+    settings = {"plugins": [fp8(recipe="mxfp8")], "max_steps": 10}
+    (note,) = planned(dataclasses.replace(WIDE, n_layers=2), settings, data(2, 128), gpu="b200").memory.notes
+    assert note.startswith("mxfp8's layers are counted as in bf16")
 
 
 def test_a_schedule_free_optimizer_steps_in_its_train_mode():

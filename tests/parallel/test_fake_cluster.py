@@ -1,5 +1,6 @@
 """The fake cluster: any rank's part, the collectives of a step, and ranks that would not send the same."""
 
+import dataclasses
 import math
 import re
 
@@ -54,6 +55,28 @@ def test_the_table_counts_what_tensor_ranks_send_for_a_token(sequence_parallel):
             whole = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 1, "all_reduce": 2}
             sent += elements * whole.get(collective.name, 0)
     assert f"a token: {4 * sent / 32 / 1024:.2f} KiB of activations" in view.table  # of 32 tokens, in fp32
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(("method", "kv_heads", "tensor"), [("gather", 2, 1), ("gather", 4, 2), ("ulysses", 2, 1)])
+def test_what_context_ranks_send_for_a_token_is_the_sum_of_the_collectives(method, kv_heads, tensor, mode):
+    config = dataclasses.replace(CONFIG, n_kv_heads=kv_heads)
+    dims = ParallelDims(tensor=tensor, context=4).of_world(12 * tensor)
+    options = ParallelOptions(context_method=method, activation_checkpointing=mode)
+    view = view_of_rank(lambda: Decoder(config), dims, options, 0, loss)
+    sent = 0
+    for collective in view.collectives:
+        (shape,) = collective.sizes[-1:]
+        elements = math.prod(int(size) for size in re.findall(r"\d+", shape.partition(")")[0]))
+        if collective.ranks == 4 and elements >= 8 * 8:  # not the sums of the loss
+            # on a CPU positions and heads are exchanged by a gather, of which each rank keeps its part
+            whole = {"all_gather_into_tensor": 4 if method == "gather" else 1, "reduce_scatter_tensor": 1}
+            sent += elements * whole[collective.name]
+    # 8 of the 32 tokens, in fp32; 2 blocks of width 32, whose forward pass runs twice with checkpointing
+    times = 2 if mode == "none" else 3
+    by_hand = {"gather": 2 * 4 * 8 * kv_heads // tensor, "ulysses": 4 * 32}[method]  # 2 heads are repeated for 4 ranks
+    assert sent == 8 * 2 * times * by_hand
+    assert f"over 4 context ranks: {4 * sent / 8 / 1024:.2f} KiB a token, " in view.table
 
 
 def test_ranks_that_would_send_different_things_are_refused_in_a_line():

@@ -10,7 +10,16 @@ from lightning_tricks import GPT2, Llama
 from lightning_tricks._find_modules import repeated_blocks
 from lightning_tricks.models import Decoder
 from lightning_tricks.parallel.fake_cluster import at_once
-from lightning_tricks.parallel.memory_trace import FORWARD, LOSS, STEP, StepMemory, TraceOptions, trace_step
+from lightning_tricks.parallel.memory_trace import (
+    FORWARD,
+    LAST,
+    LOSS,
+    STEP,
+    StepMemory,
+    TraceOptions,
+    _AllocationLog,
+    trace_step,
+)
 
 ROWS, LENGTH = 2, 16
 SMALL = {"vocab_size": 64, "d_model": 32, "n_heads": 2, "max_seq_len": LENGTH}
@@ -155,3 +164,17 @@ def test_what_torch_leaves_out_without_data_is_counted():
     assert cpu["working memory"] > gpu["working memory"]  # copies in another layout
     memory, _ = kept(Experts, (8, 16))  # refused in fp32 by torch's form without data
     assert memory.instants[STEP]["gradients"] == 4 * 2 * 16 * 8
+
+
+def test_reduced_gradients_of_offloaded_shards_pass_through_the_device():
+    log = _AllocationLog()
+    log.instant = LAST
+    kept, gradient = torch.zeros(4), torch.zeros(2)
+    log.record(kept)
+    log.record(gradient)
+    entry = log.live[gradient.untyped_storage()._cdata]
+    entry.line, entry.on_host = "gradients", True
+    more = torch.zeros(1)
+    log.record(more)
+    assert log.largest_of_each_instant() == {LAST: {"working memory": 4 * (4 + 2)}}  # and not with what comes later
+    assert log.largest_on_host() == {"gradients": 4 * 2}

@@ -3,14 +3,19 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+
+import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting.flops import recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.commands.plan.memory import traced_memory
 from lightning_tricks.commands.plan.setup import RunSetup
+from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.parallel.dims import ParallelDims
-from lightning_tricks.parallel.memory_trace import StepMemory
+from lightning_tricks.parallel.memory_trace import STEP, StepMemory
 from lightning_tricks.precision import BF16True
 from lightning_tricks.strategies import FSDP2Strategy
 
@@ -58,11 +63,13 @@ def changes_that_fit(setup: RunSetup, memory: StepMemory, room: int, most: int =
         if candidate.kind in kinds:
             continue  # a smaller one of that kind fits, and costs less
         try:
-            peak = traced_memory(candidate.setup).peak
+            traced = traced_memory(candidate.setup)
         except (UsageError, RuntimeError):
             continue
-        if peak <= room:
-            found.append(Change(candidate.options, candidate.why, peak))
+        if traced.peak <= room:
+            there = candidate.setup.devices * sum(traced.host.values())
+            on_host = f" {there / 2**30:,.0f} GiB of each host's memory" if there else ""
+            found.append(Change(candidate.options, candidate.why + on_host, traced.peak))
             kinds.add(candidate.kind)
         if len(found) == most:
             break
@@ -80,11 +87,20 @@ def _candidates(setup: RunSetup, memory: StepMemory, state: int, room: int) -> I
             "8 bytes a parameter: weights and averages in bf16, rounded stochastically",
             setup.changed(plugins=[BF16True(optimizer_state="bf16")]),
         )
+    averages = memory.instants[STEP].get("optimizer state", 0) if STEP in memory.instants else 0
+    if state - 3 * averages // 4 < room:
+        yield from _eight_bit_averages(setup)
     if setup.kind == "fsdp2" and not setup.strategy.reshard_after_forward:
         yield _Candidate(
             ("--trainer.strategy.init_args.reshard_after_forward true",),
             "weights are gathered twice a micro-batch",
             setup.changed(reshard_after_forward=True),
+        )
+    if setup.kind == "fsdp2" and setup.on_gpu and not setup.offloads:
+        yield _Candidate(
+            ("--trainer.strategy.init_args.cpu_offload true",),
+            "slow: the host steps, and sends the weights in each micro-batch; shards and optimizer take",
+            setup.changed(cpu_offload=True),
         )
     if setup.kind != "fsdp2":
         yield from _one_host_sharded(setup)
@@ -109,6 +125,23 @@ def _candidates(setup: RunSetup, memory: StepMemory, state: int, room: int) -> I
                 most = nodes // 2  # with more changes only for fewer hosts
                 break
     yield from _tensor_ranks(small, options)
+
+
+def _eight_bit_averages(setup: RunSetup) -> Iterator[_Candidate]:
+    """The AdamW of torchao for that of torch, with the same settings, where torchao is installed."""
+    own = check_settings(setup.module.optimizer) if setup.is_ours else None
+    if type(own) is not torch.optim.AdamW or find_spec("torchao") is None:
+        return
+
+    def factory(groups: Any) -> torch.optim.Optimizer:
+        settings = {name: own.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        return import_module("torchao.optim").AdamW8bit(groups, **settings)
+
+    yield _Candidate(
+        ("--model.optimizer torchao.optim.AdamW8bit",),
+        "AdamW's averages in 8 bits, quantized in pieces of 256",
+        setup.changed(optimizer=factory),
+    )
 
 
 def _doubled(nodes: int, most: int) -> Iterator[int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_tricks.commands.plan.setup import RunSetup
 from lightning_tricks.models import attention
 from lightning_tricks.optim import build_optimizer, schedule_free_parts
 from lightning_tricks.optim.bf16_step import BF16Step
+from lightning_tricks.parallel.compiled_stand_in import load_partitioner
 from lightning_tricks.parallel.dims import Mesh
 from lightning_tricks.parallel.fake_cluster import at_once, fake_world
 from lightning_tricks.parallel.layout import Traffic, traffic
@@ -79,6 +80,8 @@ def traced_memory(setup: RunSetup) -> StepMemory:
 
 def traces_of(setup: RunSetup) -> list[Callable[[], StepMemory]]:
     """The calls, each for a forked process, whose results `at_full_depth` takes."""
+    if setup.compiles:
+        load_partitioner()
     deep = setup.is_ours and setup.module.config.n_layers > DEPTHS[1]
     return [partial(_trace_or_refuse, setup, depth) for depth in (DEPTHS if deep else (None,))]
 
@@ -117,6 +120,7 @@ def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
         context=setup.forward_context,
         compiled=compiled,
         on_gpu=setup.on_gpu,
+        offloads=setup.offloads,
         replaced=[*(kernels_of_a_gpu() if setup.on_gpu else ()), _no_copy_of_settings()],
     )
     if setup.kind != "fsdp2":
@@ -129,8 +133,12 @@ def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
                 if hasattr(module, name):
                     fsdp.register_fsdp_forward_method(module, name)
             memory = trace_step(module, made.blocks, options)
-    if setup.fp8 is not None:
-        memory = StepMemory(memory.instants, (*memory.notes, "Float8's layers are counted as in bf16"))
+    if setup.fp8 is not None and not setup.traces_fp8:
+        note = "mxfp8's layers are counted as in bf16: its kernels run on Blackwell alone, and not without data"
+        memory = replace(memory, notes=(*memory.notes, note))
+    if setup.offloads:
+        note = "cpu_offload: the time of copies to and from the host, and of the optimizer's step there, is not counted"
+        memory = replace(memory, notes=(*memory.notes, note))
     return _with_others(setup, memory, module)
 
 
@@ -246,11 +254,13 @@ def _with_others(setup: RunSetup, memory: StepMemory, module: nn.Module) -> Step
         memory = _of_deepspeed(setup, memory, sum(part.numel() for part in trained))
     if not more:
         return memory
-    instants = {
-        name: {line: {**lines, **more}[line] for line in LINES if line in lines or line in more}
-        for name, lines in memory.instants.items()
-    }
-    return StepMemory(instants, memory.notes)
+
+    def added(lines: Mapping[str, int]) -> dict[str, int]:
+        return {line: {**lines, **more}[line] for line in LINES if line in lines or line in more}
+
+    if setup.offloads:  # averages lie where the weights do
+        return replace(memory, host=added(memory.host))
+    return replace(memory, instants={name: added(lines) for name, lines in memory.instants.items()})
 
 
 def _of_deepspeed(setup: RunSetup, memory: StepMemory, count: int) -> StepMemory:
@@ -272,7 +282,7 @@ def _of_deepspeed(setup: RunSetup, memory: StepMemory, count: int) -> StepMemory
         for name, lines in memory.instants.items()
     }
     note = "DeepSpeed's weights, gradients and state are by formula; its buffers are not counted"
-    return StepMemory(instants, (*memory.notes, note))
+    return replace(memory, instants=instants, notes=(*memory.notes, note))
 
 
 def closed_form_activations(setup: RunSetup) -> int | None:

@@ -106,6 +106,11 @@ class Plan:
         return None if self.memory is None else self.memory.peak + self.device.overhead
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes that all processes of a host keep in its memory in place of the devices'."""
+        return 0 if self.memory is None else self.setup.devices * sum(self.memory.host.values())
+
+    @property
     def fits(self) -> bool | None:
         """Whether the largest instant fits on a device; None where it is not known."""
         return None if self.peak_bytes is None else self.peak_bytes <= self.device.bytes
@@ -161,6 +166,7 @@ class Plan:
             "active_parameters": self.active,
             "memory_bytes": instants,
             "peak_bytes": self.peak_bytes,
+            "host_bytes": self.host_bytes,
             "fits": self.fits,
             "activations_by_formula_bytes": self.activations_by_formula,
             "tokens": self.tokens,

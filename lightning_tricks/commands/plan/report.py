@@ -66,6 +66,9 @@ def _memory(plan: Plan) -> Iterator[str]:
     others = {name: sum(of.values()) for name, of in plan.memory.instants.items() if name != plan.memory.largest}
     for number, (name, size) in enumerate(others.items()):
         yield _row("other instants" if number == 0 else "", f"{_gib(size)}  {name}")
+    if plan.memory.host:
+        parts = ", ".join(f"{line} {_gib(size)}" for line, size in plan.memory.host.items())
+        yield _row("host memory", f"{_gib(plan.host_bytes)} for {setup.devices} processes, each: {parts}")
     formula, traced = plan.activations_by_formula, _traced_activations(plan)
     if formula is not None and traced and abs(formula - traced) > _AGREE * traced:
         yield _row("by formula", f"activations of the blocks {_gib(formula)} (not compiled); traced {_gib(traced)}")

@@ -5,11 +5,12 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._trainer import is_a, weights_layout
@@ -130,6 +131,11 @@ class RunSetup:
         """The plugin that multiplies in fp8, or None."""
         return self.plugin if is_a(self.plugin, "Float8") else None
 
+    @property
+    def traces_fp8(self) -> bool:
+        """Whether the products in fp8 can run without data; those of mxfp8 are kernels of Blackwell alone."""
+        return self.fp8 is not None and self.fp8.recipe != "mxfp8"
+
     def policy(self) -> MixedPrecisionPolicy:
         """FSDP2's casts."""
         if is_a(self.plugin, "AutoPrecision"):
@@ -145,15 +151,25 @@ class RunSetup:
         caches = self.plugin is None  # Lightning's own autocast does; ours casts again for activation checkpointing
         return torch.autocast("cpu", dtype=dtype, cache_enabled=caches)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether shards and optimizer lie in the host's memory, and not in the device's."""
+        return self.kind == "fsdp2" and self.on_gpu and self.strategy.cpu_offload
+
     def parallel_options(self) -> ParallelOptions:
         """How FSDP2Strategy divides the module; the trace stands in for what is compiled."""
         strategy: FSDP2Strategy = self.strategy
-        return strategy.options_with(convert=self.convert, policy=self.policy())
+        offload = CPUOffloadPolicy(pin_memory=False) if self.offloads else OffloadPolicy()
+        return strategy.options_with(convert=self.convert, policy=self.policy(), offload=offload)
 
     def convert(self, module: nn.Module) -> None:
         """What the precision plugin does to the layers before they are divided."""
         if self.bf16_weights:
             to_bf16(module)
+        if self.traces_fp8:
+            self.fp8.convert_before_sharding(module)
+            if self.kind != "fsdp2":
+                import_module("lightning_tricks.precision.float8.linear").unwrap_unsharded(self.fp8.fp8_layers.values())
 
     def build(self, depth: int | None = None) -> nn.Module:
         """Build the module on the meta device; of a LanguageModel with another number of blocks. Changes the module."""
@@ -187,12 +203,12 @@ class RunSetup:
             **{name: changes.pop(name) for name in ("nodes", "devices") if name in changes},
         )
         settings: Any = setup.trainer
-        if {"mesh", "reshard_after_forward"} & changes.keys():
+        if {"mesh", "reshard_after_forward", "cpu_offload"} & changes.keys():
             settings["strategy"] = copy.copy(setup.strategy)
         for name, value in changes.items():
             if name in ("accumulate_grad_batches", "strategy", "plugins"):
                 settings[name] = value
-            elif name in ("mesh", "reshard_after_forward"):
+            elif name in ("mesh", "reshard_after_forward", "cpu_offload"):
                 setattr(settings["strategy"], name, value)
             else:
                 setattr(setup.datamodule if name == "micro_batch_size" else setup.module, name, value)
