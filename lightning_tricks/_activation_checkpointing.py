@@ -117,7 +117,7 @@ def checkpoint_block(block: nn.Module, mode: Mode) -> None:
 def mode_of(block: nn.Module) -> Mode:
     """How much a block computes again, by its own attribute or by `checkpoint_block`."""
     own = getattr(block, "checkpointing", None)
-    return own if own in ("full", "selective") else vars(block).get("checkpoint_mode", "none")
+    return own if own in ("cheap", "selective", "full") else vars(block).get("checkpoint_mode", "none")
 
 
 def keeps_input_only(block: nn.Module) -> bool:

@@ -24,7 +24,8 @@ _PLOT = f"{_NAME}.utilities.plot"
 def load_on_demand() -> None:
     """Have the next `import torchmetrics` load little; without effect where it has been imported already.
 
-    For a program of its own, before it imports Lightning.
+    For a program of its own, before it imports Lightning. A torchmetrics whose files are others than known here is
+    imported as ever.
     """
     if _NAME in sys.modules or (spec := importlib.util.find_spec(_NAME)) is None:
         return
@@ -34,8 +35,16 @@ def load_on_demand() -> None:
     sys.modules[_NAME] = module
     sys.meta_path.insert(0, _OTHER_PARTS)
     sys.modules[_PLOT] = _Plot(_PLOT)
-    about = importlib.import_module(f"{_NAME}.__about__")
-    vars(module).update({name: vars(about)[name] for name in about.__all__})
+    try:
+        about = importlib.import_module(f"{_NAME}.__about__")
+        vars(module).update({name: vars(about)[name] for name in about.__all__})
+        for name in _CLASSES:
+            getattr(module, name)
+    except Exception:
+        if _OTHER_PARTS in sys.meta_path:
+            sys.meta_path.remove(_OTHER_PARTS)
+        for name in [name for name in sys.modules if name.partition(".")[0] == _NAME]:
+            del sys.modules[name]
 
 
 _lock = threading.RLock()

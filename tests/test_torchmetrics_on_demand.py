@@ -56,6 +56,19 @@ print(hasattr(plot, "plot_confusion_matrix"), [one for one in sys.meta_path if "
     assert lines(code) == ["True True", "True True", "True torchmetrics.functional SourceFileLoader", "True []"]
 
 
+def test_a_package_of_other_files_is_imported_as_ever():
+    code = """
+import sys
+from lightning_tricks import _torchmetrics_on_demand as on_demand
+on_demand._CLASSES["Metric"] = "no_such_file"
+on_demand.load_on_demand()
+print("torchmetrics" in sys.modules, [one for one in sys.meta_path if "torchmetrics" in repr(one)])
+import torchmetrics
+print(torchmetrics.Metric.__name__, torchmetrics.Accuracy.__name__)
+"""
+    assert lines(code) == ["False []", "Metric Accuracy"]
+
+
 def test_who_asks_for_a_name_has_the_whole_package_and_an_unknown_one_is_an_attribute_error():
     code = f"""{LOAD}
 import torchmetrics

@@ -18,7 +18,7 @@ from torch.fx import Interpreter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_tricks._activation_checkpointing import ATTENTION_OPS, LINEAR_OPS, Mode, mode_of
+from lightning_tricks._activation_checkpointing import ATTENTION_OPS, LINEAR_OPS, Mode, keeps_linear, mode_of
 from lightning_tricks._replaced import replaced
 from lightning_tricks._tensors import local, sharded_like
 
@@ -202,10 +202,10 @@ def _tag(joint: Any, mode: Mode, linears: int, outputs: int) -> None:
         policy = CheckpointPolicy.PREFER_RECOMPUTE
         if node.target is operator.getitem:  # one of several results
             policy = node.args[0].meta["recompute"]
-        elif mode == "selective" and node.target in ATTENTION_OPS:
+        elif mode != "full" and node.target in ATTENTION_OPS:
             policy = CheckpointPolicy.MUST_SAVE
-        elif mode == "selective" and node.target in LINEAR_OPS:
+        elif node.target in LINEAR_OPS:
             seen += 1
-            if seen % 2 == 1 and seen != linears:
+            if keeps_linear(mode, seen, linears):
                 policy = CheckpointPolicy.MUST_SAVE
         node.meta["recompute"], node.meta["ac_graph_id"] = policy, 0
