@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting import count_flops
 from lightning_tricks.language_model import LanguageModel
-from lightning_tricks.models import GPT2, Llama
+from lightning_tricks.models import GPT2, Decoder, Llama
+from lightning_tricks.models.compile_choice import CompileChoice
 from lightning_tricks.precision import BF16Mixed, FP16Mixed
 from lightning_tricks.schedules import WarmupLinear
 
@@ -187,6 +188,28 @@ def test_checkpointing_and_compiling_leave_the_step_as_it_was(mode, monkeypatch)
     fit(model, split(ragged(4), 4))
     assert compiled == list(model.decoder.blocks)
     torch.testing.assert_close([p.detach() for p in model.parameters()], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_auto_compiles_where_it_pays_and_a_resumed_run_goes_on_as_it_began(pays, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))
+    compiled: list[torch.nn.Module] = []
+
+    def measured(decoder, rows, length, calls):
+        asked.append(calls)
+        return CompileChoice(pays, "measured")
+
+    asked: list[int] = []
+    monkeypatch.setattr(Decoder, "compile_choice", measured)
+    model = make(compile_blocks="auto")
+    fit(model, split(ragged(8), 2), max_steps=2, accumulate_grad_batches=2).save_checkpoint(tmp_path / "a.ckpt")
+    assert asked == [4]  # micro-batches of two steps
+    assert compiled == (list(model.decoder.blocks) if pays else [])
+    compiled.clear()
+    later = make(compile_blocks="auto")
+    fit(later, split(ragged(8), 2), max_steps=3, ckpt_path=tmp_path / "a.ckpt")
+    assert asked == [4]
+    assert compiled == (list(later.decoder.blocks) if pays else [])
 
 
 def test_a_strategy_that_leaves_the_sharding_to_the_module_is_refused():

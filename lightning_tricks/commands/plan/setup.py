@@ -190,8 +190,9 @@ class RunSetup:
 
     @property
     def compiles(self) -> bool:
-        """Whether blocks are compiled, as far as the recipe says."""
-        return bool(getattr(self.module, "compile_blocks", False) or getattr(self.strategy, "compile_blocks", False))
+        """Whether blocks are compiled, as far as the recipe says: `auto` on a GPU; a CPU chooses in the run."""
+        chosen = (getattr(part, "compile_blocks", False) for part in (self.module, self.strategy))
+        return any(one is True or (one == "auto" and self.on_gpu) for one in chosen)
 
     def changed(self, **changes: Any) -> "RunSetup":
         """The same with other settings: `micro_batch_size`, `activation_checkpointing`, `mesh`, `nodes`, ..."""
