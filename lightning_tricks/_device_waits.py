@@ -74,8 +74,8 @@ def watching_reads(note: Note, device: str = "cpu") -> Iterator[None]:
 
     Seen are methods of tensors and functions of torch whose result the host needs, or whose shape depends on values;
     not reads by torch's C++ code, such as `torch.arange(x)`, nor copies to the device. On a CPU every tensor counts as
-    one of the device, but for those that stay on the host in any run: the `step` of an optimizer, and constants while
-    `torch.compile` compiles.
+    one of the device, but for those that stay on the host in any run: those of `lies_on_host`, the `step` of an
+    optimizer, and constants while `torch.compile` compiles.
 
     Args:
         note: see `watching_waits`.
@@ -117,7 +117,7 @@ def _is_of_host(caller: FrameType) -> bool:
 def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> bool:
     """Whether this call of a method or function of `_METHODS` or `_FUNCTIONS` has to wait for a `device`."""
     tensor = args[0] if args else kwargs.get("input")
-    if not isinstance(tensor, Tensor) or tensor.device.type != device:
+    if not isinstance(tensor, Tensor) or tensor.device.type != device or hasattr(tensor, "_lies_on_host"):
         return False
     if name == "to":
         given = (*args[1:], *kwargs.values())
@@ -172,6 +172,12 @@ def _watching_cuda(note: Note) -> Iterator[None]:
         stack.callback(torch.cuda.set_sync_debug_mode, before)
         torch.cuda.set_sync_debug_mode("warn")
         yield
+
+
+def lies_on_host(tensor: Tensor) -> Tensor:
+    """The tensor, marked as one that lies on the host in any run: on a CPU its reads are no waits either."""
+    tensor._lies_on_host = True  # type: ignore[attr-defined]
+    return tensor
 
 
 def own_frame(frame: FrameType) -> tuple[FrameType, str]:

@@ -113,7 +113,8 @@ def running_hook(stack: Sequence[FrameType]) -> tuple[Any, str] | None:
     """The innermost hook that a thread is in, as (owner, name); None outside hooks.
 
     The owner is a callback, a module, a data module or a strategy. Read from the `_call_*` functions of
-    trainer/call.py, whose locals are `fn`, `hook_name` and, of callbacks, `callback`; LeanLoop's have the same names.
+    trainer/call.py, whose locals are `fn`, `hook_name`, `pl_module` and, of callbacks, `callback`; LeanLoop's have the
+    same names, but for `module`.
 
     Args:
         stack: the innermost frame first.
@@ -124,7 +125,9 @@ def running_hook(stack: Sequence[FrameType]) -> tuple[Any, str] | None:
             continue
         local = frame.f_locals
         if "fn" in local and "hook_name" in local:
-            return local.get("callback", getattr(local["fn"], "__self__", None)), local["hook_name"]
+            owner = local.get("callback", getattr(local["fn"], "__self__", None))
+            module = local.get("pl_module", local.get("module"))  # whose hook is a function that somebody has put there
+            return module if owner is None else owner, local["hook_name"]
     return None
 
 

@@ -241,7 +241,7 @@ def _hook_in_words(hook: tuple[Any, str] | None, stack: list[FrameType]) -> str:
 
 
 def _line_to_show(innermost: FrameType) -> FrameType:
-    """The innermost frame outside Lightning within the hook; without one, the innermost in Lightning but for helpers."""
+    """The innermost frame outside Lightning within the hook; without one, that of Lightning but for helpers."""
     frames = list(outwards(innermost))
     hook = next((number for number, frame in enumerate(frames) if _is(frame, _HOOK_CALLERS)), len(frames))
     own = (frame for frame in frames[:hook] if not _is(frame, _LIGHTNINGS_OWN))
