@@ -38,7 +38,7 @@ from lightning_tricks.commands import CommandParser
 NAME = "sync-audit"
 HELP = "where does a training step wait for the device? --config RECIPE.yaml. Exits with 1 if it does between log steps"
 NEEDS = "a fit"
-WORDS = "sync syncs audit"
+WORDS = "sync audit"
 
 DEFAULT_STEPS = 20
 LEAST_STEPS = 2  # the first one is not judged
@@ -287,7 +287,7 @@ def sync_audit(
         The waits of this process; `print` shows a table and a verdict.
 
     Raises:
-        UsageError: `steps` is below 2; a strategy that trains in copies of this process; the run has no step.
+        UsageError: `steps` is below 2; a strategy that trains in copies of this process; `fast_dev_run`; no step.
 
     Source: `torch.cuda.set_sync_debug_mode`, https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html.
     """
@@ -314,6 +314,10 @@ def _enter(watch: _Watch, trainer: Any) -> None:
     if trains_in_copies(trainer):
         raise UsageError(
             "sync-audit: trainer.strategy trains in copies of this process, which tell nothing: give ddp, or one device"
+        )
+    if trainer.fast_dev_run:
+        raise UsageError(
+            f"sync-audit: trainer.fast_dev_run={trainer.fast_dev_run}: each of its steps is a log step: leave it out"
         )
     others = [callback for callback in trainer.callbacks if not isinstance(callback, pl.callbacks.Checkpoint)]
     trainer.callbacks = [watch, *others]

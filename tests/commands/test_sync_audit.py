@@ -362,5 +362,7 @@ def test_what_an_audit_cannot_judge_is_refused():
         audit(Quiet(), steps=1)
     with pytest.raises(UsageError, match="ended before its first step"):
         audit(Quiet(), max_steps=0)
+    with pytest.raises(UsageError, match="fast_dev_run=3"):
+        audit(Quiet(), fast_dev_run=3)
     with pytest.raises(UsageError, match="trains in copies"):
         audit(Quiet(), strategy="ddp_fork", devices=2)
