@@ -130,8 +130,8 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: str
             kwargs.get("output_size") is None
         )
     if name in ("__getitem__", "__setitem__"):
-        several = isinstance(args[-1], Tensor) and args[-1].numel() > 1  # one value fills by the mask, without indices
-        return _has_mask(args[1]) and (name == "__getitem__" or several)
+        fills = name == "__setitem__" and not isinstance(args[2], Tensor)  # a number fills by the mask, without indices
+        return _has_mask(args[1]) and not fills
     return True
 
 

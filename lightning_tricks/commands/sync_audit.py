@@ -42,7 +42,7 @@ WORDS = "sync audit"
 
 DEFAULT_STEPS = 20
 LEAST_STEPS = 2  # the first one is not judged
-_FETCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "batch_to_device")
+_HOST_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")  # before a batch's first hook
 _FILE_LOGGERS = ("TensorBoardLogger", "CSVLogger")  # that write to a folder and nowhere else
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 _LIGHTNINGS_OWN = (*_LIGHTNING, "lightning.fabric.", "lightning_fabric.", "lightning_utilities.")
@@ -164,7 +164,7 @@ class _Watch(pl.Callback):
     """Notes the waits of the first steps of a fit, then ends it. To be the first of the callbacks."""
 
     def __init__(self, steps: int) -> None:
-        self._steps, self._watching = steps, ExitStack()
+        self._steps, self._ended, self._watching = steps, False, ExitStack()
         self._counts: dict[Wait, collections.Counter[int]] = {}
         self._seen: list[int] = []
         self._log_steps: set[int] = set()
@@ -184,6 +184,7 @@ class _Watch(pl.Callback):
             return
         if len(self._seen) == self._steps:
             self._watching.close()
+            self._ended = True
             end_after_this_batch(trainer)
             return
         self._seen.append(step)
@@ -191,9 +192,9 @@ class _Watch(pl.Callback):
             self._log_steps.add(step)
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Stop watching, where the run has ended by itself: its last step is a log step for all callbacks."""
+        """Stop watching, where the run has ended before: its last step is a log step for all callbacks."""
         self._watching.close()
-        if not trainer.should_stop:
+        if not self._ended:
             self._log_steps.update(self._seen[-1:])
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
@@ -208,11 +209,13 @@ class _Watch(pl.Callback):
         stack = list(outwards(sys._current_frames()[self._thread] if own else frame))
         during = "validation" if is_evaluating(stack) else "step" if is_in_batch(stack) or not own else "epoch"
         hook = running_hook(stack)
-        fetches = running_part(stack) == "loader" or (hook is not None and hook[1] in _FETCH_HOOKS)
-        if fetches and self._device == "cpu":
+        name_of_hook = "" if hook is None else hook[1]
+        on_host = running_part(stack) == "loader" or name_of_hook in _HOST_HOOKS
+        if on_host and self._device == "cpu":
             return  # of data on their way to the device, which lie on the host in any run
+        of_next = during == "step" and (on_host or name_of_hook == "on_after_batch_transfer")
         with self._lock:
-            step = (self._seen or [0])[-1] + (fetches and during == "step")
+            step = (self._seen or [0])[-1] + of_next
             at = _line_to_show(frame)
             wait = Wait(call, _hook_in_words(hook, stack), _short(at), at.f_lineno, during, name, {})
             self._counts.setdefault(wait, collections.Counter())[step] += 1
@@ -241,13 +244,13 @@ def _hook_in_words(hook: tuple[Any, str] | None, stack: list[FrameType]) -> str:
 
 
 def _line_to_show(innermost: FrameType) -> FrameType:
-    """The innermost frame outside Lightning within the hook; without one, that of Lightning but for helpers."""
+    """The line that is shown: of a read by Lightning that of the hook which asked for it, or Lightning's own."""
+    if not _is(innermost, _LIGHTNINGS_OWN):
+        return innermost
     frames = list(outwards(innermost))
-    hook = next((number for number, frame in enumerate(frames) if _is(frame, _HOOK_CALLERS)), len(frames))
+    hook = next((number for number, frame in enumerate(frames) if _is(frame, _HOOK_CALLERS)), 0)
     own = (frame for frame in frames[:hook] if not _is(frame, _LIGHTNINGS_OWN))
-    if any(_is(frame, _LIGHTNINGS_OWN) for frame in frames[hook:]) and (found := next(own, None)) is not None:
-        return found
-    return next(filter(_is_lightnings, frames), innermost)
+    return next(own, None) or next(filter(_is_lightnings, frames), innermost)
 
 
 def _is_lightnings(frame: FrameType) -> bool:

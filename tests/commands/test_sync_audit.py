@@ -187,6 +187,49 @@ def test_hooks_are_named_under_leanloop_too():
     assert {hook for _, _, hook, *_ in PLANTED.values()} <= {wait.hook for wait in report.waits}
 
 
+class Looks(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        row = torch.ones(4) * index
+        row.sum().item()  # host
+        return row
+
+
+class Transfers(Quiet):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        batch.sum().item()  # host
+        return batch
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        batch.sum().item()  # device
+        return batch
+
+
+def test_data_are_on_the_host_until_their_transfer_which_belongs_to_their_step():
+    report = audit(Transfers(), data=torch.utils.data.DataLoader(Looks(), batch_size=2))
+    (wait,) = report.waits
+    assert (wait.line, wait.hook) == (line_of(Transfers, "device"), "Transfers.on_after_batch_transfer")
+    assert wait.steps == dict.fromkeys(range(1, 9), 1)
+
+
+class ReadingLogger(pl.loggers.CSVLogger):
+    def log_metrics(self, metrics, step=None):
+        torch.ones(()).item()  # logger
+
+
+def test_the_line_of_a_logger_that_lightning_calls_is_its_own(tmp_path):
+    trainer_logs = ReadingLogger(tmp_path)
+
+    def log(trainer, *_):
+        trainer.loggers = [trainer_logs]
+
+    report = audit(Waits(), On(setup=lambda trainer, *_, **__: log(trainer)))
+    (wait,) = (wait for wait in report.waits if wait.line == line_of(ReadingLogger, "logger") and wait.during == "step")
+    assert (wait.hook, set(wait.steps)) == ("Lightning, log_metrics", {4, 8})
+
+
 def test_micro_batches_of_a_step_are_counted_together():
     report = audit(Waits(), accumulate_grad_batches=2, data=Data(), steps=4)
     (wait,) = (wait for wait in report.waits if wait.line == line_of(Waits, "condition"))
@@ -195,8 +238,12 @@ def test_micro_batches_of_a_step_are_counted_together():
 
 
 def test_a_run_that_ends_before_has_its_own_steps_and_its_last_one_is_a_log_step():
-    report = audit(Waits(), steps=8, max_steps=3)
-    assert (report.steps, report.log_steps, report.judged) == ((1, 2, 3), {3}, {2})
+    def stop(trainer, *_):
+        trainer.should_stop = trainer.global_step == 3
+
+    for callbacks, length in (([], 3), ([On(on_train_batch_end=stop)], 50)):
+        report = audit(Waits(), *callbacks, steps=8, max_steps=length)
+        assert (report.steps, report.log_steps, report.judged) == ((1, 2, 3), {3}, {2})
 
 
 def test_savers_are_left_out_and_a_least_length_does_not_prolong_the_audit(tmp_path, monkeypatch):
