@@ -9,6 +9,7 @@ import dis
 import functools
 import itertools
 import linecache
+import os
 import sys
 import sysconfig
 import threading
@@ -44,7 +45,8 @@ _CUDA_WAITS = ("synchronize", "Event.synchronize")  # asked for by name, of whic
 _SAID_BY_TORCH = "called a synchronizing CUDA operation"
 _LIBRARY = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
 _INSTRUCTIONS = {"STORE_SUBSCR": "[mask] =", "BINARY_SUBSCR": "[mask]", "CONTAINS_OP": "in"}
-_COMPILED = ("/torchinductor_", "/inductor/", "<")  # files of generated code
+_INDUCTOR = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/torchinductor_")  # in the path of what the compiler has written
+_GENERATED = ("<eval_with_key>", "<frozen ", "<string>")
 
 _inside = threading.local()  # whether this thread is in a read already: `print(x)` makes several
 
@@ -200,7 +202,7 @@ def _is_foreign(frame: FrameType) -> bool:
     if file == __file__ or module == "torch" or module.startswith("torch."):
         return True
     in_library = file.startswith(_LIBRARY) and "site-packages" not in file and "dist-packages" not in file
-    return in_library or any(part in file for part in _COMPILED)
+    return in_library or file.startswith(_GENERATED) or _INDUCTOR in file
 
 
 def call_in(frame: FrameType) -> str:

@@ -148,15 +148,27 @@ def test_lightnings_own_log_lines_are_found_at_log_steps_only():
     report = audit(Waits())
     (logging,) = (wait for wait in report.waits if wait.hook == "Lightning, log_metrics" and wait.during == "step")
     assert (set(logging.steps), report.how_often(logging), report.between(logging)) == ({4, 8}, "log steps", 0)
+    assert logging.file.endswith("logger_connector.py")  # not a helper that converts tensors
+
+
+class Shows(Quiet):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+
+class Asks(pl.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        return trainer.progress_bar_metrics  # asks
+
+
+def test_what_lightning_reads_for_a_hook_is_a_line_of_that_hook():
+    found = [wait for wait in audit(Shows(), Asks()).waits if wait.hook == "Asks.on_train_batch_end"]
+    assert [(wait.call, wait.line) for wait in found] == [(".item()", line_of(Asks, "asks"))]
 
 
 def test_lightnings_progress_bar_waits_for_the_values_that_it_shows():
-    class Shows(Quiet):
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch)
-            self.log("train/loss", loss, prog_bar=True)
-            return loss
-
     report = audit(Shows(), pl.callbacks.TQDMProgressBar(refresh_rate=1), enable_progress_bar=True)
     found = [wait for wait in report.waits if wait.hook == "TQDMProgressBar.on_train_batch_end"]
     assert found
