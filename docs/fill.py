@@ -101,6 +101,7 @@ FILLERS = {  # by the name with which the files of the results begin
     "schedule": Filler(
         "schedule_command.md", _of("fill_commands", "schedule"), _of("fill_commands", "draw"), measured=False
     ),
+    "sync-audit": Filler("sync_audit.md", _of("fill_commands", "sync_audit"), measured=False),
     "strategies": Filler("strategies.md", _of("fill_strategies", "texts")),
 }
 

@@ -1,7 +1,10 @@
 """What commands print on their pages, and the pictures of `schedule`, for `fill.py`."""
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -85,6 +88,17 @@ def runs(_: Any) -> dict[str, str]:
     from lightning_tricks.commands.runs.table import Table, find_runs
 
     return {"table": _block("runs docs/samples/sweep", Table(find_runs(SWEEP)).sorted_by("best_val_loss").text())}
+
+
+def sync_audit(_: Any) -> dict[str, str]:
+    """The report of a module with planted waits, and the script that makes it."""
+    file = ROOT / "docs/samples/careless.py"
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        report = runpy.run_path(str(file))["audit"]()
+    return {
+        "audit": f"```text\n$ python docs/samples/careless.py\n{report}\n```",
+        "script": f"```python\n{file.read_text(encoding='utf-8').rstrip()}\n```",
+    }
 
 
 def _plan(recipe: str, *options: str) -> Any:

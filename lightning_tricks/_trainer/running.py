@@ -46,7 +46,7 @@ class RunningCall:
 
     def stack(self) -> list[FrameType]:
         """The stack of the call's thread, the innermost frame first; empty when the call has ended."""
-        stack = list(_outwards(sys._current_frames().get(self._thread)))
+        stack = list(outwards(sys._current_frames().get(self._thread)))
         return stack if self._is_in(stack) else []
 
     def raised(self, error: BaseException) -> bool:
@@ -70,13 +70,7 @@ def _called_method(frame: FrameType) -> Any:
 
 
 def _running_method() -> Any:
-    return next(filter(None, map(_called_method, _outwards(sys._getframe()))), None)
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return next(filter(None, map(_called_method, outwards(sys._getframe()))), None)
 
 
 def line_of(frame: FrameType) -> str:
@@ -93,7 +87,7 @@ def stacks_of_threads() -> str:
     blocks = []
     for ident, innermost in sys._current_frames().items():
         if ident != threading.get_ident():
-            code = [(frame.f_code, frame.f_lineno) for frame in _outwards(innermost)]
+            code = [(frame.f_code, frame.f_lineno) for frame in outwards(innermost)]
             lines = [f'  File "{each.co_filename}", line {line}, in {each.co_qualname}' for each, line in code]
             blocks.append("\n".join([f"Thread {names.get(ident, ident)} (most recent call last):", *reversed(lines)]))
     return "\n".join(blocks)
@@ -113,6 +107,44 @@ def running_part(stack: Sequence[FrameType]) -> str:
             if frame.f_code.co_name == function and _is_of(frame, module):
                 return part
     return ""
+
+
+def running_hook(stack: Sequence[FrameType]) -> tuple[Any, str] | None:
+    """The innermost hook that a thread is in, as (owner, name); None outside hooks.
+
+    The owner is a callback, a module, a data module or a strategy. Read from the `_call_*` functions of
+    trainer/call.py, whose locals are `fn`, `hook_name`, `pl_module` and, of callbacks, `callback`; LeanLoop's have the
+    same names, but for `module`.
+
+    Args:
+        stack: the innermost frame first.
+    """
+    for frame in stack:
+        module = frame.f_globals.get("__name__", "")
+        if not module.endswith((".trainer.call", ".guards.lean_loop")):
+            continue
+        local = frame.f_locals
+        if "fn" in local and "hook_name" in local:
+            owner = local.get("callback", getattr(local["fn"], "__self__", None))
+            module = local.get("pl_module", local.get("module"))  # whose hook is a function that somebody has put there
+            return module if owner is None else owner, local["hook_name"]
+    return None
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_in_batch(stack: Sequence[FrameType]) -> bool:
+    """Whether a thread is in a training batch: its fetch, its hooks, its step, what follows it before the next one.
+
+    Read from `advance` and `on_advance_end` of `_TrainingEpochLoop` (loops/training_epoch_loop.py).
+    """
+    names = ("advance", "on_advance_end")
+    return any(frame.f_code.co_name in names and _is_of(frame, "loops.training_epoch_loop") for frame in stack)
 
 
 def is_evaluating(stack: Sequence[FrameType]) -> bool:

@@ -30,9 +30,9 @@ def lean_callers(trainer: Any, call: Any, base: type) -> dict[str, Callable[...,
             return callback_hooks(of, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         idle, before = getattr(base, hook_name), set_running_hook(module, hook_name)
         for callback in of.callbacks:
-            hook = getattr(callback, hook_name)
-            if getattr(hook, "__func__", None) is not idle and callable(hook):
-                hook(of, module, *args, **kwargs)
+            fn = getattr(callback, hook_name)  # named as in Lightning's own, for `running_hook`
+            if getattr(fn, "__func__", None) is not idle and callable(fn):
+                fn(of, module, *args, **kwargs)
         set_running_hook(module, before)
         return None
 
@@ -50,12 +50,12 @@ def lean_callers(trainer: Any, call: Any, base: type) -> dict[str, Callable[...,
     return dict(zip(HOOK_CALLERS, (call_callbacks, call_module, call_strategy), strict=True))
 
 
-def _call_as(module: Any, name: str, hook: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_as(module: Any, hook_name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a hook, with its name known to `self.log`."""
-    if not callable(hook):
+    if not callable(fn):
         return None
-    before = set_running_hook(module, name)
-    output = hook(*args, **kwargs)
+    before = set_running_hook(module, hook_name)
+    output = fn(*args, **kwargs)
     set_running_hook(module, before)
     return output
 

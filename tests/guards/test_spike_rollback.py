@@ -488,8 +488,8 @@ def test_shards_come_back_from_a_checkpoint_and_a_resume_from_behind_the_rollbac
 # ---- costs and refusals
 
 
-def test_between_logged_steps_nothing_is_read_on_the_host(monkeypatch):
-    counts = Counts(21, 29, monkeypatch)
+def test_between_logged_steps_nothing_is_read_on_the_host():
+    counts = Counts(21, 29)
     fit(Data(), rollbacks(snapshot_every_n_steps=1), counts, model=Model("fused"), steps=32)
     assert counts.steps == 8
     assert counts.reads == []

@@ -12,9 +12,9 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
+from types import FrameType
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
 from torch.utils.data import DataLoader
 
+from lightning_tricks._device_waits import watching_reads
 from lightning_tricks._trainer import logging_step
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
@@ -165,12 +166,6 @@ def threads(others: Container[threading.Thread]) -> list[str]:
 
 # --------------------------------------------------------------------------------------------------- reads of a device
 
-METHODS = (
-    "item", "cpu", "tolist", "numpy", "nonzero", "is_nonzero", "equal", "allclose", "unique", "to", "__float__",
-    "__int__", "__bool__", "__index__", "__array__", "__complex__",
-)  # fmt: skip
-FUNCTIONS = ("equal", "allclose", "nonzero", "unique", "is_nonzero")
-
 
 class Reads:
     """Counts what would wait for a device, from the start of the step after a log step to the next log step.
@@ -187,27 +182,18 @@ class Reads:
         self.others = frozenset(threading.enumerate())
         self.threads: list[str] = []
         self.callbacks = _First(self, log_every), _Last(self, log_every)
-        self._patches = contextlib.ExitStack()
+        self._watching = contextlib.ExitStack()
 
     def start(self) -> None:
         self.stop()
         self.threads = threads(self.others)
-        for owner, names in ((Tensor, METHODS), (torch, FUNCTIONS)):
-            for name in names:
-                counting = self._counting(name, getattr(owner, name))
-                self._patches.enter_context(mock.patch.object(owner, name, counting))
+        self._watching.enter_context(watching_reads(self._note))
 
     def stop(self) -> None:
-        self._patches.close()
+        self._watching.close()
 
-    def _counting(self, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            if name != "to" or "cpu" in [each for each in (*args[1:], *kwargs.values()) if isinstance(each, str)]:
-                code = sys._getframe(1).f_code
-                self.found[f"{name} in {pathlib.Path(code.co_filename).name}, {code.co_name}"] += 1
-            return read(*args, **kwargs)
-
-        return counting
+    def _note(self, call: str, frame: FrameType) -> None:
+        self.found[f"{call} in {pathlib.Path(frame.f_code.co_filename).name}, {frame.f_code.co_name}"] += 1
 
 
 class _First(pl.Callback):

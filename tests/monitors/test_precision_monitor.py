@@ -505,8 +505,8 @@ def test_a_second_fit_logs_each_figure_once_more():
     assert first.names() == second.names()
 
 
-def test_measuring_waits_for_nothing_between_logged_steps(monkeypatch):
-    counts, model = Counts(5, 9, monkeypatch), Doubling()  # the fifth and the tenth step are logged
+def test_measuring_waits_for_nothing_between_logged_steps():
+    counts, model = Counts(5, 9), Doubling()  # the fifth and the tenth step are logged
     torch.compiler.reset()
     model.blocks[0].compile(backend="eager")
     plugin = InFp8()
