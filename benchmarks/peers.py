@@ -10,6 +10,7 @@ has the peers.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -67,7 +68,7 @@ def llama(size: Size) -> Llama:
 
 
 def token_batches(size: Size, count: int = 32) -> list[Batch]:
-    """Batches of independent tokens, the k-th of the vocabulary with a probability of 1 / k: there is a bit to learn."""
+    """Batches of independent tokens, the k-th of the vocabulary with a probability that goes as 1 / k."""
     vocabulary = size.shape["vocab_size"]
     odds = 1 / np.arange(1, vocabulary + 1)
     rng = np.random.default_rng(0)
@@ -155,10 +156,8 @@ class Peer:
     def order(self, steps: int) -> None:
         """Let it run some steps."""
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # `answer` says why
             print(steps, file=self.process.stdin, flush=True)
-        except BrokenPipeError:  # `answer` says why
-            pass
 
     def answer(self) -> dict[str, Any]:
         """What its last order took; waits for it.
@@ -224,7 +223,7 @@ def measure(
         peers = {name: Peer(name, size_name, bf16, compiled, Path(folder) / name) for name in (*names, PEAK)}
         try:
             found: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
-            for name, peer in peers.items():
+            for peer in peers.values():
                 peer.order(warmup)
             for name, peer in list(peers.items()):
                 try:
