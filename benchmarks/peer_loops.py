@@ -56,7 +56,8 @@ class Job:
         """Transformers' Llama with these weights."""
         import transformers
 
-        config = transformers.LlamaConfig(**hf_config(self.shape), attn_implementation="sdpa", use_cache=False)
+        settings: dict[str, Any] = {**hf_config(self.shape), "attn_implementation": "sdpa", "use_cache": False}
+        config = transformers.LlamaConfig(**settings)
         model = transformers.LlamaForCausalLM(config)
         model.load_state_dict(self.hf_state())
         return model.train()
@@ -234,7 +235,7 @@ def hf_trainer(job: Job) -> None:
             return map(shifted, job.batches)
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(*args, **kwargs)
+            loss: Any = super().compute_loss(*args, **kwargs)
             job.losses.append(loss.detach())
             return loss
 
@@ -291,7 +292,8 @@ def litgpt(job: Job) -> None:
     model.load_state_dict(theirs)
     fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed" if job.bf16 else "32-true")
     optimizer: Any = job.optimizer(model)
-    model = fabric.setup(torch.compile(model) if job.compiled else model)
+    called: Any = torch.compile(model) if job.compiled else model
+    model = fabric.setup(called)
     optimizer = fabric.setup_optimizers(optimizer)
     for step, batch in enumerate(job.batches, start=1):
         loss = chunked_cross_entropy(model(batch["input_ids"]), batch["labels"])

@@ -50,7 +50,7 @@ SLOW_BF16 = 2.0  # a bf16 product that takes this many times as long as in fp32 
 class Size(NamedTuple):
     """A model and its batch, rows of `length` tokens."""
 
-    shape: dict[str, int]
+    shape: dict[str, Any]
     rows: int
     length: int
 
