@@ -93,6 +93,7 @@ FILLERS = {  # by the name with which the files of the results begin
     "lightning-suite": Filler("existing_projects.md", lightning_suite),
     "mup-transfer": Filler("mup.md", _of("plot_mup", "texts"), _of("plot_mup", "draw")),
     "optimizers": Filler("optimizers.md", _of("fill_optimizers", "texts")),
+    "peers": Filler("speed.md", _of("plot_peers", "texts"), _of("plot_peers", "draw")),
     "precision": Filler("precision.md", _of("plot_precision", "texts"), _of("plot_precision", "draw")),
     "runs": Filler("runs.md", _of("fill_commands", "runs"), measured=False),
     "plan-foreign": Filler("plan.md", _of("fill_commands", "plan_foreign")),

@@ -27,6 +27,7 @@ GUIDES = {
     "monitors",
     "parameter_roles",
     "precision",
+    "speed",
     "strategies",
     "verify_resume",
     "what_survives",
