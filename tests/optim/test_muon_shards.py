@@ -3,19 +3,22 @@
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
 from foreign import CausalLM, rows
 from harness import processes
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
+from lightning_tricks.accounting import fast_bf16
 from lightning_tricks.callbacks import SafeCheckpoint, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.optim import MuonAdamW, build_optimizer
-from lightning_tricks.optim.muon import map_unsharded
+from lightning_tricks.optim import Muon, MuonAdamW, build_optimizer, muon
+from lightning_tricks.optim.map_unsharded import Place, map_unsharded
 from lightning_tricks.strategies import FSDP2Strategy
 
 STEPS, SAVED = 20, 12  # four epochs of the data
@@ -75,12 +78,25 @@ def test_two_shards_train_as_one_process_resume_to_the_bit_and_open_in_one(tmp_p
     torch.testing.assert_close(opened.kept, one.kept, rtol=0, atol=0)
 
 
+def mapped(matrices: list[torch.Tensor], compute: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """`map_unsharded` of matrices that lie alike; `compute` is of (number, whole matrix)."""
+
+    def each(numbers: Any, wholes: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [compute(*pair) for pair in zip(numbers, wholes, strict=True)]
+
+    (place,) = {Place.of(matrix) for matrix in matrices}
+    return map_unsharded(matrices, place, lambda numbers: [matrices[number] for number in numbers], each, dtype)
+
+
+SHAPES = [(7, 4), (2, 5), (5, 8), (6, 3, 2), (8, 5), (9, 9), (3, 3)]
+DIMS = [0, 0, 1, 0, 1, 1, 0]  # that are sharded
+
+
 def shards_of(rank: int) -> None:
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 3
     mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
-    matrices = [torch.randn(*shape).bfloat16() for shape in ((7, 4), (2, 5), (4, 4), (6, 3, 2), (5, 8))]
-    placements = [Shard(0), Shard(0), Replicate(), Shard(0), Shard(1)]
+    matrices = [torch.randn(*shape).bfloat16() for shape in SHAPES]
     computed: list[int] = []
 
     def compute(number: int, matrix: torch.Tensor) -> torch.Tensor:
@@ -88,12 +104,20 @@ def shards_of(rank: int) -> None:
         assert torch.equal(matrix, matrices[number])
         return matrix.float() * (number + 1)
 
-    sharded = [distribute_tensor(matrix, mesh, [place]) for matrix, place in zip(matrices, placements, strict=True)]
-    found = map_unsharded(sharded, compute, torch.float32)
-    for number, (matrix, place) in enumerate(zip(matrices, placements, strict=True)):
-        expected = distribute_tensor(matrix.float() * (number + 1), mesh, [place]).to_local()
-        assert torch.equal(found[number], expected), number
-    assert sorted(computed) == sorted({2} | {[0, 1, 3][rank]} | ({4} if rank == 0 else set()))
+    for count, runs in ((7, [[0, 1, 2], [3, 4, 5], [6]]), (2, [[0], [1], []])):
+        placed = [*zip(matrices, DIMS, strict=True)][:count]
+        sharded = [distribute_tensor(matrix, mesh, [Shard(dim)]) for matrix, dim in placed]
+        found = mapped(sharded, compute, torch.float32)
+        for number, (matrix, dim) in enumerate(placed):
+            expected = distribute_tensor(matrix.float() * (number + 1), mesh, [Shard(dim)]).to_local()
+            assert torch.equal(found[number], expected), number
+        assert computed == runs[rank]
+        computed.clear()
+        copied = [distribute_tensor(matrix, mesh, [Replicate()]) for matrix in matrices[:count]]
+        found = mapped(copied, compute, torch.float32)
+        assert all(torch.equal(found[number], matrices[number].float() * (number + 1)) for number in range(count))
+        assert computed == runs[rank]
+        computed.clear()
 
 
 def test_each_rank_computes_some_of_the_matrices_and_gets_its_shards_of_all():
@@ -103,13 +127,77 @@ def test_each_rank_computes_some_of_the_matrices_and_gets_its_shards_of_all():
 def hsdp(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     torch.manual_seed(0)
-    matrix = torch.randn(4, 6).bfloat16()
-    sharded = distribute_tensor(matrix, mesh, [Replicate(), Shard(0)])
-    both = distribute_tensor(matrix, mesh, [Shard(0), Shard(1)])
-    found = map_unsharded([sharded, both], lambda _, whole: whole.cumsum(0), torch.bfloat16)
-    assert torch.equal(found[0], distribute_tensor(matrix.cumsum(0), mesh, [Replicate(), Shard(0)]).to_local())
-    assert torch.equal(found[1], distribute_tensor(matrix.cumsum(0), mesh, [Shard(0), Shard(1)]).to_local())
+    matrices = [torch.randn(4, 6).bfloat16() for _ in range(5)]
+    computed: list[int] = []
+
+    def compute(number: int, matrix: torch.Tensor) -> torch.Tensor:
+        computed.append(number)
+        return matrix.cumsum(0)
+
+    for placements, own in (
+        ([Replicate(), Shard(0)], [[0, 1], [2], [3], [4]]),  # each matrix on one of the four ranks
+        ([Shard(1), Replicate()], [[0, 1], [3], [2], [4]]),
+        ([Shard(0), Shard(1)], [[0, 1, 2, 3, 4]] * 4),
+    ):
+        placed = [distribute_tensor(matrix, mesh, placements) for matrix in matrices]
+        found = mapped(placed, compute, torch.bfloat16)
+        for one, matrix in zip(found, matrices, strict=True):
+            assert torch.equal(one, distribute_tensor(matrix.cumsum(0), mesh, placements).to_local())
+        assert computed == own[rank]
+        computed.clear()
 
 
 def test_copies_and_two_sharded_dimensions():
     processes.run(hsdp, world=4)
+
+
+# ---- replicas
+
+WIDTH = muon.SHARE_FROM
+
+
+def replicas(rank: int, in_bf16: bool, steps: int = 3) -> tuple[dict[str, torch.Tensor], list[torch.Size]]:
+    """The weights after some steps of plain replicas, and the shapes of what this rank orthogonalized in the first."""
+    seen: list[torch.Size] = []
+
+    def orthogonalize(matrix: torch.Tensor, *args: Any) -> torch.Tensor:
+        assert args[1] == (torch.bfloat16 if in_bf16 else torch.float32)
+        seen.extend([matrix.shape[-2:]] * (matrix[..., 0, 0].numel()))
+        return original(matrix, *args)
+
+    original = muon.orthogonalize
+    torch.manual_seed(0)
+    shapes = [(WIDTH, WIDTH)] * 3 + [(2 * WIDTH, WIDTH), (8, WIDTH), (8, WIDTH)]
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer = Muon(params, weight_decay=0.1, momentum_warmup_steps=2)
+    world = [1] if rank < 0 else [0, 1]
+    if rank >= 0:
+        distributed.init_process_group("gloo")
+        optimizer.replicas = distributed.group.WORLD
+    # the ranks measure different figures, and take bf16 only if it is fast on all
+    fast = in_bf16 or rank == 0
+    with patch.object(muon, "orthogonalize", orthogonalize), patch.object(fast_bf16, "has_fast_bf16", lambda _: fast):
+        first = 0
+        for step in range(steps):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.found_inf = torch.tensor(float(step == 1))  # type: ignore[attr-defined]
+            optimizer.step()
+            first = first or len(seen)
+    assert len(world) == 1 or optimizer.param_groups[0]["ns_dtype"] == ("bfloat16" if in_bf16 else "float32")
+    return dict(enumerate(param.detach() for param in params)), seen[:first]
+
+
+def test_replicas_share_the_matrices_and_stay_equal_to_the_bit():
+    square, tall, flat = torch.Size((WIDTH, WIDTH)), torch.Size((2 * WIDTH, WIDTH)), torch.Size((8, WIDTH))
+    for in_bf16 in (False, True):
+        alone, all_of_them = replicas(-1, in_bf16)
+        assert sorted(all_of_them) == [flat, flat, square, square, square, tall]
+        (one, own), (two, other) = processes.run(replicas, in_bf16)
+        # four to share, the largest first; matrices of 8 rows cost more to send than to compute
+        assert sorted(own) == [flat, flat, square, tall]
+        assert sorted(other) == [flat, flat, square, square]
+        for number, weight in one.items():
+            assert torch.equal(weight, two[number]), number
+            # 3 steps of lr 0.02 (factor sqrt(2) for the tall one), each of 4 last places of bf16 at most, see test_muon
+            torch.testing.assert_close(weight, alone[number], atol=3 * 0.02 * 2**0.5 * 4 * 2**-8, rtol=0)

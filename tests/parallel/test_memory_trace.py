@@ -9,6 +9,7 @@ from torch import nn
 from lightning_tricks import GPT2, Llama
 from lightning_tricks._find_modules import repeated_blocks
 from lightning_tricks.models import Decoder
+from lightning_tricks.optim import MuonAdamW, build_optimizer, muon
 from lightning_tricks.parallel.fake_cluster import at_once
 from lightning_tricks.parallel.memory_trace import (
     FORWARD,
@@ -122,6 +123,21 @@ def test_two_depths_tell_any_other(mode):
 @pytest.mark.parametrize(
     ("mode", "least", "most"), [("none", 0.4, 1.0), ("cheap", 0.2, 0.7), ("selective", 0.1, 0.6), ("full", 0.01, 0.2)]
 )
+def test_muons_batches_are_counted_and_take_no_more_where_there_are_more_blocks(monkeypatch):
+    def optimizer(module):
+        return build_optimizer(module, lambda groups: MuonAdamW(groups, lr=0.1, fused=False))
+
+    largest = max(p.numel() for p in decoder(1).blocks[0].parameters())  # three of them in a block
+    monkeypatch.setattr(muon, "BATCH_BYTES_ON_CPU", limit := 2 * 8 * largest)  # more than two blocks have
+    two, three, eight = (traced(decoder, depth, optimizer=optimizer) for depth in (2, 3, 8))
+    at_two, at_three, at_eight = (one.instants[STEP]["working memory"] for one in (two, three, eight))
+    assert 4 * limit < at_two < at_three <= at_eight
+    assert at_eight < at_three + (at_three - at_two), "a batch has its bound"
+    told = two.at_depth(three, (2, 3), 8)
+    assert told.instants[STEP] == {**eight.instants[STEP], "working memory": at_three}
+
+
+@pytest.mark.parametrize(("mode", "least", "most"), [("none", 0.4, 1.0), ("selective", 0.1, 0.6), ("full", 0.01, 0.2)])
 def test_compiled_blocks_keep_what_the_partitioner_of_torch_chooses(mode, least, most):
     eager = traced(decoder).instants[LOSS]["activations"]
     memory = traced(partial(decoder, mode=mode), compiled=True)
