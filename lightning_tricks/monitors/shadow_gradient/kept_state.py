@@ -22,14 +22,13 @@ LARGEST_BYTES = 2**26  # tensors and arrays above it are taken for data, unless 
 _MOST_ITEMS = 1_000_000  # of a list or a dict, likewise
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_ITERATORS = {cls.__iter__ for cls in (list, dict, set, collections.deque, collections.OrderedDict)}
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # Objects of these packages are left alone, unless they are modules: a Trainer, loggers, optimizers, locks.
 _PACKAGES = frozenset(
     "lightning pytorch_lightning lightning_fabric lightning_tricks lightning_utilities torch functools logging "
     "threading weakref abc typing collections contextlib numpy builtins enum".split()
 )
-# A module's own, which a step does not change: hooks, which are functions, and the Trainer.
-_NOT_WALKED = frozenset({"_trainer", "_fabric", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"})
 
 
 class KeptState:
@@ -94,7 +93,7 @@ class KeptState:
         if isinstance(value, tuple):
             return value  # its tensors are copied only where a list, a dict or an attribute holds them
         if isinstance(value, (list, dict, set, collections.deque)):
-            if len(value) > _MOST_ITEMS:
+            if len(value) > _MOST_ITEMS or type(value).__iter__ not in _ITERATORS or _is_foreign(value):
                 return ()
             self._places.append(_Place(value))
             return list(value.values()) if isinstance(value, dict) else list(value)
@@ -110,7 +109,7 @@ class KeptState:
         own = vars(module)
         self._seen[id(own)] = own
         self._places.append(_Place(own))
-        parts = [value for name, value in own.items() if name not in _NOT_WALKED]
+        parts = [value for name, value in own.items() if "_hooks" not in name]
         return [*parts, *self._of_class(type(module))]
 
     def _keep_tensor(self, tensor: Tensor, largest: int | None) -> None:
@@ -140,7 +139,7 @@ class _Place:
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self.held: Any = dict(vars(owner)) if isinstance(owner, type) else owner.copy()
+        self.held: Any = dict(vars(owner)) if isinstance(owner, type) else _copied(owner)
 
     def put_back(self, others: Mapping[int, Any]) -> None:
         owner, held = self.owner, self.held
@@ -153,16 +152,15 @@ class _Place:
                     setattr(owner, name, value)
         elif isinstance(owner, dict):
             for name in [name for name in owner if name not in held]:
-                dict.__delitem__(owner, name)
+                del owner[name]
             if list(owner) == list(held):
                 for name, value in held.items():
                     value = others.get(id(value), value)
-                    if dict.__getitem__(owner, name) is not value:
-                        dict.__setitem__(owner, name, value)
+                    if owner[name] is not value:
+                        owner[name] = value
             else:  # something has gone: all again, for the order
-                dict.clear(owner)
-                for name, value in held.items():
-                    dict.__setitem__(owner, name, others.get(id(value), value))
+                owner.clear()
+                owner.update({name: others.get(id(value), value) for name, value in held.items()})
         else:
             wanted = [others.get(id(value), value) for value in held]
             if len(owner) == len(wanted) and all(a is b for a, b in zip(owner, wanted, strict=True)):
@@ -171,9 +169,13 @@ class _Place:
             (owner.update if isinstance(owner, set) else owner.extend)(wanted)
 
 
+def _copied(owner: Any) -> Any:
+    return dict(owner) if isinstance(owner, dict) else set(owner) if isinstance(owner, set) else list(owner)
+
+
 def _package(cls: type) -> str:
     return cls.__module__.partition(".")[0]
 
 
 def _is_foreign(value: Any) -> bool:
-    return any(_package(cls) in _PACKAGES - {"builtins", "abc", "typing"} for cls in type(value).__mro__[:-1])
+    return any(_package(cls) in _PACKAGES - {"builtins", "abc", "typing", "collections"} for cls in type(value).__mro__[:-1])

@@ -4,6 +4,7 @@ Knows no Trainer.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -68,7 +69,8 @@ def plain_run(module: nn.Module, fp8_layers: Sequence[nn.Module] = ()) -> Iterat
     with ExitStack() as scope:
         enter = scope.enter_context
         enter(_disable_current_modes())
-        enter(torch.compiler.set_stance("force_eager"))
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to load it would take seconds
+            enter(torch.compiler.set_stance("force_eager"))
         enter(_no_tf32())
         enter(_no_autocast())
         enter(replaced(checkpointing, "CheckpointFunction", _CalledOnce))
