@@ -26,9 +26,12 @@ _ITERATORS = {cls.__iter__ for cls in (list, dict, set, collections.deque, colle
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # Objects of these packages are left alone, unless they are modules: a Trainer, loggers, optimizers, locks.
 _PACKAGES = frozenset(
-    "lightning pytorch_lightning lightning_fabric lightning_tricks lightning_utilities torch functools logging "
-    "threading weakref abc typing collections contextlib numpy builtins enum".split()
-)
+    {
+        "lightning", "pytorch_lightning", "lightning_fabric", "lightning_tricks", "lightning_utilities", "torch",
+        "functools", "logging", "threading", "weakref", "abc", "typing", "collections", "contextlib", "numpy",
+        "builtins", "enum",
+    }
+)  # fmt: skip
 
 
 class KeptState:
@@ -178,4 +181,6 @@ def _package(cls: type) -> str:
 
 
 def _is_foreign(value: Any) -> bool:
-    return any(_package(cls) in _PACKAGES - {"builtins", "abc", "typing", "collections"} for cls in type(value).__mro__[:-1])
+    return any(
+        _package(cls) in _PACKAGES - {"builtins", "abc", "typing", "collections"} for cls in type(value).__mro__[:-1]
+    )

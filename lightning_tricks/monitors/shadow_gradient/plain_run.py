@@ -152,15 +152,21 @@ def _no_autocast() -> Iterator[None]:
 
 @contextmanager
 def _no_tf32() -> Iterator[None]:
-    # not `torch.backends.cudnn.rnn`, which is a file of that name; read from torch/backends/__init__.py
+    # Torch refuses products on CUDA where its older switches and newer settings say different things: both change.
+    # Not `torch.backends.cudnn.rnn`, which is a file of that name; read from torch/backends/__init__.py.
     get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     kinds = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
     before = [get(*kind) for kind in kinds]
+    products, convolutions = torch._C._get_float32_matmul_precision(), torch._C._get_cudnn_allow_tf32()
     try:
+        torch._C._set_float32_matmul_precision("highest")
+        torch._C._set_cudnn_allow_tf32(False)
         for kind in kinds:
             put(*kind, "ieee")
         yield
     finally:
+        torch._C._set_float32_matmul_precision(products)
+        torch._C._set_cudnn_allow_tf32(convolutions)
         for kind, value in zip(kinds, before, strict=True):
             put(*kind, value)
 
@@ -213,11 +219,14 @@ class OwnBackward:
             return setup(ctx, inputs, output)
 
         def by_autograd(ctx: Any, *grads: Any) -> Any:
-            wanted = [needed and isinstance(x, Tensor) for x, needed in zip(ctx.shadow_inputs, ctx.needs_input_grad, strict=True)]
+            wanted = [
+                needed and isinstance(x, Tensor)
+                for x, needed in zip(ctx.shadow_inputs, ctx.needs_input_grad, strict=True)
+            ]
             leaves = [x.detach() if isinstance(x, Tensor) else x for x in ctx.shadow_inputs]
             leaves = [x.requires_grad_() if want else x for x, want in zip(leaves, wanted, strict=True)]
-            given = [x.clone() if want else x for x, want in zip(leaves, wanted, strict=True)]  # may be written to
             with torch.enable_grad():
+                given = [x.clone() if want else x for x, want in zip(leaves, wanted, strict=True)]  # may be written to
                 outputs = forward(*given) if has_setup else forward(_Context(ctx), *given)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             pairs = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_tricks._errors import UsageError
@@ -104,9 +104,7 @@ def differing(
 ) -> list[str]:
     """The blocks whose gradients differ, the smallest cosine first."""
     far = {
-        name
-        for name, ratio in ratios.items()
-        if not 1 / max_norm_ratio <= ratio <= max_norm_ratio and name in cosines
+        name for name, ratio in ratios.items() if not 1 / max_norm_ratio <= ratio <= max_norm_ratio and name in cosines
     }
     far |= {name for name, cosine in cosines.items() if cosine < min_cosine}
     return sorted(far, key=lambda name: (cosines[name], name))
@@ -131,7 +129,9 @@ def warning(
     if len(blocks) > 2 and len(blocks) == len(cosines):
         cause = "all blocks do: look at the loss, at the sums over ranks, at the precision"
     elif in_fp8:
-        cause = f"leave it out of fp8, Float8.exclude: ['{re.escape(worst)}'], and see whether the next comparison agrees"
+        cause = (
+            f"leave it out of fp8, Float8.exclude: ['{re.escape(worst)}'], and see whether the next comparison agrees"
+        )
     else:
         cause = "run it without torch.compile, and without kernels of its own, and see which of them differs"
     return (
@@ -184,8 +184,9 @@ class ShadowGradient(pl.Callback):
             ModelParallelStrategy; ranks that share rows (`mesh.tensor`, `mesh.context`); a `training_step` that takes
             `dataloader_iter`.
 
-    Source: the idea of comparing gradients by their cosine is that of the tests of fp8 kernels, such as
-        https://github.com/pytorch/ao/blob/main/test/float8/test_base.py (there by the ratio of signal to noise).
+    Source: torch's own files say what the second run has to leave out,
+        https://github.com/pytorch/pytorch/blob/main/torch/utils/checkpoint.py and, for `differentiate`, torch/autograd/
+        function.py (`BackwardCFunction.apply` looks up the class's `backward`). The limits are measured, see the card.
     """
 
     def __init__(
@@ -301,9 +302,7 @@ class ShadowGradient(pl.Callback):
         if self._ranks > 1 and not averages:  # each rank has compared its own micro-batch
             sums = trainer.strategy.reduce(sums, reduce_op="sum")
         scale = loss_scale(self._scaler) if self._scaler is not None else None
-        cosine, ratio = compare(
-            sums, 1.0 if scale is None else scale.to(sums), may_overflow=self._scaler is not None
-        )
+        cosine, ratio = compare(sums, 1.0 if scale is None else scale.to(sums), may_overflow=self._scaler is not None)
         self._record(list(parts), cosine, ratio)
         self._tell_functions(shadow)
 
