@@ -441,7 +441,8 @@ class WritesEverywhere(Small):
     def state(self):
         return (
             steps_of_the_file, WritesEverywhere.calls, list(SEEN_BY_THE_FILE), self.steps_seen.item(),
-            self.array.tolist(), self.history, self.table["a"], list(self.table), self.tracker.seen, list(self.tracker.order),
+            self.array.tolist(), self.history, self.table["a"], list(self.table), self.tracker.seen,
+            list(self.tracker.order),
             self.tracker.last.tolist(), Tracker.counts, Tracker.name, self.average.item(), self.dice.getstate(),
             self.noise.get_state().tolist(), random.getstate(), np.random.get_state()[1].tolist(),
             [buffer.tolist() for buffer in self.buffers()],

@@ -283,7 +283,8 @@ def functions_behind(loss: Tensor) -> set[type]:
     return found
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    each: type[Any]
     for each in cls.__subclasses__():
         yield each
         yield from _subclasses(each)

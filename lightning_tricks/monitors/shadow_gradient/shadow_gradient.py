@@ -193,7 +193,7 @@ class ShadowGradient(pl.Callback):
         self,
         every_n_steps: int = 1000,
         min_cosine: float = 0.9,
-        max_norm_ratio: float = 1.25,
+        max_norm_ratio: float = 1.5,
         differentiate: Sequence[str] = (),
     ) -> None:
         if every_n_steps < 1:
@@ -387,7 +387,8 @@ class _Shadow:
 
     def __init__(self, trainer: Any, module: Any, armed: _Armed, own: OwnBackward) -> None:
         self._trainer, self._module, self._armed = trainer, module, armed
-        self.own, self.error = own, None
+        self.own = own
+        self.error: Exception | None = None
         self.functions: set[str] = set()
 
     def sums(
