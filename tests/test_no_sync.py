@@ -22,6 +22,7 @@ from lightning_tricks.callbacks import (
     LeanLoop,
     MemoryMonitor,
     RunLedger,
+    ShadowGradient,
     StepGuard,
     TailAverage,
     TensorBoardDashboard,
@@ -63,7 +64,7 @@ def fit(folder, accumulate, *callbacks):
         logger=ResumingTensorBoardLogger(folder), enable_checkpointing=False, enable_model_summary=False,
         accelerator="cpu", callbacks=[
             *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
-            UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(), LeanLoop(), StepGuard(),
+            UpdateMonitor(), AttentionMonitor(), ShadowGradient(), TensorBoardDashboard(), TrainingProgressBar(), LeanLoop(), StepGuard(),
             EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(), DecayOnDemand(),
             BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
         ],
