@@ -1,18 +1,40 @@
-"""Train or load a tokenizer, and find the bytes behind each of its tokens.
+"""Train or load a tokenizer, and find the bytes behind each of its tokens and the pattern that cuts a text.
 
 Byte-level BPE: every text can be encoded, and is decoded to the same bytes.
 """
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lightning_tricks._errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
+
+
+def _words_and_digits(digits: str) -> str:
+    """The pattern that the tokenizers of Llama 3 and Qwen 2 share, but for the length of their numbers."""
+    parts = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        digits,
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+    return "|".join(parts)
+
+
+# the patterns whose matches are the pieces of a text: within a piece, bytes are merged
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_PATTERN, QWEN2_PATTERN = _words_and_digits(r"\p{N}{1,3}"), _words_and_digits(r"\p{N}")
+PATTERNS = (GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN)
+
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 
 
@@ -90,6 +112,41 @@ def byte_alphabet() -> dict[str, int]:
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)
     return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+def not_plain(model: Mapping[str, Any]) -> str | None:
+    """Why a tokenizer's model does more than to merge bytes by rules, such as `it is a Unigram, no BPE`; else None.
+
+    Args:
+        model: of the tokenizer's JSON.
+    """
+    if model.get("type") != "BPE":
+        return f"it is a {model.get('type')}, no BPE"
+    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        if model.get(key):
+            return f"its model has {key}"
+    return None if byte_alphabet().keys() <= model["vocab"].keys() else "some bytes are no tokens of it"
+
+
+def split_pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
+    """The pattern by whose matches a byte-level pre-tokenizer cuts a text before its bytes are mapped; else None.
+
+    Args:
+        pre_tokenizer: of the tokenizer's JSON.
+    """
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    last = steps[-1]
+    if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
+        return None
+    if len(steps) == 1:
+        return GPT2_PATTERN if last["use_regex"] else None
+    split = steps[0]
+    if len(steps) > 2 or last["use_regex"] or split.get("type") != "Split":
+        return None
+    if split["behavior"] != "Isolated" or split["invert"]:
+        return None
+    pattern: str | None = split["pattern"].get("Regex")
+    return pattern
 
 
 def token_texts(tokenizer: Tokenizer) -> list[bytes] | None:

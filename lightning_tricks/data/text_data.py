@@ -33,6 +33,7 @@ from lightning_tricks.data.bpe import end_of_text, load_tokenizer, train_bpe, vo
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
 from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
 from lightning_tricks.data.shards import ShardWriter, TokenStream, token_dtype
+from lightning_tricks.data.text_encoder import encode_all
 
 _ABANDONED_SECONDS = 24 * 3600
 
@@ -77,7 +78,6 @@ def _remove_abandoned(folder: Path) -> None:
 
 FORMAT_VERSION = 1  # part of the cache key: raise it when the same input gives other files
 BPE_BYTES = 200_000_000  # a tokenizer learns from at most this much training text
-_CHUNK_BYTES = 1 << 20  # text encoded at once
 
 
 def document_hash(document: str) -> int:
@@ -177,26 +177,15 @@ def _write_splits(corpus: Corpus, folder: Path, tokenizer: Tokenizer, threshold:
         writers = {split: stack.enter_context(ShardWriter(folder, split, size)) for split in counts}
         bar = tqdm(desc="Tokenizing", total=corpus.n_bytes, unit="B", unit_scale=True, disable=quiet, leave=False)
         stack.enter_context(bar)
-        for document, ids in _encoded(tokenizer, corpus.documents()):
+        for document, ids in encode_all(tokenizer, corpus.documents()):
             raw = document.encode()
             split = "val" if document_hash(document) < threshold else "train"
-            writers[split].append(np.array([*ids, end]))
+            writers[split].append(np.append(ids, end))
             hashes[split].update(raw)
             counts[split]["documents"] += 1
             counts[split]["bytes"] += len(raw)
             bar.update(len(raw))
     return {s: {**counts[s], "tokens": writers[s].tokens, "sha256": hashes[s].hexdigest()} for s in counts}
-
-
-def _encoded(tokenizer: Tokenizer, documents: Iterator[str]) -> Iterator[tuple[str, list[int]]]:
-    """Each document with its token ids, encoded in parallel a megabyte at a time."""
-    for first in documents:
-        chunk, length = [first], len(first)
-        while length < _CHUNK_BYTES and (more := next(documents, None)) is not None:
-            chunk.append(more)
-            length += len(more)
-        for document, encoding in zip(chunk, tokenizer.encode_batch_fast(chunk, add_special_tokens=False), strict=True):
-            yield document, encoding.ids
 
 
 def _say(line: str) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning_tricks.data.corpus import Corpus, expand, is_rows, read_pieces, r
 from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
 from lightning_tricks.data.shards import ShardWriter, TokenStream
 from lightning_tricks.data.text_data import build_once, default_cache_dir
+from lightning_tricks.data.text_encoder import encode_all
 
 FORMAT_VERSION = 1  # part of the cache key: raise it when the same text gives other files
 PIECE = 1 << 22  # characters encoded at once; a longer document is cut after blank lines, without a token between
@@ -57,7 +59,8 @@ class WholeText(ShardData):
         self.files, self.text_field, self.cache_dir = files, text_field, cache_dir or default_cache_dir()
         found, self._tokenizer_name = open_tokenizer(checkpoint)
         assert found is not None  # a path was given
-        self._known, self.eot_id, self.vocab_size = found, end_of_text(found), vocabulary_size(found)
+        self._known, self.vocab_size = found, vocabulary_size(found)
+        self.eot_id: int = end_of_text(found)
         if token_texts(found) is None:
             raise UsageError(f"text={files!r}: bits per byte need a byte-level tokenizer, and {checkpoint} has another")
 
@@ -82,11 +85,17 @@ class WholeText(ShardData):
 
     def _write(self, folder: Path) -> None:
         n_bytes = 0
+        ends: deque[bool] = deque()  # of the pieces that are read and not yet written
+
+        def texts() -> Iterator[str]:
+            for text, end in self._pieces():
+                ends.append(end)
+                yield text
+
         with ShardWriter(folder, "val", self.vocab_size) as writer:
             writer.append(np.array([self.eot_id]))
-            for text, ends in self._pieces():
-                ids = self._known.encode(text, add_special_tokens=False).ids
-                writer.append(np.array([*ids, *([self.eot_id] if ends else [])]))
+            for text, ids in encode_all(self._known, texts()):
+                writer.append(np.append(ids, self.eot_id) if ends.popleft() else ids)
                 n_bytes += len(text.encode())
         (folder / "meta.json").write_text(json.dumps({"bytes": n_bytes}), encoding="utf-8")
 

@@ -11,34 +11,16 @@ from typing import Any
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data import SavedTokenizer
-from lightning_tricks.data.bpe import byte_alphabet
+from lightning_tricks.data.bpe import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, not_plain, split_pattern
 
 # Types of tokens, as in `TokenType` of the package gguf
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
-_CASELESS_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-
-
-def _words_and_digits(digits: str) -> str:
-    """The pattern that the tokenizers of Llama 3 and Qwen 2 share, but for the length of their numbers."""
-    parts = (
-        _CASELESS_ENDINGS,
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        digits,
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-    return "|".join(parts)
-
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _NAMES = {  # by pattern, and by whether a word that is a token is taken whole before any merge
-    (_GPT2, False): "gpt-2",
-    (_words_and_digits(r"\p{N}{1,3}"), True): "llama-bpe",
-    (_words_and_digits(r"\p{N}{1,3}"), False): "dbrx",
-    (_words_and_digits(r"\p{N}"), False): "qwen2",
+    (GPT2_PATTERN, False): "gpt-2",
+    (LLAMA3_PATTERN, True): "llama-bpe",
+    (LLAMA3_PATTERN, False): "dbrx",
+    (QWEN2_PATTERN, False): "qwen2",
 }
 
 
@@ -109,37 +91,15 @@ def pre_tokenizer_name(spec: Mapping[str, Any], name: str) -> str:
     Source: `llama-vocab.cpp` of llama.cpp: the names, and the patterns from which its own are adapted.
     """
     model = spec["model"]
-    if model.get("type") != "BPE":
-        raise _refused(name, f"it is a {model.get('type')}, no BPE")
-    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
-        if model.get(key):
-            raise _refused(name, f"its model has {key}")
+    if reason := not_plain(model):
+        raise _refused(name, reason)
     if spec.get("normalizer"):
         raise _refused(name, "it has a normalizer")
-    if not byte_alphabet().keys() <= model["vocab"].keys():
-        raise _refused(name, "some bytes are no tokens of it")
-    pattern = _pattern(spec.get("pre_tokenizer") or {})
+    pattern = split_pattern(spec.get("pre_tokenizer") or {})
     found = _NAMES.get((pattern or "", bool(model.get("ignore_merges"))))
     if found is None:
         raise _refused(name, "llama.cpp has no name for its pre-tokenizer")
     return found
-
-
-def _pattern(part: Mapping[str, Any]) -> str | None:
-    """The regular expression by whose matches a pre-tokenizer cuts a text before its bytes are mapped; else None."""
-    steps = part.get("pretokenizers", [part])
-    last = steps[-1]
-    if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
-        return None
-    if len(steps) == 1:
-        return _GPT2 if last["use_regex"] else None
-    split = steps[0]
-    if len(steps) > 2 or last["use_regex"] or split.get("type") != "Split":
-        return None
-    if split["behavior"] != "Isolated" or split["invert"]:
-        return None
-    pattern: str | None = split["pattern"].get("Regex")
-    return pattern
 
 
 def _refused(name: str, reason: str) -> UsageError:
