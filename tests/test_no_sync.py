@@ -67,9 +67,9 @@ def fit(folder, accumulate, *callbacks):
         logger=ResumingTensorBoardLogger(folder), enable_checkpointing=False, enable_model_summary=False,
         accelerator="cpu", callbacks=[
             *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
-            UpdateMonitor(), AttentionMonitor(), ShadowGradient(), TensorBoardDashboard(), TrainingProgressBar(), LeanLoop(), StepGuard(),
-            EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(), DecayOnDemand(),
-            BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
+            UpdateMonitor(), AttentionMonitor(), ShadowGradient(), TensorBoardDashboard(), TrainingProgressBar(),
+            LeanLoop(), StepGuard(), EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(),
+            DecayOnDemand(), BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
         ],
     )  # fmt: skip
     trainer.fit(model, DataLoader([batch] * (22 * accumulate), batch_size=None))
