@@ -1,129 +1,41 @@
 """Muon: SGD whose momentum is orthogonalized, so that a weight matrix moves equally far in every direction."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local, sharded_like
+from lightning_tricks.accounting import fast_bf16
+from lightning_tricks.optim.map_unsharded import Place, map_unsharded
 from lightning_tricks.optim.matrix_layout import MatrixLayout
-
-Compute = Callable[[int, Tensor], Tensor]  # (index of a matrix, the matrix) -> a matrix of the same shape
-
-
-def map_unsharded(matrices: Sequence[Tensor], compute: Compute, dtype: torch.dtype) -> list[Tensor]:
-    """`compute` of each matrix; every rank must call, with the same matrices in the same order.
-
-    Matrices that are sharded along one mesh dimension, as by FSDP2, are exchanged in batches, one matrix for each rank:
-    each rank gathers one of them, so that no matrix is computed twice. Every other DTensor is gathered on every rank.
-
-    Args:
-        matrices: plain tensors or DTensors; the sharded ones are sent in bf16.
-        compute: of (index in `matrices`, matrix).
-        dtype: of the result of `compute`.
-
-    Returns:
-        Local tensors: the result for each matrix, or this rank's shard of it.
-    """
-    results: dict[int, Tensor] = {}
-    sharded: dict[tuple[Any, int], list[int]] = {}
-    for number, matrix in enumerate(matrices):
-        if not isinstance(matrix, DTensor):
-            results[number] = compute(number, matrix)
-        elif (mesh_dim := _sharded_dim(matrix)) is not None:
-            sharded.setdefault((matrix.device_mesh, mesh_dim), []).append(number)
-        else:
-            whole = compute(number, matrix.full_tensor())
-            shards = distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
-            results[number] = shards.to_local()
-    for (mesh, mesh_dim), numbers in sharded.items():
-        group = mesh.get_group(mesh_dim)
-        for begin in range(0, len(numbers), group.size()):
-            batch = numbers[begin : begin + group.size()]
-            found = _exchange([_Sharded(matrices[number], mesh_dim) for number in batch], batch, compute, dtype, group)
-            results |= zip(batch, found, strict=True)
-    return [results[number] for number in range(len(matrices))]
-
-
-def _sharded_dim(matrix: DTensor) -> int | None:
-    """The one mesh dimension over which a matrix is sharded, if all others hold copies; else None."""
-    shards = [dim for dim, placement in enumerate(matrix.placements) if type(placement) is Shard]
-    copies = [placement for placement in matrix.placements if type(placement) is Replicate]
-    return shards[0] if len(shards) == 1 and len(copies) == len(matrix.placements) - 1 else None
-
-
-class _Sharded:
-    """A matrix of which each rank of a mesh dimension has some rows, or columns."""
-
-    def __init__(self, matrix: Any, mesh_dim: int) -> None:
-        self.local: Tensor = matrix.to_local()
-        self.dim: int = matrix.placements[mesh_dim].dim
-        self.shape, world = matrix.shape, matrix.device_mesh.size(mesh_dim)
-        chunk = -(-self.shape[self.dim] // world)
-        left = [self.shape[self.dim] - rank * chunk for rank in range(world)]
-        self.lengths = [max(0, min(chunk, length)) for length in left]  # of each rank's shard, in the sharded dimension
-        self._slice_numel = self.shape.numel() // max(self.shape[self.dim], 1)
-
-    def numels(self) -> list[int]:
-        """Number of elements in each rank's shard."""
-        return [length * self._slice_numel for length in self.lengths]
-
-    def shard(self, flat: Tensor, length: int) -> Tensor:
-        """The flat elements of a shard in its shape."""
-        return flat.view([length if dim == self.dim else size for dim, size in enumerate(self.shape)])
-
-
-def _exchange(
-    batch: list[_Sharded], numbers: list[int], compute: Compute, dtype: torch.dtype, group: dist.ProcessGroup
-) -> list[Tensor]:
-    """This rank's shards of the results; rank j of the group computes the j-th matrix."""
-    rank, world = group.rank(), group.size()
-    device = batch[0].local.device
-    own = batch[rank] if rank < len(batch) else None
-    # elements of this rank's shard of every matrix, and of every rank's shard of the matrix that this rank computes
-    shard_sizes = [matrix.local.numel() for matrix in batch] + [0] * (world - len(batch))
-    own_sizes = own.numels() if own else [0] * world
-    received = torch.empty(sum(own_sizes), dtype=torch.bfloat16, device=device)
-    dist.all_to_all_single(
-        received, torch.cat([matrix.local.bfloat16().flatten() for matrix in batch]), own_sizes, shard_sizes, group
-    )
-    back = torch.empty(0, dtype=dtype, device=device)
-    if own is not None:
-        shards = [own.shard(*pair) for pair in zip(received.split(own_sizes), own.lengths, strict=True)]
-        whole = compute(numbers[rank], torch.cat(shards, own.dim)).to(dtype)
-        back = torch.cat([shard.flatten() for shard in whole.split(own.lengths, own.dim)])
-    result = torch.empty(sum(shard_sizes), dtype=dtype, device=device)
-    dist.all_to_all_single(result, back, shard_sizes, own_sizes, group)
-    return [
-        matrix.shard(flat, matrix.local.shape[matrix.dim])
-        for matrix, flat in zip(batch, result.split(shard_sizes)[: len(batch)], strict=True)
-    ]
-
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 EPS = 1e-7
 
 
-def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """U S V^T with singular values S of about 0.7 to 1.15, of a matrix with the same singular vectors U and V.
 
     Args:
-        matrix: (..., rows, columns); leading dimensions are a batch of matrices.
+        matrix: (..., rows, columns); leading dimensions are a batch of matrices. It is rounded to bf16 first.
         steps: of the iteration.
+        dtype: in which the iteration computes.
 
     Returns:
-        bf16, of the same shape. A single matrix has the bits that `torch.optim.Muon` computes.
+        bf16, of the same shape. A single matrix has the bits that `torch.optim.Muon` computes, if `dtype` is bf16; a
+        batch, and fp32, round otherwise.
 
     Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/, which gives the coefficients.
     """
     a, b, c = COEFFICIENTS
-    x = matrix.bfloat16()
+    x = matrix.bfloat16().to(dtype)
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:
         x = x.mT
@@ -133,7 +45,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
+    return (x.mT if is_tall else x).bfloat16()
 
 
 def scale_to_rms(rows: int, columns: int) -> float:
@@ -161,22 +73,48 @@ def common_factor(layout: MatrixLayout, scale: str) -> float | None:
     return factors.pop() if len(factors) == 1 else None
 
 
-def orthogonalize_all(weight: Tensor, layout: MatrixLayout, scale: str, steps: int) -> Tensor:
-    """Orthogonalize each matrix of a weight. The result is bf16; fp32 and already scaled if `common_factor` is None."""
-    matrices = layout.split(weight)
+def orthogonalize_all(
+    weights: Sequence[Tensor], layout: MatrixLayout, scale: str, steps: int, dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
+    """Orthogonalize each matrix of weights of one layout, matrices of one shape in one batch.
+
+    Returns:
+        For each weight a tensor of its shape: bf16; fp32 and already scaled if `common_factor` is None.
+    """
+    if len(weights) > 1:  # the weights become a stack of matrices
+        shape = (sum(len(w) for w in weights), *layout.shape[1:]) if layout.stacked else (len(weights), *layout.shape)
+        stack = torch.empty(shape, dtype=torch.bfloat16, device=weights[0].device)
+        parts = stack.split([len(w) for w in weights]) if layout.stacked else stack.unbind()
+        torch._foreach_copy_(list(parts), list(weights))
+        output_dim = layout.output_dim + (0 if layout.stacked else 1)
+        whole = layout._replace(shape=shape, stacked=True, output_dim=output_dim)
+        (found,) = orthogonalize_all([stack], whole, scale, steps, dtype)
+        return list(found.split([len(w) for w in weights]) if layout.stacked else found.unbind())
+    matrices = layout.split(weights[0])
     if len(matrices) == 1:
-        found = [orthogonalize(matrices[0], steps)]
+        each = [orthogonalize(matrices[0], steps, dtype)]
     elif len({matrix.shape for matrix in matrices}) == 1:
         batch = torch.cat(matrices) if layout.stacked else torch.stack(matrices)
-        found = [part.view(matrices[0].shape) for part in orthogonalize(batch, steps).chunk(len(matrices))]
+        found = orthogonalize(batch, steps, dtype).chunk(len(matrices))
+        each = [part.view(matrices[0].shape) for part in found]
     else:
-        found = [orthogonalize(matrix, steps) for matrix in matrices]
+        each = [orthogonalize(matrix, steps, dtype) for matrix in matrices]
     if common_factor(layout, scale) is None:
-        pairs = zip(found, layout.sizes, strict=True)
-        found = [matrix.float() * SCALES[scale](*sizes) for matrix, sizes in pairs]
-    return layout.join(found)
+        pairs = zip(each, layout.sizes, strict=True)
+        each = [matrix.float() * SCALES[scale](*sizes) for matrix, sizes in pairs]
+    return [layout.join(each)]
 
 
+# bf16 bytes of the matrices that one rank orthogonalizes in one batch; a larger matrix is alone. In a batch of this size
+# a product takes longer than its launch: 8 matrices of 1024 x 1024 are 17 GFLOP, some 30 us on a GPU. The fp32 copies,
+# the products and the update take about 6 times as much for the time of a batch.
+BATCH_BYTES = 16 << 20
+# on a CPU a batch pays where it stays in the cache of a core: one thread takes 0.6 of the time for 24 matrices of
+# 64 x 64, 0.97 for 8 of 128 x 128 (256 KiB), but 1.2 for 8 of 256 x 256 (AVX2, torch 2.13)
+BATCH_BYTES_ON_CPU = 256 << 10
+# rows or columns, the fewer, from which ranks with copies share the work: for an element, Newton-Schulz has some 25
+# operations for each of them, and sharing sends 2 bytes
+SHARE_FROM = 128
 _FIRST_MOMENTUM = 0.85  # where the warmup of the momentum begins
 
 
@@ -212,6 +150,9 @@ class Muon(Optimizer):
     skips_on_device = True
     """A step in which `self.found_inf`, a 0-dim tensor, is 1 changes nothing, and nothing is read on the host."""
 
+    replicas: dist.ProcessGroup | None = None
+    """The ranks that have equal plain weights and equal gradients, as under DDP: they share the work. None: no other."""
+
     def __init__(
         self,
         params: Iterable,
@@ -239,7 +180,7 @@ class Muon(Optimizer):
         settings = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
             "adjust_lr_fn": adjust_lr_fn, "ns_steps": ns_steps, "momentum_warmup_steps": momentum_warmup_steps,
-            "cautious_weight_decay": cautious_weight_decay,
+            "cautious_weight_decay": cautious_weight_decay, "ns_dtype": None,
         }  # fmt: skip
         super().__init__(params, settings)
 
@@ -258,56 +199,92 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step; under FSDP2 every rank must call."""
+        """Make a step; under FSDP2, and with `replicas`, every rank must call."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._step_group(group)
+            weights = [weight for weight in _weights(group, self.replicas) if weight.param.grad is not None]
+            for batch in _batches(weights):
+                self._step_batch(batch, group)
         return loss
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        weights = [weight for weight in _weights(group) if weight.param.grad is not None]
-        begin = 0
-        while begin < len(weights):
-            mesh = getattr(weights[begin].param, "device_mesh", None)
-            batch = weights[begin : begin + (1 if mesh is None else mesh.size())]
-            self._step_batch(batch, group)
-            begin += len(batch)
+    def _step_batch(self, weights: Sequence["_Weight"], group: dict[str, Any]) -> None:
+        """Step some weights of one kind; only their updates are in memory at once."""
+        found_inf = getattr(self, "found_inf", None)
+        skip = None if found_inf is None else found_inf > 0
+        momenta = self._move_averages(weights, group, skip)
+        scale, dtype = group["adjust_lr_fn"], self._iteration_dtype(weights[0], group)
 
-    def _step_batch(self, weights: list["_Weight"], group: dict[str, Any]) -> None:
-        """Step one weight, or as many sharded weights as there are ranks; only their updates are in memory at once."""
-        skip = getattr(self, "found_inf", None)
-        updates = [self._averaged(weight, group, skip) for weight in weights]
-        factors = [common_factor(weight.layout, group["adjust_lr_fn"]) for weight in weights]
+        def make(numbers: Sequence[int]) -> list[Tensor]:
+            return self._updates(
+                [weights[number] for number in numbers], [momenta[number] for number in numbers], group
+            )
 
-        def compute(number: int, whole: Tensor) -> Tensor:
-            # of a stack that is sharded by experts, this rank has some
-            layout = weights[number].layout._replace(shape=tuple(whole.shape))
-            return orthogonalize_all(whole, layout, group["adjust_lr_fn"], group["ns_steps"])
+        def compute(numbers: Sequence[int], wholes: list[Tensor]) -> list[Tensor]:
+            of_layout: dict[MatrixLayout, list[int]] = {}
+            for index, (number, whole) in enumerate(zip(numbers, wholes, strict=True)):
+                # of a stack that is sharded by experts, this rank has some
+                layout = weights[number].layout._replace(shape=tuple(whole.shape))
+                of_layout.setdefault(layout, []).append(index)
+            found: dict[int, Tensor] = {}
+            for layout, own in of_layout.items():
+                updates = [wholes[index] for index in own]
+                found |= zip(own, orthogonalize_all(updates, layout, scale, group["ns_steps"], dtype), strict=True)
+            return [found[index] for index in range(len(wholes))]
 
-        dtype = torch.float32 if None in factors else torch.bfloat16
-        found = map_unsharded(updates, compute, dtype)
-        for weight, update, factor in zip(weights, found, factors, strict=True):
-            _apply(local(weight.param), update, 1.0 if factor is None else factor, group, skip)
+        factors = [common_factor(weight.layout, scale) for weight in weights]
+        sent_dtype = torch.float32 if None in factors else torch.bfloat16
+        found = map_unsharded([weight.like for weight in weights], weights[0].place, make, compute, sent_dtype)
+        params = [local(weight.param) for weight in weights]
+        scales = [1.0 if factor is None else factor for factor in factors]
+        if skip is None:
+            _apply(params, found, scales, group)
+            return
+        for param, update, factor in zip(params, found, scales, strict=True):
+            before = param.clone()
+            _apply([param], [update], [factor], group)
+            param.copy_(torch.where(skip, before, param))
 
-    def _averaged(self, weight: "_Weight", group: dict[str, Any], skip: Tensor | None) -> Tensor:
-        """The average of the gradients that this step orthogonalizes; a DTensor where ranks must exchange shards."""
-        param = weight.param
-        grad, state = cast(Tensor, param.grad), self.state[param]
-        if grad.is_sparse or grad.is_complex():
-            raise UsageError(f"Muon: a gradient of shape {tuple(grad.shape)} is sparse or complex: give it to AdamW")
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-        average, own = local(state["momentum_buffer"]), local(grad)
-        momentum = self._momentum(state, group, own.device, skip)
-        averaged = average.lerp(own, _lerp_weight(1 - momentum, average.dtype))
-        update = own.lerp(averaged, _lerp_weight(momentum, own.dtype)) if group["nesterov"] else averaged
-        average.copy_(averaged if skip is None else torch.where(skip > 0, average, averaged))
-        if not isinstance(grad, DTensor) or weight.is_local():
-            return update
-        return sharded_like(grad, update)
+    def _move_averages(
+        self, weights: Sequence["_Weight"], group: dict[str, Any], skip: Tensor | None
+    ) -> list[float | Tensor]:
+        """Take the gradients into the averages; returns the momentum of each weight."""
+        grads, averages, momenta = list[Tensor](), list[Tensor](), list[float | Tensor]()
+        for weight in weights:
+            grad, state = cast(Tensor, weight.param.grad), self.state[weight.param]
+            if grad.is_sparse or grad.is_complex():
+                shape = tuple(grad.shape)
+                raise UsageError(f"Muon: a gradient of shape {shape} is sparse or complex: give it to AdamW")
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+            grads.append(local(grad))
+            averages.append(local(state["momentum_buffer"]))
+            momenta.append(self._momentum(state, group, grads[-1].device, skip))
+        if skip is None and not isinstance(momenta[0], Tensor):
+            torch._foreach_lerp_(averages, grads, 1 - momenta[0])
+            return momenta
+        for average, grad, momentum in zip(averages, grads, momenta, strict=True):
+            averaged = average.lerp(grad, _lerp_weight(1 - momentum, average.dtype))
+            average.copy_(averaged if skip is None else torch.where(skip, average, averaged))
+        return momenta
+
+    def _updates(
+        self, weights: Sequence["_Weight"], momenta: Sequence[float | Tensor], group: dict[str, Any]
+    ) -> list[Tensor]:
+        """The averages that this step orthogonalizes; DTensors where ranks must exchange shards."""
+        grads = [cast(Tensor, weight.param.grad) for weight in weights]
+        updates = [local(self.state[weight.param]["momentum_buffer"]) for weight in weights]
+        if group["nesterov"]:
+            own = [local(grad) for grad in grads]
+            if isinstance(momenta[0], Tensor):
+                pairs = zip(own, updates, momenta, strict=True)
+                updates = [grad.lerp(update, _lerp_weight(momentum, grad.dtype)) for grad, update, momentum in pairs]
+            else:
+                updates = list(torch._foreach_lerp(own, updates, momenta[0]))
+        pairs = zip(weights, grads, updates, strict=True)
+        return [update if weight.is_local() else sharded_like(grad, update) for weight, grad, update in pairs]
 
     def _momentum(
         self, state: dict[str, Any], group: dict[str, Any], device: torch.device, skip: Tensor | None
@@ -320,23 +297,69 @@ class Muon(Optimizer):
         state["step"] = step
         first = min(_FIRST_MOMENTUM, target)
         momentum = first + (target - first) * (step / group["momentum_warmup_steps"]).clamp(max=1)
-        step += 1 if skip is None else 1 - skip
+        step += 1 if skip is None else skip.logical_not()
         return momentum
+
+    def _iteration_dtype(self, weight: "_Weight", group: dict[str, Any]) -> torch.dtype:
+        """bf16; on a CPU the faster of bf16 and fp32 in the first step, which all ranks take, and a resume too."""
+        if weight.param.device.type != "cpu":
+            return torch.bfloat16
+        if group.get("ns_dtype") is None:
+            group["ns_dtype"] = "bfloat16" if self._all_multiply_bf16_fast(weight.param) else "float32"
+        return torch.float32 if group["ns_dtype"] == "float32" else torch.bfloat16
+
+    def _all_multiply_bf16_fast(self, param: Tensor) -> bool:
+        """Whether bf16 is fast on every rank that has this weight; true where they are unknown, and cannot be asked."""
+        if isinstance(param, DTensor):
+            together = param.device_mesh.get_all_groups()
+        elif self.replicas is not None:
+            together = [self.replicas]
+        elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return True
+        else:
+            together = []
+        fast = torch.tensor(float(fast_bf16.has_fast_bf16("cpu")))
+        for ranks in together:
+            dist.all_reduce(fast, dist.ReduceOp.MIN, ranks)
+        return bool(fast)
 
 
 class _Weight(NamedTuple):
-    """A parameter and the matrices in it."""
+    """A parameter and the matrices in it.
+
+    Args:
+        param: the parameter.
+        layout: its matrices.
+        place: the ranks that orthogonalize it together.
+    """
 
     param: Tensor
     layout: MatrixLayout
+    place: Place
+
+    @classmethod
+    def of(cls, param: Tensor, layout: MatrixLayout, replicas: dist.ProcessGroup | None) -> "_Weight":
+        """A parameter, and the `replicas` that have it too if it is plain."""
+        weight = cls(param, layout, Place.of(param, replicas))
+        place = weight.place
+        if weight.is_local():
+            place = place._replace(mesh=None, shard_dim=None)
+        if min(min(sizes) for sizes in layout.sizes) < SHARE_FROM:
+            place = place._replace(copies=None)
+        return weight._replace(place=place)
 
     def is_local(self) -> bool:
         """Whether it is a stack of which each rank has whole experts: sharded by experts, or not at all."""
         placements = getattr(self.param, "placements", ())
         return self.layout.stacked and all(place.is_replicate() or place.is_shard(0) for place in placements)
 
+    @property
+    def like(self) -> Tensor:
+        """A tensor that lies as the weight does where it is orthogonalized."""
+        return local(self.param) if self.is_local() else self.param
 
-def _weights(group: dict[str, Any]) -> list[_Weight]:
+
+def _weights(group: dict[str, Any], replicas: dist.ProcessGroup | None) -> list[_Weight]:
     """The parameters that a group has in this step: BF16True, DeepSpeed and FSDP1 put others in their place."""
     params = group["params"]
     if any(param.ndim < 2 for param in params):
@@ -346,7 +369,27 @@ def _weights(group: dict[str, Any]) -> list[_Weight]:
         )
     layouts = group.get("layouts") or [None] * len(params)
     pairs = zip(params, layouts, strict=True)
-    return [_Weight(param, MatrixLayout.from_plain(layout, param.shape)) for param, layout in pairs]
+    return [_Weight.of(param, MatrixLayout.from_plain(layout, param.shape), replicas) for param, layout in pairs]
+
+
+def _batches(weights: Sequence[_Weight]) -> Iterator[list[_Weight]]:
+    """The weights, larger ones and those of one layout beside each other, as many at once as `BATCH_BYTES` allows.
+
+    Where ranks share the work, each of them has at least one matrix of a batch, if there are as many.
+    """
+    of_kind: dict[Any, list[_Weight]] = {}
+    for weight in weights:
+        of_kind.setdefault((weight.place, weight.param.device, weight.param.dtype), []).append(weight)
+    for (place, device, _), some in of_kind.items():
+        limit = BATCH_BYTES_ON_CPU if device.type == "cpu" else BATCH_BYTES
+        own = sorted(some, key=lambda weight: (-weight.param.numel(), str(weight.layout)))
+        copies = 1 if place.copies is None else place.copies.size()  # each of them gets the results of all
+        begin = 0
+        while begin < len(own):
+            size = 2 * own[begin].param.numel() * copies
+            end = begin + place.ranks * max(1, limit // max(size, 1))
+            yield own[begin:end]
+            begin = end
 
 
 def _lerp_weight(number: float | Tensor, dtype: torch.dtype) -> Any:
@@ -354,14 +397,16 @@ def _lerp_weight(number: float | Tensor, dtype: torch.dtype) -> Any:
     return number.to(dtype) if isinstance(number, Tensor) else number
 
 
-def _apply(param: Tensor, update: Tensor, factor: float, group: dict[str, Any], skip: Tensor | None) -> None:
-    """Decay a weight and add its update, in place; both are local tensors."""
-    before = None if skip is None else param.clone()
+def _apply(params: list[Tensor], updates: list[Tensor], factors: Sequence[float], group: dict[str, Any]) -> None:
+    """Decay weights and add their updates, in place; all are local tensors."""
     decay = group["lr"] * group["weight_decay"]
-    if not group["cautious_weight_decay"]:
-        param.mul_(1 - decay)
+    if group["cautious_weight_decay"]:
+        for param, update in zip(params, updates, strict=True):
+            param.sub_(param * (update * param >= 0), alpha=decay)
     else:
-        param.sub_(param * (update * param >= 0), alpha=decay)
-    param.add_(update, alpha=-group["lr"] * factor)
-    if before is not None and skip is not None:
-        param.copy_(torch.where(skip > 0, before, param))
+        torch._foreach_mul_(params, 1 - decay)
+    for factor in dict.fromkeys(factors):
+        own = [index for index, other in enumerate(factors) if other == factor]
+        torch._foreach_add_(
+            [params[index] for index in own], [updates[index] for index in own], alpha=-group["lr"] * factor
+        )

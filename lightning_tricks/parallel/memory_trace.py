@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_tricks._replaced import replaced
 from lightning_tricks._tensors import local
+from lightning_tricks.accounting.fast_bf16 import has_fast_bf16
 from lightning_tricks.parallel.compiled_stand_in import stand_in_for_compiled
 from lightning_tricks.parallel.shard import materialize
 
@@ -162,8 +163,7 @@ def trace_step(module: nn.Module, blocks: Mapping[str, nn.Module], options: Trac
                 log.end_of_backward()
             if optimizer is not None:
                 for part in _parts(optimizer):
-                    if options.on_gpu and not options.offloads:
-                        _as_on_gpu(part)
+                    _as_on_its_device(part, options.on_gpu and not options.offloads)
                 log.instant = _SETUP  # makes the state, where the next step has it already
                 optimizer.step()
                 log.end_of_step()
@@ -227,11 +227,13 @@ def _parts(optimizer: Any) -> list[torch.optim.Optimizer]:
     return list(parts.values()) if isinstance(parts, dict) else [optimizer]
 
 
-def _as_on_gpu(optimizer: torch.optim.Optimizer) -> None:
-    """Take the implementation that torch takes for parameters on a GPU, if none was asked for."""
+def _as_on_its_device(optimizer: torch.optim.Optimizer, is_gpu: bool) -> None:
+    """Take the implementation that an optimizer takes on a GPU, or else on this CPU, if none was asked for."""
     for group in optimizer.param_groups:
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+        if is_gpu and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
+        if "ns_dtype" in group:  # of Muon, which measures it on a CPU
+            group["ns_dtype"] = "bfloat16" if is_gpu or has_fast_bf16("cpu") else "float32"
 
 
 class _FusedRMSNorm(torch.autograd.Function):

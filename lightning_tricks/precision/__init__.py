@@ -1,6 +1,7 @@
 """Lightning precision plugins."""
 
-from lightning_tricks.precision.auto_precision import AutoPrecision, has_fast_bf16
+from lightning_tricks.accounting.fast_bf16 import has_fast_bf16
+from lightning_tricks.precision.auto_precision import AutoPrecision
 from lightning_tricks.precision.bf16_mixed import BF16Mixed
 from lightning_tricks.precision.bf16_true import BF16True
 from lightning_tricks.precision.float8.float8 import Float8

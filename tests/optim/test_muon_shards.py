@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks.callbacks import SafeCheckpoint, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.optim import MuonAdamW, build_optimizer
-from lightning_tricks.optim.muon import map_unsharded
+from lightning_tricks.optim.map_unsharded import Place, map_unsharded
 from lightning_tricks.strategies import FSDP2Strategy
 
 STEPS, SAVED = 20, 12  # four epochs of the data
@@ -75,12 +75,25 @@ def test_two_shards_train_as_one_process_resume_to_the_bit_and_open_in_one(tmp_p
     torch.testing.assert_close(opened.kept, one.kept, rtol=0, atol=0)
 
 
+def mapped(matrices: list[torch.Tensor], compute: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """`map_unsharded` of matrices that lie alike; `compute` is of (number, whole matrix)."""
+
+    def each(numbers: Any, wholes: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [compute(*pair) for pair in zip(numbers, wholes, strict=True)]
+
+    (place,) = {Place.of(matrix) for matrix in matrices}
+    return map_unsharded(matrices, place, lambda numbers: [matrices[number] for number in numbers], each, dtype)
+
+
+SHAPES = [(7, 4), (2, 5), (5, 8), (6, 3, 2), (8, 5), (9, 9), (3, 3)]
+DIMS = [0, 0, 1, 0, 1, 1, 0]  # that are sharded
+
+
 def shards_of(rank: int) -> None:
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 3
     mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
-    matrices = [torch.randn(*shape).bfloat16() for shape in ((7, 4), (2, 5), (4, 4), (6, 3, 2), (5, 8))]
-    placements = [Shard(0), Shard(0), Replicate(), Shard(0), Shard(1)]
+    matrices = [torch.randn(*shape).bfloat16() for shape in SHAPES]
     computed: list[int] = []
 
     def compute(number: int, matrix: torch.Tensor) -> torch.Tensor:
@@ -88,12 +101,20 @@ def shards_of(rank: int) -> None:
         assert torch.equal(matrix, matrices[number])
         return matrix.float() * (number + 1)
 
-    sharded = [distribute_tensor(matrix, mesh, [place]) for matrix, place in zip(matrices, placements, strict=True)]
-    found = map_unsharded(sharded, compute, torch.float32)
-    for number, (matrix, place) in enumerate(zip(matrices, placements, strict=True)):
-        expected = distribute_tensor(matrix.float() * (number + 1), mesh, [place]).to_local()
-        assert torch.equal(found[number], expected), number
-    assert sorted(computed) == sorted({2} | {[0, 1, 3][rank]} | ({4} if rank == 0 else set()))
+    for count, runs in ((7, [[0, 1, 2], [3, 4, 5], [6]]), (2, [[0], [1], []])):
+        placed = [*zip(matrices, DIMS, strict=True)][:count]
+        sharded = [distribute_tensor(matrix, mesh, [Shard(dim)]) for matrix, dim in placed]
+        found = mapped(sharded, compute, torch.float32)
+        for number, (matrix, dim) in enumerate(placed):
+            expected = distribute_tensor(matrix.float() * (number + 1), mesh, [Shard(dim)]).to_local()
+            assert torch.equal(found[number], expected), number
+        assert computed == runs[rank]
+        computed.clear()
+        copied = [distribute_tensor(matrix, mesh, [Replicate()]) for matrix in matrices[:count]]
+        found = mapped(copied, compute, torch.float32)
+        assert all(torch.equal(found[number], matrices[number].float() * (number + 1)) for number in range(count))
+        assert computed == runs[rank]
+        computed.clear()
 
 
 def test_each_rank_computes_some_of_the_matrices_and_gets_its_shards_of_all():
@@ -103,12 +124,24 @@ def test_each_rank_computes_some_of_the_matrices_and_gets_its_shards_of_all():
 def hsdp(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     torch.manual_seed(0)
-    matrix = torch.randn(4, 6).bfloat16()
-    sharded = distribute_tensor(matrix, mesh, [Replicate(), Shard(0)])
-    both = distribute_tensor(matrix, mesh, [Shard(0), Shard(1)])
-    found = map_unsharded([sharded, both], lambda _, whole: whole.cumsum(0), torch.bfloat16)
-    assert torch.equal(found[0], distribute_tensor(matrix.cumsum(0), mesh, [Replicate(), Shard(0)]).to_local())
-    assert torch.equal(found[1], distribute_tensor(matrix.cumsum(0), mesh, [Shard(0), Shard(1)]).to_local())
+    matrices = [torch.randn(4, 6).bfloat16() for _ in range(5)]
+    computed: list[int] = []
+
+    def compute(number: int, matrix: torch.Tensor) -> torch.Tensor:
+        computed.append(number)
+        return matrix.cumsum(0)
+
+    for placements, own in (
+        ([Replicate(), Shard(0)], [[0, 1], [2], [3], [4]]),  # each matrix on one of the four ranks
+        ([Shard(1), Replicate()], [[0, 1], [3], [2], [4]]),
+        ([Shard(0), Shard(1)], [[0, 1, 2, 3, 4]] * 4),
+    ):
+        placed = [distribute_tensor(matrix, mesh, placements) for matrix in matrices]
+        found = mapped(placed, compute, torch.bfloat16)
+        for one, matrix in zip(found, matrices, strict=True):
+            assert torch.equal(one, distribute_tensor(matrix.cumsum(0), mesh, placements).to_local())
+        assert computed == own[rank]
+        computed.clear()
 
 
 def test_copies_and_two_sharded_dimensions():

@@ -18,7 +18,7 @@ from lightning_tricks._trainer import is_a
 from lightning_tricks.accounting.memory import activation_bytes_per_token
 from lightning_tricks.commands.plan.setup import RunSetup
 from lightning_tricks.models import attention
-from lightning_tricks.optim import build_optimizer, schedule_free_parts
+from lightning_tricks.optim import build_optimizer, muon, schedule_free_parts
 from lightning_tricks.optim.bf16_step import BF16Step
 from lightning_tricks.parallel.compiled_stand_in import load_partitioner
 from lightning_tricks.parallel.dims import Mesh
@@ -163,9 +163,10 @@ def _take_out_compiled(module: nn.Module) -> bool:
 
 
 def kernels_of_a_gpu() -> list[tuple[Any, str, Any]]:
-    """What our model does otherwise on a GPU: fused attention also for short rows, longer slices of the head."""
+    """What we do otherwise on a GPU: fused attention also for short rows, longer slices of the head, Muon's batches."""
     head: Any = import_module("lightning_tricks.models.linear_cross_entropy")  # the package has the function's name
-    return [(attention, "PRODUCTS_MAX_LENGTH", 0), (head, "ROWS_ON_CPU", head.ROWS)]
+    return [(attention, "PRODUCTS_MAX_LENGTH", 0), (head, "ROWS_ON_CPU", head.ROWS),
+            (muon, "BATCH_BYTES_ON_CPU", muon.BATCH_BYTES)]  # fmt: skip
 
 
 def _no_copy_of_settings() -> tuple[Any, str, Any]:
