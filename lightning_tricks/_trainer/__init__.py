@@ -49,6 +49,7 @@ from lightning_tricks._trainer.run_facts import Layout as Layout
 from lightning_tricks._trainer.run_facts import RunFacts as RunFacts
 from lightning_tricks._trainer.run_facts import data_rank as data_rank
 from lightning_tricks._trainer.run_facts import enabled_scaler as enabled_scaler
+from lightning_tricks._trainer.run_facts import equal_replicas as equal_replicas
 from lightning_tricks._trainer.run_facts import is_alone as is_alone
 from lightning_tricks._trainer.run_facts import loss_ranks as loss_ranks
 from lightning_tricks._trainer.run_facts import micro_batch as micro_batch

@@ -133,6 +133,19 @@ def random_rank(trainer: Any) -> int:
     return strategy.dims.random_rank(rank) if is_a(strategy, "FSDP2Strategy") else rank
 
 
+def equal_replicas(trainer: Any) -> Any:
+    """The process group of the ranks that have the same whole weights and, in each step, the same gradients; or None.
+
+    Under DDP all of them, unless a hook replaces its reduction: of post-local SGD, the weights differ between averages.
+    Read from `DDPStrategy.__init__` (strategies/ddp.py).
+    """
+    strategy = trainer.strategy
+    if not is_a(strategy, "DDPStrategy") or trainer.world_size == 1 or not dist.is_initialized():
+        return None
+    is_plain = strategy._ddp_comm_hook is None and strategy._model_averaging_period is None
+    return dist.group.WORLD if is_plain else None
+
+
 def is_alone(trainer: Any) -> bool:
     """Whether a run has one process only, so that nothing is joined."""
     return bool(trainer.world_size == 1)

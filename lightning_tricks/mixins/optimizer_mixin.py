@@ -14,13 +14,20 @@ import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
-from lightning_tricks._trainer import is_a, micro_batches_before_validation, run_length, weights_layout
+from lightning_tricks._trainer import (
+    equal_replicas,
+    is_a,
+    micro_batches_before_validation,
+    run_length,
+    weights_layout,
+)
 from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.mixins._plain_settings import from_plain, rules_from_plain, to_plain
 from lightning_tricks.optim import (
     ComposedOptimizer,
     LayerwiseLRDecay,
+    Muon,
     MuonAdamW,
     MuP,
     ParamRule,
@@ -130,6 +137,8 @@ class OptimizerMixin(Mixin):
                     f"{type(part).__name__} clears each gradient in its step (consume_grad): monitors read them before "
                     "it; a hook of yours that comes after the step finds None"
                 )
+            if isinstance(part, Muon) and self.automatic_optimization:  # else gradients may differ in a step
+                part.replicas = equal_replicas(self.trainer)
         self._optimizer_class = _name_of(optimizer)
         self._check_optimizer_class()
         self._refuse_missing_callback(optimizer)

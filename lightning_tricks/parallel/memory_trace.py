@@ -52,11 +52,13 @@ class StepMemory:
         instants: by name, in their order; each has the bytes of some of `LINES`.
         notes: what was counted otherwise than it will be.
         host: bytes of the host's memory at their largest moment, by the same lines, where shards are kept there.
+        steps_in_batches: whether the optimizer's temporary memory is that of a batch, as Muon's.
     """
 
     instants: Mapping[str, Mapping[str, int]]
     notes: tuple[str, ...] = ()
     host: Mapping[str, int] = field(default_factory=dict)
+    steps_in_batches: bool = False
 
     @property
     def largest(self) -> str:
@@ -87,7 +89,10 @@ class StepMemory:
             return {line: size for line, size in sizes.items() if size > 0}
 
         found = {name: grown(lines, other.instants.get(name, lines)) for name, lines in self.instants.items()}
-        return StepMemory(found, self.notes, grown(self.host, other.host))
+        if self.steps_in_batches and STEP in found:
+            both = (self.instants[STEP], other.instants.get(STEP, {}))
+            found[STEP]["working memory"] = max(lines.get("working memory", 0) for lines in both)
+        return StepMemory(found, self.notes, grown(self.host, other.host), self.steps_in_batches)
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,7 @@ def trace_step(module: nn.Module, blocks: Mapping[str, nn.Module], options: Trac
         instants = log.largest_of_each_instant()
         if options.micro_batches == 1:
             _add_gradients_of_last_step(instants)
-        return StepMemory(instants, tuple(dict.fromkeys(notes)), log.largest_on_host())
+        return StepMemory(instants, tuple(dict.fromkeys(notes)), log.largest_on_host(), _steps_in_batches(optimizer))
 
 
 def _add_gradients_of_last_step(instants: dict[str, dict[str, int]]) -> None:
@@ -225,6 +230,13 @@ def _parts(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The optimizers of which one is composed, or itself."""
     parts = getattr(optimizer, "optimizers", None)
     return list(parts.values()) if isinstance(parts, dict) else [optimizer]
+
+
+def _steps_in_batches(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether one of the optimizers says so, and no BF16Step makes copies of all weights around its step."""
+    if optimizer is None or "step" in vars(optimizer):
+        return False
+    return any(getattr(part, "steps_in_batches", False) for part in _parts(optimizer))
 
 
 def _as_on_its_device(optimizer: torch.optim.Optimizer, is_gpu: bool) -> None:

@@ -85,4 +85,5 @@ class AutoPrecision(AutocastPrecision):
 
     @staticmethod
     def _reason() -> str:
-        return f"bf16 products take {fast_bf16.bf16_time_ratio(torch.get_num_threads()):.2f} of the time of fp32 on this CPU"
+        ratio = fast_bf16.bf16_time_ratio(torch.get_num_threads())
+        return f"bf16 products take {ratio:.2f} of the time of fp32 on this CPU"

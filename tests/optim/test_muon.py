@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting import fast_bf16
 from lightning_tricks.optim import Muon, MuonAdamW, build_optimizer, decay_groups
+from lightning_tricks.optim import muon as muon_module
 from lightning_tricks.optim.bf16_step import BF16Step
 from lightning_tricks.optim.matrix_layout import MatrixLayout
-from lightning_tricks.optim import muon as muon_module
 from lightning_tricks.optim.muon import orthogonalize
 
 
@@ -56,9 +56,9 @@ def test_2d_weights_have_the_bits_of_torchs_muon(adjust_lr_fn, nesterov):
     assert equal(ours, torchs)
 
 
-# An entry of an orthogonalized update is 1 at most, and each of its 15 bf16 products is off by 2**-9 of it. Another order
-# of their sums, and fp32, give another last place in some of them, which the next steps of the iteration enlarge: up to
-# 2.5 of 2**-8 were found for 24 matrices of 64 x 96.
+# An entry of an orthogonalized update is 1 at most, and each of its 15 bf16 products is off by 2**-9 of it. Another
+# order of their sums, and fp32, give another last place in some of them, which the next steps of the iteration enlarge:
+# up to 2.5 of 2**-8 were found for 24 matrices of 64 x 96.
 LAST_PLACES = 4 * 2**-8
 
 

@@ -3,18 +3,21 @@
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
 from foreign import CausalLM, rows
 from harness import processes
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
+from lightning_tricks.accounting import fast_bf16
 from lightning_tricks.callbacks import SafeCheckpoint, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.optim import MuonAdamW, build_optimizer
+from lightning_tricks.optim import Muon, MuonAdamW, build_optimizer, muon
 from lightning_tricks.optim.map_unsharded import Place, map_unsharded
 from lightning_tricks.strategies import FSDP2Strategy
 
@@ -146,3 +149,55 @@ def hsdp(rank: int) -> None:
 
 def test_copies_and_two_sharded_dimensions():
     processes.run(hsdp, world=4)
+
+
+# ---- replicas
+
+WIDTH = muon.SHARE_FROM
+
+
+def replicas(rank: int, in_bf16: bool, steps: int = 3) -> tuple[dict[str, torch.Tensor], list[torch.Size]]:
+    """The weights after some steps of plain replicas, and the shapes of what this rank orthogonalized in the first."""
+    seen: list[torch.Size] = []
+
+    def orthogonalize(matrix: torch.Tensor, *args: Any) -> torch.Tensor:
+        assert args[1] == (torch.bfloat16 if in_bf16 else torch.float32)
+        seen.extend([matrix.shape[-2:]] * (matrix[..., 0, 0].numel()))
+        return original(matrix, *args)
+
+    original = muon.orthogonalize
+    torch.manual_seed(0)
+    shapes = [(WIDTH, WIDTH)] * 3 + [(2 * WIDTH, WIDTH), (8, WIDTH), (8, WIDTH)]
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer = Muon(params, weight_decay=0.1, momentum_warmup_steps=2)
+    world = [1] if rank < 0 else [0, 1]
+    if rank >= 0:
+        distributed.init_process_group("gloo")
+        optimizer.replicas = distributed.group.WORLD
+    # the ranks measure different figures, and take bf16 only if it is fast on all
+    fast = in_bf16 or rank == 0
+    with patch.object(muon, "orthogonalize", orthogonalize), patch.object(fast_bf16, "has_fast_bf16", lambda _: fast):
+        first = 0
+        for step in range(steps):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.found_inf = torch.tensor(float(step == 1))  # type: ignore[attr-defined]
+            optimizer.step()
+            first = first or len(seen)
+    assert len(world) == 1 or optimizer.param_groups[0]["ns_dtype"] == ("bfloat16" if in_bf16 else "float32")
+    return dict(enumerate(param.detach() for param in params)), seen[:first]
+
+
+def test_replicas_share_the_matrices_and_stay_equal_to_the_bit():
+    square, tall, flat = torch.Size((WIDTH, WIDTH)), torch.Size((2 * WIDTH, WIDTH)), torch.Size((8, WIDTH))
+    for in_bf16 in (False, True):
+        alone, all_of_them = replicas(-1, in_bf16)
+        assert sorted(all_of_them) == [flat, flat, square, square, square, tall]
+        (one, own), (two, other) = processes.run(replicas, in_bf16)
+        # four to share, the largest first; matrices of 8 rows cost more to send than to compute
+        assert sorted(own) == [flat, flat, square, tall]
+        assert sorted(other) == [flat, flat, square, square]
+        for number, weight in one.items():
+            assert torch.equal(weight, two[number]), number
+            # 3 steps of lr 0.02 (factor sqrt(2) for the tall one), each of 4 last places of bf16 at most, see test_muon
+            torch.testing.assert_close(weight, alone[number], atol=3 * 0.02 * 2**0.5 * 4 * 2**-8, rtol=0)

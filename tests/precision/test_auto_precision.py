@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
-from lightning_tricks.callbacks import MFUMonitor
 from lightning_tricks.accounting import fast_bf16
+from lightning_tricks.callbacks import MFUMonitor
 from lightning_tricks.precision import AutoPrecision, has_fast_bf16
 from lightning_tricks.strategies import FSDP2Strategy
 

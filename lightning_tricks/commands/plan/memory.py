@@ -1,13 +1,14 @@
 """The memory of a recipe's step, traced on tensors without data; and the activations of our decoder by formula."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 
@@ -18,8 +19,9 @@ from lightning_tricks._trainer import is_a
 from lightning_tricks.accounting.memory import activation_bytes_per_token
 from lightning_tricks.commands.plan.setup import RunSetup
 from lightning_tricks.models import attention
-from lightning_tricks.optim import build_optimizer, muon, schedule_free_parts
+from lightning_tricks.optim import Muon, build_optimizer, muon, schedule_free_parts
 from lightning_tricks.optim.bf16_step import BF16Step
+from lightning_tricks.optim.keep_settings_on_load import parts_of
 from lightning_tricks.parallel.compiled_stand_in import load_partitioner
 from lightning_tricks.parallel.dims import Mesh
 from lightning_tricks.parallel.fake_cluster import at_once, fake_world
@@ -125,7 +127,8 @@ def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
     )
     if setup.kind != "fsdp2":
         setup.convert(module)
-        memory = trace_step(to_meta(module), repeated_blocks(module), options)
+        with fake_world(0, setup.world) if setup.kind == "ddp" else nullcontext():
+            memory = trace_step(to_meta(module), repeated_blocks(module), options)
     else:
         with fake_world(0, setup.dims.world):
             made = parallelize(to_meta(module), Mesh.of(setup.dims, "cpu"), setup.parallel_options())
@@ -225,6 +228,9 @@ def _optimizer(setup: RunSetup, module: Any) -> torch.optim.Optimizer:
         optimizer = _found_in(module.configure_optimizers())
     for part in schedule_free_parts(optimizer):
         part.train()  # as the callback ScheduleFree does when training starts
+    for part in parts_of(optimizer):
+        if isinstance(part, Muon) and setup.kind == "ddp":
+            part.replicas = dist.group.WORLD  # as OptimizerMixin does
     if is_a(setup.plugin, "BF16True"):
         BF16Step(optimizer, setup.plugin.update, setup.plugin.optimizer_state, 0)
     return optimizer
