@@ -82,7 +82,7 @@ def map_unsharded(
     own = torch.empty_like(results[rank])  # all ranks send equally much
     if found:
         torch.cat([result.flatten() for result in found], out=own[: sizes[rank]])
-    dist.all_gather_into_tensor(results.view(-1), own, place.copies)
+    dist.all_gather(list(results.unbind()), own, place.copies)
     joined: list[Tensor] = []
     for run, row, size in zip(runs, results, sizes, strict=True):
         parts = row[:size].split([shapes[number].numel() for number in run])

@@ -7,14 +7,16 @@ import math
 
 import pytest
 import torch
-from harness import runs
+from harness import processes, runs
 from harness.models import Small, batches
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.mixins import OptimizerMixin
-from lightning_tricks.optim import ParamRule
+from lightning_tricks.optim import MuonAdamW, ParamRule
 from lightning_tricks.schedules import Schedule, WarmupConstant, WarmupCosine, WarmupLinear, WarmupStableDecay
 
 DATA = batches(torch.ones(100, 1, 2))
@@ -393,3 +395,32 @@ def test_weights_alone_are_refused_by_fit_in_one_line_and_taken_by_the_others(tm
         model = Saving()
         model.test_step = model.predict_step = model.validation_step
         getattr(runs.trainer_with(), stage)(model, DATA, ckpt_path=path)
+
+
+class WithMuon(OptimizerMixin, Small):
+    pass
+
+
+def sharing(rank, automatic=True, strategy="auto", devices=1):
+    """Whether Muon shares its work with the processes of a run, and the weights after it."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    model = WithMuon(net=net, manual=not automatic, optimizer=lambda groups: MuonAdamW(groups, lr=0.1))
+    fit(model, 2, strategy=strategy, devices=devices, use_distributed_sampler=False)
+    group = model.optimizers().optimizer.optimizers["muon"].replicas
+    return None if group is None else group.size(), model.state_dict()
+
+
+def sharing_in_two(rank):
+    hooked = DDPStrategy(ddp_comm_hook=bf16_compress_hook)
+    cases = {"ddp": (True, "ddp"), "manual": (False, "ddp"), "hook": (True, hooked)}
+    return {name: sharing(rank, *case, devices=2) for name, case in cases.items()}
+
+
+def test_muon_shares_its_work_where_weights_and_gradients_are_equal_on_all_ranks():
+    assert sharing(0)[0] is None
+    ranks = processes.run(sharing_in_two)
+    assert [{name: size for name, (size, _) in found.items()} for found in ranks] == 2 * [
+        {"ddp": 2, "manual": None, "hook": None}
+    ]
+    for name, (_, weights) in ranks[0].items():
+        assert all(torch.equal(weight, ranks[1][name][1][key]) for key, weight in weights.items()), name
