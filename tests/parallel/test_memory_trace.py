@@ -9,6 +9,7 @@ from torch import nn
 from lightning_tricks import GPT2, Llama
 from lightning_tricks._find_modules import repeated_blocks
 from lightning_tricks.models import Decoder
+from lightning_tricks.optim import MuonAdamW, build_optimizer, muon
 from lightning_tricks.parallel.fake_cluster import at_once
 from lightning_tricks.parallel.memory_trace import (
     FORWARD,
@@ -117,6 +118,21 @@ def test_two_depths_tell_any_other(mode):
         name: lines for name, lines in six.instants.items() if name != between
     }
     assert told.peak == pytest.approx(six.peak, rel=0.02)
+
+
+def test_muons_batches_are_counted_and_take_no_more_where_there_are_more_blocks(monkeypatch):
+    monkeypatch.setattr(muon, "BATCH_BYTES_ON_CPU", limit := 2 * 3 * SMALL["d_model"] ** 2)  # three square matrices
+
+    def optimizer(module):
+        return build_optimizer(module, lambda groups: MuonAdamW(groups, lr=0.1, fused=False))
+
+    two, three, eight = (traced(decoder, depth, optimizer=optimizer) for depth in (2, 3, 8))
+    told = two.at_depth(three, (2, 3), 8).instants[STEP]
+    assert told == eight.instants[STEP]
+    # beside AdamW's, of the embedding and the head
+    assert told["working memory"] >= 4 * limit
+    monkeypatch.setattr(muon, "BATCH_BYTES_ON_CPU", 8 * limit)
+    assert traced(decoder, 8, optimizer=optimizer).instants[STEP]["working memory"] >= 4 * 8 * limit
 
 
 @pytest.mark.parametrize(("mode", "least", "most"), [("none", 0.4, 1.0), ("selective", 0.1, 0.6), ("full", 0.01, 0.2)])
