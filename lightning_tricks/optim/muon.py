@@ -122,10 +122,12 @@ _FIRST_MOMENTUM = 0.85  # where the warmup of the momentum begins
 class Muon(Optimizer):
     """SGD with momentum whose update is orthogonalized by Newton-Schulz; for hidden matrices.
 
-    A 2-D weight gets the same bits as from `torch.optim.Muon`. In addition this class takes stacks of experts (each
-    expert is a matrix), convolutions (flattened to (out, rest)), fused projections (each projection is a matrix) and
-    weights sharded by FSDP2 (each rank orthogonalizes some of the whole matrices); it has a warmup of the momentum and
-    cautious weight decay. MuonAdamW gives embeddings, heads, norms and biases to AdamW.
+    A 2-D weight gets the same bits as from `torch.optim.Muon` where it is computed alone and in bf16. Weights of one
+    layout are computed in batches of `BATCH_BYTES`, and on a CPU in fp32 where bf16 is slow, which rounds otherwise. In
+    addition this class takes stacks of experts (each expert is a matrix), convolutions (flattened to (out, rest)),
+    fused projections (each projection is a matrix) and weights sharded by FSDP2; ranks that have copies or shards
+    orthogonalize some of the whole matrices each. It has a warmup of the momentum and cautious weight decay. MuonAdamW
+    gives embeddings, heads, norms and biases to AdamW.
 
     Args:
         params: parameters, or groups; the keys `roles` and `layouts` of `decay_groups` tell the matrices in each.
