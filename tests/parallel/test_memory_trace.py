@@ -121,18 +121,17 @@ def test_two_depths_tell_any_other(mode):
 
 
 def test_muons_batches_are_counted_and_take_no_more_where_there_are_more_blocks(monkeypatch):
-    monkeypatch.setattr(muon, "BATCH_BYTES_ON_CPU", limit := 2 * 3 * SMALL["d_model"] ** 2)  # three square matrices
-
     def optimizer(module):
         return build_optimizer(module, lambda groups: MuonAdamW(groups, lr=0.1, fused=False))
 
+    largest = max(p.numel() for p in decoder(1).blocks[0].parameters())  # three of them in a block
+    monkeypatch.setattr(muon, "BATCH_BYTES_ON_CPU", limit := 2 * 8 * largest)  # more than two blocks have
     two, three, eight = (traced(decoder, depth, optimizer=optimizer) for depth in (2, 3, 8))
-    told = two.at_depth(three, (2, 3), 8).instants[STEP]
-    assert told == eight.instants[STEP]
-    # beside AdamW's, of the embedding and the head
-    assert told["working memory"] >= 4 * limit
-    monkeypatch.setattr(muon, "BATCH_BYTES_ON_CPU", 8 * limit)
-    assert traced(decoder, 8, optimizer=optimizer).instants[STEP]["working memory"] >= 4 * 8 * limit
+    at_two, at_three, at_eight = (one.instants[STEP]["working memory"] for one in (two, three, eight))
+    assert 4 * limit < at_two < at_three <= at_eight
+    assert at_eight < at_three + (at_three - at_two), "a batch has its bound"
+    told = two.at_depth(three, (2, 3), 8)
+    assert told.instants[STEP] == {**eight.instants[STEP], "working memory": at_three}
 
 
 @pytest.mark.parametrize(("mode", "least", "most"), [("none", 0.4, 1.0), ("selective", 0.1, 0.6), ("full", 0.01, 0.2)])
