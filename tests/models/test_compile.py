@@ -41,9 +41,7 @@ def test_one_graph_of_the_model_gives_the_same_logits_and_gradients():
     torch.testing.assert_close(trained("gpt2", compiled="whole", mode="selective"), trained("gpt2", compiled="no"))
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [("gpt2", "none"), ("gpt2", "full"), ("llama", "selective"), ("llama", "cheap")]
-)
+@pytest.mark.parametrize(("name", "mode"), [("gpt2", "none"), ("gpt2", "full"), ("llama", "selective"), ("llama", "cheap")])
 def test_one_graph_of_all_blocks_gives_the_same_logits_and_gradients(name, mode):
     torch._dynamo.utils.counters.clear()
     found = trained(name, compiled="blocks", mode=mode, n_layers=2)
