@@ -114,7 +114,7 @@ def _candidates(setup: RunSetup, memory: StepMemory, state: int, room: int) -> I
             small = small.changed(micro_batch_size=1, accumulate_grad_batches=rows)
             options += ("--data.micro_batch_size 1", f"--trainer.accumulate_grad_batches {rows}")
         if options and state < room:
-            yield _Candidate(options, f"{_again(setup, 'full')} more products, and small ones", small)
+            yield _Candidate(options, f"{_again(setup, 'full')}, and small ones", small)
     rest, most = memory.peak - state, _MOST_NODES
     for base, more in ((setup, ()), (small, options)) if options else ((setup, ()),):
         for nodes in _doubled(setup.nodes, most):
@@ -185,16 +185,18 @@ def _checkpointing(setup: RunSetup) -> Iterator[_Candidate]:
     for mode in modes[modes.index(setup.module.activation_checkpointing) + 1 :]:
         yield _Candidate(
             (f"--model.activation_checkpointing {mode}",),
-            f"{_again(setup, mode)} more products",
+            _again(setup, mode),
             setup.changed(activation_checkpointing=mode),
         )
 
 
 def _again(setup: RunSetup, mode: Any) -> str:
-    """Share of the products that checkpointing computes twice."""
+    """What checkpointing computes twice, as a share of the products."""
+    if mode == "cheap":
+        return "norms and activations run again, no product does"
     config, length = setup.module.config, setup.length
     again = recompute_flops_per_token(config, length, "causal", mode)
-    return f"{again / training_flops_per_token(config, length, 'causal'):.0%}"
+    return f"{again / training_flops_per_token(config, length, 'causal'):.0%} more products"
 
 
 def _on_nodes(setup: RunSetup, nodes: int, more: tuple[str, ...]) -> _Candidate:
