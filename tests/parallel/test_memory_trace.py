@@ -134,13 +134,9 @@ def test_muons_batches_are_counted_and_take_no_more_where_there_are_more_blocks(
     assert told.instants[STEP] == {**eight.instants[STEP], "working memory": at_three}
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("mode", "least", "most"), [("none", 0.4, 1.0), ("cheap", 0.2, 0.7), ("selective", 0.1, 0.6), ("full", 0.01, 0.2)]
 )
-=======
-@pytest.mark.parametrize(("mode", "least", "most"), [("none", 0.4, 1.0), ("selective", 0.1, 0.6), ("full", 0.01, 0.2)])
->>>>>>> muon2
 def test_compiled_blocks_keep_what_the_partitioner_of_torch_chooses(mode, least, most):
     eager = traced(decoder).instants[LOSS]["activations"]
     memory = traced(partial(decoder, mode=mode), compiled=True)
