@@ -56,16 +56,16 @@ def chosen(block, calls):
 
 def test_a_run_that_is_too_short_compiles_nothing():
     block = Block()
-    found = chosen(block, 1999)  # 39.98 s, of which compiling could save a quarter
+    found = chosen(block, 3999)  # 79.98 s, of which compiling could save a quarter
     assert (found.compiled, block.tried) == (False, False)
-    assert found.reason == "the rest of the run has 40 s in its blocks, too few to earn it"
+    assert found.reason == "the rest of the run has 80 s in its blocks, too few to earn it"
 
 
 @pytest.mark.parametrize(
     ("milliseconds", "calls", "compiled", "reason"),
     [
-        (17.0, 2000, True, "a block takes 17.0 ms compiled and 20.0 ms eager: 6 s in the rest of the run for 5 s"),
-        (18.0, 2000, False, "a block takes 18.0 ms compiled and 20.0 ms eager: 4 s in the rest of the run for 5 s"),
+        (18.0, 4000, True, "a block takes 18.0 ms compiled and 20.0 ms eager: 8 s in the rest of the run for 5 s"),
+        (19.0, 4000, False, "a block takes 19.0 ms compiled and 20.0 ms eager: 4 s in the rest of the run for 5 s"),
         (21.0, 10**6, False, "a block takes 21.0 ms compiled and 20.0 ms eager: -1000 s in the rest of the run"),
         (19.0, None, True, "a block takes 19.0 ms compiled and 20.0 ms eager, after 5 s of compiling"),
     ],
