@@ -52,7 +52,7 @@ class IdGuard:
         if self.bound is None:
             return
         # the labels hold every token of a row but its first
-        if max(int(batch["labels"].max()), int(batch["input_ids"][:, 0].max())) < self.bound:
+        if max(int(batch["labels"].numpy().max()), int(batch["input_ids"].numpy()[:, 0].max())) < self.bound:
             return
         length = batch["input_ids"].shape[1] + 1
         for start in batches.starts(position).tolist():
@@ -102,6 +102,16 @@ class Loader:
         return self._load(self.positions())
 
     def _load(self, positions: Iterable[int]) -> Iterator[Batch]:
+        if self.num_workers:
+            yield from self._from_workers(positions)
+            return
+        pin = torch.cuda.is_available()
+        for position in positions:
+            batch = self.batches[position]
+            self.guard.check(self.batches, position, batch)
+            yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin else batch
+
+    def _from_workers(self, positions: Iterable[int]) -> Iterator[Batch]:
         loader = DataLoader(
             self.batches,
             batch_size=None,

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from lightning_tricks.data.order import WindowOrder
 from lightning_tricks.data.shards import TokenStream
 
+ROWS_AHEAD = 256  # of which the starts are computed at once
 IGNORED = -100  # the ignore_index of torch's cross_entropy
 Batch = dict[str, Tensor]
 
@@ -41,18 +42,36 @@ class TrainBatches(Dataset[Batch]):
 
     def __init__(self, stream: TokenStream, order: WindowOrder, micro_batch_size: int, eot_id: int | None) -> None:
         self.stream, self.order, self.micro_batch_size, self.eot_id = stream, order, micro_batch_size, eot_id
+        self._last = self._stride = 0
+        self._ahead: dict[int, NDArray[np.int64]] = {}  # starts of the rows of the next micro-batches, by position
 
     def starts(self, position: int) -> NDArray[np.int64]:
-        """Positions in the stream at which the rows of the micro-batch at `position` start, (B,)."""
-        return self.order.starts(np.arange(position, position + self.micro_batch_size))
+        """Positions in the stream at which the rows of the micro-batch at `position` start, (B,).
+
+        NumPy takes as long for a few rows as for a hundred. So once two micro-batches came at the same distance, those
+        of the next micro-batches at that distance are computed as well.
+        """
+        stride, self._last = position - self._last, position
+        repeated, self._stride = stride == self._stride, stride
+        if (known := self._ahead.pop(position, None)) is not None:
+            return known
+        number = max(ROWS_AHEAD // self.micro_batch_size, 1) if repeated and stride > 0 else 1
+        positions = position + stride * np.arange(number)
+        rows = positions[:, None] + np.arange(self.micro_batch_size)
+        starts = self.order.starts(rows.ravel()).reshape(rows.shape)
+        self._ahead = dict(zip(positions[1:].tolist(), starts[1:], strict=True))
+        return starts[0]
 
     def __getitem__(self, position: int) -> Batch:
-        length = self.order.seq_len + 1
-        rows = np.stack([self.stream.read(start, length) for start in self.starts(position).tolist()])
-        batch: dict[str, NDArray] = {"input_ids": rows[:, :-1].copy(), "labels": rows[:, 1:].copy()}
+        shape = (self.micro_batch_size, self.order.seq_len)
+        input_ids, labels = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
+        for row, start in enumerate(self.starts(position).tolist()):
+            tokens = self.stream.view(start, self.order.seq_len + 1)
+            input_ids[row], labels[row] = tokens[:-1], tokens[1:]
+        batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
         if self.eot_id is not None:
-            batch["document_ids"] = document_ids(batch["input_ids"], self.eot_id)
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
+            batch["document_ids"] = torch.from_numpy(document_ids(input_ids, self.eot_id))
+        return batch
 
 
 @dataclass(eq=False)

@@ -101,3 +101,18 @@ def test_batches_say_where_their_rows_start(dataset):
         "val": ValidationBatches(stream, 7, 3, rank=1, world=2),
     }[dataset]
     assert made.starts(1).tolist() == made[1]["input_ids"][:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [range(0, 3000, 3), range(5, 9000, 12), [7, 7, 4, 1, 100, 93, 86, 79], [0, 3, 6, 9, 12, 40, 43, 46, 3, 0]],
+)
+def test_a_micro_batch_has_its_own_rows_whatever_was_asked_for_before(positions):
+    order = WindowOrder(1000, 7, seed=0)
+    batches, ahead = TrainBatches(Tokens(range(1000)), order, 3, None), 0
+    for position in positions:
+        expected = order.starts(np.arange(position, position + 3))
+        # asked once: twice would end the equal distances at which the next ones are computed ahead
+        assert batches[position]["input_ids"][:, 0].tolist() == expected.tolist()
+        ahead = max(ahead, len(batches._ahead))
+    assert (ahead > 0) == (len(positions) > 8)

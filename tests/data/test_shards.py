@@ -128,3 +128,14 @@ def test_a_fingerprint_depends_on_sizes_and_sampled_blocks_and_on_no_name(tmp_pa
     assert of(changed(50 * BLOCK_BYTES), files=SAMPLED_BLOCKS + 1) != many
     assert of(changed(0), files=SAMPLED_BLOCKS + 1) == many
     assert len(of(b"")) == 16
+
+
+def test_a_view_holds_the_tokens_of_a_read_also_over_the_border_of_shards(tmp_path):
+    with ShardWriter(tmp_path, "train", 256, shard_tokens=10) as writer:
+        writer.append(np.arange(25))
+    stream = TokenStream(sorted(tmp_path.glob("*.bin")))
+    for start in range(26):
+        for count in range(1, 12):
+            assert stream.view(start, count).tolist() == stream.read(start, count).tolist()
+    assert stream.view(12, 8).dtype == np.uint16
+    assert stream.view(12, 9).dtype == np.int64
