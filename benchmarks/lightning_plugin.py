@@ -54,7 +54,7 @@ def monitors() -> list[pl.Callback]:
     classes = [
         cls for name in dir(lt) if isinstance(cls := getattr(lt, name), type) and cls.__module__.startswith(packages)
     ]
-    need_text = (lt.CompressionBaseline, lt.SampleText)
+    need_text = (lt.CompressionBaseline, lt.LMEval, lt.SampleText)
     return [cls(**options.get(cls.__name__, {})) for cls in classes if cls not in need_text]
 
 

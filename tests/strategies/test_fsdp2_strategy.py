@@ -391,6 +391,8 @@ def test_another_word_for_checkpointing_is_refused_and_none_means_none(owner, wo
     make = {"strategy": lambda **given: FSDP2Strategy(**given), "module": lambda **given: language_model(**given)}[
         owner
     ]
-    with pytest.raises(UsageError, match=rf"^activation_checkpointing={word!r}: give one of none, full, selective$"):
+    with pytest.raises(
+        UsageError, match=rf"^activation_checkpointing={word!r}: give one of none, cheap, selective, full$"
+    ):
         make(activation_checkpointing=word)
     assert make(activation_checkpointing=None).activation_checkpointing == "none"
