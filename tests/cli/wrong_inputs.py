@@ -404,7 +404,7 @@ ROWS = [
     ),
     plain(["--trainer.callbacks", "&a [*a]"], "--trainer.callbacks", "anchor holds itself"),
     command("fit --config m.yaml", "m.yaml", "more than 100,000 values", files={"m.yaml": LAUGHS}),
-    command("fit --config d.yaml", "d.yaml", "too deep", files={"d.yaml": "a: " + "[" * 900 + "]" * 900}),
+    command("fit --config d.yaml", "d.yaml", "too deep", files={"d.yaml": "a: " + "[" * 9000 + "]" * 9000}),
     # Classes in the wrong place.
     plain(
         ["--trainer.callbacks", "[{EMA: {decay: 0.9}}]"],
