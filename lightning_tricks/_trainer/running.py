@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lightning_tricks._trainer.package import is_a
+
 _PARTS = (  # part, Lightning's module (any module if empty) and its function; read from the files named here
     ("checkpoint", "trainer.trainer", "save_checkpoint"),
     ("loader", "loops.fetchers", "__next__"),
@@ -112,9 +114,9 @@ def running_part(stack: Sequence[FrameType]) -> str:
 def running_hook(stack: Sequence[FrameType]) -> tuple[Any, str] | None:
     """The innermost hook that a thread is in, as (owner, name); None outside hooks.
 
-    The owner is a callback, a module, a data module or a strategy. Read from the `_call_*` functions of
-    trainer/call.py, whose locals are `fn`, `hook_name`, `pl_module` and, of callbacks, `callback`; LeanLoop's have the
-    same names, but for `module`.
+    The owner is a callback, a module, a data module or a strategy; of a step, which the strategy passes on, the module.
+    Read from the `_call_*` functions of trainer/call.py, whose locals are `fn`, `hook_name`, `pl_module` and, of
+    callbacks, `callback`; LeanLoop's have the same names, but for `module`.
 
     Args:
         stack: the innermost frame first.
@@ -125,9 +127,12 @@ def running_hook(stack: Sequence[FrameType]) -> tuple[Any, str] | None:
             continue
         local = frame.f_locals
         if "fn" in local and "hook_name" in local:
-            owner = local.get("callback", getattr(local["fn"], "__self__", None))
+            owner: Any = local.get("callback", getattr(local["fn"], "__self__", None))
+            name = local["hook_name"]
+            if is_a(owner, "Strategy") and name.endswith("_step"):
+                owner = owner.lightning_module
             module = local.get("pl_module", local.get("module"))  # whose hook is a function that somebody has put there
-            return module if owner is None else owner, local["hook_name"]
+            return module if owner is None else owner, name
     return None
 
 

@@ -6,14 +6,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_tricks._errors import UsageError
 from lightning_tricks._writable import check_folder
-from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, open_checkpoint
 from lightning_tricks.commands import CommandParser
-from lightning_tricks.commands.generate import decoder_from_checkpoint, newest_checkpoint
-from lightning_tricks.data import tokenizer_from_checkpoint
+from lightning_tricks.commands.generate import trained_model
 from lightning_tricks.outputs._text_model import TextModel
 from lightning_tricks.outputs.lm_eval.lm_eval import harness
 
@@ -26,12 +22,11 @@ WORDS = "lm_eval benchmark"
 def run(args: list[str]) -> None:
     """Print lm_eval's table of the tasks, and write its results if a file is named."""
     options = _parse(args)
-    where = harness()
-    newest = options.ckpt_path == "last"
-    path = newest_checkpoint() if newest else Path(options.ckpt_path)
-    tasks = where.Tasks(options.tasks, options.include_path, options.num_fewshot)
-    model = text_model(path, options.average, verify=not newest)
-    results = where.evaluate(
+    lm_eval_model = harness()
+    tasks = lm_eval_model.Tasks(options.tasks, options.include_path, options.num_fewshot)
+    path, decoder, saved, device = trained_model(options.ckpt_path, options.average)
+    model = TextModel(decoder, saved.tokenizer, device, saved.eot_id, decoder.config.max_seq_len)
+    results = lm_eval_model.evaluate(
         model, tasks, options.batch_size, options.max_length, options.limit, stderr=not options.no_stderr
     )
     from lm_eval.utils import handle_non_serializable, make_table
@@ -45,18 +40,6 @@ def run(args: list[str]) -> None:
         results["lm_eval_version"] = version("lm_eval")
         options.output.write_text(json.dumps(results, indent=1, default=handle_non_serializable) + "\n", "utf-8")
         print(options.output)
-
-
-def text_model(path: Path, average: str | None = None, verify: bool = True) -> TextModel:
-    """The decoder of a checkpoint with its tokenizer, on the GPU if there is one, in the format of the saved weights.
-
-    Raises:
-        UsageError: the checkpoint is damaged, of another module, or holds no tokenizer or no such average.
-    """
-    checkpoint = open_checkpoint(path, parts=WEIGHTS, weights_only=True, average=average, verify=verify)
-    decoder, saved = decoder_from_checkpoint(checkpoint, path), tokenizer_from_checkpoint(checkpoint)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    return TextModel(decoder.to(device), saved.tokenizer, device, saved.eot_id, decoder.config.max_seq_len)
 
 
 def _parse(args: list[str]) -> argparse.Namespace:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,10 +35,7 @@ def run(args: list[str]) -> None:
     """Print the prompt and its continuation, token by token."""
     options = _parse(args)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    newest = options.ckpt_path == "last"
-    path = newest_checkpoint() if newest else Path(options.ckpt_path)
-    checkpoint = open_checkpoint(path, parts=WEIGHTS, weights_only=True, average=options.average, verify=not newest)
-    decoder, tokenizer = decoder_from_checkpoint(checkpoint, path), tokenizer_from_checkpoint(checkpoint)
+    _, decoder, tokenizer, device = trained_model(options.ckpt_path, options.average)
     prompt = tokenizer.encode(options.prompt)
     if not prompt and tokenizer.eot_id is None:
         raise UsageError("generate: prompt='': the tokenizer has no end-of-text token to start from; give a text")
@@ -49,10 +46,9 @@ def run(args: list[str]) -> None:
             f"generate: prompt: its {len(prompt)} tokens leave no room in the model's max_seq_len={longest}: shorten it"
         )
     count = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, longest - len(prompt))
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     generator = torch.Generator(device).manual_seed(options.seed)
     rows = torch.tensor([prompt] * options.samples, device=device)
-    tokens = generate_tokens(decoder.to(device), rows, count, sampling, generator)
+    tokens = generate_tokens(decoder, rows, count, sampling, generator)
     continuations = _texts(tokens, prompt, options.samples, tokenizer)
     if options.samples == 1:
         shown = ""
@@ -94,6 +90,40 @@ def _parse(args: list[str]) -> argparse.Namespace:
     if not 0 <= options.seed < 2**63:
         raise UsageError(f"generate: seed={options.seed}: give a number from 0 to 2**63 - 1")
     return options
+
+
+class TrainedModel(NamedTuple):
+    """The model of a checkpoint, ready to run.
+
+    Args:
+        path: of the checkpoint.
+        decoder: in eval mode, in the number format of the saved weights.
+        tokenizer: with which it was trained.
+        device: of the decoder, the GPU if there is one.
+    """
+
+    path: Path
+    decoder: Decoder
+    tokenizer: SavedTokenizer
+    device: torch.device
+
+
+def trained_model(ckpt_path: str, average: str | None = None) -> TrainedModel:
+    """Open a checkpoint whose model shall run.
+
+    Args:
+        ckpt_path: a file, a folder of shards, or `last`: see `newest_checkpoint`.
+        average: name of an average to take in place of the weights.
+
+    Raises:
+        UsageError: the checkpoint is damaged, of another module, or holds no tokenizer or no such average.
+    """
+    newest = ckpt_path == "last"
+    path = newest_checkpoint() if newest else Path(ckpt_path)
+    checkpoint = open_checkpoint(path, parts=WEIGHTS, weights_only=True, average=average, verify=not newest)
+    decoder, tokenizer = decoder_from_checkpoint(checkpoint, path), tokenizer_from_checkpoint(checkpoint)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return TrainedModel(path, decoder.to(device), tokenizer, device)
 
 
 def newest_checkpoint() -> Path:

@@ -41,7 +41,7 @@ NEEDS = "a fit"
 WORDS = "sync audit"
 
 DEFAULT_STEPS = 20
-LEAST_STEPS = 2  # the first one is not judged
+LEAST_STEPS = 2  # the first one is not counted
 _HOST_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")  # before a batch's first hook
 _FILE_LOGGERS = ("TensorBoardLogger", "CSVLogger")  # that write to a folder and nowhere else
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
@@ -92,7 +92,7 @@ class SyncReport:
     waits: tuple[Wait, ...]
 
     @property
-    def judged(self) -> frozenset[int]:
+    def steps_between(self) -> frozenset[int]:
         """The steps between log steps, without the first of the run, which compiles and allocates."""
         return frozenset(self.steps[1:]) - self.log_steps
 
@@ -100,7 +100,7 @@ class SyncReport:
         """How often a wait held up a step between log steps; 0 for other threads, validations and ends of epochs."""
         if wait.during != "step" or wait.thread or self._only_after(wait, self.log_steps | {self.steps[0]}):
             return 0
-        return sum(count for step, count in wait.steps.items() if step in self.judged)
+        return sum(count for step, count in wait.steps.items() if step in self.steps_between)
 
     @property
     def between_log_steps(self) -> int:
@@ -123,7 +123,7 @@ class SyncReport:
             where = "log steps"
         elif len(steps) == 1:
             where = f"step {min(steps)}"
-        elif steps >= self.judged:
+        elif steps >= self.steps_between:
             where = "each step but log steps"
         else:
             where = f"{len(steps)} of {len(self.steps)} steps"
@@ -141,13 +141,13 @@ class SyncReport:
         return "\n".join([*lines, *self._verdict()])
 
     def _verdict(self) -> list[str]:
-        found, judged, first, last = self.between_log_steps, self.judged, self.steps[0], self.steps[-1]
+        found, steps_between, first, last = self.between_log_steps, self.steps_between, self.steps[0], self.steps[-1]
         watched = f"steps {first} to {last} on {self.device}, log_every_n_steps={self.log_every_n_steps}"
-        if not judged:
-            return [f"sync-audit: nothing to judge: each of {watched} is the first or a log step"]
-        held = {step for wait in self.waits if self.between(wait) for step in wait.steps} & judged
+        if not steps_between:
+            return [f"sync-audit: nothing to count: each of {watched} is the first or a log step"]
+        waiting = {step for wait in self.waits if self.between(wait) for step in wait.steps} & steps_between
         words = f"{found} synchronization{'' if found == 1 else 's'} between log steps"
-        verdict = f"{words}, in {len(held)} of {len(judged)} steps" if found else words
+        verdict = f"{words}, in {len(waiting)} of {len(steps_between)} steps" if found else words
         line = f"sync-audit: {verdict} ({watched})"
         other = f"on {self.device}, reads of tensors stand for waits: CUDA names more"
         return [line] if self.device == "cuda" else [line, other]
@@ -160,7 +160,7 @@ class SyncReport:
         return json.dumps({**head, "waits": waits}, indent=1) + "\n"
 
 
-class _Watch(pl.Callback):
+class _WaitRecorder(pl.Callback):
     """Notes the waits of the first steps of a fit, then ends it. To be the first of the callbacks."""
 
     def __init__(self, steps: int) -> None:
@@ -233,12 +233,9 @@ class _Watch(pl.Callback):
 
 
 def _hook_in_words(hook: tuple[Any, str] | None, stack: list[FrameType]) -> str:
-    """The class and the hook, of a step that the strategy passes on the module's; else the function of Lightning."""
+    """The class and the hook; outside hooks, the function of Lightning."""
     if hook is not None:
-        owner, name = hook
-        if is_a(owner, "Strategy") and name.endswith("_step"):
-            owner = owner.lightning_module
-        return f"{type(owner).__name__}.{name}"
+        return f"{type(hook[0]).__name__}.{hook[1]}"
     frame = next(filter(_is_lightnings, stack), None)
     return f"Lightning, {frame.f_code.co_name}" if frame else stack[0].f_code.co_qualname
 
@@ -284,7 +281,7 @@ def sync_audit(
         data: a loader or a LightningDataModule; None where the module has loaders of its own.
         trainer: arguments of the Trainer. Loggers are replaced by Lightning's default one (`logger: False` stays), and
             callbacks that save are left out.
-        steps: optimizer steps, at least 2. The first is not judged: it compiles and allocates.
+        steps: optimizer steps, at least 2. The first is not counted: it compiles and allocates.
 
     Returns:
         The waits of this process; `print` shows a table and a verdict.
@@ -294,7 +291,7 @@ def sync_audit(
 
     Source: `torch.cuda.set_sync_debug_mode`, https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html.
     """
-    watch, given = _watch(steps), dict(trainer or {})
+    watch, given = _recorder(steps), dict(trainer or {})
     callbacks = given.get("callbacks") or []
     given["callbacks"] = callbacks if isinstance(callbacks, list) else [callbacks]
     given["logger"] = given.get("logger") is not False
@@ -306,13 +303,13 @@ def sync_audit(
     return watch.report()
 
 
-def _watch(steps: int) -> _Watch:
+def _recorder(steps: int) -> _WaitRecorder:
     if steps < LEAST_STEPS:
-        raise UsageError(f"sync-audit: steps={steps}: give at least {LEAST_STEPS}, as the first one is not judged")
-    return _Watch(steps)
+        raise UsageError(f"sync-audit: steps={steps}: give at least {LEAST_STEPS}, as the first one is not counted")
+    return _WaitRecorder(steps)
 
 
-def _enter(watch: _Watch, trainer: Any) -> None:
+def _enter(watch: _WaitRecorder, trainer: Any) -> None:
     """Put the watch before a Trainer's callbacks, and take out those that save."""
     if trains_in_copies(trainer):
         raise UsageError(
@@ -330,7 +327,7 @@ class SyncAudit:
     """The change of `fit` into an audit: the recipe's own run, in a temporary folder, with an end after some steps."""
 
     def __init__(self, steps: int, file: str | None) -> None:
-        self._watch, self._file = _watch(steps), file
+        self._watch, self._file = _recorder(steps), file
         self._folder = tempfile.TemporaryDirectory(prefix="sync-audit-", ignore_cleanup_errors=True)
 
     def change(self, config: Any) -> None:

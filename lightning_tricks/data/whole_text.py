@@ -116,8 +116,11 @@ class WholeText(ShardData):
     def setup(self, stage: str | None = None) -> None:
         """Map the shards into memory and check that they fit the tokenizer."""
         self.prepare_data()  # for use without a Trainer; with one, the folder exists
-        stream = TokenStream(sorted(self.folder.glob("val_*.bin")))
-        self.n_bytes = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))["bytes"]
+        try:
+            stream = TokenStream(sorted(self.folder.glob("val_*.bin")))
+            self.n_bytes = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))["bytes"]
+        except (OSError, ValueError, KeyError, TypeError) as error:  # UsageError is a ValueError
+            raise UsageError(f"cache_dir: {self.folder} is damaged ({error}); delete that folder") from error
         self.use({"val": stream}, self._known, self.folder.name, self._tokenizer_name)
         rank_zero_info(self.data_summary())
 

@@ -17,6 +17,7 @@ from lightning_tricks.accounting.peak_flops import available_cores, seconds_of
 
 LARGEST_SHARE = 0.25  # of a block's time that compiling has saved on a CPU: 14 to 19 % in fp32, 7 % in bf16
 TYPICAL_SECONDS = 20.0  # that compiling takes: 3 to 12 on two quiet cores, and more the first time
+VALIDATION_SHARE = 0.5  # of those seconds, still to come: validation compiles the forward pass alone
 ROUNDS = 5
 
 
@@ -66,7 +67,8 @@ def choose(block: nn.Module, act: Callable[[], Any], calls: int | None) -> Compi
     if calls is None:
         return CompileChoice(compiled < eager, f"{found}, after {taken:.0f} s of compiling")
     saved = (eager - compiled) * calls
-    return CompileChoice(saved > taken, f"{found}: {saved:.0f} s in the rest of the run for {taken:.0f} s of compiling")
+    found = f"{found}: {saved:.0f} s in the rest of the run, after {taken:.0f} s of compiling"
+    return CompileChoice(saved > VALIDATION_SHARE * taken, found)
 
 
 def _eagerly(seconds: Callable[[], float]) -> float:

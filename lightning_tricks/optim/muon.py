@@ -320,7 +320,7 @@ class Muon(Optimizer):
             together = param.device_mesh.get_all_groups()
         elif self.replicas is not None:
             together = [self.replicas]
-        elif dist.is_available() and dist.is_initialized() and dist.distributed_c10d._get_default_group().size() > 1:
+        elif dist.is_available() and dist.is_initialized() and len(dist.get_process_group_ranks(None)) > 1:
             return True
         else:
             together = []

@@ -32,7 +32,7 @@ class TextModel:
     max_length: int | None
 
     @classmethod
-    def of_run(cls, trainer: Any, module: Any, who: str) -> Self:
+    def of_run(cls, trainer: Any, module: Any, who: str, command: str) -> Self:
         """The module of a run, at a validation or before one.
 
         Its `forward(input_ids)` gives the logits, or an object with `logits`, as transformers' models do. The tokenizer
@@ -42,6 +42,7 @@ class TextModel:
             trainer: of the run.
             module: the LightningModule.
             who: the callback that asks, for messages.
+            command: that does the same with a checkpoint, for messages.
 
         Raises:
             UsageError: no tokenizer; ranks that share rows.
@@ -49,7 +50,7 @@ class TextModel:
         if trainer.world_size != data_rank(trainer)[1]:
             raise UsageError(
                 f"{who}: tensor and context ranks (mesh) divide the model's rows, whose lengths are fixed: leave "
-                f"the callback out, and take a checkpoint and the command {'eval' if who == 'LMEval' else 'generate'}"
+                f"the callback out, and take a checkpoint and the command {command}"
             )
         data = getattr(trainer, "datamodule", None)
         tokenizer = next((found for owner in (data, module) if (found := getattr(owner, "tokenizer", None))), None)

@@ -92,7 +92,7 @@ class SampleText(pl.Callback):
 
     def _model_and_prompts(self, trainer: Any, module: Any) -> tuple[TextModel, list[list[int]]]:
         """The model, and the prompts' token ids."""
-        model = TextModel.of_run(trainer, module, "SampleText")
+        model = TextModel.of_run(trainer, module, "SampleText", "generate")
         prompts = [model.encode(prompt) or ([] if model.end is None else [model.end]) for prompt in self.prompts]
         longest = model.max_length
         for prompt, ids in zip(self.prompts, prompts, strict=True):

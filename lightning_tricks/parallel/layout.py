@@ -77,7 +77,7 @@ def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOption
     """What a rank gathers and reduces in each micro-batch, for each axis.
 
     Bytes are those of the whole parts that a collective makes or takes, of which (n - 1) / n come from n - 1 others.
-    Those of context ranks are told by the parts that have a method `sent_between_context_ranks`; 0 where none has.
+    Those of context ranks come from modules with a method `sent_between_context_ranks`; 0 where none has.
     Blocks that run again in the backward pass send theirs again.
 
     Args:
@@ -109,8 +109,8 @@ def _between_parts(dims: ParallelDims, options: ParallelOptions, module: nn.Modu
     again = {part for block in module.modules() if mode_of(block) != "none" for part in block.modules()}
     total = 0
     for part in module.modules():
-        if callable(tell := getattr(part, "sent_between_context_ranks", None)):
-            total += (3 if part in again else 2) * tell(options.context_method, dims.context, dims.tensor)
+        if callable(sent := getattr(part, "sent_between_context_ranks", None)):
+            total += (3 if part in again else 2) * sent(options.context_method, dims.context, dims.tensor)
     return total
 
 

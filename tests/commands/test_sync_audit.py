@@ -255,7 +255,7 @@ def test_a_run_that_ends_before_has_its_own_steps_and_its_last_one_is_a_log_step
 
     for callbacks, length in (([], 3), ([On(on_train_batch_end=stop)], 50)):
         report = audit(Waits(), *callbacks, steps=8, max_steps=length)
-        assert (report.steps, report.log_steps, report.judged) == ((1, 2, 3), {3}, {2})
+        assert (report.steps, report.log_steps, report.steps_between) == ((1, 2, 3), {3}, {2})
 
 
 def test_savers_are_left_out_and_a_least_length_does_not_prolong_the_audit(tmp_path, monkeypatch):
@@ -323,7 +323,7 @@ def test_the_verdict_counts_waits_and_steps():
     )
     assert str(report(device="mps")).startswith("sync-audit: 0 synchronizations between log steps (steps 1 to 8 on mps")
     assert "CUDA names more" in str(report(device="mps"))
-    assert "nothing to judge" in str(report(every=1, log_steps=EACH))
+    assert "nothing to count" in str(report(every=1, log_steps=EACH))
 
 
 # --------------------------------------------------------------------------------------------------------- the command

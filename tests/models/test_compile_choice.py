@@ -64,8 +64,8 @@ def test_a_run_that_is_too_short_compiles_nothing():
 @pytest.mark.parametrize(
     ("milliseconds", "calls", "compiled", "reason"),
     [
-        (18.0, 4000, True, "a block takes 18.0 ms compiled and 20.0 ms eager: 8 s in the rest of the run for 5 s"),
-        (19.0, 4000, False, "a block takes 19.0 ms compiled and 20.0 ms eager: 4 s in the rest of the run for 5 s"),
+        (18.0, 4000, True, "a block takes 18.0 ms compiled and 20.0 ms eager: 8 s in the rest of the run, after 5 s"),
+        (19.5, 4000, False, "a block takes 19.5 ms compiled and 20.0 ms eager: 2 s in the rest of the run, after 5 s"),
         (21.0, 10**6, False, "a block takes 21.0 ms compiled and 20.0 ms eager: -1000 s in the rest of the run"),
         (19.0, None, True, "a block takes 19.0 ms compiled and 20.0 ms eager, after 5 s of compiling"),
     ],

@@ -49,25 +49,25 @@ class KeptState:
     def __init__(self, module: nn.Module, copies: bool) -> None:
         self._random = random_state()
         self._generators: list[tuple[Any, dict[str, Any]]] = []
-        self._places: list[_Place] = []
+        self._containers: list[_Container] = []
         self._copies: dict[int, Any] = {}
         self._seen: dict[int, Any] = {}  # by `id`, and kept alive for it
         self._wants_copies = copies
         self._walk(module)
 
     def put_back(self, on_copies: bool = False, instead: Mapping[int, Tensor] | None = None) -> None:
-        """Let every place hold what it held.
+        """Restore the content of every container.
 
         Args:
-            on_copies: put the copies there in place of the tensors, so that what writes to these leaves them alone.
+            on_copies: put copies in place of the tensors, so that what writes to these leaves them alone.
             instead: other tensors for some, such as parameters, by the `id` of those that they replace.
         """
         set_random_state(self._random)
         for generator, state in self._generators:
             set_generator_state(generator, state)
         others = {**(self._copies if on_copies else {}), **(instead or {})}
-        for place in self._places:
-            place.put_back(others)
+        for container in self._containers:
+            container.put_back(others)
 
     def _walk(self, root: Any) -> None:
         waiting = [root]
@@ -76,9 +76,9 @@ class KeptState:
             if isinstance(value, (*_PLAIN, *_FUNCTIONS)) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            waiting += self._look(value)
+            waiting += self._visit(value)
 
-    def _look(self, value: Any) -> Iterable[Any]:
+    def _visit(self, value: Any) -> Iterable[Any]:
         """Keep one object; gives its parts."""
         if isinstance(value, Tensor):
             if self._wants_copies and not isinstance(value, nn.Parameter) and not is_lazy(value):
@@ -92,26 +92,26 @@ class KeptState:
             self._generators.append((value, generator_state(value)))
             return ()
         if isinstance(value, nn.Module):
-            return self._look_at_module(value)
+            return self._visit_module(value)
         if isinstance(value, tuple):
             return value  # its tensors are copied only where a list, a dict or an attribute holds them
         if isinstance(value, (list, dict, set, collections.deque)):
             if len(value) > _MOST_ITEMS or type(value).__iter__ not in _ITERATORS or _is_foreign(value):
                 return ()
-            self._places.append(_Place(value))
+            self._containers.append(_Container(value))
             return list(value.values()) if isinstance(value, dict) else list(value)
         if not _is_foreign(value) and hasattr(value, "__dict__"):
             return [vars(value), *self._of_class(type(value))]
         return ()
 
-    def _look_at_module(self, module: nn.Module) -> Iterable[Any]:
+    def _visit_module(self, module: nn.Module) -> Iterable[Any]:
         for buffer in module._buffers.values():
             if buffer is not None and not is_lazy(buffer) and self._wants_copies:
                 self._seen[id(buffer)] = buffer
                 self._keep_tensor(buffer, None)
         own = vars(module)
         self._seen[id(own)] = own
-        self._places.append(_Place(own))
+        self._containers.append(_Container(own))
         parts = [value for name, value in own.items() if "_hooks" not in name]
         return [*parts, *self._of_class(type(module))]
 
@@ -129,43 +129,43 @@ class KeptState:
             names = vars(sys.modules[each.__module__]) if each.__module__ in sys.modules else {}
             if id(names) not in self._seen:
                 self._seen[id(names)] = names
-                self._places.append(_Place(names))
+                self._containers.append(_Container(names))
                 yield from [value for name, value in names.items() if not name.startswith("__")]
-            self._places.append(_Place(each))
+            self._containers.append(_Container(each))
             yield from [value for name, value in vars(each).items() if not name.startswith("__")]
 
 
-class _Place:
-    """An object that holds others, and those that it held: a list, a dict, a set, a deque or a class."""
+class _Container:
+    """An object that contains others, and its content: a list, a dict, a set, a deque or a class."""
 
-    __slots__ = ("held", "owner")
+    __slots__ = ("content", "owner")
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self.held: Any = dict(vars(owner)) if isinstance(owner, type) else _copied(owner)
+        self.content: Any = dict(vars(owner)) if isinstance(owner, type) else _copied(owner)
 
     def put_back(self, others: Mapping[int, Any]) -> None:
-        owner, held = self.owner, self.held
+        owner, content = self.owner, self.content
         if isinstance(owner, type):
-            for name in [name for name in vars(owner) if name not in held]:
+            for name in [name for name in vars(owner) if name not in content]:
                 delattr(owner, name)
-            for name, value in held.items():
+            for name, value in content.items():
                 value = others.get(id(value), value)
                 if vars(owner).get(name) is not value:
                     setattr(owner, name, value)
         elif isinstance(owner, dict):
-            for name in [name for name in owner if name not in held]:
+            for name in [name for name in owner if name not in content]:
                 del owner[name]
-            if list(owner) == list(held):
-                for name, value in held.items():
+            if list(owner) == list(content):
+                for name, value in content.items():
                     value = others.get(id(value), value)
                     if owner[name] is not value:
                         owner[name] = value
             else:  # something has gone: all again, for the order
                 owner.clear()
-                owner.update({name: others.get(id(value), value) for name, value in held.items()})
+                owner.update({name: others.get(id(value), value) for name, value in content.items()})
         else:
-            wanted = [others.get(id(value), value) for value in held]
+            wanted = [others.get(id(value), value) for value in content]
             if len(owner) == len(wanted) and all(a is b for a, b in zip(owner, wanted, strict=True)):
                 return
             owner.clear()

@@ -141,7 +141,7 @@ def warning(
 
 
 @dataclass
-class _Armed:
+class _MicroBatch:
     """The micro-batch that will be compared: what its step was called with, and the state from before it."""
 
     args: tuple[Any, ...]
@@ -213,22 +213,22 @@ class ShadowGradient(pl.Callback):
                 ) from None
         self.every_n_steps, self.min_cosine, self.max_norm_ratio = every_n_steps, min_cosine, max_norm_ratio
         self.differentiate = tuple(differentiate)
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Reset the state of one fit."""
-        self._batch = ExitStack()  # closed when a micro-batch ends
-        self._armed: _Armed | None = None
-        self._works, self._step_begins = False, True
+        self._until_batch_end = ExitStack()  # closed when a micro-batch ends
+        self._micro_batch: _MicroBatch | None = None
+        self._is_enabled, self._step_begins = False, True
         self._last: int | None = None  # step of the last comparison
         self._named: set[str] = set()
-        self._functions_told = False
+        self._functions_reported = False
         self._fp8: list[str] = []
         self._warn_once = WarnOnce()
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse what gives no gradient of one micro-batch; find the buffer."""
-        self._forget()
+        self._reset()
         refuse("ShadowGradient", trainer.strategy, "ShadowGradient:")
         facts = run_facts(trainer)
         if facts.data_ranks < facts.world:
@@ -242,9 +242,9 @@ class ShadowGradient(pl.Callback):
                 "take batch, or leave it out"
             )
         self._buffer = MetricBuffer.of(trainer)
-        self._buffer.at_flush(self._judge)
-        self._works = pl_module.automatic_optimization
-        if not self._works:
+        self._buffer.at_flush(self._warn_of_differences)
+        self._is_enabled = pl_module.automatic_optimization
+        if not self._is_enabled:
             rank_zero_warn(
                 "ShadowGradient records nothing: under manual optimization a training_step cannot run again without "
                 "its optimizer steps"
@@ -255,20 +255,20 @@ class ShadowGradient(pl.Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Keep what the micro-batch begins with, if it will be compared."""
         begins, self._step_begins = self._step_begins, False
-        if not (self._works and begins and self._is_due(trainer)):
+        if not (self._is_enabled and begins and self._is_due(trainer)):
             return
         step = trainer.strategy.training_step
 
         def keep_and_run(*args: Any, **kwargs: Any) -> Any:
-            if self._armed is None:  # else a closure that asks again
+            if self._micro_batch is None:  # else a closure that asks again
                 try:
                     given = copy.deepcopy((args, kwargs))
-                    self._armed = _Armed(*given, KeptState(pl_module, copies=True), {})
+                    self._micro_batch = _MicroBatch(*given, KeptState(pl_module, copies=True), {})
                 except Exception as error:
                     self._give_up("the batch or the module's state cannot be copied", error)
             return step(*args, **kwargs)
 
-        self._batch.enter_context(replaced(trainer.strategy, "training_step", keep_and_run))
+        self._until_batch_end.enter_context(replaced(trainer.strategy, "training_step", keep_and_run))
 
     def _is_due(self, trainer: Any) -> bool:
         step = logging_step(trainer)
@@ -276,35 +276,35 @@ class ShadowGradient(pl.Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
         """Keep gradients that are there already: zeros, unless the module clears them in its own way."""
-        if self._armed is not None and not self._armed.gradients:
-            self._armed.gradients = {
+        if self._micro_batch is not None and not self._micro_batch.gradients:
+            self._micro_batch.gradients = {
                 id(p): p.grad.detach().clone() for p in pl_module.parameters() if p.grad is not None
             }
 
     def on_after_backward(self, trainer: Trainer, pl_module: Module) -> None:
         """Run the micro-batch again, and record how the gradients differ."""
-        armed, self._armed = self._armed, None
-        self._batch.close()
-        if armed is None:
+        micro_batch, self._micro_batch = self._micro_batch, None
+        self._until_batch_end.close()
+        if micro_batch is None:
             return
         self._last = logging_step(trainer)
         parts = parameters_by_block(pl_module, [p for p in pl_module.parameters() if p.requires_grad])
         if not any(p.grad is not None for part in parts.values() for p in part):
             self._give_up("no parameter has its gradient after the first backward pass of a step")
             return
-        shadow = _Shadow(trainer, pl_module, armed, OwnBackward(self.differentiate))
+        second = _SecondRun(trainer, pl_module, micro_batch, OwnBackward(self.differentiate))
         averages = self._ranks > 1 and (self._sharded or not is_accumulating(trainer))
         with self._buffer.discarding():
-            sums = shadow.sums(parts, self._sharded, averages, one_by_one=self._ranks == 1 and not self._sharded)
+            sums = second.sums(parts, self._sharded, averages, one_by_one=self._ranks == 1 and not self._sharded)
         if sums is None:
-            self._give_up("training_step does not run again in fp32", shadow.error)
+            self._give_up("training_step does not run again in fp32", second.error)
             return
         if self._ranks > 1 and not averages:  # each rank has compared its own micro-batch
             sums = trainer.strategy.reduce(sums, reduce_op="sum")
         scale = loss_scale(self._scaler) if self._scaler is not None else None
         cosine, ratio = compare(sums, 1.0 if scale is None else scale.to(sums), may_overflow=self._scaler is not None)
         self._record(list(parts), cosine, ratio)
-        self._tell_functions(shadow)
+        self._report_functions(second)
 
     def _record(self, blocks: list[str], cosine: Tensor, ratio: Tensor) -> None:
         known = cosine > _NONE
@@ -316,7 +316,7 @@ class ShadowGradient(pl.Callback):
         values["shadow/worst_norm_ratio"] = ratio[farthest]
         self._buffer.record_largest(list(values), values)  # equal on all ranks; -inf is not logged
 
-    def _judge(self, rows: list[Row]) -> dict[str, float]:
+    def _warn_of_differences(self, rows: list[Row]) -> dict[str, float]:
         """Name the blocks that differ, each once."""
         for row in rows:
             cosines, ratios = _by_block(row, COSINE), _by_block(row, NORM_RATIO)
@@ -327,44 +327,44 @@ class ShadowGradient(pl.Callback):
                 rank_zero_warn(warning(row.step, new, cosines, ratios, self._fp8))
         return {}
 
-    def _tell_functions(self, shadow: "_Shadow") -> None:
+    def _report_functions(self, second: "_SecondRun") -> None:
         """After the first comparison: which backward passes the second run had in common with the first."""
-        if self._functions_told:
+        if self._functions_reported:
             return
-        self._functions_told = True
+        self._functions_reported = True
         for pattern in self.differentiate:
-            names = shadow.own.used | shadow.own.opaque
+            names = second.own.used | second.own.opaque
             if not any(re.fullmatch(pattern, name) or re.fullmatch(pattern, name.rpartition(".")[2]) for name in names):
-                known = ", ".join(sorted(shadow.functions)) or "none"
+                known = ", ".join(sorted(second.functions)) or "none"
                 rank_zero_warn(
                     f"ShadowGradient.differentiate: {pattern!r} names no function behind the loss, which are: {known}"
                 )
-        if shadow.own.opaque:
+        if second.own.opaque:
             rank_zero_warn(
                 f"ShadowGradient.differentiate: autograd cannot see into the forward of "
-                f"{', '.join(sorted(shadow.own.opaque))}, so its own backward ran: no fault of it will be seen"
+                f"{', '.join(sorted(second.own.opaque))}, so its own backward ran: no fault of it will be seen"
             )
-        if common := sorted(shadow.functions - shadow.own.used):
+        if common := sorted(second.functions - second.own.used):
             rank_zero_info(
                 f"ShadowGradient: both runs have the backward passes of {', '.join(common)}; `differentiate` compares "
                 "them with autograd, where their forward is made of torch's operations"
             )
 
     def _give_up(self, what: str, error: Exception | None = None) -> None:
-        self._works, self._armed = False, None
+        self._is_enabled, self._micro_batch = False, None
         line = f" ({type(error).__name__}: {error})".partition("\n")[0] if error is not None else ""
         self._warn_once("", f"ShadowGradient compares nothing any more: {what}{line}")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Forget a micro-batch without a backward pass."""
-        self._batch.close()
-        self._armed = None
+        """Drop a micro-batch without a backward pass."""
+        self._until_batch_end.close()
+        self._micro_batch = None
         self._step_begins = not is_accumulating(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Leave the strategy as it was."""
-        self._batch.close()
-        self._armed = None
+        self._until_batch_end.close()
+        self._micro_batch = None
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Leave the strategy as it was."""
@@ -376,7 +376,7 @@ def _by_block(row: Row, prefix: str) -> dict[str, float]:
     return {name: value for name, value in found.items() if value > _NONE}
 
 
-class _Shadow:
+class _SecondRun:
     """The second run of a micro-batch.
 
     Attributes:
@@ -385,8 +385,8 @@ class _Shadow:
         own: see `OwnBackward`.
     """
 
-    def __init__(self, trainer: Any, module: Any, armed: _Armed, own: OwnBackward) -> None:
-        self._trainer, self._module, self._armed = trainer, module, armed
+    def __init__(self, trainer: Any, module: Any, micro_batch: _MicroBatch, own: OwnBackward) -> None:
+        self._trainer, self._module, self._micro_batch = trainer, module, micro_batch
         self.own = own
         self.error: Exception | None = None
         self.functions: set[str] = set()
@@ -435,7 +435,7 @@ class _Shadow:
         return torch.stack(list(sums.values()))
 
     def _run_gradient(self, parameter: Any, sharded: bool) -> Tensor | None:
-        grad, before = parameter.grad, self._armed.gradients.get(id(parameter))
+        grad, before = parameter.grad, self._micro_batch.gradients.get(id(parameter))
         if grad is not None and before is not None:
             grad = grad - before
         return grad.full_tensor() if sharded and grad is not None and hasattr(grad, "full_tensor") else grad
@@ -443,12 +443,12 @@ class _Shadow:
     def _run(self, leaves: dict[int, Tensor]) -> None:
         """Forward and backward pass on copies; the gradients are then those of `leaves`."""
         module, trainer = self._module, self._trainer
-        step, args, kwargs = step_of(module), self._armed.args, self._armed.kwargs
+        step, args, kwargs = step_of(module), self._micro_batch.args, self._micro_batch.kwargs
         after = KeptState(module, copies=False)
         loggers, fp8 = trainer.loggers, getattr(trainer.precision_plugin, "fp8_layers", {})
         with ExitStack() as scope:
             scope.callback(after.put_back)
-            self._armed.before.put_back(on_copies=True, instead=leaves)
+            self._micro_batch.before.put_back(on_copies=True, instead=leaves)
             for buffers in (part._buffers for part in module.modules()):
                 buffers.update({name: to_fp32(buffer) for name, buffer in buffers.items()})
             scope.enter_context(plain_run(module, list(fp8.values())))

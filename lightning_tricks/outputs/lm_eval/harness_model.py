@@ -124,7 +124,9 @@ class HarnessModel(TemplateLM):
         flat = [(number, pair) for number, pairs in enumerate(windows) for pair in pairs]
         flat.sort(key=lambda one: -len(one[1][0]) - len(one[1][1]))
         sums, greedy = [0.0] * len(windows), [True] * len(windows)
-        for (number, _), (nats, likeliest) in zip(flat, self._shared(flat, self._score_batch), strict=True):
+        for (number, _), (nats, likeliest) in zip(
+            flat, self._answers_of_all_ranks(flat, self._score_batch), strict=True
+        ):
             sums[number] += nats
             greedy[number] &= likeliest
         return list(zip(sums, greedy, strict=True))
@@ -148,7 +150,7 @@ class HarnessModel(TemplateLM):
                 if settings[number] == setting
             ]
             prompts.sort(key=lambda one: -len(one[1]))
-            texts = self._shared(prompts, partial(self._continue, setting=setting, count=count))
+            texts = self._answers_of_all_ranks(prompts, partial(self._continue, setting=setting, count=count))
             answers |= {number: text for (number, _), text in zip(prompts, texts, strict=True)}
         return [answers[number] for number in range(len(requests))]
 
@@ -175,7 +177,9 @@ class HarnessModel(TemplateLM):
         rows = continue_rows(self.model.logits_of, prompts, count, sampling, generator, self.max_length, ended)
         return [text_of(ids)[0] for ids in rows]
 
-    def _shared(self, requests: Sequence[Given], answer: Callable[[int, list[Given]], list[Answer]]) -> list[Answer]:
+    def _answers_of_all_ranks(
+        self, requests: Sequence[Given], answer: Callable[[int, list[Given]], list[Answer]]
+    ) -> list[Answer]:
         """The answers to all requests: batches by turns to the ranks, each of which computes equally many."""
         size = self.batch_size
         batches = [list(requests[start : start + size]) for start in range(0, len(requests), size)]

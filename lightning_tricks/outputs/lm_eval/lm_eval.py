@@ -73,17 +73,17 @@ class LMEval(pl.Callback):
         """Load the tasks, on the first process of each host before the others: it may download their data."""
         if stage not in ("fit", "validate"):
             return
-        where = harness()
+        lm_eval_model = harness()
         if trainer.local_rank != 0:
             trainer.strategy.barrier("LMEval")
         if self._loaded is None:
-            self._loaded = where.Tasks(self.tasks, self.include_path, self.num_fewshot)
+            self._loaded = lm_eval_model.Tasks(self.tasks, self.include_path, self.num_fewshot)
         if trainer.local_rank == 0:
             trainer.strategy.barrier("LMEval")
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse what the first validation would refuse."""
-        harness().HarnessModel(TextModel.of_run(trainer, pl_module, "LMEval"), self.batch_size, self.max_length)
+        harness().HarnessModel(TextModel.of_run(trainer, pl_module, "LMEval", "eval"), self.batch_size, self.max_length)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Run the tasks, within the time that belongs to validation."""
@@ -93,9 +93,9 @@ class LMEval(pl.Callback):
             self._validations += 1
             if self._validations % self.every_n_validations:
                 return
-        where, model = harness(), TextModel.of_run(trainer, pl_module, "LMEval")
-        results = where.evaluate(model, self._loaded, self.batch_size, self.max_length, self.limit)
-        for name, value in where.figures(results).items():
+        lm_eval_model, model = harness(), TextModel.of_run(trainer, pl_module, "LMEval", "eval")
+        results = lm_eval_model.evaluate(model, self._loaded, self.batch_size, self.max_length, self.limit)
+        for name, value in lm_eval_model.figures(results).items():
             pl_module.log(f"eval/{name}", value)
 
     def state_dict(self) -> dict[str, Any]:
