@@ -1,11 +1,49 @@
 """Causal self-attention with rotary positions, norms, a cache of keys and values, and the largest attention logit."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from lightning_tricks.models.decoder_config import DecoderConfig
 from lightning_tricks.parallel.context import ContextParallel, Method
+
+
+class _RMSNormOnCPU(torch.autograd.Function):
+    """torch's `rms_norm` for fp32 on a CPU, where torch's own backward pass reads and writes each row many times.
+
+    Keeps its input and a number for each row; torch keeps three more tensors as large as the input.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        width = x.shape[-1]
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).pow(2).div_(width).add_(eps).rsqrt_()
+        return (x * scale).mul_(weight), scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+        x, weight, _ = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(x, weight, output[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        width = x.shape[-1]
+        rows, grad, scale = x.reshape(-1, width), grad.reshape(-1, width), scale.reshape(-1)
+        with torch.autocast("cpu", enabled=False):
+            grad_rows = grad * rows
+            grad_weight = grad_rows.mT.mv(scale)
+            along = grad_rows.mv(weight).mul_(scale.pow(3).div_(-width))
+        grad_rows.copy_(grad).mul_(weight).mul_(scale.unsqueeze(1)).addcmul_(rows, along.unsqueeze(1))
+        return grad_rows.view(x.shape), grad_weight, None
 
 
 class RMSNorm(nn.RMSNorm):
@@ -24,7 +62,11 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """`x` of shape (..., width), normalised."""
         # Under autocast the scale is fp32 and queries are bf16, a mixture for which torch has no fused kernel.
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        weight = self.weight.to(x.dtype)
+        is_plain = x.device.type == "cpu" and x.dtype == torch.float32 and not isinstance(x, DTensor)
+        if is_plain and not isinstance(weight, DTensor) and not torch.compiler.is_compiling():
+            return _RMSNormOnCPU.apply(x, weight, self.eps)[0]
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def block_norm(config: DecoderConfig) -> nn.Module:

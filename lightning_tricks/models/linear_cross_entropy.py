@@ -72,7 +72,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wants_gradient:
                 grad_logits = grad_logits.to(x.dtype)
                 torch.mm(grad_logits, head, out=grad_x[piece])
-                grad_weight += grad_logits.T @ x[piece]
+                if x.dtype == grad_weight.dtype:
+                    torch.addmm(grad_weight, grad_logits.T, x[piece], out=grad_weight)
+                else:
+                    grad_weight += grad_logits.T @ x[piece]
         if wants_gradient:
             ctx.save_for_backward(grad_x, grad_weight)
             ctx.weight_dtype = weight.dtype

@@ -100,6 +100,38 @@ def test_rms_norm_divides_by_the_root_mean_square_and_keeps_the_dtype():
     assert norm(torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 8), (8,), (0, 8)])
+def test_rms_norm_on_a_cpu_is_torchs_with_its_gradients(shape):
+    torch.manual_seed(0)
+    norm = RMSNorm(8, eps=0.1)
+    torch.nn.init.normal_(norm.weight)
+    x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    expected = torch.nn.functional.rms_norm(x, (8,), norm.weight, 0.1)
+    torch.testing.assert_close(norm(x), expected)
+    with torch.autocast("cpu", torch.bfloat16):  # which must not round the sums of the backward pass
+        found = torch.autograd.grad(norm(x), [x, norm.weight], grad)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, [x, norm.weight], grad))
+
+
+def test_rms_norm_on_a_cpu_keeps_its_input_and_a_number_for_each_row_and_can_be_mapped():
+    norm, x = RMSNorm(8, eps=0.1), torch.randn(3, 5, 8, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
+        norm(x)
+    assert sorted(tensor.numel() for tensor in kept) == [8, 15, 120]
+
+    def loss(weight: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(norm, {"weight": weight}, row).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(norm.weight.detach(), x.detach())
+    torch.testing.assert_close(
+        each, torch.stack([torch.func.grad(loss)(norm.weight.detach(), row) for row in x.detach()])
+    )
+    torch.testing.assert_close(each.sum(0), torch.autograd.grad(norm(x).square().sum(), norm.weight)[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kv_heads", [1, 4])
