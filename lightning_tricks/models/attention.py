@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from lightning_tricks.models.decoder_config import DecoderConfig
 from lightning_tricks.parallel.context import ContextParallel, Method
 
+OWN_NORM_FROM = 2**16  # numbers: below, torch's own form is faster
+
 
 class _RMSNormOnCPU(torch.autograd.Function):
     """torch's `rms_norm` for fp32 on a CPU, where torch's own backward pass reads and writes each row many times.
@@ -63,8 +65,8 @@ class RMSNorm(nn.RMSNorm):
         """`x` of shape (..., width), normalised."""
         # Under autocast the scale is fp32 and queries are bf16, a mixture for which torch has no fused kernel.
         weight = self.weight.to(x.dtype)
-        is_plain = x.device.type == "cpu" and x.dtype == torch.float32 and not isinstance(x, DTensor)
-        if is_plain and not isinstance(weight, DTensor) and not torch.compiler.is_compiling():
+        is_plain = not isinstance(x, DTensor) and not isinstance(weight, DTensor) and not torch.compiler.is_compiling()
+        if is_plain and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() >= OWN_NORM_FROM:
             return _RMSNormOnCPU.apply(x, weight, self.eps)[0]
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 

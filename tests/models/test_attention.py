@@ -101,7 +101,8 @@ def test_rms_norm_divides_by_the_root_mean_square_and_keeps_the_dtype():
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 8), (8,), (0, 8)])
-def test_rms_norm_on_a_cpu_is_torchs_with_its_gradients(shape):
+def test_rms_norm_on_a_cpu_is_torchs_with_its_gradients(shape, monkeypatch):
+    monkeypatch.setattr(attention, "OWN_NORM_FROM", 0)
     torch.manual_seed(0)
     norm = RMSNorm(8, eps=0.1)
     torch.nn.init.normal_(norm.weight)
@@ -113,7 +114,8 @@ def test_rms_norm_on_a_cpu_is_torchs_with_its_gradients(shape):
     torch.testing.assert_close(found, torch.autograd.grad(expected, [x, norm.weight], grad))
 
 
-def test_rms_norm_on_a_cpu_keeps_its_input_and_a_number_for_each_row_and_can_be_mapped():
+def test_rms_norm_on_a_cpu_keeps_its_input_and_a_number_for_each_row_and_can_be_mapped(monkeypatch):
+    monkeypatch.setattr(attention, "OWN_NORM_FROM", 0)
     norm, x = RMSNorm(8, eps=0.1), torch.randn(3, 5, 8, requires_grad=True)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_tricks import GPT2, Llama
 from lightning_tricks._find_modules import repeated_blocks
-from lightning_tricks.models import Decoder
+from lightning_tricks.models import Decoder, attention
 from lightning_tricks.optim import MuonAdamW, build_optimizer, muon
 from lightning_tricks.parallel.fake_cluster import at_once
 from lightning_tricks.parallel.memory_trace import (
@@ -144,7 +144,9 @@ def test_compiled_blocks_keep_what_the_partitioner_of_torch_chooses(mode, least,
     assert memory.notes == ()
 
 
-def test_a_gpus_norm_keeps_its_input_alone_as_ours_does_on_a_cpu():
+def test_a_gpus_norm_keeps_its_input_alone_as_ours_does_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(attention, "OWN_NORM_FROM", 0)
+
     def with_torchs_norms(depth):
         made = decoder(depth)
         for module in (made, *made.blocks):
