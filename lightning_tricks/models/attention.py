@@ -40,10 +40,9 @@ class _RMSNormOnCPU(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         width = x.shape[-1]
         rows, grad, scale = x.reshape(-1, width), grad.reshape(-1, width), scale.reshape(-1)
-        with torch.autocast("cpu", enabled=False):
-            grad_rows = grad * rows
-            grad_weight = grad_rows.mT.mv(scale)
-            along = grad_rows.mv(weight).mul_(scale.pow(3).div_(-width))
+        grad_rows = grad * rows
+        grad_weight = grad_rows.mT.mv(scale)  # autocast leaves `mv` in fp32
+        along = grad_rows.mv(weight).mul_(scale.pow(3).div_(-width))
         grad_rows.copy_(grad).mul_(weight).mul_(scale.unsqueeze(1)).addcmul_(rows, along.unsqueeze(1))
         return grad_rows.view(x.shape), grad_weight, None
 
