@@ -40,6 +40,7 @@ from lightning_tricks import (
     RunLedger,
     SafeCheckpoint,
     ScheduleFree,
+    ShadowGradient,
     SpikeRollback,
     StepGuard,
     TailAverage,
@@ -215,6 +216,7 @@ def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
         "RunLedger": lambda: RunLedger(cover_weights_in_steps=2),
         "MFUMonitor": MFUMonitor,
         "GradNormMonitor": GradNormMonitor,
+        "ShadowGradient": lambda: ShadowGradient(every_n_steps=3),
     }
     saving = {"dirpath": folder / "checkpoints", "every_n_train_steps": SAVE_EVERY[row["killed"]]}
     saver = (
