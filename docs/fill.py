@@ -12,6 +12,7 @@ import importlib
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +53,39 @@ def checkpoints(result: dict[str, Any]) -> dict[str, str]:
     return {"checkpoints": text}
 
 
+def kept_memory(result: dict[str, Any]) -> dict[str, str]:
+    """What blocks and the loss keep."""
+    from benchmarks.kept_memory import table
+
+    rows, loss = result["blocks"], result["loss"]
+    cheap = [row for row in rows if row["mode"] == "cheap" and row["compiled"]]
+    taken = {form: f"{size / 2**30:.2f}" for form, size in loss["bytes"].items()}
+    units = (
+        "A unit is one d_model wide row of 16 bits a token and layer. The figures are of `Llama` with d_model 512, "
+        f"d_ff 1536 and {result['length']:,} tokens, weights and products in bf16; with fp32 weights under autocast "
+        f"`cheap` keeps {cheap[0]['float32']:.1f}, as the residual stream is wider. At the proportions of Llama-2-7B "
+        f"(d_ff 2.69 d_model) it keeps {cheap[1]['bfloat16']:.1f} in bf16. Head and loss at a vocabulary of "
+        f"{loss['vocabulary']:,} and {loss['tokens']:,} tokens take {taken['slices']} GiB beyond gradients, and "
+        f"{taken['plain']} GiB where all logits exist. Measured {result['machine']['date'][:10]} by "
+        "`python -m benchmarks.kept_memory`, on a CPU."
+    )
+    return {"modes": table(result), "units": textwrap.fill(units, 120, break_on_hyphens=False)}
+
+
+def decoder_parts(result: dict[str, Any]) -> dict[str, str]:
+    """What was tried to make the decoder faster."""
+    from benchmarks.decoder_parts import table
+
+    described = result["machine"]
+    said = (
+        "CPU time of the new form over that of the old, forward and backward pass in fp32 on one thread; in brackets "
+        f"the extremes over {result['rounds']} rounds. Measured {described['date'][:10]} by `python -m "
+        f"benchmarks.decoder_parts` on a CPU with {described['cores']} cores ({described['cpu']}), load average "
+        f"{result['load_average'][0]:.1f} at the end, torch {described['versions']['torch']}."
+    )
+    return {"parts": f"{table(result)}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}"}
+
+
 def foreign(result: dict[str, Any]) -> dict[str, str]:
     """Models that are not ours."""
     from benchmarks.foreign import table
@@ -87,8 +121,10 @@ FILLERS = {  # by the name with which the files of the results begin
     "check": Filler("check.md", _of("fill_commands", "check"), measured=False),
     "checkpoints": Filler("checkpoints.md", checkpoints),
     "commands": Filler("command_line.md", commands, measured=False),
+    "decoder-parts": Filler("speed.md", decoder_parts),
     "export": Filler("export.md", _of("fill_export", "families"), measured=False),
     "foreign": Filler("existing_projects.md", foreign),
+    "kept-memory": Filler("decoder.md", kept_memory),
     "layers": Filler("parameter_roles.md", _of("fill_layers", "texts"), measured=False),
     "lightning-suite": Filler("existing_projects.md", lightning_suite),
     "mup-transfer": Filler("mup.md", _of("plot_mup", "texts"), _of("plot_mup", "draw")),
