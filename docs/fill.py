@@ -86,6 +86,20 @@ def decoder_parts(result: dict[str, Any]) -> dict[str, str]:
     return {"parts": f"{table(result)}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}"}
 
 
+def muon_cost(result: dict[str, Any]) -> dict[str, str]:
+    """A step of Muon."""
+    from benchmarks.muon_cost import table
+
+    described = result["machine"]
+    said = (
+        "CPU time of a whole step, and over that of its products alone in the same type: the median, and in brackets the "
+        f"extremes of {result['rounds']} rounds. One thread, measured {described['date'][:10]} by `python -m "
+        f"benchmarks.muon_cost` on a CPU with {described['cores']} cores ({described['cpu']}), load average "
+        f"{result['load_average'][0]:.1f}, torch {described['versions']['torch']}."
+    )
+    return {"cost": f"{table(result)}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}"}
+
+
 def foreign(result: dict[str, Any]) -> dict[str, str]:
     """Models that are not ours."""
     from benchmarks.foreign import table
@@ -127,6 +141,7 @@ FILLERS = {  # by the name with which the files of the results begin
     "kept-memory": Filler("decoder.md", kept_memory),
     "layers": Filler("parameter_roles.md", _of("fill_layers", "texts"), measured=False),
     "lightning-suite": Filler("existing_projects.md", lightning_suite),
+    "muon-cost": Filler("muon.md", muon_cost),
     "mup-transfer": Filler("mup.md", _of("plot_mup", "texts"), _of("plot_mup", "draw")),
     "optimizers": Filler("optimizers.md", _of("fill_optimizers", "texts")),
     "peers": Filler("speed.md", _of("plot_peers", "texts"), _of("plot_peers", "draw")),

@@ -1,9 +1,10 @@
-"""The forms that `benchmarks.decoder_parts` compares compute the same; `kept_memory` counts what is kept."""
+"""What `decoder_parts`, `kept_memory` and `muon_cost` measure is what they say."""
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import decoder_parts, kept_memory
+from benchmarks import decoder_parts, kept_memory, muon_cost
 
 SAME = ("norm", "head", "head_512", "swiglu", "rotation", "attention_64", "attention_128", "attention_products")
 
@@ -32,3 +33,13 @@ def test_a_block_with_full_checkpointing_keeps_its_input(monkeypatch):
 def test_a_block_with_cheap_checkpointing_keeps_results_of_products():
     # queries, keys, values, the result of attention, gate and up, and its input; a number for each head in fp32
     assert kept_memory.units((64, 128), "cheap", False, torch.bfloat16) == pytest.approx(10, abs=0.1)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 16), (16, 8)])
+def test_the_products_beside_muon_are_those_of_its_step(shape):
+    optimizer, dtype = muon_cost.stepped({shape: 3})
+    with FlopCounterMode(display=False) as step:
+        optimizer.step()
+    with FlopCounterMode(display=False) as products:
+        muon_cost.products({shape: 3}, dtype)()
+    assert step.get_total_flops() == products.get_total_flops() > 0
