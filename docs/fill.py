@@ -92,7 +92,7 @@ def muon_cost(result: dict[str, Any]) -> dict[str, str]:
 
     described = result["machine"]
     said = (
-        "CPU time of a whole step, and over that of its products alone in the same type: the median, and in brackets the "
+        "CPU time of a whole step, and over that of its products alone in the same type: the median, in brackets the "
         f"extremes of {result['rounds']} rounds. One thread, measured {described['date'][:10]} by `python -m "
         f"benchmarks.muon_cost` on a CPU with {described['cores']} cores ({described['cpu']}), load average "
         f"{result['load_average'][0]:.1f}, torch {described['versions']['torch']}."
