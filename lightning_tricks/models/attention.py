@@ -352,7 +352,7 @@ class Attention(nn.Module):
             cache: keys and values of the tokens before these, to which theirs are added; without a mask.
         """
         q, k = self._queries_and_keys(x, rope)
-        v = self._split_heads(self.v(x))
+        v = self._heads(self.v(x)).transpose(1, 2)
         if self.context is not None:
             heads = attention_of_parts(self.context, q, k, v, mask, self.scale)
         elif cache is None:
@@ -391,10 +391,11 @@ class Attention(nn.Module):
         return 2 * queries + 2 * repeated
 
     def _queries_and_keys(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
-        q = self.q_norm(self._split_heads(self.q(x)))
-        k = self.k_norm(self._split_heads(self.k(x)))
+        # normalised while a token's heads are side by side: a norm would copy them otherwise
+        q = self.q_norm(self._heads(self.q(x))).transpose(1, 2)
+        k = self.k_norm(self._heads(self.k(x))).transpose(1, 2)
         return (q, k) if rope is None else (rotate(q, *rope), rotate(k, *rope))
 
-    def _split_heads(self, x: Tensor) -> Tensor:
+    def _heads(self, x: Tensor) -> Tensor:
         # -1, not n_heads: under tensor parallelism a rank holds some of the heads.
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_dim))
