@@ -57,6 +57,7 @@ def describe() -> dict[str, Any]:
         "deepspeed",
         "triton",
         "jsonargparse",
+        "isal",
         *_LIBRARIES,
     ):
         try:

@@ -81,14 +81,17 @@ def ratios(own: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
 
 def run_once(size: Size, contender: str, shards: str, folder: Path) -> tuple[float, float, str]:
     """Train once; median wall and CPU seconds a step, and the precision that was used."""
-    logger = ("--trainer.logger.init_args.save_dir", str(folder / "logs"), "--trainer.accelerator", "cpu")
+    common = (
+        "--trainer.logger.init_args.save_dir", str(folder / "logs"), "--trainer.accelerator", "cpu",
+        "--model.init_args.compile_blocks", "false",  # the recipe's `auto` would measure, and choose for ours alone
+    )  # fmt: skip
     stamps: list[Stamp] = []
 
     def mark(index: int) -> None:
         stamps.append((time.perf_counter(), time.process_time()))
 
     with quietly():
-        cli: Any = load(size.recipe, shards, folder, [*size.overrides, *logger])
+        cli: Any = load(size.recipe, shards, folder, [*size.overrides, *common])
         batches = in_memory(cli, 32)
         gc.collect()
         CONTENDERS[contender](cli, batches, size.warmup + size.steps, mark)

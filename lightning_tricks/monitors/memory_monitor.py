@@ -1,5 +1,6 @@
 """Log how much memory the run takes, on the device and on the host."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,9 @@ def device_memory(device: torch.device) -> dict[str, float]:
 def process_memory() -> dict[str, float]:
     """Resident memory of this process, now and at its peak, in GiB; only the figures that the system has."""
     if _STATUS.exists():
-        lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if line.startswith("Vm"))
-        found = {"memory/rss_gib": lines.get("VmRSS"), "memory/peak_rss_gib": lines.get("VmHWM")}
-        return {name: int(text.split()[0]) * 1024 / GIB for name, text in found.items() if text is not None}
+        sizes = dict(re.findall(rb"(VmRSS|VmHWM):\s*(\d+)", _STATUS.read_bytes()))
+        found = {"memory/rss_gib": sizes.get(b"VmRSS"), "memory/peak_rss_gib": sizes.get(b"VmHWM")}
+        return {name: int(kib) * 1024 / GIB for name, kib in found.items() if kib is not None}
     try:
         import resource
     except ImportError:  # Windows
