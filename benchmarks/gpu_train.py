@@ -179,7 +179,9 @@ def run_once(
         window = Window(size, peaks, state, ended)
         mark = (lambda index: index >= size.warmup) if keep is None else window
         run(cli, own_loader(cli), _ENDLESS, mark)
-    return {name: last_logged(cli, f"train/{name.removeprefix('last_')}") for name in ("last_loss", "last_grad_norm")}
+    ends = {name: last_logged(cli, f"train/{name.removeprefix('last_')}") for name in ("last_loss", "last_grad_norm")}
+    vars(cli).clear()  # jsonargparse keeps the last parser in a ContextVar, and that one keeps its command line
+    return ends
 
 
 def _setting(cli: Any) -> Row:

@@ -1,6 +1,7 @@
 """The GPU benchmark runs from end to end on a CPU at toy sizes, and a stage that fails costs no other."""
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -256,6 +258,21 @@ def test_lightning_moves_nothing_to_the_host_when_a_measured_run_ends(monkeypatc
     assert len(moved) == 3
     fit(max_steps=1)
     assert len(moved) == 6
+
+
+def test_nothing_keeps_the_model_of_a_run_that_has_ended(tmp_path, monkeypatch):
+    parsers, models, load = [], [], gpu_train.load
+
+    def kept(*arguments):
+        cli = load(*arguments)
+        parsers.append(cli.parser)  # as jsonargparse keeps it
+        models.append(weakref.ref(cli.model))
+        return cli
+
+    monkeypatch.setattr(gpu_train, "load", kept)
+    training(tmp_path / "llama7b.json", "ours")
+    gc.collect()
+    assert [model() for model in models] == [None, None]
 
 
 def test_no_run_begins_that_is_not_likely_to_end_in_time(tmp_path, monkeypatch):
