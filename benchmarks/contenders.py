@@ -28,7 +28,9 @@ from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Decoder
 from lightning_tricks.optim import build_optimizer
-from lightning_tricks.precision import AutoPrecision
+from lightning_tricks.optim.bf16_step import BF16Step
+from lightning_tricks.precision import AutoPrecision, BF16True
+from lightning_tricks.precision.bf16_true import to_bf16
 from lightning_tricks.schedules import Schedule
 
 
@@ -53,10 +55,16 @@ class Setup:
         assert self.trainer.gradient_clip_val, "the recipe does not clip"
         return float(self.trainer.gradient_clip_val)
 
+    @property
+    def weights_in_bf16(self) -> bool:
+        return isinstance(self.trainer.precision_plugin, BF16True)
+
     def decoder(self) -> Decoder:
         """The recipe's decoder with the recipe's initial weights, on the device, compiled if the recipe says so."""
         with torch.device("meta"):
             decoder = Decoder(self.model.config)
+        if self.weights_in_bf16:
+            to_bf16(decoder)
         decoder.set_activation_checkpointing(self.model.activation_checkpointing)
         if self.model.compile_blocks:
             decoder.compile_blocks()
@@ -68,18 +76,30 @@ class Setup:
         return build_optimizer(module, self.model.optimizer, self.model.weight_decay, self.model.decay_embeddings)
 
 
-def run_bare(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -> Decoder:
-    """A loop as one writes it by hand, with a printed line every `log_every_n_steps`."""
-    trainer: Any = cli.trainer
-    setup = Setup(cli.model, trainer)
-    decoder, device, clip = setup.decoder(), setup.device, setup.clip
-    optimizer, schedule, total = setup.optimizer(decoder), setup.schedule, trainer.max_steps
-    parameters, peaks = list(decoder.parameters()), [group["lr"] for group in optimizer.param_groups]
-    bf16, accumulate, step = "bf16" in str(trainer.precision), trainer.accumulate_grad_batches, 0
-    for index, batch in enumerate(Meter(batches, count, mark), start=1):
-        input_ids, labels = (batch[name].to(device, non_blocking=True) for name in ("input_ids", "labels"))
+def train_by_hand(
+    setup: Setup,
+    feed: tuple[Iterable[Batch], int, Mark],
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[Batch], Tensor],
+) -> None:
+    """A loop as one writes it by hand, with a printed line every `log_every_n_steps`.
+
+    Args:
+        setup: gives schedule, clip, accumulation and precision.
+        feed: batches, their number, and what `Meter` calls.
+        module: what is trained.
+        optimizer: of its parameters.
+        loss_of: mean nats of a token.
+    """
+    trainer, device, clip = setup.trainer, setup.device, setup.clip
+    schedule, total, accumulate = setup.schedule, trainer.max_steps, trainer.accumulate_grad_batches
+    parameters, peaks = list(module.parameters()), [group["lr"] for group in optimizer.param_groups]
+    bf16, step, count = "bf16" in str(trainer.precision), 0, feed[1]
+    for index, batch in enumerate(Meter(*feed), start=1):
+        moved = {name: batch[name].to(device, non_blocking=True) for name in ("input_ids", "labels")}
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            loss = decoder(input_ids, labels=labels) / labels.numel()
+            loss = loss_of(moved)
         (loss / accumulate).backward()
         if index % accumulate and index < count:  # the last batches make a step, full or not, as in Lightning
             continue
@@ -92,6 +112,22 @@ def run_bare(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -
         if step % trainer.log_every_n_steps == 0:
             lr = optimizer.param_groups[0]["lr"]
             print(f"step {step}  loss {loss.item():.4f}  norm {norm.item():.3f}  lr {lr:.1e}")
+
+
+def run_bare(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -> Decoder:
+    """The recipe's decoder in a loop by hand; weights in bf16 are stepped as BF16True steps them."""
+    trainer: Any = cli.trainer
+    setup = Setup(cli.model, trainer)
+    decoder = setup.decoder()
+    optimizer = setup.optimizer(decoder)
+    if setup.weights_in_bf16:
+        plugin = trainer.precision_plugin
+        BF16Step(optimizer, plugin.update, plugin.optimizer_state)
+
+    def loss_of(batch: Batch) -> Tensor:
+        return decoder(**batch) / batch["labels"].numel()
+
+    train_by_hand(setup, (batches, count, mark), decoder, optimizer, loss_of)
     return decoder
 
 

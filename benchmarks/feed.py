@@ -15,11 +15,13 @@ from lightning_tricks.data import ShardWriter
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 Batch = dict[str, Tensor]
-Mark = Callable[[int], None]
+Mark = Callable[[int], bool | None]
 
 
 class Meter:
     """Serve `count` of `batches` and call `mark(0)`, ..., `mark(count)`, one call before each and one at the end.
+
+    Where a mark returns true, the batches end before their number is reached.
 
     Lightning fetches one batch ahead, so there a step lies between marks n + 1 and n + 2 that in a bare loop lies
     between n and n + 1. Between any two marks from the first on it is the same number of steps.
@@ -30,8 +32,7 @@ class Meter:
 
     def __iter__(self) -> Iterator[Batch]:
         for index, batch in enumerate(self.batches):
-            self.mark(index)
-            if index == self.count:
+            if self.mark(index) or index == self.count:
                 return
             yield batch
 

@@ -36,20 +36,3 @@ def formats(emulate: bool) -> dict[str, tuple[str, ...]]:
         # only the newest GPUs multiply these blocks, so they are emulated everywhere
         "mxfp8": plugin("Float8", recipe="mxfp8", convert_small=True, emulate=True),
     }
-
-
-def on_gpu(dry: bool, emulate: bool) -> dict[str, tuple[str, ...]]:
-    """The formats whose speed and memory the GPU stages compare; `lightning_bf16` is what they are measured against.
-
-    Args:
-        dry: toy sizes, which are below what fp8 pays for.
-        emulate: whether fp8 products are emulated, as a device without them needs.
-    """
-    toy = {"convert_small": dry, "emulate": emulate}
-    return {
-        "lightning_bf16": lightning("bf16-mixed"),
-        "bf16_mixed": plugin("BF16Mixed"),
-        "bf16_true": plugin("BF16True"),
-        "fp8_tensorwise": plugin("Float8", recipe="tensorwise", **toy),
-        "fp8_rowwise": plugin("Float8", recipe="rowwise", **toy),
-    }

@@ -5,10 +5,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 if compgen -G '.whl/*.whl' > /dev/null; then
-  site=$(mktemp -d)
-  "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .whl/*.whl
-  PYTHONPATH="$PYTHONPATH:$site"
+  "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target .whl/installed .whl/*.whl
+  PYTHONPATH="$PYTHONPATH:$PWD/.whl/installed"
 fi
 exec "$python" -m benchmarks.gpu --limit $((540 - SECONDS)) "$@"

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+from benchmarks.formats import plugin
+
 DECODER, DATA = "--model.init_args.decoder.init_args", "--data.init_args"
 
 
@@ -14,51 +16,85 @@ class Size:
         recipe: file in recipes/, without its ending.
         warmup: optimizer steps before the clock starts. At least two: the first one allocates the optimizer's state,
             and Lightning, which fetches one batch ahead, has the end of a step still to do when the clock starts.
-        timed: optimizer steps that are timed.
+        timed: optimizer steps that are timed at least; whole log intervals.
+        seconds: that are timed at least: after some seconds at full load the power limit has set the clock.
         rounds: at most as often each contender runs; the stage's time limit may allow fewer.
         accumulate: micro-batches of one optimizer step.
         log_every: optimizer steps from one log step to the next. Monitors measure in log steps, so a stage that shows
             their cost times at least four of them and has two in the warm-up.
+        base: precision of everything that is not fp8: weights in fp32 under autocast, or in bf16.
         overrides: further options.
     """
 
     recipe: str
     warmup: int
     timed: int
+    seconds: float
     rounds: int
     accumulate: int
     log_every: int
+    base: str = "bf16-mixed"
     overrides: tuple[str, ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
         """All that differs from the recipe."""
+        weights = plugin("BF16True") if self.base == "bf16-true" else ()
         steps = ("--trainer.accumulate_grad_batches", str(self.accumulate))
-        return *self.overrides, *steps, "--trainer.log_every_n_steps", str(self.log_every)
+        log = ("--trainer.log_every_n_steps", str(self.log_every), "--trainer.logger", "false")
+        return *weights, *self.overrides, *steps, *log
 
 
-# One micro-batch a step, where the recipes have eight: four log steps fit into the clock, and what a framework and its
-# monitors cost a step shows eight times as large as in the recipe. Several micro-batches where only products matter.
+_KEEPS_ALL = ("--model.init_args.activation_checkpointing", "none")
+# Llama-3-8B: 8,030,261,248 parameters, of which the embedding and the head of 128,256 tokens are 13 %.
+_LLAMA_3 = (
+    f"{DECODER}.vocab_size", "128256", f"{DECODER}.n_kv_heads", "8", f"{DECODER}.d_ff", "14336",
+    f"{DECODER}.rope_theta", "500000",
+)  # fmt: skip
+
+# One micro-batch a step where framework and monitors are compared, in place of the recipes' eight: what they cost shows
+# eight times as large. The large sizes have steps of 131,072 tokens, so that the optimizer's step has the share that it
+# has in a run, or a little more.
 SIZES = {
-    "gpt2_124m": Size("gpt2_124m", warmup=20, timed=40, rounds=5, accumulate=1, log_every=10),
-    "llama1b": Size("llama1b", warmup=8, timed=16, rounds=4, accumulate=1, log_every=4),
-    # Two such models do not fit, so gpu.py gives each contender a process. The recipe accumulates 64 micro-batches.
-    "llama7b_1gpu": Size("llama7b_1gpu", warmup=2, timed=4, rounds=1, accumulate=4, log_every=1),
-    "precision_124m": Size("gpt2_124m", warmup=2, timed=8, rounds=4, accumulate=4, log_every=2),
-    "precision_1b": Size("llama1b", warmup=2, timed=4, rounds=3, accumulate=4, log_every=2),
-    # The layers of the 7B model, eight of its 32, so that several formats fit on 80 GB; 16,384 tokens a micro-batch.
-    "precision_7b": Size("llama7b_1gpu", warmup=2, timed=4, rounds=3, accumulate=4, log_every=2, overrides=(
-        f"{DECODER}.n_layers", "8", f"{DATA}.micro_batch_size", "4",
-        "--model.init_args.activation_checkpointing", "none",
-    )),
-    "fsdp2_124m": Size("gpt2_124m", warmup=2, timed=8, rounds=4, accumulate=4, log_every=2),
-    "fsdp2_1b": Size("llama1b", warmup=2, timed=4, rounds=3, accumulate=4, log_every=2),
+    "gpt2_124m": Size("gpt2_124m", warmup=20, timed=40, seconds=10, rounds=5, accumulate=1, log_every=10),
+    "llama1b": Size("llama1b", warmup=8, timed=16, seconds=10, rounds=5, accumulate=1, log_every=4,
+                    overrides=_KEEPS_ALL),
+    # Weights and gradients in bf16, AdamW's averages in fp32: 12 bytes a parameter, and nothing is computed twice.
+    "llama7b": Size("llama7b_1gpu", warmup=2, timed=1, seconds=10, rounds=3, accumulate=16, log_every=1,
+                    base="bf16-true", overrides=_KEEPS_ALL),
+    "llama8b": Size("llama7b_1gpu", warmup=2, timed=1, seconds=10, rounds=3, accumulate=16, log_every=1,
+                    base="bf16-true", overrides=(*_KEEPS_ALL, *_LLAMA_3)),
+    # For the memory alone: one micro-batch a step, blocks run again.
+    "memory_7b": Size("llama7b_1gpu", warmup=2, timed=1, seconds=0, rounds=1, accumulate=1, log_every=1),
+    "rowwise_7b": Size("llama7b_1gpu", warmup=2, timed=1, seconds=10, rounds=3, accumulate=16, log_every=1,
+                       base="bf16-true", overrides=_KEEPS_ALL),
+    "litgpt_1b": Size("llama1b", warmup=8, timed=16, seconds=10, rounds=4, accumulate=1, log_every=4,
+                      overrides=_KEEPS_ALL),
+    "fsdp2_1b": Size("llama1b", warmup=2, timed=4, seconds=10, rounds=3, accumulate=4, log_every=2,
+                     overrides=_KEEPS_ALL),
 }  # fmt: skip
-# One device as it is, and the same through FSDP2: what the strategy costs where there is nothing to shard.
-STRATEGIES = {
-    "one_device": ("--trainer.strategy", "auto"),
-    "fsdp2": ("--trainer.strategy", json.dumps({"class_path": "FSDP2Strategy"})),
-}
+
+
+def variants(base: str, dry: bool, emulate: bool) -> dict[str, tuple[str, ...]]:
+    """Contenders that are the recipe with other options: formats, and strategies.
+
+    Args:
+        base: of the size.
+        dry: toy sizes, which are below what fp8 pays for.
+        emulate: whether fp8 products are emulated, as a device without them needs.
+    """
+    fp8 = {"base": base, "convert_small": dry, "emulate": emulate}
+    return {
+        "ours": (),
+        "ours_bf16_state": plugin("BF16True", optimizer_state="bf16"),
+        "fp8_tensorwise": plugin("Float8", recipe="tensorwise", **fp8),
+        "fp8_rowwise": plugin("Float8", recipe="rowwise", **fp8),
+        # one device as it is, and the same through FSDP2: what the strategy costs where there is nothing to shard
+        "one_device": ("--trainer.strategy", "auto"),
+        "fsdp2": ("--trainer.strategy", json.dumps({"class_path": "FSDP2Strategy"})),
+    }
+
+
 _DRY = (
     f"{DECODER}.d_model", "32", f"{DECODER}.n_layers", "2", f"{DECODER}.n_heads", "4", f"{DECODER}.vocab_size", "256",
     f"{DECODER}.d_ff", "64", f"{DECODER}.n_kv_heads", "2", f"{DECODER}.max_seq_len", "32",
@@ -75,4 +111,6 @@ def toy(size: Size, cuda: bool = False) -> Size:
     """
     where = () if cuda else ("--trainer.accelerator", "cpu", "--model.init_args.compile_blocks", "false")
     overrides = (*size.overrides, *_DRY, *where)
-    return dataclasses.replace(size, warmup=1, timed=2, rounds=1, accumulate=2, log_every=1, overrides=overrides)
+    return dataclasses.replace(
+        size, warmup=1, timed=2, seconds=0.0, rounds=1, accumulate=2, log_every=1, overrides=overrides
+    )

@@ -6,7 +6,6 @@ as only the order of sums differs. The first loss of a 16-bit format lies within
 3 %, as only products are rounded; later losses belong to other weights, so they must only have fallen as far.
 """
 
-import json
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import machine
 from benchmarks.gpu_checks import clean_up
-from benchmarks.stage_file import write
+from benchmarks.stage_file import resume, write
 from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import (
     ActivationMonitor,
@@ -36,8 +35,8 @@ from lightning_tricks.precision import BF16Mixed, BF16True, Float8, FP16Mixed
 from lightning_tricks.strategies import FSDP2Strategy
 
 STEPS, LOG_EVERY = 22, 10
-_DRY = ("fp32_follows_the_cpu", "bf16_mixed_with_every_monitor_waits_for_nothing", "fsdp2_fp32", "compiled_selective",
-        "fp8_tensorwise_compiled")  # fmt: skip
+_DRY = ("fp32_follows_the_cpu", "attention_is_cudnns_on_hopper", "bf16_mixed_with_every_monitor_waits_for_nothing",
+        "fsdp2_fp32", "compiled_selective", "fp8_tensorwise_compiled")  # fmt: skip
 SAME = 1e-3  # relative difference of two losses that only the order of sums may tell apart
 FALL = 0.8  # a run learns if its last loss is below this share of its first one
 
@@ -116,6 +115,8 @@ class Smoke:
 
     def compare(self, losses: list[float], first: float, each: float | None = None) -> dict[str, Any]:
         """Raise where a loss is further from fp32's than promised, relatively."""
+        if not self.reference:  # where the process was started again
+            self.reference, _ = self.fit()
         away = [abs(here - there) / max(abs(there), 1e-9) for here, there in zip(losses, self.reference, strict=True)]
         figures = {"losses": losses, "first_away": away[0], "most_away": max(away)}
         assert away[0] <= first, f"the first loss is {away[0]:.2e} from fp32's, bound {first}"
@@ -161,10 +162,19 @@ class Smoke:
         assert {"activations", "attention", "memory", "throughput", "updates"} <= set(logged), logged
         return {"logged": logged, **self.compare(losses, 0.01)}
 
+    def attention(self) -> dict[str, Any]:
+        """From torch 2.11 on it is the default there; a second cuDNN on the library path costs a factor of two."""
+        shapes = {"gpt2_124m": (12, 12, 1024, 64), "llama1b": (32, 4, 2048, 64), "llama8b": (32, 8, 4096, 128)}
+        hopper = self.cuda and torch.cuda.get_device_capability()[0] == 9
+        chosen = {name: machine.attention_backend(*shape, torch.bfloat16) for name, shape in shapes.items() if hopper}
+        assert set(chosen.values()) <= {"CUDNN_ATTENTION"}, f"{chosen}, cuDNN {torch.backends.cudnn.version()}"
+        return {"attention": chosen}
+
     def checks(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """Name and function, what matters most first; without a GPU those that differ there."""
         every: dict[str, Callable[[], dict[str, Any]]] = {
             "fp32_follows_the_cpu": self.fp32,
+            "attention_is_cudnns_on_hopper": self.attention,
             "bf16_mixed": lambda: self.in_format(BF16Mixed(), 0.01),
             "bf16_mixed_with_every_monitor_waits_for_nothing": self.monitors,
             "fsdp2_fp32": self.fsdp2,
@@ -182,21 +192,17 @@ class Smoke:
         return every if self.cuda else {name: every[name] for name in _DRY}
 
 
-def run_checks(out: Path, seconds: float) -> None:
+def run_checks(out: Path, dry: bool, seconds: float) -> None:
     """Run the checks one by one, and end with an error if one failed; checks that `out` holds are not run again."""
     suite, end = Smoke(torch.cuda.is_available()), time.monotonic() + seconds
-    result: dict[str, Any] = {"stage": "smoke", "machine": machine.describe(), "checks": [], "running": None}
-    if out.exists():
-        result = json.loads(out.read_text(encoding="utf-8"))
+    fresh = {"stage": "smoke", "machine": machine.describe(), "dry": dry, "checks": [], "running": None}
+    result: dict[str, Any] = resume(out, fresh)
     if result["running"]:
         result["checks"].append({"check": result["running"], "ok": False, "error": "ended the process"})
         result["running"] = None
         write(out, result)
     done = [check["check"] for check in result["checks"]]
-    checks = suite.checks()
-    if done:
-        suite.fp32()  # the others compare with it
-    for name, check in checks.items():
+    for name, check in suite.checks().items():
         if name in done or time.monotonic() > end:
             continue
         result["running"], start = name, time.monotonic()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stage_file import write
+from benchmarks.stage_file import resume, write
 
 ROOT = Path(__file__).resolve().parents[1]
 # Every file with tests marked `gpu`, those that take least first.
@@ -32,16 +32,20 @@ _RESULT = "LIGHTNING_TRICKS_GPU_TESTS"  # environment variable: the file that th
 _STDERR = os.dup(2)  # before pytest captures it: where the stacks of a test that hangs are written
 
 
-def run_tests(out: Path, seconds: float, files: Sequence[str]) -> None:
+def run_tests(out: Path, dry: bool, seconds: float, files: Sequence[str]) -> None:
     """Run them; exit code 1 if one failed or was not reached.
 
     Args:
-        out: result file, written after each test.
+        out: result file, written after each test; tests that it holds are not run again.
+        dry: whether the files are fewer than all.
         seconds: when to stop and leave the rest out.
         files: as pytest takes them, from the root of the checkout.
     """
+    from benchmarks import machine  # here: this module is a plugin too, and pytest shall import torch itself
+
     end = time.monotonic() + seconds
-    write(out, {"stage": "tests", "collected": None, "running": None, "tests": {}})
+    fresh = {"stage": "tests", "machine": machine.describe(), "dry": dry}
+    write(out, resume(out, {**fresh, "collected": None, "running": None, "tests": {}}))
     command = [sys.executable, "-m", "pytest", "-v", "-p", "benchmarks.gpu_tests", "-p", "no:cacheprovider"]
     command += ["-o", "addopts=", "-m", "gpu", "--continue-on-collection-errors", *files]
     environment = os.environ | {

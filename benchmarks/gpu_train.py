@@ -1,17 +1,16 @@
 """The training stages of gpu.py: tokens/s and peak memory of a recipe, beside other loops or in other formats.
 
-Runs in a process of its own: `python -m benchmarks.gpu_train STAGE --out FILE`. The JSON is written before and after
-each measurement: a process that is killed loses only the current one, and a new process on the same file goes on with
-the others.
+Runs in a process of its own: `python -m benchmarks.gpu_train STAGE --out FILE`. First each contender runs a few steps
+that are not timed, in which everything is compiled; then they take turns. A row is on disk as soon as its clock has
+stopped, and a new process on the same file goes on with the others.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,17 @@ import torch
 from benchmarks import machine
 from benchmarks.contenders import CONTENDERS
 from benchmarks.feed import load, own_loader, write_tokens
-from benchmarks.formats import on_gpu
 from benchmarks.gpu_checks import clean_up, require_device
-from benchmarks.gpu_sizes import SIZES, STRATEGIES, Size, toy
-from benchmarks.stage_file import write
+from benchmarks.gpu_peers import PEERS
+from benchmarks.gpu_sizes import SIZES, Size, toy, variants
+from benchmarks.stage_file import resume, write
+from lightning_tricks._lightning import pl
+from lightning_tricks._replaced import replaced
 from lightning_tricks.accounting import matmul_parameters, training_flops_per_token
 
-# What a run takes beside its steps, once everything is compiled: building the model, starting the loader, cleaning up.
-_START_SECONDS = 6.0
+Row = dict[str, Any]
+COMPILING_SHARE = 0.6  # of a stage's time: what is not compiled by then is left out, so that the others are timed
+_ENDLESS = 10**9  # micro-batches, of which a window takes as many as it needs
 
 
 def compiled_graphs() -> int:
@@ -51,11 +53,25 @@ def whole_peak() -> Iterator[list[float]]:
         peaks.append(torch.cuda.max_memory_allocated() / 2**30)
         reset(*args, **kwargs)
 
-    torch.cuda.reset_peak_memory_stats = keep_and_reset
-    try:
+    with replaced(torch.cuda, "reset_peak_memory_stats", keep_and_reset):
         yield peaks
-    finally:
-        torch.cuda.reset_peak_memory_stats = reset
+
+
+@contextmanager
+def nothing_moves_to_the_host() -> Iterator[None]:
+    """Lightning moves weights and optimizer state there at the end, 75 GiB at 7B; here they are thrown away."""
+    strategy: Any = sys.modules[pl.strategies.Strategy.__module__]
+    move = strategy._optimizers_to_device
+
+    def to_device(optimizers: Any, device: torch.device) -> None:
+        if device.type != "cpu":
+            move(optimizers, device)
+
+    with (
+        replaced(pl.LightningModule, "cpu", lambda module: module),
+        replaced(strategy, "_optimizers_to_device", to_device),
+    ):
+        yield
 
 
 def plain(contender: str) -> str:
@@ -63,71 +79,131 @@ def plain(contender: str) -> str:
     return contender.removesuffix("_again")
 
 
-def run_once(size: Size, contender: str, shards: str, folder: Path, dry: bool) -> dict[str, Any]:
-    """Train a recipe for a few steps and time the last of them, from one synchronisation to the next."""
-    cuda = torch.cuda.is_available()
-    first, last = size.warmup * size.accumulate, (size.warmup + size.timed) * size.accumulate
-    seen: dict[int, tuple[float, int, int]] = {}
+class Window:
+    """What `Meter` calls: starts the clock after the warm-up, and stops it after whole log intervals, the device idle.
 
-    def mark(index: int) -> None:
-        if index not in (first, last):
-            return
-        if cuda:
-            torch.cuda.synchronize()
-            if index == first:
+    Args:
+        size: how long.
+        peaks: of `whole_peak`.
+        state: of the device.
+        ended: called once with the figures, when the clock has stopped.
+    """
+
+    def __init__(
+        self, size: Size, peaks: list[float], state: machine.DeviceState, ended: Callable[[Row], None]
+    ) -> None:
+        self.size, self.peaks, self.state, self.ended = size, peaks, state, ended
+        self.cuda = torch.cuda.is_available()
+        self.first = size.warmup * size.accumulate
+        self.begun = time.perf_counter(), compiled_graphs(), graph_breaks()
+        self.start = self.begun
+        self.warmup: Row = {}
+
+    def __call__(self, index: int) -> bool:
+        """Whether training ends before micro-batch `index`."""
+        if index == self.first:
+            self._wait()
+            now = time.perf_counter(), compiled_graphs(), graph_breaks()
+            self.warmup = {
+                "warmup_seconds": now[0] - self.begun[0],
+                "graphs_compiled_in_warmup": now[1] - self.begun[1],
+                "peak_warmup_gib": self._peak(),
+            }
+            if self.cuda:
                 torch.cuda.reset_peak_memory_stats()
-                peaks.clear()
-                state.start()
-        seen[index] = time.perf_counter(), compiled_graphs(), graph_breaks()
+            self.peaks.clear()
+            self.state.start()
+            self.start = time.perf_counter(), *now[1:]
+        done = index - self.first
+        whole = done > 0 and done % (self.size.log_every * self.size.accumulate) == 0
+        if not whole or done < self.size.timed * self.size.accumulate:
+            return False
+        if time.perf_counter() - self.start[0] < self.size.seconds:
+            return False
+        self._wait()
+        seconds = time.perf_counter() - self.start[0]
+        self.ended({
+            "micro_batch_ms": 1000 * seconds / done,
+            "timed_micro_batches": done,
+            "timed_seconds": seconds,
+            **self.warmup,
+            "graphs_compiled_while_timed": compiled_graphs() - self.start[1],
+            "graph_breaks": graph_breaks() - self.begun[2],
+            "peak_allocated_gib": self._peak(),
+            "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if self.cuda else None,
+            **self.state.summary(),
+        })  # fmt: skip
+        return True
 
-    start, graphs_before, breaks_before = time.perf_counter(), compiled_graphs(), graph_breaks()
-    variants = {**on_gpu(dry, emulate=not cuda), **STRATEGIES}
-    options = variants.get(plain(contender))
+    def _wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def _peak(self) -> float | None:
+        return max([*self.peaks, torch.cuda.max_memory_allocated() / 2**30]) if self.cuda else None
+
+
+def run_once(
+    size: Size, contender: str, shards: str, folder: Path, dry: bool, keep: Callable[[Row], None] | None
+) -> Row:
+    """Train a recipe for some steps.
+
+    Args:
+        size: how long.
+        contender: what trains.
+        shards: the data.
+        folder: for what is written.
+        dry: toy sizes.
+        keep: gets the figures as soon as the clock has stopped. None: as many micro-batches run as the warm-up has
+            steps, so that everything is compiled.
+
+    Returns:
+        What is known when training has ended: last loss and norm.
+    """
+    cuda = torch.cuda.is_available()
+    kinds = variants(size.base, dry, emulate=not cuda)
+    options = kinds.get(plain(contender))
     cli: Any = load(size.recipe, shards, folder, (*size.options, *(options or ())))
     # Here everyone reads through the data module, as there is time to do so while the device works.
-    run = CONTENDERS["ours_loader" if contender == "ours" or options is not None else contender]
-    with machine.device_state(cuda) as state, whole_peak() as peaks:
-        run(cli, own_loader(cli), last, mark)
-        peaks.append(torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0)
-    seconds = seen[last][0] - seen[first][0]
-    micro_batches, data = last - first, cli.datamodule
-    return {
-        "contender": contender,
-        "tokens_per_second": micro_batches * data.micro_batch_size * data.seq_len / seconds,
-        "micro_batch_ms": 1000 * seconds / micro_batches,
-        "micro_batches": last,
-        "timed_micro_batches": micro_batches,
-        "warmup_seconds": seen[first][0] - start,
-        "graphs_compiled_in_warmup": seen[first][1] - graphs_before,
-        "graphs_compiled_while_timed": seen[last][1] - seen[first][1],
-        "graph_breaks": seen[last][2] - breaks_before,
-        "peak_allocated_gib": max(peaks) if cuda else None,
-        "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if cuda else None,
-        **state.summary(),
-        **_setting(cli),
-    }
+    run = {**CONTENDERS, **PEERS}["ours_loader" if options is not None else plain(contender)]
+
+    def ended(figures: Row) -> None:
+        assert keep is not None
+        data = cli.datamodule
+        tokens = data.micro_batch_size * data.seq_len
+        keep({"tokens_per_second": 1000 * tokens / figures["micro_batch_ms"], **figures, **_setting(cli)})
+
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with machine.device_state(cuda) as state, whole_peak() as peaks, nothing_moves_to_the_host():
+        window = Window(size, peaks, state, ended)
+        mark = (lambda index: index >= size.warmup) if keep is None else window
+        run(cli, own_loader(cli), _ENDLESS, mark)
+    ends = {name: last_logged(cli, f"train/{name.removeprefix('last_')}") for name in ("last_loss", "last_grad_norm")}
+    vars(cli).clear()  # jsonargparse keeps the last parser in a ContextVar, and that one keeps its command line
+    return ends
 
 
-def _setting(cli: Any) -> dict[str, Any]:
+def _setting(cli: Any) -> Row:
     """The run's options and what its steps should cost, as the recipe that was built says."""
     data, config, plugin = cli.datamodule, cli.model.config, cli.trainer.precision_plugin
     heads = config.n_heads, config.kv_heads, data.seq_len, config.head_dim
     low = torch.bfloat16  # in which every format that is compared here attends
+    flops = {kind: training_flops_per_token(config, data.seq_len, kind) for kind in ("causal", "full")}
+    in_fp8 = getattr(plugin, "peak_dtype", None) == "fp8"  # emulated fp8 runs in bf16
+    converted = 6 * matmul_parameters(config) * plugin.converted_share if in_fp8 else 0.0
     return {
         "seq_len": data.seq_len,
         "micro_batch_size": data.micro_batch_size,
         "accumulate_grad_batches": cli.trainer.accumulate_grad_batches,
         "log_every_n_steps": cli.trainer.log_every_n_steps,
         "precision": str(cli.trainer.precision),
-        "peak_dtype": getattr(plugin, "peak_dtype", None) or "bf16",  # emulated fp8 has none
-        "last_loss": last_logged(cli, "train/loss"),
-        "last_grad_norm": last_logged(cli, "train/grad_norm"),
-        "converted_share": getattr(plugin, "converted_share", None),
+        "fp8_share": {kind: converted / count for kind, count in flops.items()},
         "activation_checkpointing": cli.model.activation_checkpointing,
         "compile_blocks": cli.model.compile_blocks,
         "attention": machine.attention_backend(*heads, low) if torch.cuda.is_available() else None,
         "matmul_parameters": matmul_parameters(config),
-        "flops_per_token": {kind: training_flops_per_token(config, data.seq_len, kind) for kind in ("causal", "full")},
+        "flops_per_token": flops,
     }
 
 
@@ -146,73 +222,101 @@ def order(contenders: Sequence[str], rounds: int) -> list[tuple[int, str]]:
     ]
 
 
-def train(stage: str, out: Path, dry: bool, contenders: Sequence[str], seconds: float) -> bool:
-    """Measure a recipe with each contender, round by round, as long as another run is likely to fit in `seconds`.
-
-    A contender that raises is not tried again, and costs no other.
+class Stage:
+    """The runs of one stage and their file.
 
     Args:
-        stage: one of `SIZES`.
+        name: one of `SIZES`.
         out: result file; runs of an earlier process in it are kept, and a run that ended that process counts as failed.
         dry: toy sizes, on a CPU where there is no GPU.
-        contenders: in the order of the first round, which each later round rotates.
         seconds: how long this process may take.
-
-    Returns:
-        Whether no contender failed.
     """
-    end = time.perf_counter() + seconds
-    result: dict[str, Any] = {"stage": stage, "machine": machine.describe(), "runs": [], "failures": [], "running": {}}
-    if out.exists():
-        result = json.loads(out.read_text(encoding="utf-8"))
-    if result["running"]:
-        fail(result, "ended the process: it crashed, or hung")
-        write(out, result)  # there may be nothing left to run
-    size = SIZES[stage]
-    if dry:
-        size = toy(size, torch.cuda.is_available())
-    with tempfile.TemporaryDirectory() as folder:
-        shards = write_tokens(Path(folder), 256 if dry else 32000, 100_000 if dry else 20_000_000)
-        for number, contender in order(contenders, size.rounds):
-            done = any((run["round"], run["contender"]) == (number, contender) for run in result["runs"])
-            if done or any(failure["contender"] == contender for failure in result["failures"]):
-                continue
-            if time.perf_counter() + expected_seconds(result["runs"]) > end:
-                print(f"{stage}: no time for round {number + 1}, {contender}")
-                break
-            print(f"== {stage}, round {number + 1}, {contender}", flush=True)
-            result["running"] = {"round": number, "contender": contender}
-            write(out, result)
-            measure(result, size, shards, Path(folder), dry)
-            write(out, result)
-            clean_up()
-    return not result["failures"]
 
+    def __init__(self, name: str, out: Path, dry: bool, seconds: float) -> None:
+        self.name, self.out, self.dry, self.seconds, self.start = name, out, dry, seconds, time.perf_counter()
+        fresh = {"stage": name, "machine": machine.describe(), "dry": dry, "untimed": [], "runs": [], "failures": []}
+        self.result: dict[str, Any] = resume(out, {**fresh, "left_out": [], "running": {}})
+        if self.result["running"]:
+            self._fail("ended the process: it crashed, or hung")
+            self.write()  # there may be nothing left to run
+        self.size = toy(SIZES[name], torch.cuda.is_available()) if dry else SIZES[name]
 
-def expected_seconds(runs: Sequence[dict[str, Any]]) -> float:
-    """How long one more run takes if nothing is left to compile; 0 before the first one."""
-    steps = max((run["micro_batch_ms"] * run["micro_batches"] / 1000 for run in runs), default=-_START_SECONDS)
-    return _START_SECONDS + steps
+    def write(self) -> None:
+        write(self.out, self.result)
 
+    def passed(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.start
 
-def measure(result: dict[str, Any], size: Size, shards: str, folder: Path, dry: bool) -> None:
-    """Add the run that `result["running"]` names to the runs, or to the failures."""
-    at = result["running"]
-    try:
-        run = run_once(size, at["contender"], shards, folder, dry)
-    except Exception as error:
-        traceback.print_exc()
-        fail(result, "".join(traceback.format_exception_only(error)).strip()[-2000:])
-        traceback.clear_frames(error.__traceback__)  # they hold the model
-    else:
-        result["runs"].append({"round": at["round"], **run})
+    def train(self, contenders: Sequence[str]) -> bool:
+        """Measure the recipe with each contender, as long as another run is likely to fit; whether none failed."""
+        with tempfile.TemporaryDirectory() as folder:
+            shards = write_tokens(Path(folder), 256 if self.dry else 32000, 100_000 if self.dry else 20_000_000)
+            turns = order(contenders, self.size.rounds)
+            for contender in dict.fromkeys(map(plain, contenders)):
+                if not any(plain(name) == contender and not self._is_done(turn, name) for turn, name in turns):
+                    continue
+                if self.passed() > COMPILING_SHARE * self.seconds:
+                    print(f"{self.name}: no time to compile {contender}")
+                    self.result["left_out"].append(contender)
+                    continue
+                self._run(None, contender, shards, Path(folder))
+            for number, contender in turns:
+                if self._is_done(number, contender) or plain(contender) in self.result["left_out"]:
+                    continue
+                if self.passed() + self.expected_seconds(contender) > self.seconds:
+                    print(f"{self.name}: no time for round {number + 1}, {contender}")
+                    break
+                self._run(number, contender, shards, Path(folder))
+        self.write()
+        return not self.result["failures"]
+
+    def expected_seconds(self, contender: str) -> float:
+        """How long another run takes: as long as the longest one of this contender, or of all."""
+        runs = [run for run in self.result["runs"] if plain(run["contender"]) == plain(contender)]
+        return max((run.get("run_seconds", 0.0) for run in runs or self.result["runs"]), default=0.0)
+
+    def _is_done(self, number: int, contender: str) -> bool:
+        failed = any(plain(failure["contender"]) == plain(contender) for failure in self.result["failures"])
+        return failed or any((run["round"], run["contender"]) == (number, contender) for run in self.result["runs"])
+
+    def _run(self, number: int | None, contender: str, shards: str, folder: Path) -> None:
+        """One run; a round without a number is not timed. A contender that raises is not tried again."""
+        result, start, graphs = self.result, time.perf_counter(), compiled_graphs()
+        print(f"== {self.name}, {'untimed' if number is None else f'round {number + 1}'}, {contender}", flush=True)
+        result["running"] = {"round": number, "contender": contender}
+        self.write()
+        row: Row = {"round": number, "contender": contender}
+
+        def keep(figures: Row) -> None:
+            row.update(figures)
+            result["runs"].append(row)
+            self.write()
+
+        try:
+            ends = run_once(self.size, contender, shards, folder, self.dry, None if number is None else keep)
+        except Exception as error:
+            traceback.print_exc()
+            self._fail("".join(traceback.format_exception_only(error)).strip()[-2000:])
+            traceback.clear_frames(error.__traceback__)  # they hold the model
+        else:
+            if number is None:
+                result["untimed"].append(row)
+                row["graphs"] = compiled_graphs() - graphs
+            else:
+                row.update(ends)
         result["running"] = {}
+        row["run_seconds"] = time.perf_counter() - start
+        self.write()
+        clean_up()
+        row["left_gib"] = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+        row["run_seconds"] = time.perf_counter() - start
+        self.write()
 
-
-def fail(result: dict[str, Any], why: str) -> None:
-    """Count the run that `result["running"]` names as failed."""
-    result["failures"].append({**result["running"], "error": why})
-    result["running"] = {}
+    def _fail(self, why: str) -> None:
+        """Count the run that is under way as failed."""
+        self.result["failures"].append({**self.result["running"], "error": why})
+        self.result["running"] = {}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -228,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Several contenders share this process, each with graphs of its own. Past its limit torch would go on eagerly, and
     # the figure would be another one's: then it shall fail instead.
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
-        fine = train(options.stage, options.out, options.dry, options.contenders.split(","), options.seconds)
+        fine = Stage(options.stage, options.out, options.dry, options.seconds).train(options.contenders.split(","))
     sys.exit(0 if fine else 1)
 
 

@@ -1,6 +1,7 @@
 """The machine and the versions that a figure belongs to, and the GPU's clock, power and temperature meanwhile."""
 
 import datetime
+import importlib.util
 import logging
 import os
 import platform
@@ -70,6 +71,7 @@ def describe() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "gpu": gpu and gpu.name,
         "gpu_memory_gib": gpu and round(gpu.total_memory / 2**30, 1),
+        "gpu_uuid": gpu and str(gpu.uuid),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "versions": packages,
@@ -82,12 +84,15 @@ def _cuda() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
         "nvidia_smi": nvidia_smi(),
+        "nvml": importlib.util.find_spec("pynvml") is not None,
     }
 
 
 def nvidia_smi() -> dict[str, str]:
-    """Driver, limits and clocks as nvidia-smi tells them; empty where there is none."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader", "--id=0"]
+    """Driver, limits and clocks of torch's device 0 as nvidia-smi tells them; empty where there is none."""
+    # not --id=0: CUDA_VISIBLE_DEVICES may have chosen another, and nvidia-smi counts without it
+    device = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
+    command = ["nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader", device]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -98,7 +103,8 @@ def nvidia_smi() -> dict[str, str]:
 class DeviceState:
     """Clock, power and temperature of the GPU, sampled in a thread between `start` and `summary`.
 
-    Reads the driver's counters and gives no work to the device. Where they cannot be read, every figure is None.
+    Reads the driver's counters and gives no work to the device. Where they cannot be read, every figure is None; torch
+    reads them by the package nvidia-ml-py.
     """
 
     def __init__(self) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.feed import Batch
+from benchmarks.hand_written import HandWritten
 from lightning_tricks._lightning import pl
-from lightning_tricks.models import Decoder, Llama
+from lightning_tricks.models import Decoder, DecoderConfig, Llama
 from lightning_tricks.models.hf_adapter import hf_config, to_hf
 
 LR, BETAS, DECAY, CLIP, LOG_EVERY = 1e-3, (0.9, 0.95), 0.1, 1.0, 5
@@ -120,74 +120,10 @@ def bare_ours(job: Job) -> None:
     job.by_hand(decoder, lambda batch: decoder(**batch) / batch["labels"].numel())
 
 
-class _HandBlock(nn.Module):
-    def __init__(self, width: int, heads: int, hidden: int, eps: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.gate_up, self.down = nn.Linear(width, 2 * hidden, bias=False), nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        q, k = (
-            t * cos + torch.cat((-t[..., t.shape[-1] // 2 :], t[..., : t.shape[-1] // 2]), -1) * sin for t in (q, k)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v.to(q.dtype), is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
-
-
-class HandWritten(nn.Module):
-    """A Llama as nanoGPT is written: fused q, k and v, fused gate and up, whole logits.
-
-    Args:
-        state: weights under the names of transformers.
-    """
-
-    def __init__(self, shape: Llama, state: dict[str, Tensor], length: int) -> None:
-        super().__init__()
-        width, heads = shape.d_model, shape.n_heads
-        self.embed = nn.Embedding(shape.vocab_size, width)
-        self.blocks = nn.ModuleList(
-            _HandBlock(width, heads, shape.ffn_width, shape.norm_eps) for _ in range(shape.n_layers)
-        )
-        self.norm, self.head = nn.RMSNorm(width, shape.norm_eps), nn.Linear(width, shape.vocab_size, bias=False)
-        inverse = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
-        angles = torch.outer(torch.arange(length), inverse).repeat(1, 2)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-        mine = {
-            "embed.weight": state["model.embed_tokens.weight"],
-            "norm.weight": state["model.norm.weight"],
-            "head.weight": state["lm_head.weight"],
-        }
-        for i in range(shape.n_layers):
-            theirs = f"model.layers.{i}."
-            for name, parts in {
-                "norm1": ("input_layernorm",),
-                "norm2": ("post_attention_layernorm",),
-                "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-                "out": ("self_attn.o_proj",),
-                "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-                "down": ("mlp.down_proj",),
-            }.items():
-                mine[f"blocks.{i}.{name}.weight"] = torch.cat([state[f"{theirs}{part}.weight"] for part in parts])
-        self.load_state_dict(mine)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Mean nats of a token."""
-        x, length = self.embed(input_ids), input_ids.shape[1]
-        for block in self.blocks:
-            x = block(x, self.cos[:length], self.sin[:length])  # type: ignore[index]
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
-
-
 def bare_hand(job: Job) -> None:
     """A hand-written model in the manner of nanoGPT, compiled as a whole."""
-    model = HandWritten(job.shape, job.hf_state(), job.length)
+    model = HandWritten(job.shape, job.length)
+    model.load(job.decoder().state_dict())
     called = torch.compile(model) if job.compiled else model
     job.by_hand(model, lambda batch: called(**batch))
 
@@ -259,19 +195,26 @@ def hf_trainer(job: Job) -> None:
     Fed(model=job.hf_model(), args=arguments).train()
 
 
+def litgpt_model(shape: DecoderConfig, length: int) -> Any:
+    """Litgpt's model of a Llama's shape, with weights of its own."""
+    from litgpt.model import GPT, Config
+
+    config = Config(
+        name="peer", block_size=length, vocab_size=shape.vocab_size, padded_vocab_size=shape.vocab_size,
+        n_layer=shape.n_layers, n_head=shape.n_heads, n_query_groups=shape.kv_heads, n_embd=shape.d_model,
+        intermediate_size=shape.ffn_width, rotary_percentage=1.0, parallel_residual=False, bias=False,
+        norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", norm_eps=shape.norm_eps,
+        rope_base=int(shape.rope_theta),
+    )  # fmt: skip
+    return GPT(config)
+
+
 def litgpt(job: Job) -> None:
     """Litgpt's model and loss in the loop of `litgpt pretrain`: Fabric, compiled as a whole."""
     from lightning.fabric import Fabric
-    from litgpt.model import GPT, Config
     from litgpt.utils import chunked_cross_entropy
 
     shape, state = job.shape, job.hf_state()
-    config = Config(
-        name="peer", block_size=job.length, vocab_size=shape.vocab_size, padded_vocab_size=shape.vocab_size,
-        n_layer=shape.n_layers, n_head=shape.n_heads, n_embd=shape.d_model, intermediate_size=shape.ffn_width,
-        rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm",
-        mlp_class_name="LLaMAMLP", norm_eps=shape.norm_eps, rope_base=int(shape.rope_theta),
-    )  # fmt: skip
     names = {
         "norm_1": ("input_layernorm",),
         "norm_2": ("post_attention_layernorm",),
@@ -288,7 +231,7 @@ def litgpt(job: Job) -> None:
     }
     theirs["transformer.wte.weight"] = state["model.embed_tokens.weight"]
     theirs["transformer.ln_f.weight"], theirs["lm_head.weight"] = state["model.norm.weight"], state["lm_head.weight"]
-    model: Any = GPT(config)
+    model = litgpt_model(shape, job.length)
     model.load_state_dict(theirs)
     fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed" if job.bf16 else "32-true")
     optimizer: Any = job.optimizer(model)

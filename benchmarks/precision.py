@@ -101,6 +101,8 @@ def flag(name: str, value: Any) -> list[str]:
 def run_once(name: str, options: Sequence[str], lr: float, device: str, steps: int, folder: Path) -> dict[str, Any]:
     """Train once; the loss curve, validation bits/byte at the end, and shares of frozen weights and clipped steps."""
     lr_option = ("--model.init_args.optimizer.init_args.lr", str(lr))
+    torch._dynamo.reset()  # each format has graphs of its own, and past a limit torch would go on eagerly
+    before = compiled_graphs()
     trained: Any = load([*options, *lr_option], device, steps, folder)
     memory, frozen, trainer = Memory(), Frozen(), trained.trainer
     trainer.loggers = [memory]
@@ -119,8 +121,13 @@ def run_once(name: str, options: Sequence[str], lr: float, device: str, steps: i
         "clipped_share": sum(norm > trainer.gradient_clip_val for norm in norms) / len(norms),
         "skipped_steps": getattr(plugin, "skipped_steps", None),
         "converted_share": getattr(plugin, "converted_share", None),
+        "graphs": compiled_graphs() - before,
         "loss": [round(statistics.mean(loss[i : i + window]), 4) for i in range(0, len(loss), window)],
     }
+
+
+def compiled_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def planned(chosen: Sequence[str], device: str, steps: int, only_peak_lr: bool) -> list[tuple[str, float, int]]:
@@ -157,7 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ):
             if (name, lr, steps) in done:
                 continue
-            run = run_once(name, known[name], lr, options.device, steps, Path(folder))
+            with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+                run = run_once(name, known[name], lr, options.device, steps, Path(folder))
             result["runs"].append(run)
             write(out, result)
             print(f"{name:32} lr {lr:.0e}  {run['bits_per_byte']:.4f} bits/byte  frozen {run['frozen_share']:.1%}")

@@ -82,7 +82,12 @@ class Head(nn.Linear):
     """The output head, without a bias: features to logits, or with labels to their loss.
 
     Tensor ranks may have parts of its vocabulary, see `vocabulary` in `parallel.tensor.plan_of`.
+
+    Attributes:
+        compiled: whether the loss is compiled, where that pays; see `linear_cross_entropy`.
     """
+
+    compiled = False
 
     def __init__(self, d_model: int, vocab_size: int) -> None:
         super().__init__(d_model, vocab_size, bias=False)
@@ -93,7 +98,7 @@ class Head(nn.Linear):
         With labels (batch, length), of which -100 does not count, the full logits never exist.
         """
         if labels is not None:
-            return linear_cross_entropy(features.flatten(0, 1), self.weight, labels.flatten())
+            return linear_cross_entropy(features.flatten(0, 1), self.weight, labels.flatten(), compiled=self.compiled)
         weight, group, _ = local_rows(self.weight)
         logits = F.linear(features, weight)
         return logits if group is None else whole_logits(logits, self.weight)
@@ -189,9 +194,13 @@ class Decoder(nn.Module):
         return plan
 
     def compile_blocks(self) -> None:
-        """Compile each block in place with `torch.compile`: all blocks share one compilation, and no name changes."""
+        """Compile each block in place with `torch.compile`: all blocks share one compilation, and no name changes.
+
+        On CUDA the loss of the head is compiled too.
+        """
         for block in self.blocks:
             block.compile()
+        self.head.compiled = True
 
     def compile_choice(self, rows: int, length: int, calls: int | None) -> CompileChoice:
         """Whether `compile_blocks` pays on this CPU, under the autocast that is on; gradients are left alone.

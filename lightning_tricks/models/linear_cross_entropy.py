@@ -3,6 +3,7 @@
 At vocabulary 50304 and 65536 tokens the logits and their gradient alone would take 26 GB in fp32.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -48,6 +49,31 @@ def nats_and_gradient(
     return nats, z
 
 
+def for_the_compiler(
+    logits: Tensor, labels: Tensor, ignore_index: int, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`nats_and_gradient` of one rank, the gradient in the dtype of the logits: the compiler makes two kernels of it.
+
+    Nothing of the logits' size is stored but the gradient. Without the compiler it takes several such tensors.
+    """
+    counted = labels != ignore_index
+    target = torch.where(counted, labels, 0).unsqueeze(1)
+    z = logits.float()
+    z = z - z.amax(1, keepdim=True)
+    total = z.exp().sum(1)
+    nats = torch.where(counted, total.log() - z.gather(1, target).squeeze(1), 0.0).sum()
+    if not wants_gradient:
+        return nats, None
+    probability = z.exp() * torch.where(counted, 1 / total, 0.0).unsqueeze(1)
+    is_label = (torch.arange(z.shape[1], device=z.device) == target) & counted.unsqueeze(1)
+    return nats, torch.where(is_label, probability - 1, probability).to(logits.dtype)
+
+
+@functools.cache
+def _compiled() -> Any:
+    return torch.compile(for_the_compiler)  # when first needed, as torch.compile imports much
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -60,6 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_gradient: bool,
         group: Any,
         first: int,
+        compiled: bool,
     ) -> Tensor:
         head = weight.to(x.dtype)
         nats = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -67,7 +94,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_gradient else weight
         for begin in range(0, len(x), rows):
             piece = slice(begin, begin + rows)
-            some_nats, grad_logits = nats_and_gradient(x[piece] @ head.T, labels[piece], ignore_index, group, first)
+            logits = x[piece] @ head.T
+            if compiled:
+                some_nats, grad_logits = _compiled()(logits, labels[piece], ignore_index, wants_gradient)
+            else:
+                some_nats, grad_logits = nats_and_gradient(logits, labels[piece], ignore_index, group, first)
             nats += some_nats
             if wants_gradient:
                 grad_logits = grad_logits.to(x.dtype)
@@ -86,11 +117,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         # of one dimension, so that the product is computed in fp32: 1 / tokens in bf16 would be wrong by up to 0.4 %
         scaled = torch.mul(grad_x, grad.float().view(1), out=torch.empty_like(grad_x))
-        return scaled, (grad_weight * grad).to(ctx.weight_dtype), *[None] * 6
+        return scaled, (grad_weight * grad).to(ctx.weight_dtype), *[None] * 7
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int = -100, rows: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    rows: int | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Sum over tokens of -log softmax(x @ weight.T)[label], in nats.
 
@@ -104,6 +140,8 @@ def linear_cross_entropy(
         labels: (N,) int64.
         ignore_index: label that does not count.
         rows: tokens in a slice. Default: `ROWS_ON_CPU`, `ROWS` elsewhere.
+        compiled: run the softmax of a slice through `torch.compile` on CUDA, where no tensor ranks share the weight:
+            a slice is then read and written once or twice, in place of a dozen times in fp32.
 
     Returns:
         Scalar fp32 tensor.
@@ -116,4 +154,5 @@ def linear_cross_entropy(
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     weight, group, first = local_rows(weight)
     x = x.to(matmul_dtype(x))
-    return _LinearCrossEntropy.apply(x, weight, labels, ignore_index, rows, wants_gradient, group, first)
+    compiled = compiled and x.is_cuda and group is None
+    return _LinearCrossEntropy.apply(x, weight, labels, ignore_index, rows, wants_gradient, group, first, compiled)

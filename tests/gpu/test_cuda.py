@@ -112,15 +112,18 @@ def test_compiled_blocks_equal_eager_ones(config, checkpointing):
     assert relative_error(gradients(compiled), gradients(eager)) < 1e-4
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("rows", [None, 100], ids=["one_slice", "slices"])
-def test_the_fused_loss_is_cross_entropy(rows):
+def test_the_fused_loss_is_cross_entropy(rows, compiled):
     x, weight = torch.randn(257, 64, device=DEVICE, requires_grad=True), torch.randn(999, 64, device=DEVICE)
     weight = (0.1 * weight).requires_grad_()
     labels = torch.randint(0, 999, (257,), device=DEVICE)
     labels[::7] = -100
     expected = F.cross_entropy(x @ weight.T, labels, reduction="sum")
     wanted = torch.autograd.grad(expected, (x, weight))
-    loss = linear_cross_entropy(x, weight, labels, rows=rows)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    loss = linear_cross_entropy(x, weight, labels, rows=rows, compiled=compiled)
+    assert compiled == (torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for got, want in zip(torch.autograd.grad(loss, (x, weight)), wanted, strict=True):
         assert relative_error(got, want) < 1e-5

@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
+from lightning_tricks.models import Decoder, Llama
+from lightning_tricks.models import linear_cross_entropy as module
+from lightning_tricks.models.linear_cross_entropy import for_the_compiler, linear_cross_entropy, nats_and_gradient
 
 
 def problem(dtype=torch.float32):
@@ -89,3 +91,34 @@ def test_without_gradients_it_multiplies_once_and_keeps_nothing(context):
     assert (trained.get_total_flops(), validated.get_total_flops()) == (3 * product, product)
     assert not loss.requires_grad
     assert loss.item() == pytest.approx(reference(x, weight, labels).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_compiled_on_cuda_is_the_same_formula_in_one_graph(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = (30 * torch.randn(37, 50, generator=generator)).to(dtype)
+    labels = torch.randint(0, 50, (37,), generator=generator)
+    labels[::5] = -100
+    graph = torch.compile(for_the_compiler, backend="eager", fullgraph=True)
+    nats, gradient = graph(logits, labels, -100, True)
+    expected, expected_gradient = nats_and_gradient(logits.clone(), labels, -100)
+    torch.testing.assert_close(nats, expected, rtol=1e-6, atol=0)
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(gradient, expected_gradient.to(dtype), rtol=1e-5, atol=1e-7)
+    assert not gradient[::5].any()
+    only, none = for_the_compiler(logits, labels, -100, False)
+    assert none is None
+    assert only == nats
+
+
+def test_a_decoder_whose_blocks_are_compiled_has_the_same_loss_to_the_bit_on_a_cpu(monkeypatch):
+    def refuse():
+        raise AssertionError("a CPU keeps a slice in its cache, and needs no compiler for it")
+
+    monkeypatch.setattr(module, "_compiled", refuse)
+    decoder = Decoder(Llama(vocab_size=50, d_model=16, n_layers=1, n_heads=2, max_seq_len=8))
+    features, labels = torch.randn(2, 8, 16), torch.randint(0, 50, (2, 8))
+    plain = decoder.head(features, labels)
+    decoder.compile_blocks()
+    assert decoder.head.compiled
+    assert torch.equal(decoder.head(features, labels), plain)
