@@ -121,8 +121,8 @@ class Slows(LanguageModel):
     """Each step waits a little longer than the one before."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The step after a wait of up to 40 ms."""
-        time.sleep(0.04 * self.trainer.global_step / self.trainer.max_steps)
+        """The step after a wait of up to 150 ms."""
+        time.sleep(0.15 * self.trainer.global_step / self.trainer.max_steps)
         return super().training_step(batch, batch_idx)
 
 
@@ -241,7 +241,7 @@ FAULTS = [
     Trial("same", "validation rows are the training rows, under strong dropout", ("validation_leak",), data=SameRows,
           module=DropsWords, steps=400),
     Trial("fp16", "a loss that overflows in fp16", ("scaler_collapse",), module=Overflows, plugins=FP16Mixed),
-    Trial("slow", "steps that take up to 40 ms longer", ("throughput_falls",), module=Slows),
+    Trial("slow", "steps that take up to 150 ms longer", ("throughput_falls",), module=Slows),
     Trial("dead", "bias -50 before a ReLU, in a module of another project", ("dead_units",), module=Dead,
           logger=pl.loggers.CSVLogger, callbacks=watch_relu),
 ]  # fmt: skip

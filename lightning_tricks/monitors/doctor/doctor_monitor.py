@@ -99,6 +99,7 @@ class DoctorMonitor(pl.Callback):
         self._own_seconds: list[float] = []
         self._mark: float | None = None
         self._settings: dict[str, Any] = {}
+        self._starts_at = 0
         self._warn_once = WarnOnce()
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
@@ -141,10 +142,12 @@ class DoctorMonitor(pl.Callback):
             self._mark = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Record the ranks' own seconds on log steps."""
+        """On log steps, record the ranks' own seconds, and a mark with which the buffer asks even without a monitor."""
+        ends = not is_accumulating(trainer) and self._buffer.is_log_step()
+        if ends:
+            self._buffer.record("_doctor/log_step", 1.0)
         if not self._ranks:
             return
-        ends = not is_accumulating(trainer) and self._buffer.is_log_step()
         if ends:
             own = torch.zeros(self._ranks, dtype=torch.float64)
             own[trainer.global_rank] = sum(self._own_seconds) / max(len(self._own_seconds), 1)
@@ -159,8 +162,8 @@ class DoctorMonitor(pl.Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Note the validation loss."""
-        if not trainer.sanity_checking and trainer.training is False and hasattr(self, "_starts_at"):
-            self._note_logged("val_loss", max(logging_step(trainer) - 1, 0))
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._note_logged("val_loss", logging_step(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Ask for the last time."""

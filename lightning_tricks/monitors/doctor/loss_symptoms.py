@@ -166,7 +166,7 @@ def plateau(log: RunLog) -> Iterator[Finding]:
     levels = bins(late.values, BINS)
     fall, first = levels[0] - levels[-1], float(np.median(loss.values[: max(3, len(loss) // 50)]))
     needed = max(3.0 * bin_error(late.values, BINS), FLAT * abs(levels[0]))
-    if fall > needed or levels[-1] > first * (1 + DIVERGED) or _validation_falls(log, int(late.steps[0])):
+    if abs(fall) > needed or levels[-1] > first * (1 + DIVERGED) or _validation_falls(log, int(late.steps[0])):
         return
     peak = float(lr.values.max()) if len(lr) else None
     evidence = (
