@@ -437,9 +437,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 folder.mkdir(parents=True, exist_ok=True)
                 row = judge(trial, folder, source)
                 result[kind].append(row)
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")  # a run cut short keeps its rows
                 print("right" if row["right"] else "WRONG", json.dumps(row), flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(*tables(result).values(), str(out), sep="\n\n")
     return int(not all(row["right"] for row in [*result["faults"], *result["healthy"]]))
 

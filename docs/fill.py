@@ -87,6 +87,7 @@ FILLERS = {  # by the name with which the files of the results begin
     "check": Filler("check.md", _of("fill_commands", "check"), measured=False),
     "checkpoints": Filler("checkpoints.md", checkpoints),
     "commands": Filler("command_line.md", commands, measured=False),
+    "doctor-trials": Filler("doctor.md", _of("fill_commands", "doctor_trials")),
     "export": Filler("export.md", _of("fill_export", "families"), measured=False),
     "foreign": Filler("existing_projects.md", foreign),
     "layers": Filler("parameter_roles.md", _of("fill_layers", "texts"), measured=False),
