@@ -117,15 +117,6 @@ class Overflows(LanguageModel):
         return super().training_step(batch, batch_idx) * 1e9
 
 
-class Slows(LanguageModel):
-    """Each step waits a little longer than the one before."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The step after a wait of up to 150 ms."""
-        time.sleep(0.15 * self.trainer.global_step / self.trainer.max_steps)
-        return super().training_step(batch, batch_idx)
-
-
 class DropsWords(LanguageModel):
     """A third of the input tokens are replaced in training, as strong a dropout as there is."""
 
@@ -141,18 +132,31 @@ class SleepyData(TextData):
 
     def train_dataloader(self) -> Any:
         """The loader, slowed down."""
-        return Sleepy(super().train_dataloader())
+        return Sleepy(super().train_dataloader(), 0.05, 0.0)
+
+
+class LaggingData(TextData):
+    """A loader that needs 1 ms more for each batch."""
+
+    def train_dataloader(self) -> Any:
+        """The loader, slower and slower."""
+        return Sleepy(super().train_dataloader(), 0.0, 0.001)
 
 
 class Sleepy:
-    """A loader around another."""
+    """A loader around another, with a wait before each batch that grows.
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+    Args:
+        seconds: before the first batch.
+        more: seconds, for each batch after it.
+    """
+
+    def __init__(self, loader: Any, seconds: float, more: float) -> None:
+        self.loader, self.seconds, self.more = loader, seconds, more
 
     def __iter__(self) -> Any:
-        for batch in self.loader:
-            time.sleep(0.05)
+        for number, batch in enumerate(self.loader):
+            time.sleep(self.seconds + number * self.more)
             yield batch
 
     def __len__(self) -> int:
@@ -241,7 +245,8 @@ FAULTS = [
     Trial("same", "validation rows are the training rows, under strong dropout", ("validation_leak",), data=SameRows,
           module=DropsWords, steps=400),
     Trial("fp16", "a loss that overflows in fp16", ("scaler_collapse",), module=Overflows, plugins=FP16Mixed),
-    Trial("slow", "steps that take up to 150 ms longer", ("throughput_falls",), module=Slows),
+    Trial("lags", "a loader that needs 1 ms more for each batch", ("throughput_falls", "loader_stalls"),
+          data=LaggingData),
     Trial("dead", "bias -50 before a ReLU, in a module of another project", ("dead_units",), module=Dead,
           logger=pl.loggers.CSVLogger, callbacks=watch_relu),
 ]  # fmt: skip
@@ -284,7 +289,8 @@ def healthy() -> list[Trial]:
         ("GPT-2's parts", {"model": {"gpt2": True}}),
         ("600 steps", {"steps": 600}),
     ]
-    return [Trial(f"healthy {i}", what, seed=i, **options) for i, (what, options) in enumerate(kinds)]
+    mixed = [kind for start in range(3) for kind in kinds[start::3]]  # so that the first ones have every kind
+    return [Trial(f"healthy {i}", what, seed=i, **options) for i, (what, options) in enumerate(mixed)]
 
 
 # ---- one run

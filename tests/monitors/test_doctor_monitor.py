@@ -11,7 +11,7 @@ from harness.models import Small, adamw, rows
 from harness.runs import On, fit
 from torch.utils.data import DataLoader
 
-from lightning_tricks import DoctorMonitor, GradNormMonitor, LRMonitor
+from lightning_tricks import DoctorMonitor, GoodputMonitor, GradNormMonitor, LRMonitor
 from lightning_tricks._errors import UsageError
 from lightning_tricks.monitors.doctor.doctor_monitor import MOST_POINTS, History, optimizer_steps
 
@@ -100,6 +100,13 @@ def test_names_of_another_project_can_be_given():
     assert lines == []
     with pytest.raises(UsageError, match=r"names: los=a; did you mean loss\?"):
         DoctorMonitor(names={"los": "a"})
+
+
+def test_figures_of_an_interval_are_seen_wherever_their_monitor_stands():
+    before, after = DoctorMonitor(), DoctorMonitor()
+    for monitor, others in ((before, [before, GoodputMonitor()]), (after, [GoodputMonitor(), after])):
+        fit(Small(logs=True), *others, max_steps=60, data=data(60), log_every_n_steps=10)
+        assert len(monitor._history.points["goodput/data"]) == 6
 
 
 # ---- resumes

@@ -99,7 +99,7 @@ class DoctorMonitor(pl.Callback):
         self._own_seconds: list[float] = []
         self._mark: float | None = None
         self._settings: dict[str, Any] = {}
-        self._starts_at = 0
+        self._starts_at, self._asks = 0, False
         self._warn_once = WarnOnce()
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
@@ -107,7 +107,6 @@ class DoctorMonitor(pl.Callback):
         if stage == "fit":
             self._trainer: Any = trainer
             self._buffer = MetricBuffer.of(trainer)
-            self._buffer.at_flush(self._ask)
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Note the settings, and where a resumed run begins."""
@@ -128,6 +127,9 @@ class DoctorMonitor(pl.Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Record what the optimizer of a resumed run has counted."""
+        if not self._asks:  # by now every other monitor has registered, whose figures of an interval come before
+            self._buffer.at_flush(self._ask)
+            self._asks = True
         if self._starts_at:
             counts = [count for each in trainer.optimizers if (count := optimizer_steps(each)) is not None]
             if counts:

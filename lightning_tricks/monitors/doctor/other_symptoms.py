@@ -71,7 +71,7 @@ def _round_up(value: float) -> str:
 SLOWER = 0.7  # of the speed at the start: less than what a GPU loses when it gets warm, and than growing documents cost
 CROWDED = 0.2  # on a CPU: with four other busy programs on two cores, healthy runs fell to 0.36 of their speed
 FALLING = -0.7  # Kendall's tau of ten levels: less in 1 of 500 orders of equal ones
-DATA_WAIT = 0.3  # of the time of steps and waits: with a loader that keeps up, the wait is that of one hand-over
+DATA_WAIT = 0.2  # of the time of steps and waits: a loader that keeps up took 0.01 of it, in this process too
 GPU = ("gpu", "cuda", "auto")  # settings with which a device is rarely shared
 LOW_MFU = 0.2  # tuned runs of large models reach 0.4 to 0.55
 
@@ -86,7 +86,7 @@ def throughput(log: RunLog) -> Iterator[Finding]:
     if start <= 0 or end > SLOWER * start or kendall(levels) > FALLING:
         return
     waits = _data_wait(log)
-    loader = waits is not None and waits > DATA_WAIT / 3
+    loader = waits is not None and waits > DATA_WAIT / 2
     wait = f"; {waits:.0%} of the steps' time went into waits for data" if loader else ""
     alone = log.setting("trainer.accelerator") in GPU
     yield Finding(
