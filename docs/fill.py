@@ -136,6 +136,7 @@ FILLERS = {  # by the name with which the files of the results begin
     "checkpoints": Filler("checkpoints.md", checkpoints),
     "commands": Filler("command_line.md", commands, measured=False),
     "decoder-parts": Filler("speed.md", decoder_parts),
+    "doctor-trials": Filler("doctor.md", _of("fill_commands", "doctor_trials")),
     "export": Filler("export.md", _of("fill_export", "families"), measured=False),
     "foreign": Filler("existing_projects.md", foreign),
     "kept-memory": Filler("decoder.md", kept_memory),

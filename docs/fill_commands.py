@@ -90,6 +90,15 @@ def runs(_: Any) -> dict[str, str]:
     return {"table": _block("runs docs/samples/sweep", Table(find_runs(SWEEP)).sorted_by("best_val_loss").text())}
 
 
+def doctor_trials(result: dict[str, Any]) -> dict[str, str]:
+    """What `doctor` found in runs with planted faults, and in healthy ones."""
+    from benchmarks.doctor_trials import tables
+
+    date, cores = result["machine"]["date"][:10], result["machine"]["cores"]
+    texts = tables(result)
+    return {**texts, "healthy": f"{texts['healthy']}\n\nMeasured {date} on a CPU with {cores} cores, one thread."}
+
+
 def sync_audit(_: Any) -> dict[str, str]:
     """The report of a module with planted waits, and the script that makes it."""
     file = ROOT / "docs/samples/careless.py"

@@ -11,6 +11,7 @@ from lightning_tricks.callbacks import BatchSizeWarmup as BatchSizeWarmup
 from lightning_tricks.callbacks import BranchLineage as BranchLineage
 from lightning_tricks.callbacks import CompressionBaseline as CompressionBaseline
 from lightning_tricks.callbacks import DecayOnDemand as DecayOnDemand
+from lightning_tricks.callbacks import DoctorMonitor as DoctorMonitor
 from lightning_tricks.callbacks import ExactResume as ExactResume
 from lightning_tricks.callbacks import GCControl as GCControl
 from lightning_tricks.callbacks import GoodputMonitor as GoodputMonitor

@@ -15,6 +15,7 @@ from lightning_tricks.callbacks import (
     AttentionMonitor,
     BatchSizeWarmup,
     DecayOnDemand,
+    DoctorMonitor,
     GCControl,
     GoodputMonitor,
     GradNormMonitor,
@@ -66,7 +67,7 @@ def fit(folder, accumulate, *callbacks):
             *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
             UpdateMonitor(), AttentionMonitor(), ShadowGradient(), TensorBoardDashboard(), TrainingProgressBar(),
             LeanLoop(), StepGuard(), EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(),
-            DecayOnDemand(), BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
+            DecayOnDemand(), DoctorMonitor(), BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
         ],
     )  # fmt: skip
     trainer.fit(model, DataLoader([batch] * (22 * accumulate), batch_size=None))

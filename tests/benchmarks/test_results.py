@@ -117,3 +117,10 @@ def test_what_the_series_of_one_process_show_is_training():
     assert one["adamw"]["series"]["tokens"] == [BATCH * LENGTH] * 9  # the first step has no rate
     for trial, figures in one.items():
         assert min(figures["series"]["norm"]) > TRIALS[trial].clip
+
+
+def test_each_planted_fault_is_found_first_and_no_healthy_run_has_a_finding():
+    result = result_of("doctor-trials")
+    assert len(result["faults"]) >= 10
+    assert len(result["healthy"]) >= 12
+    assert [row["name"] for row in (*result["faults"], *result["healthy"]) if not row["right"]] == []

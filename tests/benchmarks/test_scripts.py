@@ -1,6 +1,7 @@
 """Each script runs, on little, and writes what its page needs; its arithmetic is that worked out by hand."""
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -9,7 +10,7 @@ import torch
 from fill import result_of
 from fill_optimizers import misses
 
-from benchmarks import checkpoints, foreign, mup_transfer, plan_foreign, plan_published, precision
+from benchmarks import checkpoints, doctor_trials, foreign, mup_transfer, plan_foreign, plan_published, precision
 
 
 def read(path):
@@ -23,6 +24,21 @@ def test_checkpoints(tmp_path, capsys):
     assert result["parameters"] == 2 * 1024**2
     assert checkpoints.table(result) in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"out.json"}
+
+
+def test_doctor_trials(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"the number {i} is {i * i}\n" for i in range(5000)))
+    pinned, plain = doctor_trials.FAULTS[1], doctor_trials.healthy()[0]
+    rows = {}
+    for trial in (pinned, plain):
+        short = dataclasses.replace(trial, steps=60)
+        rows[trial.name] = doctor_trials.judge(short, tmp_path / trial.name.replace(" ", "_"), tmp_path / "text.txt")
+    assert rows["clip"]["right"]
+    assert rows["clip"]["monitor"] == ["clip_pinned"]
+    assert rows["clip"]["steps"] == rows["healthy 0"]["steps"] == 60
+    texts = doctor_trials.tables({"faults": [rows["clip"]], "healthy": [rows["healthy 0"]]})
+    assert "| clip at 0.001 | `clip_pinned` (warning) | established |" in texts["faults"]
+    assert "| AdamW, cosine | 1 |" in texts["healthy"]
 
 
 def test_ratios_are_taken_within_a_round():

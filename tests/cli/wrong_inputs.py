@@ -231,6 +231,8 @@ LOGGER = "--trainer.logger=ResumingTensorBoardLogger --trainer.logger.save_dir="
 SAVER = "--trainer.enable_checkpointing=true --trainer.callbacks+=ModelCheckpoint --trainer.callbacks.dirpath="
 DECODER = "{class_path: Llama, init_args: {vocab_size: 300,"
 
+LOSSES = "step,train/loss\n0,1.0\n"
+
 ROWS = [
     # Words that are misspelt or come from another program.
     command("trian --config small.yaml", "'trian'", "--help"),
@@ -642,6 +644,14 @@ ROWS = [
     command("check --config small.yaml --gpu h1000", "gpu=h1000", "did you mean h100"),
     command("check --config small.yaml --json no_such/a.json", "json=no_such/a.json", "no such folder"),
     command("check --config small.yaml --model.schedule WarmupCosin", "model.schedule", "did you mean WarmupCosine?"),
+    command("doctor no_such", "doctor: no_such: no such folder", "a logger writes"),
+    command("doctor {folder}", "there is no log in it", "a logger writes"),
+    command("doctor {folder} --names los=x", "los=x; did you mean loss?", files={"metrics.csv": LOSSES}),
+    command("doctor {folder} --names loss=x", "loss=x", "was not logged", files={"metrics.csv": LOSSES}),
+    command("doctor {folder} --json {folder}", "json=", "this is a folder", files={"metrics.csv": LOSSES}),
+    command("doctor {folder}", "no training loss", "--names loss=", files={"metrics.csv": "step,a\n0,1\n"}),
+    command("doctor {folder}", "no scalars", "no event file", files={"events.out.tfevents.1.a": "another tool's text"}),
+    command("doctor", "error: doctor: ", "required: LOGDIR", "doctor --help"),
     command("runs no_such", "runs: no_such: no such folder", "a logger writes"),
     command("runs {folder}", "there is no run below it", "a logger writes"),
     command("runs {folder} --sort step", "sort=step; did you mean steps?", files={"metrics.csv": "step\n"}),

@@ -216,8 +216,8 @@ def test_few_records_are_parsed_of_many(tmp_path, monkeypatch):
     logger.log_metrics({"val/loss": 2.5}, 2999)
     logger.finalize("success")
     parsed = []
-    real = event_file._Records.parse
-    monkeypatch.setattr(event_file._Records, "parse", lambda self, number: parsed.append(number) or real(self, number))
+    real = event_file.Records.parse
+    monkeypatch.setattr(event_file.Records, "parse", lambda self, number: parsed.append(number) or real(self, number))
     run = read_run(tmp_path)
     assert (run.steps, run.val_loss, run.mfu) == (3000, 2.5, pytest.approx(2999 / 3000))
     assert len(parsed) < 20

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_HEADER, _FOOTER = 12, 4  # bytes of a record before its data (length and its checksum) and after them (a checksum)
+HEADER, FOOTER = 12, 4  # bytes of a record before its data (length and its checksum) and after them (a checksum)
 _START = b"\x3a\x02\x08\x01"  # session_log { status: START }, with which a resume makes TensorBoard forget later points
 _ENDED = b"_hparams_/session_end_info"  # TensorBoardDashboard writes it when training has ended without an exception
 _DEVICES = re.compile(rb"\| devices \| (\d+) \|")  # in the text with which TensorBoardDashboard begins a run
@@ -57,22 +57,22 @@ def read_events(files: Iterable[Path], series: Iterable[str], last: Iterable[str
             if file.stat().st_size == 0:
                 continue
             with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                _read_file(_Records(data), every, latest, found)
+                _read_file(Records(data), every, latest, found)
         except (OSError, ValueError):  # gone meanwhile, or not to be read
             continue
     return found
 
 
-class _Records:
+class Records:
     """The records of one file. Their checksums are not looked at: a disk's faults are not what one asks for here."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.starts = data, []
         place, size = 0, len(data)
         unpack = struct.Struct("<Q").unpack_from
-        while place + _HEADER <= size:
+        while place + HEADER <= size:
             length = unpack(data, place)[0]
-            end = place + _HEADER + length + _FOOTER
+            end = place + HEADER + length + FOOTER
             if end > size:
                 break  # cut off
             self.starts.append(place)
@@ -84,8 +84,8 @@ class _Records:
         from google.protobuf.message import DecodeError
         from tensorboard.compat.proto.event_pb2 import Event
 
-        start = self.starts[number] + _HEADER
-        end = (self.starts[number + 1] if number + 1 < len(self.starts) else self.end) - _FOOTER
+        start = self.starts[number] + HEADER
+        end = (self.starts[number + 1] if number + 1 < len(self.starts) else self.end) - FOOTER
         try:
             return Event.FromString(self.data[start:end])
         except DecodeError:
@@ -113,7 +113,7 @@ def _tag(name: str) -> bytes:
     return b"\x0a" + bytes([len(text)]) + text
 
 
-def _read_file(records: _Records, series: list[str], last: list[str], found: Scalars) -> None:
+def _read_file(records: Records, series: list[str], last: list[str], found: Scalars) -> None:
     if not records.starts:
         return
     numbers = {number for tag in series for number in records.with_bytes(_tag(tag))}
@@ -123,12 +123,12 @@ def _read_file(records: _Records, series: list[str], last: list[str], found: Sca
             continue
         if event.HasField("session_log"):
             _forget_from(found, int(event.step))
-        for tag, value in _values(event).items():
+        for tag, value in values_of(event).items():
             if tag in series:
                 found.series.setdefault(tag, {})[int(event.step)] = value
     for tag in last:
         place = records.last_with_bytes(_tag(tag))
-        if place is not None and tag in (values := _values(records.parse(place))):
+        if place is not None and tag in (values := values_of(records.parse(place))):
             found.last[tag] = values[tag]
     _read_ends(records, found)
 
@@ -139,7 +139,7 @@ def _forget_from(found: Scalars, step: int) -> None:
             del points[later]
 
 
-def _read_ends(records: _Records, found: Scalars) -> None:
+def _read_ends(records: Records, found: Scalars) -> None:
     """Times of the first and the last record, the last step, and what the dashboard has written."""
     first, last = records.parse(0), records.parse(len(records.starts) - 1)
     if first is not None and found.first_time is None:
@@ -153,7 +153,7 @@ def _read_ends(records: _Records, found: Scalars) -> None:
         if event.HasField("session_log") and event.step > 0:
             found.steps = int(event.step)
             break
-        names = _values(event).keys() - {"hp_metric", "epoch"}
+        names = values_of(event).keys() - {"hp_metric", "epoch"}
         if any(not name.startswith("hp/") for name in names):  # those of the HParams tab are written without a step
             found.steps = int(event.step) + 1
             break
@@ -162,7 +162,7 @@ def _read_ends(records: _Records, found: Scalars) -> None:
         found.devices = int(match[1])
 
 
-def _values(event: Any) -> dict[str, float]:
+def values_of(event: Any) -> dict[str, float]:
     """The numbers of an event by their tags."""
     found = {}
     for value in event.summary.value if event is not None else ():

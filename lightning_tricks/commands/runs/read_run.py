@@ -81,7 +81,7 @@ def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: it has a log, checkpoints or settings, or is one of Lightning's versions."""
     if any((folder / name).is_file() for name in _FILES[:1] + _FILES[2:]) or (folder / "checkpoints").is_dir():
         return True
-    return bool(re.fullmatch(r"version_\d+", folder.name)) or _event_files(folder) != []
+    return bool(re.fullmatch(r"version_\d+", folder.name)) or event_files(folder) != []
 
 
 def read_run(folder: Path, name: str = "", val_loss: str | None = None, now: float | None = None) -> Run:
@@ -96,11 +96,11 @@ def read_run(folder: Path, name: str = "", val_loss: str | None = None, now: flo
     losses = VAL_LOSSES if val_loss is None else (val_loss,)
     series = (*losses, BITS, _BATCH)
     scalars = _read_csv(folder / "metrics.csv", series, _LAST)
-    events = _event_files(folder)
+    events = event_files(folder)
     if events and (scalars is None or scalars.steps is None):
         scalars = read_events(events, (*losses, BITS), _LAST)
     scalars = scalars or Scalars()
-    document = _yaml(folder / "config.yaml") or _yaml(folder / "hparams.yaml")
+    document = read_yaml(folder / "config.yaml") or read_yaml(folder / "hparams.yaml")
     saved = _saved_steps(folder)
     steps = max((each for each in (scalars.steps, saved) if each is not None), default=None)
     loss = next((scalars.series[name] for name in losses if scalars.series.get(name)), {})
@@ -124,7 +124,8 @@ def read_run(folder: Path, name: str = "", val_loss: str | None = None, now: flo
     )
 
 
-def _event_files(folder: Path) -> list[Path]:
+def event_files(folder: Path) -> list[Path]:
+    """TensorBoard's files of a run."""
     return list(folder.glob("events.out.tfevents.*"))
 
 
@@ -148,21 +149,22 @@ def _read_csv(file: Path, series: Iterable[str], last: Iterable[str]) -> Scalars
             wanted = [(columns[name], found.series.setdefault(name, {})) for name in series if name in columns]
             ends = [(columns[name], name) for name in last if name in columns]
             for row in rows if step_at is not None else ():
-                if len(row) != len(header) or (step := _number(row[step_at])) is None:  # type: ignore[index]
+                if len(row) != len(header) or (step := number_of(row[step_at])) is None:  # type: ignore[index]
                     continue
                 found.steps = int(step) + 1
                 for column, points in wanted:
-                    if row[column] and (value := _number(row[column])) is not None:
+                    if row[column] and (value := number_of(row[column])) is not None:
                         points[int(step)] = value
                 for column, name in ends:
-                    if row[column] and (value := _number(row[column])) is not None:
+                    if row[column] and (value := number_of(row[column])) is not None:
                         found.last[name] = value
     except (OSError, csv.Error):
         pass
     return found
 
 
-def _number(text: str) -> float | None:
+def number_of(text: str) -> float | None:
+    """The number that a text is; None where it is none."""
     try:
         return float(text)
     except ValueError:
@@ -201,7 +203,7 @@ def _state(folder: Path, scalars: Scalars, steps: int | None, document: Any, now
     planned = _decay_end(folder) or _at(document, "trainer", "max_steps")
     if scalars.ended or (isinstance(planned, int) and 0 < planned <= steps):
         return "finished"
-    logs = [folder / "metrics.csv", folder / "goodput.json", *_event_files(folder)]
+    logs = [folder / "metrics.csv", folder / "goodput.json", *event_files(folder)]
     written = max((file.stat().st_mtime for file in logs if file.exists()), default=0.0)
     return "active" if now - written < ACTIVE_SECONDS else "stopped"
 
@@ -220,7 +222,7 @@ def _decay_end(folder: Path) -> int | None:
 # ---- settings
 
 
-def _yaml(file: Path) -> Any:
+def read_yaml(file: Path) -> Any:
     """The settings in a YAML file; {} where there is none, or none that can be read."""
     try:
         found = yaml.load(file.read_text(encoding="utf-8", errors="replace"), Loader=_Loader)

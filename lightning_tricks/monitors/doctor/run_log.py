@@ -1,0 +1,178 @@
+"""What a run has logged, by the role of each metric, and the robust figures that the symptoms are made of. No torch."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._suggest import did_you_mean
+
+Floats = NDArray[np.float64]
+
+ROLES: Mapping[str, tuple[str, ...]] = {  # the names under which loggers have each metric, the likeliest first
+    "loss": ("train/loss", "train_loss", "train/loss_step", "train_loss_step", "training_loss", "loss"),
+    "val_loss": (
+        "val/loss", "val_loss", "valid/loss", "valid_loss", "validation/loss", "val/loss_epoch", "val_loss_epoch",
+    ),
+    "grad_norm": ("train/grad_norm", "grad_norm", "grad_2.0_norm_total"),
+    "lr": ("train/lr", "lr", "learning_rate", "lr-AdamW", "lr-Adam", "lr-SGD"),
+    "clip_norm": ("train/clip_norm",),
+    "speed": (
+        "throughput/tokens_per_second", "throughput/samples_per_second", "tokens_per_second",
+        "device/samples_per_sec", "device/batches_per_sec",
+    ),
+    "loss_scale": ("precision/loss_scale", "loss_scale"),
+    "skipped_steps": ("precision/skipped_steps",),
+    "mfu": ("throughput/mfu", "device/mfu"),
+    "data_share": ("goodput/data",),
+    "step_share": ("goodput/steps",),
+    "optimizer_step": ("doctor/optimizer_step",),
+}  # fmt: skip
+
+
+def check_roles(names: Mapping[str, str]) -> None:
+    """Refuse the name of a metric for a role that is none.
+
+    Raises:
+        UsageError: names the role and those that there are.
+    """
+    for role, name in names.items():
+        if role not in ROLES:
+            raise UsageError(f"names: {role}={name}{did_you_mean(role, ROLES)}: the roles are {', '.join(ROLES)}")
+
+
+TO_SIGMA = 1.4826  # the standard deviation of normal values, in medians of their distances from the median
+
+
+@dataclass(frozen=True)
+class Series:
+    """The points of one metric in the order of their steps.
+
+    Args:
+        steps: (n,) optimizer steps as logged: 0 for the first.
+        values: (n,) values, which may be NaN or infinite.
+    """
+
+    steps: NDArray[np.int64]
+    values: Floats
+
+    @classmethod
+    def of(cls, points: Mapping[int, float]) -> "Series":
+        """The series of values by step."""
+        steps = sorted(points)
+        return cls(np.array(steps, dtype=np.int64), np.array([points[step] for step in steps], dtype=np.float64))
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def finite(self) -> "Series":
+        """The points whose values are finite."""
+        kept = np.isfinite(self.values)
+        return Series(self.steps[kept], self.values[kept])
+
+    def between(self, first: float, end: float) -> "Series":
+        """The points at steps from `first` to before `end`."""
+        kept = (self.steps >= first) & (self.steps < end)
+        return Series(self.steps[kept], self.values[kept])
+
+    def last_part(self, fraction: float) -> "Series":
+        """The last points, a fraction of all."""
+        start = len(self) - math.ceil(len(self) * fraction)
+        return Series(self.steps[start:], self.values[start:])
+
+
+@dataclass
+class RunLog:
+    """All that is known of a run; what is missing is empty.
+
+    Args:
+        metrics: by the names as logged.
+        names: the name as logged of each role; those that are missing have the first name of `ROLES` that was logged.
+        restarts: first steps of the processes that resumed the run, as logged: 20 after a checkpoint of 20 steps.
+        batches: checksum of each step's batch, of a ledger.
+        settings: of the recipe, by dotted names such as `trainer.gradient_clip_val`.
+    """
+
+    metrics: Mapping[str, Series] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    restarts: list[int] = field(default_factory=list)
+    batches: Mapping[int, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for role, names in ROLES.items():
+            found = next((name for name in names if len(self.metrics.get(name, ()))), None)
+            if role not in self.names and found is not None:
+                self.names[role] = found
+
+    def __getitem__(self, role: str) -> Series:
+        """The series of a role; an empty one where it was not logged."""
+        return self.metrics.get(self.names.get(role, ""), Series.of({}))
+
+    def name(self, role: str) -> str:
+        """The metric's own name, for text."""
+        return self.names.get(role, ROLES[role][0])
+
+    def like(self, start: str, end: str) -> dict[str, Series]:
+        """The metrics named `<start>PART<end>`, by PART."""
+        return {
+            name[len(start) : -len(end)]: series
+            for name, series in self.metrics.items()
+            if name.startswith(start) and name.endswith(end)
+        }
+
+    def steps(self) -> int:
+        """Number of optimizer steps done, as far as the training loss tells."""
+        return int(self["loss"].steps[-1]) + 1 if len(self["loss"]) else 0
+
+    def setting(self, *names: str) -> Any:
+        """The first of these settings that the recipe has; None without."""
+        return next((self.settings[name] for name in names if self.settings.get(name) is not None), None)
+
+
+def noise(values: Floats) -> float:
+    """Standard deviation of a series around its trend, from the median distance of neighbours; a jump counts once.
+
+    Example:
+        >>> round(noise(np.array([1.0, 2.0, 1.0, 2.0, 1.0])), 4)
+        1.0484
+    """
+    if len(values) < 2:
+        return 0.0
+    return float(TO_SIGMA * np.median(np.abs(np.diff(values))) / math.sqrt(2.0))
+
+
+def bins(values: Floats, number: int) -> Floats:
+    """Medians of `number` parts of equal length, in their order; fewer if there are fewer values."""
+    return np.array([np.median(part) for part in np.array_split(values, min(number, len(values)))])
+
+
+def bin_error(values: Floats, number: int) -> float:
+    """Standard error of each of the `bins`: that of a median is 1.25 times that of a mean."""
+    return 1.2533 * noise(values) / math.sqrt(max(len(values) / number, 1.0))
+
+
+def kendall(values: Floats) -> float:
+    """Kendall's tau of values with their order: 1 where each is above all before it, -1 where each is below."""
+    pairs = [np.sign(values[i + 1 :] - values[i]).sum() for i in range(len(values) - 1)]
+    return float(sum(pairs) / (len(values) * (len(values) - 1) / 2)) if pairs else 0.0
+
+
+def above_surroundings(values: Floats, half: int) -> Floats:
+    """Each value less the median of the `half` before it, itself and the `half` after it; NaN at both ends."""
+    above = np.full(len(values), math.nan)
+    if len(values) > 2 * half:
+        windows = np.lib.stride_tricks.sliding_window_view(values, 2 * half + 1)
+        above[half : len(values) - half] = values[half : len(values) - half] - np.median(windows, axis=1)
+    return above
+
+
+def shown_steps(steps: Iterable[int], most: int = 4) -> str:
+    """Steps as text: `3, 5, 8, 9 and 12 more`."""
+    listed = [int(step) for step in steps]
+    rest = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(map(str, listed[:most])) + rest
