@@ -26,7 +26,7 @@ from benchmarks.stage_file import DEVICE_LOST, to_try_again, write
 STAGES: dict[str, tuple[str, int]] = {
     "yardstick": ("", 60),
     "smoke": ("", 130),
-    "profile": ("", 60),
+    "profile": ("", 90),
     "gpt2_124m": ("ours,bare,ours_again,fp8_tensorwise,hand_whole,stock,ours_watched", 330),
     "llama1b": ("ours,bare,ours_again,fp8_tensorwise,hand_blocks", 220),
     "llama7b": ("ours,bare,ours_again,fp8_tensorwise", 290),
