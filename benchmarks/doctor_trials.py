@@ -5,7 +5,7 @@
 
 Each fault is a real run of a small model on Python's own sources, with one thing made wrong; its log is read as any
 run's, without a word on what was done. The healthy runs differ in seed, width, depth, optimizer, schedule, precision,
-clip, accumulation, logger, and one resumes. DoctorMonitor is in each run, too: what it has warned of is written beside.
+clip, accumulation, logger, and one resumes. DoctorMonitor is in each run, too: what it finds at the end is written beside.
 """
 
 import argparse
@@ -400,14 +400,20 @@ def judge(trial: Trial, folder: Path, source: Path) -> dict[str, Any]:
 
 def tables(result: dict[str, Any]) -> dict[str, str]:
     """Both tables, in Markdown."""
-    faults = ["| planted | found first | status | also, above a note | by DoctorMonitor |", "|---|---|---|---|---|"]
+    faults = [
+        "| planted | found first | status | also, above a note | by DoctorMonitor, at the end |",
+        "|---|---|---|---|---|",
+    ]
     for row in result["faults"]:
         above = [each for each in row["found"] if each[1] != "note"]
         first = above[0] if above else ["**nothing**", "", ""]
         others = ", ".join(f"`{each[0]}`" for each in above[1:])
         monitor = ", ".join(f"`{name}`" for name in row["monitor"]) or "nothing"
         faults.append(f"| {row['what']} | `{first[0]}` ({first[1]}) | {first[2]} | {others} | {monitor} |")
-    lines = ["| healthy runs | runs | findings above a note | of DoctorMonitor | notes |", "|---|---|---|---|---|"]
+    lines = [
+        "| healthy runs | runs | findings above a note | of DoctorMonitor, at the end | notes |",
+        "|---|---|---|---|---|",
+    ]
     rows = result["healthy"]
     spurious = sum(each[1] != "note" for row in rows for each in row["found"])
     notes = sorted({each[0] for row in rows for each in row["found"] if each[1] == "note"})

@@ -93,10 +93,20 @@ def runs(_: Any) -> dict[str, str]:
 def doctor_trials(result: dict[str, Any]) -> dict[str, str]:
     """What `doctor` found in runs with planted faults, and in healthy ones."""
     from benchmarks.doctor_trials import tables
+    from lightning_tricks.commands.doctor.read_log import read_log
+    from lightning_tricks.commands.doctor.report import Report
+    from lightning_tricks.monitors.doctor.symptoms import findings
 
+    sample = "docs/samples/sweep/tiny/version_4"
+    log, unread = read_log(ROOT / sample)
+    shown = _block(f"doctor {sample}", Report(sample, log, findings(log), unread).text())
     date, cores = result["machine"]["date"][:10], result["machine"]["cores"]
     texts = tables(result)
-    return {**texts, "healthy": f"{texts['healthy']}\n\nMeasured {date} on a CPU with {cores} cores, one thread."}
+    return {
+        **texts,
+        "doctor": shown,
+        "healthy": f"{texts['healthy']}\n\nMeasured {date} on a CPU with {cores} cores, one thread.",
+    }
 
 
 def sync_audit(_: Any) -> dict[str, str]:
