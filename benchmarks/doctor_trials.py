@@ -5,7 +5,8 @@
 
 Each fault is a real run of a small model on Python's own sources, with one thing made wrong; its log is read as any
 run's, without a word on what was done. The healthy runs differ in seed, width, depth, optimizer, schedule, precision,
-clip, accumulation, logger, and one resumes. DoctorMonitor is in each run, too: what it finds at the end is beside.
+clip, accumulation, logger, and three resume. DoctorMonitor is in each run, too: what it finds at the end is written
+beside.
 """
 
 import argparse
