@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import socket
 import zipfile
 from collections import Counter
@@ -269,10 +268,13 @@ def identity(path: str | Path | None) -> list[int]:
 
     Of a folder of shards, those of the file in it that is written last.
     """
-    if path is None or not os.path.exists(path):
+    if path is None:
         return []
     place = Path(path)
     names = (RECORD_FILE, SHARDS_METADATA, "latest") if place.is_dir() else ()
     file = next((place / name for name in names if (place / name).is_file()), place)
-    state = file.stat()
+    try:
+        state = file.stat()  # not after a look whether it exists: a save in the background removes old ones meanwhile
+    except FileNotFoundError:
+        return []
     return [state.st_ino, state.st_size, state.st_mtime_ns]

@@ -18,6 +18,7 @@ from checkpoints.shards import write_shards
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint, record, verify_checkpoint
+from lightning_tricks.checkpoints.check_checkpoint import identity
 from lightning_tricks.checkpoints.record import RECORD_FILE, Record, checksum_of, read_record, to_json
 from lightning_tricks.checkpoints.write_file import write_file
 
@@ -263,3 +264,11 @@ def test_what_is_not_there_and_what_is_no_checkpoint(tmp_path):
     assert "is no checkpoint: a zip archive of something else" in refusal(text, check_checkpoint)
     torch.save({"weight": torch.ones(1)}, text)
     assert "holds no state_dict, so it is no checkpoint of Lightning" in refusal(text, load)
+
+
+def test_a_checkpoint_that_goes_while_one_looks_at_it_has_no_identity(tmp_path, monkeypatch):
+    (tmp_path / "gone").write_text("")
+    there = identity(tmp_path / "gone")
+    (tmp_path / "gone").unlink()
+    monkeypatch.setattr(os.path, "exists", lambda path: True)  # as it was a moment before
+    assert (len(there), identity(tmp_path / "gone"), identity(None)) == (3, [], [])
