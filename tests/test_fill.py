@@ -1,4 +1,4 @@
-"""The tables of the pages are those of the committed measurements: `python docs/fill.py --check`, and what it finds."""
+"""The tables of the pages are those of the committed measurements: `fill.py --check`, and what it finds."""
 
 import fill
 import pytest

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SWEEP = ROOT / "docs/samples/sweep"  # logs of real runs of a few seconds
 
 

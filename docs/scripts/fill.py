@@ -1,8 +1,8 @@
 """Write the tables and the plots of the pages from the newest results in benchmarks/results.
 
-    python docs/fill.py                      # every page
-    python docs/fill.py optimizers mup       # these
-    python docs/fill.py --check              # write nothing; a page that is not what its results give is named
+    python docs/scripts/fill.py                      # every page
+    python docs/scripts/fill.py optimizers mup       # these
+    python docs/scripts/fill.py --check              # write nothing; a page that is not what its results give is named
 
 A text stands in a page between `<!-- NAME -->` and the next `<!-- end -->`.
 """
@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-DOCS = Path(__file__).resolve().parent
-RESULTS = DOCS.parent / "benchmarks/results"
-sys.path[:0] = [str(DOCS), str(DOCS.parent)]  # scripts beside this one; the benchmarks and the package of this checkout
+SCRIPTS = Path(__file__).resolve().parent
+DOCS, ROOT = SCRIPTS.parents[0], SCRIPTS.parents[1]
+RESULTS = ROOT / "benchmarks/results"
+sys.path[:0] = [str(SCRIPTS), str(ROOT)]  # scripts beside this one; the benchmarks and the package of this checkout
 
 
 class Filler(NamedTuple):
@@ -193,7 +194,7 @@ def problems(name: str, page: str) -> list[str]:
             found.append(str(error))
             continue
         if not same:
-            found.append(f"<!-- {place} --> is another text: run python docs/fill.py {name}")
+            found.append(f"<!-- {place} --> is another text: run python docs/scripts/fill.py {name}")
     if FILLERS[name].measured:
         named = set(re.findall(rf"{name}-[\d-]+-cpu\.json", page)) - {newest(name).name}
         found += [f"names {other}, and {newest(name).name} is newer" for other in sorted(named)]
