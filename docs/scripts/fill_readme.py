@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from filler import Filler
+
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = {
     "bare_hand": "a loop written by hand, in the manner of nanoGPT",
@@ -135,3 +137,8 @@ def _faults() -> str:
 def _newest(name: str) -> Any:
     files: Iterable[Path] = (ROOT / "benchmarks/results").glob(f"{name}-*-cpu.json")
     return json.loads(max(files).read_text(encoding="utf-8"))
+
+
+FILLERS = {
+    "readme": Filler("../README.md", texts, measured=False),
+}

@@ -4,6 +4,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from filler import Filler
+
 FAULT, HEALTHY, TEXT = "#d9534f", "#8a8a8a", "#808080"  # readable on white and on black
 LOGARITHMIC = ("grad_norm", "loss_scale", "max_logit")
 
@@ -25,7 +27,7 @@ def _block(finding: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """One picture a fault, in the folder with the name of `file` without its ending."""
+    """One picture a fault, beside `file`, with its name and that of the fault."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -36,8 +38,6 @@ def draw(result: dict[str, Any], file: Path) -> None:
         "axes.edgecolor": TEXT, "xtick.color": TEXT, "ytick.color": TEXT, "font.size": 9,
         "axes.spines.top": False, "axes.spines.right": False,
     }  # fmt: skip
-    folder = file.with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
     for name, one in result["pictures"].items():
         with plt.rc_context(style):
             figure, axes = plt.subplots(1, len(one["curves"]), figsize=(8, 2.4), squeeze=False)
@@ -58,5 +58,12 @@ def draw(result: dict[str, Any], file: Path) -> None:
             handles, labels = axes[0][-1].get_legend_handles_labels()
             figure.legend(handles, labels, loc="lower center", ncols=2, frameon=False, bbox_to_anchor=(0.5, -0.09))
             figure.tight_layout()
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, transparent=True, bbox_inches="tight")
+            figure.savefig(
+                file.with_stem(f"{file.stem}_{name}"), metadata={"Date": None}, transparent=True, bbox_inches="tight"
+            )
             plt.close(figure)
+
+
+FILLERS = {
+    "playbook": Filler("playbook.md", texts, draw),
+}
