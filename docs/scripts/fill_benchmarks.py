@@ -21,6 +21,19 @@ def checkpoints(result: dict[str, Any]) -> dict[str, str]:
     return {"checkpoints": text}
 
 
+def first_saves(result: dict[str, Any]) -> dict[str, str]:
+    """How long training waits for the first saves in the background."""
+    from benchmarks.first_saves import table
+
+    described, rounds = result["machine"], len(result["stalls"]["reserved"])
+    said = (
+        f"Medians of {rounds} rounds, {result['parameters'] / 1e6:.0f}M parameters with AdamW's state, one thread. "
+        f"Measured {described['date'][:10]} by `python -m benchmarks.first_saves` on a CPU with {described['cores']} cores, load "
+        f"average {result['load_average'][0]:.1f}."
+    )
+    return {"first saves": f"{table(result)}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}"}
+
+
 def kept_memory(result: dict[str, Any]) -> dict[str, str]:
     """What blocks and the loss keep."""
     from benchmarks.kept_memory import table
@@ -97,6 +110,7 @@ FILLERS = {
     "checkpoints": Filler("checkpoints.md", checkpoints),
     "commands": Filler("command_line.md", commands, measured=False),
     "decoder-parts": Filler("speed.md", decoder_parts),
+    "first-saves": Filler("checkpoints.md", first_saves),
     "foreign": Filler("existing_projects.md", foreign),
     "kept-memory": Filler("decoder.md", kept_memory),
     "lightning-suite": Filler("existing_projects.md", lightning_suite),
