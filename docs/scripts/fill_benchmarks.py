@@ -28,8 +28,8 @@ def first_saves(result: dict[str, Any]) -> dict[str, str]:
     described, rounds = result["machine"], len(result["stalls"]["reserved"])
     said = (
         f"Medians of {rounds} rounds, {result['parameters'] / 1e6:.0f}M parameters with AdamW's state, one thread. "
-        f"Measured {described['date'][:10]} by `python -m benchmarks.first_saves` on a CPU with {described['cores']} cores, load "
-        f"average {result['load_average'][0]:.1f}."
+        f"Measured {described['date'][:10]} by `python -m benchmarks.first_saves` on a CPU with "
+        f"{described['cores']} cores, load average {result['load_average'][0]:.1f}."
     )
     return {"first saves": f"{table(result)}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}"}
 
