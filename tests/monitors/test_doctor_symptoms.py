@@ -219,6 +219,8 @@ def test_validation_that_rises_while_training_falls_is_overfitting():
     assert found.steps == (119,)
     assert "come again too often" in found.cause
     assert findings(healthy(val__loss=np.where(VAL_STEPS > 119, 4 + (val - 4) * 0.16, val))) == []  # 2 %
+    jumps = np.where(VAL_STEPS == VAL_STEPS[-1], 4.3, np.minimum(val, 4.0))  # level, then one high value
+    assert findings(healthy(val__loss=jumps)) == []
     rising_from_the_start = np.linspace(6, 11, 10)
     assert "not shifted" in only(healthy(val__loss=rising_from_the_start)).cause
 
@@ -306,6 +308,7 @@ def test_dead_units_and_growing_logits_are_named_by_their_block():
     found = only(healthy(activations__a__zero_fraction=np.full(10, 1.0)))
     assert summary(found) == ("dead_units", "warning", "supported")
     assert "a 100.0%" in found.evidence
+    assert findings(healthy(activations__a__zero_fraction=np.where(np.arange(10) == 7, 1.0, 0.5))) == []  # at one point
     found = only(healthy(attention__a__max_logit=np.linspace(10, 300, 10)))
     assert summary(found) == ("attention_logits", "warning", "supported")
     assert findings(healthy(attention__a__max_logit=np.full(10, 120.0))) == []  # large, but they do not grow
