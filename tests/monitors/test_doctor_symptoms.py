@@ -210,6 +210,7 @@ def test_one_spike_is_a_note_and_several_are_a_warning():
     assert summary(found) == ("spikes", "warning", "supported")
     assert found.steps == (100, 150, 200)  # two points in a row are one spike
     assert findings(healthy(train__loss=spoilt(FALLING, 150, FALLING[150] + 0.2))) == []  # four sigmas
+    assert findings(healthy(train__loss=spoilt(FALLING, 150, 7.0), restarts=[150])) == []  # a restart's own first loss
 
 
 def test_validation_that_rises_while_training_falls_is_overfitting():
