@@ -220,7 +220,7 @@ def test_validation_that_rises_while_training_falls_is_overfitting():
     assert found.steps == (119,)
     assert "come again too often" in found.cause
     assert findings(healthy(val__loss=np.where(VAL_STEPS > 119, 4 + (val - 4) * 0.16, val))) == []  # 2 %
-    jumps = np.where(VAL_STEPS == VAL_STEPS[-1], 4.3, np.minimum(val, 4.0))  # level, then one high value
+    jumps = np.where(VAL_STEPS[-1] == VAL_STEPS, 4.3, np.minimum(val, 4.0))  # level, then one high value
     assert findings(healthy(val__loss=jumps)) == []
     rising_from_the_start = np.linspace(6, 11, 10)
     assert "not shifted" in only(healthy(val__loss=rising_from_the_start)).cause
