@@ -3,9 +3,9 @@
     pip install -c constraints.txt -e '.[release]'
     python .ci/check_package.py [FOLDER]      # keeps both files in the folder, for an upload
 
-The wheel is built twice, from this tree and from the sdist, which must give the same bytes. It is installed into a fresh
-environment, where it finds its dependencies in those of this Python: nothing is downloaded. The first check that fails
-ends the script with 1 and a line.
+The wheel is built twice, from this tree and from the sdist, which must give the same bytes. It is installed into a
+fresh environment, where it finds its dependencies in those of this Python: nothing is downloaded. The first check that
+fails ends the script with 1 and a line.
 """
 
 import os
