@@ -119,7 +119,7 @@ def test_the_doctor_names_the_learning_rate_of_the_broken_run_alone(ran):
     first = r"^1\. (error|warning): .*\n   evidence: .*\n   cause \(\w+\): .*learning rate"
     assert re.search(first, ran.shell.of("doctor runs/broken"), re.M)
     (page,) = ran.shown
-    assert page.startswith("<iframe srcdoc=")
+    assert page.startswith("<div><iframe srcdoc=")
     assert "&lt;svg" in page
     assert ran.shell.of("doctor runs/mine").splitlines()[-1].startswith("doctor: nothing found above a note")
 
