@@ -5,7 +5,7 @@ import itertools
 import pytest
 from fill import result_of
 from fill_optimizers import misses
-from plot_precision import TITLES
+from fill_precision import TITLES
 
 from benchmarks import foreign, lightning_suite, mup_transfer, precision, strategies
 from benchmarks.foreign_models import MODELS
