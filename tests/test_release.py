@@ -1,0 +1,154 @@
+"""What a release and GitHub need of this repository: one version, the Pythons, the forms, the package's description."""
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from test_docs import broken, prose
+
+import lightning_tricks
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / ".github/workflows").glob("*.yml")}
+JOBS = {f"{name}.{job}": given for name, workflow in WORKFLOWS.items() for job, given in workflow["jobs"].items()}
+
+
+def load_check_package() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_package", ROOT / ".ci/check_package.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+package = load_check_package()
+
+
+def test_the_citation_has_the_packages_version_and_license():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == lightning_tricks.__version__
+    assert citation["license"] == PROJECT["project"]["license"]
+
+
+def test_the_changelog_begins_with_what_is_unreleased_or_with_this_version():
+    heads = re.findall(r"^## \[?([^\]\s]+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert heads[0] in ("Unreleased", lightning_tricks.__version__)
+
+
+def pythons(job: dict[str, Any]) -> list[str]:
+    matrix = job["strategy"]["matrix"]
+    return matrix.get("python") or [row["python"] for row in matrix["include"]]
+
+
+def test_the_workflows_run_each_python_that_the_package_names_and_no_other():
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+    assert pythons(JOBS["ci.run"]) == named
+    assert pythons(JOBS["nightly.slow"]) == named
+    assert PROJECT["project"]["requires-python"] == f">={named[0]}"
+
+
+def test_one_python_runs_all_that_a_change_must_pass():
+    parts = [row["part"] for row in JOBS["ci.run"]["strategy"]["matrix"]["include"]]
+    assert parts.count("") == 1
+    text = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert set(parts) - {""} <= set(re.findall(r"^# +\.ci/run (\w+)", text, re.M))
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_may_read_only_and_ends(name):
+    workflow = WORKFLOWS[name]
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "concurrency" in workflow
+    for job in workflow["jobs"].values():
+        assert "permissions" not in job
+        assert 0 < job["timeout-minutes"] <= 150
+        used = [step for step in job["steps"] if "uses" in step]
+        assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in used)
+        (checkout,) = (step for step in used if "checkout" in step["uses"])
+        assert checkout["with"]["persist-credentials"] is False
+        runs = "".join(step.get("run", "") for step in job["steps"])
+        assert "${{" not in runs  # values come by the environment: a name in a shell line could be a command
+
+
+def test_only_pre_releases_may_fail_and_say_so():
+    assert [name for name, job in JOBS.items() if job.get("continue-on-error")] == ["nightly.prerelease"]
+    steps = JOBS["nightly.prerelease"]["steps"]
+    assert [step["if"] for step in steps if "if" in step] == ["always()", "failure()"]
+
+
+def test_each_form_asks_for_what_one_needs_and_its_commands_exist():
+    forms = [path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
+    assert len(forms) == 3
+    text = "".join(path.read_text(encoding="utf-8") for path in forms)
+    from lightning_tricks.commands import COMMANDS
+
+    assert set(re.findall(r"-m lightning_tricks ([a-z][\w-]*)", text)) <= COMMANDS.keys()
+
+
+@pytest.mark.parametrize("page", ["SECURITY.md", "RELEASING.md"])
+def test_links_of_the_other_pages_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", prose(ROOT / page))
+    assert [link for link in links if "://" not in link and broken(ROOT / page, link)] == []
+
+
+# ---- the package's description and files, as .ci/check_package.py finds faults in them
+
+
+def description() -> str:
+    """The README as the build puts it into the package."""
+    hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    text = "".join((ROOT / fragment["path"]).read_text(encoding="utf-8") for fragment in hook["fragments"])
+    for change in hook["substitutions"]:
+        text = re.sub(change["pattern"], change["replacement"], text)
+    return text
+
+
+def test_the_description_keeps_headings_and_code_of_the_readme_and_no_link_that_leads_nowhere():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    kept = re.findall(r"^#+ [^\n\[]+$|^```.*?^```$", readme, re.M | re.S)
+    assert len(kept) > 5
+    assert [part for part in kept if part not in description()] == []
+    assert package.relative_links(description()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "links"),
+    [
+        ("[a](docs/a.md), ![b](b.png 'b') and [c](https://x.y/z)", ["docs/a.md", "b.png"]),
+        ('<a href="docs/a.md"><img src="b.svg"></a> <a href="#use">c</a>', ["docs/a.md", "b.svg"]),
+        ('<source srcset="dark.svg">', ["dark.svg"]),
+        ("`[a](b.md)`\n```text\n[a](b.md)\n```\n", []),
+    ],
+)
+def test_a_link_into_the_repository_is_found(text, links):
+    assert package.relative_links(text) == links
+
+
+def test_what_a_wheel_lacks_or_has_otherwise_is_named(tmp_path):
+    for name in (
+        "lightning_tricks/a.py",
+        "lightning_tricks/py.typed",
+        "lightning_tricks/a.pyc",
+        "recipes/parts/b.yaml",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    whole = ["lightning_tricks/a.py", "lightning_tricks/py.typed", "lightning_tricks/recipes/parts/b.yaml"]
+    assert package.missing_from_wheel(whole, tmp_path) == []
+    assert package.missing_from_wheel(whole[:2], tmp_path) == whole[2:]
+    assert package.missing_from_wheel(whole[1:], tmp_path) == whole[:1]
+    assert package.differences({"a": b"1", "b": b"2", "c": b"3"}, {"a": b"1", "b": b"x", "d": b""}) == ["b", "c", "d"]
+
+
+def test_each_package_of_the_release_extra_is_pinned():
+    pinned = set(re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
+    needed = {re.match(r"[\w-]+", line)[0] for line in PROJECT["project"]["optional-dependencies"]["release"]}
+    assert needed <= pinned
+    assert {re.match(r"[\w-]+", line)[0] for line in PROJECT["build-system"]["requires"]} <= needed
