@@ -245,13 +245,16 @@ def _method(owner: str, method: Any, links: Mapping[str, str]) -> str:
 
 def _signature(name: str, thing: Any) -> str:
     """A call with all parameters, on one line where it fits."""
-    written, keyword_only, star = [], griffe.ParameterKind.keyword_only, False
-    prefixes = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}
+    kinds = griffe.ParameterKind
+    prefixes = {kinds.var_positional: "*", kinds.var_keyword: "**"}
+    written: list[str] = []
+    before = None
     for parameter in _parameters(thing):
-        star |= parameter.kind is griffe.ParameterKind.var_positional
-        if parameter.kind is keyword_only and not star:
+        if before is kinds.positional_only and parameter.kind is not before:
+            written.append("/")
+        if parameter.kind is kinds.keyword_only and before not in (kinds.keyword_only, kinds.var_positional):
             written.append("*")
-            star = True
+        before = parameter.kind
         text = prefixes.get(parameter.kind, "") + parameter.name
         if parameter.annotation is not None:
             text += f": {parameter.annotation}"
@@ -259,6 +262,8 @@ def _signature(name: str, thing: Any) -> str:
             spaced = " = " if parameter.annotation is not None else "="
             text += f"{spaced}{_default(parameter.default, thing)}"
         written.append(text)
+    if before is kinds.positional_only:
+        written.append("/")
     returns = f" -> {thing.returns}" if thing.is_function and thing.returns is not None else ""
     line = f"{name}({', '.join(written)}){returns}"
     if len(line) <= 88:

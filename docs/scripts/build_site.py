@@ -11,6 +11,7 @@ of its names.
 """
 
 import argparse
+import functools
 import os
 import re
 import shutil
@@ -32,6 +33,12 @@ PROJECT = (
     "benchmarks/README.md",
     "tests/README.md",
 )  # in the navigation
+sys.path[:0] = [str(SCRIPTS)]
+try:
+    from api_pages import Reference, pages, read_reference, title_of
+except ImportError as error:  # griffe's
+    sys.exit(f"{error.name} is missing: pip install -c constraints.txt '.[docs]'")
+
 AS_CODE = {
     ".py": "python",
     ".yaml": "yaml",
@@ -50,16 +57,12 @@ FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2`*~*$", re.M | re.S)
 
 def stage(out: Path) -> None:
     """Write what Zensical builds from: `docs/` and `mkdocs.yml`."""
-    from api_pages import pages, read_reference, title_of
-
-    staged = out / "docs"
-    cards = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+    staged, cards = out / "docs", read_cards()
     titles = {name: title(text) for name, text in cards.items()}
-    reference = read_reference(ROOT, {name: text for name, text in cards.items() if name != "README"})
     for folder in ("images", "assets"):
         shutil.copytree(DOCS / folder, staged / folder)
     api: dict[str, list[str]] = {}
-    for entry in reference.all():
+    for entry in reference().all():
         if entry.card is not None:
             line = f"- [`{entry.name}`](reference/{entry.page}.md#{entry.name}): {entry.summary}"
             api.setdefault(entry.card, []).append(line)
@@ -67,15 +70,26 @@ def stage(out: Path) -> None:
         lines = api.get(name)
         text += "\n## API\n\n" + "\n".join(lines) + "\n" if lines else ""
         write(staged / f"{name}.md", PICTURE.sub(r"![\2](\3#only-light)![\2](\1#only-dark)", text))
-    for name, text in pages(reference, titles).items():
+    for name, text in pages(reference(), titles).items():
         write(staged / "reference" / name, text)
     copy_linked(staged)
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     settings |= {"docs_dir": "docs", "site_dir": "html"}
-    listed = [{title_of(name): f"reference/{name}.md"} for name in reference.entries]
+    listed = [{title_of(name): f"reference/{name}.md"} for name in reference().entries]
     section(settings["nav"], "Reference")[:0] = [{"API": ["reference/README.md", *listed]}]
     section(settings["nav"], "Reference").append({"Project": [f"repository/{path}" for path in PROJECT]})
     (out / "mkdocs.yml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def read_cards() -> dict[str, str]:
+    """The text of each page in docs, by its name without ending."""
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+
+
+@functools.cache
+def reference() -> Reference:
+    """What is public, read once in this process."""
+    return read_reference(ROOT, {name: text for name, text in read_cards().items() if name != "README"})
 
 
 def copy_linked(staged: Path) -> None:
@@ -256,10 +270,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", help="the address at which the site will be served")
     options = parser.parse_args(argv)
     try:
-        import griffe  # noqa: F401
         import zensical  # noqa: F401
-    except ImportError as error:
-        print(f"{error.name} is missing: pip install -c constraints.txt '.[docs]'", file=sys.stderr)
+    except ImportError:
+        print("zensical is missing: pip install -c constraints.txt '.[docs]'", file=sys.stderr)
         return 1
     if found := build(url=options.url):
         print("\n".join(found))
@@ -269,5 +282,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(SCRIPTS)]
     sys.exit(main())

@@ -46,12 +46,17 @@ def served(folder: Path) -> Iterator[str]:
             thread.join()
 
 
+def chromium_path() -> str | None:
+    """Debian's browser or Google's, None where there is neither."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
 @contextmanager
 def browser() -> Iterator[Any]:
     """A chromium without a window."""
     from playwright.sync_api import sync_playwright
 
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    found = chromium_path()
     if found is None:
         raise SystemExit("none of chromium, chromium-browser, google-chrome is on the PATH")
     with sync_playwright() as playwright:
