@@ -44,6 +44,8 @@ _HOOKS = {
     "after_rollback",
     "forward",
 }  # called by Lightning, torch
+# Bases whose methods Lightning or torch calls.
+_OTHERS = re.compile(r"pl\.(?!Callback\b)|lightning_cli|torch\.|nn\.|Optimizer|Mixin|AutocastPrecision|LRScheduler")
 _INDENT = " " * 4
 
 
@@ -224,17 +226,18 @@ def _entry(entry: Entry, links: Mapping[str, str], titles: Mapping[str, str]) ->
 
 
 def _methods(thing: Any) -> list[Any]:
-    """What a user calls: the public methods that are not Lightning's."""
-    if any(
-        re.match(
-            r"pl\.(?!Callback\b)|lightning_cli|torch\.|nn\.|Optimizer|Mixin|AutocastPrecision|LRScheduler", str(base)
-        )
-        for base in thing.bases
-    ):
+    """What a user calls: no method that Lightning calls, and one of a base class only if it has arguments of its own."""
+    if any(_OTHERS.match(str(base)) for base in thing.bases):
         return []
-    found = [m for m in thing.members.values() if not m.is_alias and (m.is_function or m.is_attribute)]
-    methods = [m for m in found if m.is_function or "property" in m.labels]
-    return [m for m in methods if m.docstring and not m.name.startswith(("_", "on_")) and m.name not in _HOOKS]
+    of_bases = {name for base in thing.mro() for name in base.members}
+    found = []
+    for method in thing.members.values():
+        if method.is_alias or not (method.is_function or "property" in method.labels) or not method.docstring:
+            continue
+        hidden = method.name.startswith(("_", "on_")) or method.name in _HOOKS
+        if not hidden and (method.name not in of_bases or "Args:" in method.docstring.value):
+            found.append(method)
+    return found
 
 
 def _method(owner: str, method: Any, links: Mapping[str, str]) -> str:
