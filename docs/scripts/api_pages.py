@@ -226,7 +226,7 @@ def _entry(entry: Entry, links: Mapping[str, str], titles: Mapping[str, str]) ->
 
 
 def _methods(thing: Any) -> list[Any]:
-    """What a user calls: no method that Lightning calls, and one of a base class only if it has arguments of its own."""
+    """What a user calls: no method that Lightning calls, and of a base class only those with arguments of their own."""
     if any(_OTHERS.match(str(base)) for base in thing.bases):
         return []
     of_bases = {name for base in thing.mro() for name in base.members}

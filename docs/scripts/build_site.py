@@ -256,10 +256,10 @@ def build(out: Path = OUT, url: str | None = None) -> list[str]:
         "--config-file",
         str(out / "mkdocs.yml"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = (done.stdout + done.stderr).partition("Traceback (most recent call last)")[0]
-        return said.strip().splitlines()
+        return re.sub(r"\x1b\[[\d;]*m", "", said).strip().splitlines()  # without its colours
     llms_txt(out)
     return []
 
