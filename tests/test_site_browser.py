@@ -2,8 +2,6 @@
 
 import pytest
 
-import lightning_tricks
-
 pytest.importorskip("zensical", reason="the site needs the extra docs")
 import build_site
 import site_shots
@@ -12,7 +10,6 @@ pytestmark = [
     pytest.mark.outside,
     pytest.mark.skipif(site_shots.chromium_path() is None, reason="no chromium is on the PATH"),
 ]
-NAMES = [name for name in lightning_tricks.__all__ if name != "__version__"]
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +21,9 @@ def site(tmp_path_factory):
         yield chromium, address, site_shots.pages(folder)
 
 
-@pytest.mark.parametrize("width", site_shots.WIDTHS)
-def test_no_page_is_wider_than_its_window_or_asks_for_what_is_not_there(width, site):
+def test_no_page_is_wider_than_a_phone_or_asks_for_what_is_not_there(site):
     chromium, address, pages = site
-    tab, said = site_shots.watched(chromium, width, site_shots.WIDTHS[width], "light")
+    tab, said = site_shots.watched(chromium, 390, 844, "light")
     found = {page: faults for page in pages if (faults := site_shots.look_at(tab, address + page))}
     assert len(pages) > 80
     assert (found, said) == ({}, [])
@@ -45,15 +41,21 @@ def test_a_page_that_is_too_wide_is_found(site):
     assert any(line.startswith("404 ") and line.endswith("none.png") for line in said)
 
 
-def test_search_finds_every_public_name(site):
+def test_search_finds_the_card_or_the_entry_of_every_public_name(site):
     chromium, address, _ = site
     tab, _ = site_shots.watched(chromium, 1280, 900, "light")
-    tab.goto(address)
+    tab.goto(address, wait_until="networkidle")
     tab.keyboard.press("Control+k")
     field = tab.locator("input:visible").first
-    for name in NAMES:
-        field.fill(name)
-        tab.locator(f'a[href*="#{name}"]:visible').first.wait_for()  # an error names what is not found
+    field.fill("NoSuchTrick")
+    tab.wait_for_timeout(1000)
+    assert tab.locator('a[href*="?h="]:visible').count() == 0
+    for entry in build_site.reference().all():
+        if entry.module == "lightning_tricks":
+            name, page = entry.name, f"/{entry.card}/?h={entry.name}"
+            field.fill(name)
+            found = f'a[href$="?h={name}#{name}"]:visible, a[href$="{page}"]:visible, a[href*="{page}#"]:visible'
+            tab.locator(found).first.wait_for()  # an error names what is not found
 
 
 def test_the_switch_goes_from_light_to_dark(site):
