@@ -191,7 +191,7 @@ def lacking(name: str, entries, cards, tests) -> list[str]:
 
 
 def test_each_public_name_has_a_page_a_test_and_an_entry_in_the_api_reference(entries):
-    general = {"test_site.py", "test_package.py", "test_docs.py"}  # which look at all names
+    general = {"test_site.py", "test_site_browser.py", "test_package.py", "test_docs.py"}  # which look at all names
     cards = {path.stem: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/*.md")}
     tests = [path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py") if path.name not in general]
     assert {name: found for name in NAMES if (found := lacking(name, entries, cards, tests))} == {}

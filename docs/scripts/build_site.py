@@ -52,6 +52,7 @@ LINK = re.compile(r"(\]\()([^)\s]+)(\))|((?:src|href)=\")([^\"]+)(\")")
 PICTURE = re.compile(
     r'<picture>\s*<source media="[^"]*dark[^"]*" srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
+BADGE = re.compile(r"!\[([^\]]*)\]\(https?://[^)]*\)")  # a picture of another host, in whose place its text stands
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2`*~*$", re.M | re.S)
 
 
@@ -130,7 +131,8 @@ def copy_linked(staged: Path) -> None:
         if path.is_dir():
             write(target, relinked(listing(path), place(page, path / "README.md")))
         elif path.suffix == ".md":
-            write(target, relinked(path.read_text(encoding="utf-8"), place(page, path)))
+            text = BADGE.sub(r"\1", path.read_text(encoding="utf-8"))
+            write(target, relinked(text, place(page, path)))
         elif page.suffix == ".md":
             write(target, code_page(path))
         else:
@@ -195,8 +197,9 @@ def title(text: str) -> str:
 
 
 def opening(text: str) -> str:
-    """The first paragraph of a page, on one line, without its links."""
-    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(text.split("\n\n")[1].split()))
+    """The first paragraph of a page that is text, on one line, without its links."""
+    paragraph = next(part for part in text.split("\n\n")[1:] if re.match(r"[\w`*]", part))
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
 
 
 def llms_txt(out: Path) -> None:
