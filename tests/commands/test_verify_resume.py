@@ -19,7 +19,7 @@ import torch
 from harness.preloaded import python
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
-from lightning_tricks import verify_resume
+from lightning_tricks import ResumeReport, verify_resume
 from lightning_tricks._errors import UsageError
 from lightning_tricks._random_state import random_state, set_random_state
 from lightning_tricks.callbacks import TrainingProgressBar
@@ -168,6 +168,7 @@ def once(ran, monkeypatch):
 
 def test_a_sound_run_is_equal_in_every_part(once):
     report = verify_resume(make, steps=6)
+    assert isinstance(report, ResumeReport)
     assert report.equal
     assert str(report).splitlines() == [
         *(f"{part}: equal" for part in PARTS),

@@ -1,0 +1,364 @@
+"""The pages of the API reference, from signatures, types and docstrings, which griffe reads without an import.
+
+A page for each public package, an entry for each public name: those of `lightning_tricks/__init__.pyi`, and what its
+packages export besides. Nothing here is committed; `build_site.py` writes the pages into the site.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+PACKAGE = "lightning_tricks"
+# Packages of which a module has a public name and the rest is private; the page has its own first sentence.
+_BY_MODULE = {
+    "commands": "Commands that Python can call as well, and their answers.",
+    "language_model": "The ready LightningModule of the recipes.",
+    "parallel": "The sizes of a mesh of ranks.",
+}
+_EXPORTS_ONLY = ("checkpoints",)  # public packages without a name in `lightning_tricks` itself
+# The card of a name where counting its mentions finds another page.
+_CARDS = {
+    "AtomicCheckpointIO": "checkpoints",
+    "AttentionMonitor": "monitors",
+    "LanguageModel": "decoder",
+    "MuonAdamW": "muon",
+    "PredictionWriter": "generating_text",
+    "ScheduleLR": "schedules",
+    "TextData": "data",
+    "TokenData": "data",
+    "TrainingProgressBar": "monitors",
+    "WarmupStableDecay": "schedules",
+    "load_recipe": "command_line",
+    "load_weights": "init_from",
+}
+_HOOKS = {
+    "setup",
+    "teardown",
+    "state_dict",
+    "load_state_dict",
+    "after_rollback",
+    "forward",
+}  # called by Lightning, torch
+# Bases whose methods Lightning or torch calls.
+_OTHERS = re.compile(r"pl\.(?!Callback\b)|lightning_cli|torch\.|nn\.|Optimizer|Mixin|AutocastPrecision|LRScheduler")
+_INDENT = " " * 4
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A public name.
+
+    Args:
+        name: as it is written.
+        module: from which it is imported.
+        page: of the reference, without its ending.
+        thing: what griffe knows of it.
+        card: the page in docs that describes it, None where there is none.
+    """
+
+    name: str
+    module: str
+    page: str
+    thing: griffe.Object
+    card: str | None = None
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the docstring."""
+        return summary_of(self.thing)
+
+
+@dataclass
+class Reference:
+    """The whole reference.
+
+    Args:
+        entries: by page, in the order of the names.
+        about: the first paragraph of each package's docstring.
+    """
+
+    entries: dict[str, list[Entry]] = field(default_factory=dict)
+    about: dict[str, str] = field(default_factory=dict)
+
+    def all(self) -> Iterator[Entry]:
+        """The entries of all pages."""
+        for entries in self.entries.values():
+            yield from entries
+
+
+def read_reference(root: Path, cards: Mapping[str, str]) -> Reference:
+    """What is public in the package of a checkout.
+
+    Args:
+        root: of the checkout.
+        cards: the text of each page in docs, by its name without ending.
+    """
+    logging.getLogger("griffe").setLevel(logging.ERROR)  # names of torch, which is not read
+    package = griffe.load(PACKAGE, search_paths=[root], allow_inspection=False, docstring_parser="google")
+    stub = (root / PACKAGE / "__init__.pyi").read_text(encoding="utf-8")
+    pairs = re.findall(rf"^from {PACKAGE}\.(\S+) import (\w+) as", stub, re.M)
+    found: dict[str, dict[str, Entry]] = {}
+    for path, name in pairs:
+        page = path.split(".")[0]
+        found.setdefault(page, {})[name] = Entry(name, PACKAGE, page, _find(package, path, name), card_of(name, cards))
+    for page in sorted({*found, *_EXPORTS_ONLY} - _BY_MODULE.keys()):
+        names = found.setdefault(page, {})
+        for name in sorted(_exported(package[page]) - names.keys()):
+            card = card_of(name, cards, in_code=True)
+            names[name] = Entry(name, f"{PACKAGE}.{page}", page, _find(package, page, name), card)
+    entries = {page: sorted(names.values(), key=_order) for page, names in sorted(found.items())}
+    return Reference(entries, {page: _BY_MODULE.get(page) or _about(package[page]) for page in entries})
+
+
+def card_of(name: str, cards: Mapping[str, str], in_code: bool = False) -> str | None:
+    """The page that describes a name: its own by title or file, else a card rather than a guide, which has it most.
+
+    Args:
+        name: a public name.
+        cards: the text of each page in docs, by its name without ending.
+        in_code: count the name where it begins a span of code, and not as a word.
+    """
+    if name in _CARDS:
+        return _CARDS[name]
+    word = re.compile(rf"`{re.escape(name)}\b" if in_code else rf"(?<![\w.]){re.escape(name)}\b")
+
+    def rank(card: str) -> tuple[bool, bool, int]:
+        text = cards[card]
+        own = bool(word.search(text.partition("\n")[0])) or card == _snake(name)
+        return own, "\n## Use\n" in text, len(word.findall(text))
+
+    mentioned = [card for card in sorted(cards) if word.search(cards[card])]
+    return max(mentioned, key=rank, default=None)
+
+
+def pages(reference: Reference, titles: Mapping[str, str]) -> dict[str, str]:
+    """Markdown by file name: the index, and a page for each package.
+
+    Args:
+        reference: what is public.
+        titles: of the cards, by their names without ending.
+    """
+    links = {entry.name: f"{entry.page}.md#{entry.name}" for entry in reference.all()}
+    made = {"README.md": _index(reference)}
+    for page, entries in reference.entries.items():
+        parts = [f"# {title_of(page)}", _prose(reference.about[page], links)]
+        parts += [_entry(entry, links, titles) for entry in entries]
+        made[f"{page}.md"] = "\n\n".join(parts) + "\n"
+    return made
+
+
+def title_of(page: str) -> str:
+    """The title of a page of the reference."""
+    return page
+
+
+def summary_of(thing: griffe.Object) -> str:
+    """The first sentence of a docstring, in one line."""
+    text = thing.docstring.value if thing.docstring else ""
+    line = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=[.:]) (?=[A-Z`])", line)[0].rstrip(":")
+
+
+def _index(reference: Reference) -> str:
+    lines = [
+        "# API reference",
+        "",
+        "Every public name with its signature, arguments and errors, made from the code. Names come from "
+        "`lightning_tricks` unless the line of an entry says otherwise.",
+    ]
+    for page, entries in reference.entries.items():
+        lines += ["", f"## [{title_of(page)}]({page}.md)", ""]
+        for entry in entries:
+            said = f": {_escape(entry.summary)}" if entry.summary else ""
+            lines.append(f"- [`{entry.name}`]({page}.md#{entry.name}){said}")
+    return "\n".join(lines) + "\n"
+
+
+def _exported(module: Any) -> set[str]:
+    """The names that a package gives away: its `__all__`, or what it imports `as` the same name."""
+    if module.exports is not None:
+        return {str(name) for name in module.exports}
+    text = module.filepath.read_text(encoding="utf-8")
+    return set(re.findall(r"^from \S+ import (\w+) as \1$", text, re.M))
+
+
+def _find(package: Any, path: str, name: str) -> Any:
+    """The object behind a name of a module, by its imports, as a module beside it may have the same name."""
+    source = package[path].imports.get(name)
+    if source is None:
+        return package[f"{path}.{name}"]
+    return _find(package, *source.removeprefix(f"{PACKAGE}.").rsplit(".", 1))
+
+
+def _order(entry: Entry) -> tuple[bool, str]:
+    return entry.module != PACKAGE, entry.name.lower()
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def _about(module: Any) -> str:
+    return module.docstring.value.split("\n\n")[0] if module.docstring else ""
+
+
+def _entry(entry: Entry, links: Mapping[str, str], titles: Mapping[str, str]) -> str:
+    thing = entry.thing
+    parts = [f"## {entry.name} {{: #{entry.name} }}"]
+    code = [f"from {entry.module} import {entry.name}"]
+    if thing.is_class or thing.is_function:
+        code += ["", _signature(entry.name, thing)]
+    parts.append("```python\n" + "\n".join(code) + "\n```")
+    if entry.card is not None:
+        parts.append(f"Described in [{titles[entry.card]}](../{entry.card}.md).")
+    others = {name: link for name, link in links.items() if name != entry.name}
+    parts.append(_docstring(thing, others))
+    if thing.is_class:
+        parts += [_method(entry.name, method, others) for method in _methods(thing)]
+    where = f"{thing.module.path.replace('.', '/')}.py" if thing.module.filepath.name != "__init__.py" else thing.path
+    parts.append(f"<small>Defined in `{where}`</small>")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _methods(thing: Any) -> list[Any]:
+    """What a user calls: no method that Lightning calls, and of a base class only those with arguments of their own."""
+    if any(_OTHERS.match(str(base)) for base in thing.bases):
+        return []
+    of_bases = {name for base in thing.mro() for name in base.members}
+    found = []
+    for method in thing.members.values():
+        if method.is_alias or not (method.is_function or "property" in method.labels) or not method.docstring:
+            continue
+        hidden = method.name.startswith(("_", "on_")) or method.name in _HOOKS
+        if not hidden and (method.name not in of_bases or "Args:" in method.docstring.value):
+            found.append(method)
+    return found
+
+
+def _method(owner: str, method: Any, links: Mapping[str, str]) -> str:
+    label = f"{owner}.{method.name}"
+    shown = _signature(label, method) if method.is_function else f"{label}: {method.annotation}"
+    return f"### {label} {{: #{label} }}\n\n```python\n{shown}\n```\n\n{_docstring(method, links)}"
+
+
+def _signature(name: str, thing: Any) -> str:
+    """A call with all parameters, on one line where it fits."""
+    kinds = griffe.ParameterKind
+    prefixes = {kinds.var_positional: "*", kinds.var_keyword: "**"}
+    written: list[str] = []
+    before = None
+    for parameter in _parameters(thing):
+        if before is kinds.positional_only and parameter.kind is not before:
+            written.append("/")
+        if parameter.kind is kinds.keyword_only and before not in (kinds.keyword_only, kinds.var_positional):
+            written.append("*")
+        before = parameter.kind
+        text = prefixes.get(parameter.kind, "") + parameter.name
+        if parameter.annotation is not None:
+            text += f": {parameter.annotation}"
+        if parameter.default is not None and parameter.kind not in prefixes:
+            spaced = " = " if parameter.annotation is not None else "="
+            text += f"{spaced}{_default(parameter.default, thing)}"
+        written.append(text)
+    if before is kinds.positional_only:
+        written.append("/")
+    returns = f" -> {thing.returns}" if thing.is_function and thing.returns is not None else ""
+    line = f"{name}({', '.join(written)}){returns}"
+    if len(line) <= 88:
+        return line
+    return "\n".join([f"{name}(", *(f"{_INDENT}{text}," for text in written), f"){returns}"])
+
+
+def _parameters(thing: Any) -> list[Any]:
+    """Without `self` or `cls`."""
+    parameters = list(thing.parameters)
+    is_method = thing.is_class or (
+        thing.parent is not None and thing.parent.is_class and "staticmethod" not in thing.labels
+    )
+    if is_method and parameters and parameters[0].name in ("self", "cls"):
+        parameters = parameters[1:]
+    return parameters
+
+
+def _default(value: Any, thing: Any) -> str:
+    """A default; the value of a constant in place of its name."""
+    constant = thing.module.members.get(str(value)) if isinstance(value, griffe.ExprName) else None
+    return str(constant.value) if constant is not None and constant.is_attribute else str(value)
+
+
+def _docstring(thing: Any, links: Mapping[str, str]) -> str:
+    if not thing.docstring:
+        return ""
+    types: dict[str, tuple[Any, Any]] = {}
+    if thing.is_class or thing.is_function:
+        types = {p.name: (p.annotation, p.default) for p in _parameters(thing)}
+    kind, parts = griffe.DocstringSectionKind, []
+    for section in thing.docstring.parse("google", returns_named_value=False, warnings=False):
+        value: Any = section.value
+        if section.kind is kind.text:
+            parts.append(_prose(value, links))
+        elif section.kind in (kind.parameters, kind.attributes):
+            title = "Arguments" if section.kind is kind.parameters else "Attributes"
+            parts.append(_items(title, [(_named(item, types, thing), item.description) for item in value], links))
+        elif section.kind is kind.raises:
+            parts.append(_items("Raises", [(f"`{item.annotation}`", item.description) for item in value], links))
+        elif section.kind in (kind.returns, kind.yields):
+            given = str(thing.returns) if thing.is_function else ""
+            said = [item.description if str(item.annotation or "") in ("", given) else f"{item.annotation}: "
+                    f"{item.description}" for item in value]  # fmt: skip
+            parts.append(
+                f"**{'Returns' if section.kind is kind.returns else 'Yields'}:** {_prose(' '.join(said), links)}"
+            )
+        elif section.kind is kind.examples or (section.kind is kind.admonition and section.title == "Example"):
+            text = value.contents if section.kind is kind.admonition else "\n\n".join(str(part) for _, part in value)
+            parts.append(f"**Example**\n\n```pycon\n{text}\n```")
+        elif section.kind is kind.admonition:
+            label = value.kind.replace("-", " ").capitalize()
+            text = value.contents if section.title in (None, label) else f"{section.title}\n{value.contents}"
+            parts.append(f"**{label}:** {_prose(text, links)}")
+    return "\n\n".join(parts)
+
+
+def _named(item: Any, types: Mapping[str, tuple[Any, Any]], thing: Any) -> str:
+    name = item.name.lstrip("*")
+    annotation, default = types.get(name, (None, None))
+    shown = [f"`{annotation}`"] if annotation is not None else []
+    if default is not None:
+        shown.append(f"default `{_default(default, thing)}`")
+    return f"`{item.name}`" + (f" ({', '.join(shown)})" if shown and not item.name.startswith("*") else "")
+
+
+def _items(title: str, items: Sequence[tuple[str, str]], links: Mapping[str, str]) -> str:
+    lines = [f"**{title}**", ""]
+    for name, description in items:
+        text = _prose(description, links).replace("\n", f"\n{_INDENT}")
+        lines.append(f"- {name}: {text}")
+    return "\n".join(lines)
+
+
+def _prose(text: str, links: Mapping[str, str]) -> str:
+    """A docstring's text as Markdown: its code links to the entries of its names, all else stands as it is written."""
+    text = re.sub(r"^(Sources?|Promise|Promises): ", r"**\1:** ", text.strip(), flags=re.M)
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("- ") and lines and lines[-1].strip() and not lines[-1].startswith(("- ", "  ")):
+            lines.append("")
+        lines.append(line)
+    parts = re.split(r"(``.+?``|`[^`]+`|\*\*\w+:\*\*|https?://\S+)", "\n".join(lines), flags=re.S)
+    return "".join(_linked(part, links) if at % 2 else _escape(part) for at, part in enumerate(parts))
+
+
+def _linked(code: str, links: Mapping[str, str]) -> str:
+    name = re.split(r"[(.\s]", code.strip("`"))[0]
+    return f"[{code}]({links[name]})" if code.startswith("`") and name in links else code
+
+
+def _escape(text: str) -> str:
+    """Characters that Markdown would take for its own, outside code."""
+    parts = re.split(r"(`[^`]+`)", text)
+    return "".join(part if at % 2 else re.sub(r"([*_<\[\]\\])", r"\\\1", part) for at, part in enumerate(parts))

@@ -1,0 +1,312 @@
+"""The site of the docs: it builds strictly, all of its links lead somewhere, and every public name is found there."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+
+import lightning_tricks
+
+pytest.importorskip("zensical", reason="the site needs the extra docs")
+import api_pages
+import build_site
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).resolve().parent.parent
+NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+NAMES = [name for name in lightning_tricks.__all__ if name != "__version__"]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """The folder of a fresh build."""
+    folder = tmp_path_factory.mktemp("site")
+    assert build_site.build(folder) == []  # a strict build: no warning either
+    return folder
+
+
+@pytest.fixture(scope="module")
+def entries():
+    """The entries of the API reference by name."""
+    return {entry.name: entry for entry in build_site.reference().all()}
+
+
+# ---- navigation
+
+
+def test_the_sections_are_packages_in_a_readers_words():
+    sections = [name for section in NAV for name in section]
+    assert sections == ["Start", "Train", "Watch", "Precision", "Shard", "Guard", "Save", "Commands", "Reference"]
+
+
+def test_each_page_of_the_docs_stands_once_in_the_navigation():
+    listed = list(build_site.pages_of(NAV))
+    assert sorted(listed) == sorted(path.name for path in ROOT.glob("docs/*.md"))
+    assert listed[0] == "README.md"  # the home page
+
+
+# ---- links
+
+
+class Page(HTMLParser):
+    """The anchors, links and files of a page of the site, and the text of its tags."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.anchors, self.links, self.files, self.tags = set(), [], [], []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.tags.append(tag)
+        self.anchors |= {given[key] for key in ("id", "name") if given.get(key)}
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
+        elif tag in ("img", "script", "link", "source"):
+            found = given.get("src") or given.get("href") or given.get("srcset")
+            self.files += [found] if found and given.get("rel") != "canonical" else []
+
+
+def pages_in(html: Path) -> dict[Path, Page]:
+    return {path: Page(path) for path in html.rglob("*.html")}
+
+
+@pytest.fixture(scope="module")
+def parsed(out):
+    """The pages of the site by their files."""
+    return pages_in(out / "html")
+
+
+def broken_links(html: Path, pages: dict[Path, Page]) -> list[str]:
+    """Each link, anchor, image, style and script that is not there."""
+    found = []
+    for path, page in pages.items():
+        for link in page.links + page.files:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            start = html if parts.path.startswith("/") else path.parent
+            target = (start / unquote(parts.path).lstrip("/")).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            anchor = unquote(parts.fragment)
+            if not target.is_file():
+                found.append(f"{path.relative_to(html)}: {link} is not there")
+            elif anchor and target in pages and anchor not in pages[target].anchors and not anchor.startswith("only-"):
+                found.append(f"{path.relative_to(html)}: {link} has no such anchor")
+    return found
+
+
+def test_all_links_anchors_and_images_lead_somewhere(out, parsed):
+    assert broken_links(out / "html", parsed) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/index.html").write_text('<h1 id="here">', encoding="utf-8")
+    links = (
+        '<a href="other/#here"></a><a href="other/#gone"></a><a href="/none/"></a><img src="gone.svg"><a href="#up">'
+    )
+    (tmp_path / "index.html").write_text(links, encoding="utf-8")
+    assert broken_links(tmp_path, pages_in(tmp_path)) == [
+        "index.html: other/#gone has no such anchor",
+        "index.html: /none/ is not there",
+        "index.html: #up has no such anchor",
+        "index.html: gone.svg is not there",
+    ]
+
+
+def test_no_page_loads_anything_from_another_host(parsed):
+    loaded = {file for page in parsed.values() for file in page.files}
+    assert [file for file in sorted(loaded) if urlsplit(file).netloc] == []
+
+
+def test_a_strict_build_names_a_link_that_is_broken(tmp_path, monkeypatch):
+    def stage(folder: Path) -> None:
+        build_site.write(folder / "docs/README.md", "# Home\n\n[gone](gone.md) and [no anchor](#none)\n")
+        build_site.write(folder / "mkdocs.yml", "site_name: small\ndocs_dir: docs\nsite_dir: html\nnav: [README.md]\n")
+
+    monkeypatch.setattr(build_site, "stage", stage)
+    said = "\n".join(build_site.build(tmp_path / "site"))
+    assert "README.md:3" in said
+    assert "2 issues found" in said
+    assert "Traceback" not in said
+
+
+def test_links_out_of_the_docs_are_rewritten_outside_of_code_alone():
+    text = '[a](../x.py#L1) `b`\n\n```md\n[a](../x.py)\n```\n\n<img src="../y.png">\n'
+    moved = build_site.relinked(text, lambda link: link.replace("../", "repository/"))
+    assert moved == '[a](repository/x.py#L1) `b`\n\n```md\n[a](../x.py)\n```\n\n<img src="repository/y.png">\n'
+
+
+# ---- pages
+
+
+def counts(html: str) -> dict[str, int]:
+    """How many lists, tables and so on are in a text; a block of code has line numbers and spans of its own."""
+    html = re.sub(r"<pre.*?</pre>", "<pre>", html, flags=re.S)
+    return {tag: len(re.findall(rf"<{tag}[ >]", html)) for tag in ("h2", "h3", "ul", "ol", "li", "table", "tr", "pre")}
+
+
+def test_each_page_has_the_lists_tables_and_code_that_a_code_host_shows(out):
+    host, other, rows = MarkdownIt("commonmark").enable(["table"]), {}, []
+    for name in [path.stem for path in sorted(ROOT.glob("docs/*.md"))]:
+        expected = counts(host.render((out / f"docs/{name}.md").read_text(encoding="utf-8")))
+        folder = out / "html" if name == "README" else out / "html" / name
+        page = (folder / "index.html").read_text(encoding="utf-8")
+        article = page.partition("<article")[2].partition("</article>")[0]
+        if counts(article) != expected:
+            other[name] = (counts(article), expected)
+        if re.search(r"<p>\|", article):
+            rows.append(name)
+    assert other == {}
+    assert rows == []  # a row of a table that stands outside of it
+
+
+def test_pictures_with_a_dark_form_follow_the_switch_of_the_site(out):
+    page = (out / "html/speed/index.html").read_text(encoding="utf-8")
+    assert re.findall(r'src="[./]*images/(speed\w*\.svg#[\w-]+)"', page) == [
+        "speed.svg#only-light",
+        "speed_dark.svg#only-dark",
+    ]
+
+
+# ---- the API
+
+
+def lacking(name: str, entries, cards, tests) -> list[str]:
+    """What a public name has not: a page in docs, a test, an entry in the API reference."""
+    word = re.compile(rf"\b{name}\b")
+    entry = entries.get(name)
+    has = {
+        "a page": entry is not None and entry.card in cards and bool(word.search(cards[entry.card])),
+        "a test": any(word.search(text) for text in tests),
+        "an entry in the API reference": entry is not None and bool(entry.summary),
+    }
+    return [thing for thing, there in has.items() if not there]
+
+
+def test_each_public_name_has_a_page_a_test_and_an_entry_in_the_api_reference(entries):
+    general = {"test_site.py", "test_site_browser.py", "test_package.py", "test_docs.py"}  # which look at all names
+    cards = {path.stem: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/*.md")}
+    tests = [path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py") if path.name not in general]
+    assert {name: found for name in NAMES if (found := lacking(name, entries, cards, tests))} == {}
+    everything = ["a page", "a test", "an entry in the API reference"]
+    assert lacking("No" + "SuchTrick", entries, cards, tests) == everything  # so that a new name would be found
+
+
+def test_what_is_public_in_the_packages_has_an_entry_too(entries):
+    packages = ("callbacks", "checkpoints", "data", "loggers", "metrics", "mixins", "optim", "precision", "schedules")
+    for package in packages:
+        module = __import__(f"lightning_tricks.{package}", fromlist=["x"])
+        public = getattr(module, "__all__", None) or [name for name in vars(module) if name[0].isupper()]
+        assert [name for name in public if name not in entries] == [], package
+
+
+def test_each_card_that_is_given_by_hand_is_one_of_a_public_name(entries):
+    assert [name for name in api_pages._CARDS if name not in entries] == []
+
+
+def test_an_entry_documents_every_argument(entries):
+    missing = []
+    for thing in (entries[name].thing for name in NAMES):
+        for one in api_pages._parameters(thing):
+            if one.kind.name not in ("var_positional", "var_keyword"):
+                missing += [] if re.search(rf"\b{one.name}\b", thing.docstring.value) else [(thing.path, one.name)]
+    assert missing == []
+
+
+def test_an_entry_has_signature_arguments_errors_source_and_a_link_to_its_page(out):
+    text = (out / "docs/reference/callbacks.md").read_text(encoding="utf-8")
+    entry = text.partition("## EMA ")[2].partition("\n## ")[0]
+    assert (
+        "from lightning_tricks import EMA\n\nEMA(\n    decay: float = 0.999,\n    horizon_steps: float | None = None,"
+        in entry
+    )
+    assert "- `decay` (`float`, default `0.999`): share of the average that stays at each step." in entry
+    assert "- `UsageError`: an option out of range;" in entry
+    assert "**Source:** Polyak and Juditsky 1992, https://doi.org/10.1137/0330046;" in entry
+    assert "Described in [EMA](../ema.md)." in entry
+    assert "Defined in `lightning_tricks/guards/averages/ema.py`" in entry
+    assert "[`FSDP2Strategy`](strategies.md#FSDP2Strategy)" in entry  # names lead to their entries
+    card = (out / "docs/ema.md").read_text(encoding="utf-8")
+    assert "\n## API\n\n- [`EMA`](reference/callbacks.md#EMA): Keeps an exponential moving average" in card
+
+
+def test_signatures_are_written_as_in_the_code(tmp_path):
+    source = '''
+LIMIT = 3
+
+class Thing:
+    """Thing that is *starred* and uses a_b.
+
+    - one
+
+    Args:
+        size: of `Other`.
+    """
+    def __init__(self, size: int = LIMIT, *, name: str | None = None, **rest) -> None: ...
+
+def call(a, /, b=1, *values: int) -> list[int]:
+    """Call it.
+
+    Returns:
+        Two lists: one for each <side>.
+    """
+'''
+    (tmp_path / "made_up.py").write_text(source, encoding="utf-8")
+    module = api_pages.griffe.load(
+        "made_up", search_paths=[tmp_path], allow_inspection=False, docstring_parser="google"
+    )
+    assert api_pages._signature("Thing", module["Thing"]) == "Thing(size: int = 3, *, name: str | None = None, **rest)"
+    assert api_pages._signature("call", module["call"]) == "call(a, /, b=1, *values: int) -> list[int]"
+    shown = api_pages._docstring(module["Thing"], {"Other": "other.md#Other"})
+    assert shown.startswith("Thing that is \\*starred\\* and uses a\\_b.\n\n- one\n\n**Arguments**")
+    assert "- `size` (`int`, default `3`): of [`Other`](other.md#Other)." in shown
+    assert "**Returns:** Two lists: one for each \\<side>." in api_pages._docstring(module["call"], {})
+
+
+# ---- search and llms.txt
+
+
+def test_the_search_index_has_each_public_name_with_its_entry(out, entries):
+    items = json.loads((out / "html/search.json").read_text(encoding="utf-8"))["items"]
+    titles = {(item["title"], item["location"]) for item in items}
+    wanted = {(name, f"reference/{entry.page}/#{name}") for name, entry in entries.items()}
+    assert sorted(wanted - titles) == []
+
+
+def test_llms_txt_has_the_published_form_and_its_links_lead_to_markdown(out):
+    lines = (out / "html/llms.txt").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# lightning_tricks"
+    assert lines[2].startswith("> PyTorch Lightning")
+    assert [line.removeprefix("## ") for line in lines if line.startswith("#")][1:] == [
+        name for one in NAV for name in one
+    ]
+    links = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): .+$", "\n".join(lines), re.M)
+    assert len(links) == sum(line.startswith("- ") for line in lines)
+    for link in links:
+        assert (out / "html" / link).read_text(encoding="utf-8").startswith("# ")
+    listed = {link.removesuffix("/index.html.md") for link in links}
+    assert {path.stem for path in ROOT.glob("docs/*.md")} - {"README"} <= listed
+    full = (out / "html/llms-full.txt").read_text(encoding="utf-8")
+    assert all(f"\n# {build_site.title(path.read_text('utf-8'))}\n" in full for path in ROOT.glob("docs/*.md"))
+
+
+# ---- the command
+
+
+def test_a_missing_package_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "zensical", None)
+    assert build_site.main([]) == 1
+    assert capsys.readouterr().err == "zensical is missing: pip install -c constraints.txt '.[docs]'\n"
+
+
+def test_a_build_with_faults_prints_them_and_returns_1(monkeypatch, capsys):
+    monkeypatch.setattr(build_site, "build", lambda url: ["page does not exist", "1 issue found"])
+    assert build_site.main(["--url", "https://docs.example/"]) == 1
+    assert capsys.readouterr().out == "page does not exist\n1 issue found\n"
