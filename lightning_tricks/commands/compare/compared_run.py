@@ -179,7 +179,8 @@ def read_runs(arguments: Sequence[str], names: Mapping[str, str]) -> tuple[list[
             lines += [f"not read: {folder}: {line}" for line in unread]
             found.append(ComparedRun(str(folder), folder, run, log, number))
         if len(found) == before:
-            raise UsageError(f"compare: {argument}: {lines[-1].removeprefix('left out: ')}: give runs with a log")
+            why = lines[-1].removeprefix("left out: ")
+            raise UsageError(f"compare: {argument}: no run below it has a log: {why}: give another folder")
     if len(found) < 2:
         raise UsageError(f"compare: {found[0].name}: one run alone: name another, or a folder with several")
     return _renamed(found), lines

@@ -378,7 +378,7 @@ def _notes(found: Comparison, different: list[str]) -> Iterator[str]:
             who = "the runs" if len(lacks) == len(found.runs) else _and(lacks)
             yield f"{axis}: not known of {who} ({need})"
         elif axis not in found.rows:
-            yield f"{axis}: there is no amount at which all runs have a figure"
+            yield f"{axis}: one run had ended before the first figure of another"
 
 
 def _is_of_training(name: str) -> bool:

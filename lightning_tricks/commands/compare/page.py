@@ -167,7 +167,8 @@ figure {{ margin: 0; }} figcaption {{ font-size: 13px; }} svg {{ width: 100%; he
 line {{ stroke: var(--faint); }} polyline {{ fill: none; stroke-width: 1.5; }} .dashed {{ stroke-dasharray: 5 3; }}
 {strokes}
 text {{ font-size: 11px; fill: currentColor; }}
-.legend span {{ margin-right: 1.2rem; white-space: nowrap; }} i {{ display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem;
+.legend span {{ margin-right: 1.2rem; white-space: nowrap; }}
+i {{ display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem;
   border-radius: 2px; vertical-align: -1px; }}
 </style></head><body><h1>{title}</h1>
 {parts}

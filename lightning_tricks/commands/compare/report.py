@@ -84,6 +84,10 @@ def interval_text(interval: Interval) -> str:
     return f"{interval.difference:+.4f} ± {interval.half_width:.4f}"
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g} %"
+
+
 def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
@@ -109,7 +113,7 @@ def _verdict(found: Comparison, number: int) -> str:
     if interval is None:
         return _of_single_runs(found, number, where)
     low, high = interval.difference - interval.half_width, interval.difference + interval.half_width
-    span = f"{found.level:.4g} interval {low:+.4f} to {high:+.4f}, {interval.method}"
+    span = f"{_percent(found.level)} interval {low:+.4f} to {high:+.4f}, {interval.method}"
     if kind == "no difference":
         return (
             f"{a} and {b}: no difference that these seeds can show: {b} - {a} = {interval.difference:+.4f} {where} "
@@ -183,8 +187,8 @@ def notes(found: Comparison, left_out: Sequence[str]) -> Iterator[str]:
         yield "for a verdict, run another seed of one group or more, or give --seed_noise if their spread is known"
     if any(interval is not None for row in found.rows.values() for interval in row.intervals):
         several = len(found.groups) > 2
-        words = f", {found.level:.2%} each, so that all hold together (Bonferroni)" if several else ""
-        yield f"± is half of a {LEVEL:.0%} interval of the difference over seeds{words}; lower is better"
+        words = f", {_percent(found.level)} each, so that all hold together (Bonferroni)" if several else ""
+        yield f"± is half of a {_percent(LEVEL)} interval of the difference over seeds{words}; lower is better"
 
 
 def lines_of(table: Table, left: Sequence[int] | set[int] = (0,)) -> list[str]:

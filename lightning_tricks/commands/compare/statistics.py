@@ -6,10 +6,12 @@ Every interval is a mean, plus or minus a quantile of Student's t times a standa
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(128)
+_NORMAL = 1e6  # degrees of freedom above which it is the normal distribution, to six digits
 _BLOCKS = 10  # of the method of block means
 LEAST_BATCHES = 40  # four a block
 
@@ -48,7 +50,8 @@ def student_t(probability: float, df: float) -> float:
         >>> round(student_t(0.975, 10), 4), round(student_t(0.975, math.inf), 4)
         (2.2281, 1.96)
     """
-    df = min(df, 1e6)  # from there on, it is the normal distribution to six digits
+    if df > _NORMAL:
+        return NormalDist().inv_cdf(probability)
     factor = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(math.pi)
 
     def probability_to(angle: float) -> float:
