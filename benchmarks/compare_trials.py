@@ -153,7 +153,7 @@ def table(result: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; see --help."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, help="folder for the logs; default: they are removed")
+    parser.add_argument("--keep", type=Path, help="folder for the logs; runs that it has are not made again")
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/compare-trials-DATE-cpu.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -171,8 +171,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     with tempfile.TemporaryDirectory() as made, contextlib.chdir(made):  # so that settings on file name no other folder
         folder, source = Path("runs"), text(Path())
+        if keep is not None and keep.is_dir():
+            shutil.copytree(keep, folder)
         for kind, spec in KINDS.items():
             for seed in spec.seeds:
+                if (folder / kind / f"seed_{seed}").is_dir():
+                    continue
                 begun = time.perf_counter()
                 with machine.quiet():
                     train(folder, source, kind, seed)

@@ -304,9 +304,10 @@ def test_training_on_the_same_batches_is_compared_batch_by_batch(tmp_path, proof
     means = expected.reshape(10, 8).mean(axis=1)
     assert interval.difference == pytest.approx(expected.mean())
     assert interval.half_width == pytest.approx(student_t(0.975, 9) * means.std(ddof=1) / math.sqrt(10))
-    assert (
-        f"in training on the same batches {interval.difference:+.4f} ± {interval.half_width:.4f}" in verdicts(found)[0]
-    )
+    row = f"training, means of 10 blocks of 80 batches  {interval.difference:+.4f} ± {interval.half_width:.4f}"
+    assert row in text(found, []).splitlines()
+    assert "half of a 95 % interval over rows: other seeds are not in it" in text(found, [])
+    assert record(found, [])["same_rows"]["training"]["B"]["low"] == interval.difference - interval.half_width
     assert found.verdict(1) == "not known"
 
 
@@ -324,6 +325,52 @@ def test_other_batches_are_not_compared(tmp_path):
     ledger[300] = {"step": 300, "batch": "another"}
     LedgerFile(tmp_path / "same" / "ledger.jsonl").append([{"start": 0}, *ledger])
     assert compared(tmp_path / "a", tmp_path / "same").same_batches(1) is None  # a ledger counts before settings
+
+
+def predicted(file, rows):
+    """A file as PredictionWriter writes it, of log-probabilities."""
+    lines = [{"batch": i // 4, "row": i % 4, "prediction": row} for i, row in enumerate(rows)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+def test_predictions_of_the_same_rows_are_compared_row_by_row(tmp_path):
+    """By hand: blocks of four rows, each with ten tokens; the first token of a row does not count."""
+    seeds_of(tmp_path, "a", [3.0])
+    seeds_of(tmp_path, "b", [2.9], lr=3e-3)
+    first = [[0.0, *([-2.0] * (2 + i % 2))] for i in range(40)]
+    second = [[value + 0.1 * (1 + i // 4) * (value < 0) for value in row] for i, row in enumerate(first)]
+    files = [predicted(tmp_path / "a.jsonl", first), predicted(tmp_path / "b.jsonl", second)]
+    found = compared(tmp_path / "a", tmp_path / "b", predictions=files)
+    (interval,) = found.same_rows()["predictions"]
+    blocks = -0.1 * np.arange(1, 11)
+    assert interval.difference == pytest.approx(blocks.mean())
+    assert interval.half_width == pytest.approx(student_t(0.975, 9) * blocks.std(ddof=1) / math.sqrt(10))
+    assert "predictions, means of 10 blocks of 40 rows  -0.5500 ± 0.2166" in text(found, [])
+    assert "predictions, means of 10 blocks" in page(found, [])
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        ([[-1.0, -2.0]] * 39, r"predictions=.*wrong.jsonl: its rows are not those of .*right.jsonl \(39 and 40\)"),
+        ([[-1.0, 0.0]] * 40, "its rows are not those of"),
+        ([[1.0, -2.0]] * 40, "line 1 holds no log-probabilities of a row"),
+        (["a"] * 40, "line 1 holds no log-probabilities of a row"),
+        ([], "it has no rows"),
+        (None, "wrong.jsonl: No such file"),
+    ],
+)
+def test_predictions_of_other_rows_or_forms_are_refused(tmp_path, rows, line):
+    seeds_of(tmp_path, "a", [3.0])
+    seeds_of(tmp_path, "b", [2.9], lr=3e-3)
+    right, wrong = predicted(tmp_path / "right.jsonl", [[-1.0, -2.0]] * 40), tmp_path / "wrong.jsonl"
+    if rows is not None:
+        predicted(wrong, rows)
+    with pytest.raises(UsageError, match=line):
+        compared(tmp_path / "a", tmp_path / "b", predictions=[right, str(wrong)])
+    with pytest.raises(UsageError, match="predictions: 1 file for 2 groups: give one for each"):
+        compared(tmp_path / "a", tmp_path / "b", predictions=[right])
 
 
 def test_a_run_that_failed_is_worse_and_has_no_interval(tmp_path, capsys):

@@ -1,7 +1,7 @@
 """`compare`: runs side by side: settings that differ, curves, and what their seeds can show. Loads no torch.
 
-From the first to the last: `compared_run`, `statistics`, `comparison`, `report`, `curves`, `terminal`, `page` and
-`picture`.
+From the first to the last: `compared_run`, `statistics`, `predictions`, `comparison`, `report`, `curves`, `terminal`,
+`page` and `picture`.
 """
 
 import json
@@ -51,10 +51,15 @@ def run(args: list[str]) -> None:
         help="what is a group: runs of equal settings, of one DIR, or each run; default: %(default)s",
     )
     parser.add_argument(
-        "--at", choices=[*AXES, "last", "best"], help="where the verdict is; default: equal tokens, or steps"
+        "--at",
+        choices=[*AXES, "last", "best"],
+        help="where the verdict is; default: equal steps, or tokens where batches differ",
     )
     parser.add_argument(
         "--seed_noise", metavar="FIGURE", help="standard deviation over seeds, for groups of one run each"
+    )
+    parser.add_argument(
+        "--predictions", nargs="+", default=[], metavar="FILE", help="of predict --output, one for each group"
     )
     parser.add_argument("--png", metavar="FILE", help="write a picture of the curves")
     parser.add_argument("--html", metavar="FILE", help="write a page with tables and curves")
@@ -70,7 +75,7 @@ def run(args: list[str]) -> None:
             check_file(f"compare: {name}", getattr(options, name))
     noise = _noise(options.seed_noise)
     runs, left_out = read_runs(options.folders, names)
-    found = compare_runs(runs, options.group, options.at, noise, named="val_loss" in names)
+    found = compare_runs(runs, options.group, options.at, noise, "val_loss" in names, options.predictions)
     if options.png is not None:
         draw_picture(found, Path(options.png))
     if options.html is not None:

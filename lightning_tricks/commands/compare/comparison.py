@@ -13,6 +13,7 @@ import numpy as np
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.commands.compare.compared_run import AXES, OUTCOMES, ComparedRun, outcome_of, value_at
+from lightning_tricks.commands.compare.predictions import Predictions, difference, read_all
 from lightning_tricks.commands.compare.statistics import (
     Interval,
     block_means,
@@ -100,6 +101,7 @@ class Comparison:
         is_validation: False for means of the training loss.
         at: name of the row on which the verdicts are; None for steps, or tokens where these are not in step with them.
         seed_noise: standard deviation over seeds that was given.
+        predictions: of each group, on the same rows; or none.
     """
 
     runs: list[ComparedRun]
@@ -108,6 +110,7 @@ class Comparison:
     is_validation: bool
     at: str | None = None
     seed_noise: float | None = None
+    predictions: list[Predictions] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     outcomes: dict[str, Series] = field(default_factory=dict)  # by the names of runs, over steps done
@@ -253,6 +256,15 @@ class Comparison:
         differences = second.values[b[kept]] - first.values[a[kept]]
         return block_means(differences.tolist(), self.level) if np.isfinite(differences).all() else None
 
+    def same_rows(self) -> dict[str, list[Interval | None]]:
+        """Paired differences of each group less the first, on rows that a run of both has seen, by what they are of."""
+        numbers = range(1, len(self.groups))
+        found = {"training": [self.same_batches(number) for number in numbers]}
+        if self.predictions:
+            first = self.predictions[0]
+            found["predictions"] = [difference(first, self.predictions[number], self.level) for number in numbers]
+        return {name: intervals for name, intervals in found.items() if any(intervals)}
+
     def lower_at(self, number: int) -> tuple[int, int]:
         """At how many of the points that a group's first run shares with the first group's it is lower, and of all."""
         one, other = (self.outcomes[self.groups[each].runs[0].name] for each in (0, number))
@@ -277,6 +289,7 @@ def compare_runs(
     at: str | None = None,
     seed_noise: float | None = None,
     named: bool = False,
+    predictions: Sequence[str] = (),
 ) -> Comparison:
     """Compare runs.
 
@@ -286,14 +299,17 @@ def compare_runs(
         at: row on which the verdicts are: an axis, `last` or `best`; see `Comparison`.
         seed_noise: standard deviation over seeds, where no group tells it.
         named: whether the user has named the validation metric.
+        predictions: files of `predict`, one for each group.
 
     Raises:
-        UsageError: the runs have no metric in common; the row is not known.
+        UsageError: the runs have no metric in common; the row is not known; see `read_all`.
     """
     notes: list[str] = []
     different = differing([run.run for run in runs]).values()
     metrics, is_validation = _metrics(runs, list(different), named, notes)
-    found = Comparison(runs, groups_of(runs, by), metrics, is_validation, at, seed_noise)
+    groups = groups_of(runs, by)
+    read = read_all(predictions, len(groups))
+    found = Comparison(runs, groups, metrics, is_validation, at, seed_noise, read)
     found.notes = [*notes, *_notes(found, list(different))]
     return found
 

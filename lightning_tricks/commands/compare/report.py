@@ -47,6 +47,17 @@ def values_table(found: Comparison) -> Table:
     return rows
 
 
+def rows_table(found: Comparison) -> Table:
+    """A row for each paired difference on the same rows, of one run each; the heads alone where there is none."""
+    first, others = found.groups[0], found.groups[1:]
+    rows = [["on the same rows, one run each", *(f"{group.letter} - {first.letter}" for group in others)]]
+    for name, intervals in found.same_rows().items():
+        known = next(interval for interval in intervals if interval is not None)
+        cells = ["" if interval is None else interval_text(interval) for interval in intervals]
+        rows.append([f"{name}, {known.method}", *cells])
+    return rows
+
+
 def _as_steps(found: Comparison, row: Row) -> bool:
     """Whether a row says what that of steps says."""
     is_cost = row.name in ("tokens", "flops") and row.name != found.at
@@ -138,8 +149,6 @@ def _of_single_runs(found: Comparison, number: int, where: str) -> str:
         f"{b} was lower than {a}" if difference < 0 else f"{b} was higher than {a}" if difference else "equal values"
     )
     words = f"{which} by {abs(difference):.4f} {where}, and lower at {lower} of {count} points"
-    if (batches := found.same_batches(number)) is not None:
-        words += f"; in training on the same batches {interval_text(batches)} ({batches.method}, and not of seeds)"
     return f"{words}: one seed each cannot show that the settings made it"
 
 
@@ -174,7 +183,10 @@ def text(found: Comparison, left_out: Sequence[str], curves: Sequence[str] = ())
         shown = [[_short(cell) for cell in row] for row in settings[: _MOST_SETTINGS + 1]]
         more = len(settings) - 1 - _MOST_SETTINGS
         parts.append([*lines_of(shown), *([f"and {more} more: --html FILE has all"] if more > 0 else [])])
-    parts += [lines_of(values_table(found)), list(curves)]
+    parts.append(lines_of(values_table(found)))
+    if len(pairs := rows_table(found)) > 1:
+        parts.append(lines_of(pairs))
+    parts.append(list(curves))
     parts += [[f"note: {line}" for line in notes(found, left_out)], [f"compare: {line}" for line in verdicts(found)]]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -189,6 +201,8 @@ def notes(found: Comparison, left_out: Sequence[str]) -> Iterator[str]:
         several = len(found.groups) > 2
         words = f", {_percent(found.level)} each, so that all hold together (Bonferroni)" if several else ""
         yield f"± is half of a {_percent(LEVEL)} interval of the difference over seeds{words}; lower is better"
+    if found.same_rows():
+        yield f"± on the same rows is half of a {_percent(found.level)} interval over rows: other seeds are not in it"
 
 
 def lines_of(table: Table, left: Sequence[int] | set[int] = (0,)) -> list[str]:
@@ -229,9 +243,12 @@ def record(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
         ]
         if len(found.groups) > 1
         else [{"group": "A", "against": None, "verdict": "no difference", "line": verdicts(found)[0]}],
-        "same_batches": {
-            group.letter: _interval_record(found.same_batches(number))
-            for number, group in enumerate(found.groups[1:], 1)
+        "same_rows": {
+            name: {
+                group.letter: _interval_record(interval)
+                for group, interval in zip(found.groups[1:], intervals, strict=True)
+            }
+            for name, intervals in found.same_rows().items()
         },
         "notes": list(notes(found, left_out)),
     }

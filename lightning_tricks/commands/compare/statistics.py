@@ -13,7 +13,7 @@ import numpy as np
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(128)
 _NORMAL = 1e6  # degrees of freedom above which it is the normal distribution, to six digits
 _BLOCKS = 10  # of the method of block means
-LEAST_BATCHES = 40  # four a block
+LEAST = 40  # four a block
 
 
 @dataclass(frozen=True)
@@ -130,20 +130,26 @@ def pooled_spread(groups: Sequence[Sequence[float]]) -> tuple[float, int] | None
     return math.sqrt(squares / df), df
 
 
-def block_means(differences: Sequence[float], level: float) -> Interval | None:
+def block_means(
+    differences: Sequence[float], level: float, counts: Sequence[float] | None = None, what: str = "batches"
+) -> Interval | None:
     """Interval of the mean of differences in order, which may be correlated with their neighbours; None for under 40.
 
     The means of ten blocks are nearly independent, where correlation reaches over a small part of a block. A trend
     makes the interval wider.
 
     Args:
-        differences: of two runs on the same batches.
+        differences: of two runs on the same batches; with `counts`, sums over as many tokens each.
         level: as in `welch`.
+        counts: numbers of tokens; None for one each.
+        what: the differences are of, in words.
 
     Source: the method of batch means, Glynn and Lim 2009, http://web.stanford.edu/~glynn/papers/2009/GLim09.html.
     """
-    if len(differences) < LEAST_BATCHES:
+    if len(differences) < LEAST:
         return None
-    means = [float(part.mean()) for part in np.array_split(np.asarray(differences, dtype=np.float64), _BLOCKS)]
+    sums, numbers = np.asarray(differences, dtype=np.float64), np.ones(len(differences)) if counts is None else counts
+    blocks = zip(np.array_split(sums, _BLOCKS), np.array_split(numbers, _BLOCKS), strict=True)
+    means = [float(part.sum() / number.sum()) for part, number in blocks]
     half = student_t((1 + level) / 2, _BLOCKS - 1) * float(np.std(means, ddof=1)) / math.sqrt(_BLOCKS)
-    return Interval(float(np.mean(differences)), half, f"means of {_BLOCKS} blocks of {len(differences):,} batches")
+    return Interval(float(sums.sum() / np.sum(numbers)), half, f"means of {_BLOCKS} blocks of {len(sums):,} {what}")
