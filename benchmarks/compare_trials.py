@@ -1,6 +1,6 @@
 """What does `compare` say of real runs: other seeds of one recipe, a learning rate three times as high, a small change?
 
-    python -m benchmarks.compare_trials                 # 15 runs, about 6 minutes
+    python -m benchmarks.compare_trials                 # 23 runs of 20 seconds, more on a busy machine
     python -m benchmarks.compare_trials --keep folder   # and keep their logs
 
 Each run is `fit` of recipes/tiny.yaml with a smaller model on Python's own sources. The runs with equal settings and
@@ -29,7 +29,7 @@ from lightning_tricks.commands.compare.comparison import Comparison, compare_run
 from lightning_tricks.commands.compare.report import record, verdicts
 
 RECIPE = Path(__file__).absolute().parents[1] / "recipes/tiny.yaml"
-STEPS, LR = 200, 3e-3
+STEPS, LR = 200, 1e-3
 DECODER = "{class_path: Llama, init_args: {vocab_size: 512, d_model: 64, n_layers: 2, n_heads: 2, max_seq_len: 64}}"
 LOGGER = "{class_path: ResumingCSVLogger, init_args: {save_dir: FOLDER, name: KIND, version: seed_SEED}}"
 
@@ -51,20 +51,30 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "base": Kind("nothing", LR, tuple(range(8))),
-    "lr3": Kind("learning rate x 3", 3 * LR, (0, 1, 2)),
-    "lr105": Kind("learning rate x 1.05", 1.05 * LR, (0, 1, 2)),
-    "weights": Kind("the seed of the weights alone", LR, (100,), data_seed=0),
+    "base": Kind("nothing", LR, (0, 1, 2)),
+    "lr3": Kind("learning rate x 3", 3 * LR, tuple(range(8))),
+    "lr9": Kind("learning rate x 9", 9 * LR, (0, 1, 2)),
+    "lr3_5": Kind("learning rate x 3.15", 1.05 * (3 * LR), tuple(range(8))),
+    "weights": Kind("learning rate x 3, another seed of the weights alone", 3 * LR, (100,), data_seed=0),
 }
-CASES = {  # runs by kind and seed, and options of `compare_runs`
-    "two seeds of one recipe": ([("base", 0), ("base", 1)], {}),
-    "one of them beside the other, as if their recipes differed": ([("base", 0), ("base", 1)], {"by": "runs"}),
-    "learning rate x 3, one run each": ([("base", 0), ("lr3", 0)], {}),
-    "learning rate x 3, two seeds and one": ([("base", 0), ("base", 1), ("lr3", 0)], {}),
-    "learning rate x 3, two seeds each": ([(kind, seed) for kind in ("base", "lr3") for seed in (0, 1)], {}),
-    "learning rate x 3, three seeds each": ([(kind, seed) for kind in ("base", "lr3") for seed in (0, 1, 2)], {}),
-    "learning rate x 1.05, three seeds each": ([(kind, seed) for kind in ("base", "lr105") for seed in (0, 1, 2)], {}),
-    "another seed of the weights, the same batches": ([("base", 0), ("weights", 100)], {"by": "runs"}),
+
+SAME = "lr3"  # of which eight seeds were run
+
+
+def _runs(kinds: str, seeds: Sequence[int]) -> list[tuple[str, int]]:
+    return [(kind, seed) for kind in kinds.split() for seed in seeds]
+
+
+CASES: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {  # runs, and options of `compare_runs`
+    "two seeds of one recipe": (_runs("base", (0, 1)), {}),
+    "lr 0.001 and x 3, one run each": (_runs("base lr3", (0,)), {}),
+    "lr 0.001 and x 3, two seeds and one": ([*_runs("base", (0, 1)), ("lr3", 0)], {}),
+    "lr 0.001 and x 3, two seeds each": (_runs("base lr3", (0, 1)), {}),
+    "lr 0.001 and x 3, three seeds each": (_runs("base lr3", (0, 1, 2)), {}),
+    "lr 0.003 and x 3, three seeds each": (_runs("lr3 lr9", (0, 1, 2)), {}),
+    "lr 0.003 and x 1.05, three seeds each": (_runs("lr3 lr3_5", (0, 1, 2)), {}),
+    "lr 0.003 and x 1.05, eight seeds each": (_runs("lr3 lr3_5", range(8)), {}),
+    "lr 0.003, the same batches from other first weights": ([("lr3", 0), ("weights", 100)], {"by": "runs"}),
 }
 
 
@@ -141,7 +151,7 @@ def table(result: dict[str, Any]) -> str:
         for row in result["false_positives"]
     )
     described = result["machine"]
-    seeds = len(KINDS["base"].seeds)
+    seeds = len(KINDS[SAME].seeds)
     said = (
         f"{seeds} runs of one recipe, as if some of them were of another: {counts}. Measured {described['date'][:10]} "
         f"by `python -m benchmarks.compare_trials` on a CPU with {described['cores']} cores, one thread, torch "
@@ -169,6 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "steps": STEPS,
         "seconds": {},
     }
+    if keep is not None and keep.is_dir() and out.is_file():
+        result["seconds"] = json.loads(out.read_text(encoding="utf-8"))["seconds"]
     with tempfile.TemporaryDirectory() as made, contextlib.chdir(made):  # so that settings on file name no other folder
         folder, source = Path("runs"), text(Path())
         if keep is not None and keep.is_dir():
@@ -183,8 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 result["seconds"][f"{kind} {seed}"] = round(time.perf_counter() - begun, 1)
                 print(kind, seed, result["seconds"][f"{kind} {seed}"], flush=True)
         result["cases"] = judge(folder, CASES)
-        base = [str(folder / "base" / f"seed_{seed}") for seed in KINDS["base"].seeds]
-        runs, _ = read_runs(base, {})
+        runs, _ = read_runs([str(folder / SAME / f"seed_{seed}") for seed in KINDS[SAME].seeds], {})
         result["false_positives"] = [false_positives(runs, each) for each in (2, 3, 4)]
         if keep is not None:
             shutil.copytree(folder, keep, dirs_exist_ok=True)

@@ -267,8 +267,8 @@ def test_two_single_runs_are_described_and_no_more(tmp_path):
     found = compared(tmp_path / "a", tmp_path / "b")
     assert found.verdict(1) == "not known"
     assert verdicts(found) == [
-        "B was lower than A by 1.0000 at 40 steps, and lower at 4 of 4 points: one seed each cannot show that the "
-        "settings made it"
+        "B was lower than A by 1.0000 at 40 steps, and B lower at 4 of 4 points: one seed each cannot show that "
+        "the settings made it"
     ]
     assert "give --seed_noise" in text(found, [])
     given = compared(tmp_path / "a", tmp_path / "b", seed_noise=0.1)
@@ -431,7 +431,7 @@ def test_flops_and_hours_come_from_the_log(tmp_path):
     assert a.amounts("hours").after([1, 6, 11, 20]).tolist() == [1.0, 1.5, 2.0, 2.9]
     assert [b.amounts(axis) for axis in ("tokens", "flops", "hours")] == [None] * 3
     notes = compared(tmp_path).notes
-    assert "flops: not known of b (MFUMonitor)" in notes
+    assert "FLOPs: not known of b (MFUMonitor)" in notes
     assert "hours: not known of b (GoodputMonitor, or an event file)" in notes
 
 

@@ -133,6 +133,11 @@ class Amounts:
         return np.interp(steps, np.arange(len(self.by_steps)), self.by_steps)
 
 
+def axis_text(name: str) -> str:
+    """The name of an axis for people."""
+    return "FLOPs" if name == "flops" else name
+
+
 def is_seed(name: str) -> bool:
     """Whether a setting is a seed, by the end of its dotted name.
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.commands.compare.compared_run import AXES, OUTCOMES, ComparedRun, outcome_of, value_at
+from lightning_tricks.commands.compare.compared_run import AXES, OUTCOMES, ComparedRun, axis_text, outcome_of, value_at
 from lightning_tricks.commands.compare.predictions import Predictions, difference, read_all
 from lightning_tricks.commands.compare.statistics import (
     Interval,
@@ -392,9 +392,9 @@ def _notes(found: Comparison, different: list[str]) -> Iterator[str]:
         if axis not in found.known:
             lacks = [run.name for run in found.runs if run.amounts(axis) is None]
             who = "the runs" if len(lacks) == len(found.runs) else _and(lacks)
-            yield f"{axis}: not known of {who} ({need})"
+            yield f"{axis_text(axis)}: not known of {who} ({need})"
         elif axis not in found.rows:
-            yield f"{axis}: one run had ended before the first figure of another"
+            yield f"{axis_text(axis)}: one run had ended before the first figure of another"
 
 
 def _is_of_training(name: str) -> bool:
@@ -414,7 +414,7 @@ def _unfinished(found: Comparison) -> str | None:
             shares.append(row.place / last if last > 0 else 1.0)
         if min(shares) < _FULL:
             lines.append(f"{group.letter} had done {min(shares):.0%} of its run")
-    return f"at equal {row.name} {_and(lines)}: its schedule had not ended there" if lines else None
+    return f"at equal {axis_text(row.name)} {_and(lines)}: its schedule had not ended there" if lines else None
 
 
 def _and(words: Sequence[str]) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lightning_tricks.commands.compare.compared_run import axis_text
 from lightning_tricks.commands.compare.comparison import Comparison
 from lightning_tricks.commands.compare.curves import Curve, limits, run_curves
 from lightning_tricks.commands.compare.report import (
     Table,
-    axis_text,
     groups_table,
     notes,
     rows_table,

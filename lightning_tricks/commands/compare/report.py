@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lightning_tricks.commands.compare.compared_run import axis_text
 from lightning_tricks.commands.compare.comparison import LEVEL, Comparison, Group, Row
 from lightning_tricks.commands.compare.statistics import Interval
 from lightning_tricks.commands.schedule.curves import human
@@ -77,11 +78,6 @@ def _amount(row: Row) -> str:
     return f"{human(row.place)} {word}"
 
 
-def axis_text(name: str) -> str:
-    """The name of an axis for people."""
-    return "FLOPs" if name == "flops" else name
-
-
 def difference_text(row: Row, number: int) -> str:
     """A difference with its interval, where there is one."""
     interval, difference = row.intervals[number], row.difference(number)
@@ -145,10 +141,10 @@ def _of_single_runs(found: Comparison, number: int, where: str) -> str:
     difference = row.difference(number)
     assert difference is not None
     lower, count = found.lower_at(number)
-    which = (
-        f"{b} was lower than {a}" if difference < 0 else f"{b} was higher than {a}" if difference else "equal values"
-    )
-    words = f"{which} by {abs(difference):.4f} {where}, and lower at {lower} of {count} points"
+    which = f"{b} was {'lower' if difference < 0 else 'higher'} than {a} by {abs(difference):.4f} {where}"
+    if not difference:
+        which = f"{a} and {b} were equal {where}"
+    words = f"{which}, and {b} lower at {lower} of {count} points"
     return f"{words}: one seed each cannot show that the settings made it"
 
 

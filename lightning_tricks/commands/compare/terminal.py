@@ -3,9 +3,9 @@
 import shutil
 from collections.abc import Iterator
 
+from lightning_tricks.commands.compare.compared_run import axis_text
 from lightning_tricks.commands.compare.comparison import Comparison
 from lightning_tricks.commands.compare.curves import Curve, group_curves, limits
-from lightning_tricks.commands.compare.report import axis_text
 from lightning_tricks.commands.schedule.curves import human, unit
 from lightning_tricks.commands.schedule.terminal import TO_ASCII, shows_color, shows_unicode
 
