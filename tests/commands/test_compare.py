@@ -245,7 +245,8 @@ def test_a_difference_within_the_spread_of_seeds_is_none_that_they_can_show(tmp_
 def test_two_seeds_of_one_recipe_have_no_difference_and_tell_the_spread(tmp_path, capsys):
     seeds_of(tmp_path, "a", [3.0, 3.1])
     door.run(["compare", str(tmp_path / "a")])  # exits with 0
-    assert capsys.readouterr().out.splitlines()[-1] == (
+    said = " ".join(line.strip() for line in capsys.readouterr().out.splitlines())
+    assert said.endswith(
         "compare: no difference that these seeds can show: the 2 runs differ only in their seed. They lie 0.1000 apart "
         "at 40 steps, a standard deviation of 0.0707 (for --seed_noise)"
     )
@@ -284,7 +285,7 @@ def test_intervals_of_several_groups_hold_together(tmp_path):
     found = compared(tmp_path)
     assert found.level == pytest.approx(0.975)
     assert found.row.intervals[2].half_width == pytest.approx(welch(a, c, 0.975).half_width)
-    assert "97.5 % each, so that all hold together (Bonferroni)" in text(found, [])
+    assert "over seeds, 97.5 % each, so that all hold together (Bonferroni)" in text(found, [])
 
 
 @pytest.mark.parametrize("proof", ["settings", "ledgers"])
@@ -306,7 +307,7 @@ def test_training_on_the_same_batches_is_compared_batch_by_batch(tmp_path, proof
     assert interval.half_width == pytest.approx(student_t(0.975, 9) * means.std(ddof=1) / math.sqrt(10))
     row = f"training, means of 10 blocks of 80 batches  {interval.difference:+.4f} ± {interval.half_width:.4f}"
     assert row in text(found, []).splitlines()
-    assert "half of a 95 % interval over rows: other seeds are not in it" in text(found, [])
+    assert "± on the same rows is half of a 95 % interval over rows" in text(found, [])
     assert record(found, [])["same_rows"]["training"]["B"]["low"] == interval.difference - interval.half_width
     assert found.verdict(1) == "not known"
 
@@ -518,7 +519,8 @@ def test_the_text_has_groups_settings_values_and_the_verdict_last(tmp_path):
     assert "at 40 steps, 1.28k tokens 3.0000 2.8000 -0.2000 ± 0.0248" in words
     assert "spread of seeds there 0.0200 0.0100" in words
     assert "note: left out: c" in lines
-    assert lines[-1].startswith("compare: B is better than A")
+    assert lines[-2].startswith("compare: B is better than A")
+    assert (max(map(len, lines[-2:])) <= 118, lines[-1][:2]) == (True, "  ")
 
 
 def test_many_settings_are_cut_and_the_page_has_them_all(tmp_path):
@@ -601,6 +603,12 @@ def test_the_curve_of_a_group_is_the_mean_of_its_runs(tmp_path):
     mean = group_curves(compared(tmp_path), "steps")[0]
     assert mean.x.tolist() == [10, 20, 30]  # as far as both go
     assert mean.y.tolist() == [3.0, 1.75, 1.25]
+    made(tmp_path / "c" / "0", {10: 4.0, 20: 2.0}, lr=4e-3)
+    made(tmp_path / "c" / "1", {30: 2.0, 40: 1.0}, lr=4e-3, seed=1)
+    apart = compared(tmp_path / "b", tmp_path / "c")
+    assert group_curves(apart, "steps")[1].x.tolist() == [10, 20]  # of its first run
+    assert apart.at == "last"
+    assert "steps: one run had ended before the first figure of another" in apart.notes
 
 
 def test_the_command_writes_each_form_and_exits_by_the_verdict(tmp_path, capsys):

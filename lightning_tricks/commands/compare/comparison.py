@@ -99,7 +99,8 @@ class Comparison:
         groups: of them, one or more.
         metric: what is compared, as logged, of each run; lower is better.
         is_validation: False for means of the training loss.
-        at: name of the row on which the verdicts are; None for steps, or tokens where these are not in step with them.
+        at: name of the row on which the verdicts are; None for steps, or tokens where batches differ, or `last` where
+            one run had ended before the first point of another.
         seed_noise: standard deviation over seeds that was given.
         predictions: of each group, on the same rows; or none.
     """
@@ -124,7 +125,8 @@ class Comparison:
             if (row := self._row(name)) is not None:
                 self.rows[name] = row
         if self.at is None:
-            self.at = "steps" if "tokens" not in self.rows or self.amount_of_step("tokens") else "tokens"
+            other_batches = "tokens" in self.rows and not self.amount_of_step("tokens")
+            self.at = "tokens" if other_batches else "steps" if "steps" in self.rows else "last"
         if self.at not in self.rows:
             need = f" ({AXES[self.at]})" if AXES.get(self.at) else ""
             raise UsageError(f"compare: at={self.at}: not known of all runs{need}: give one of {', '.join(self.rows)}")

@@ -42,7 +42,7 @@ def run_curves(found: Comparison, axis: str) -> list[Curve]:
 
 
 def group_curves(found: Comparison, axis: str) -> list[Curve]:
-    """A curve for each group: the mean of its runs, as far as all of them go; for one group, each run's."""
+    """A curve for each group: the mean of its runs where all of them have values; for one group, each run's."""
     curves = run_curves(found, axis)
     if len(found.groups) == 1:
         return curves
@@ -64,6 +64,8 @@ def _mean(curves: list[Curve]) -> Curve:
     low, high = max(curve.x[0] for curve in known), min(curve.x[-1] for curve in known)
     x = np.unique(np.concatenate([curve.x for curve in known]))
     x = x[(x >= low) & (x <= high)]
+    if len(x) < 2:  # over hours, one run may have ended before another began to validate
+        return known[0]
     return Curve(known[0].group, known[0].label, x, np.mean([np.interp(x, each.x, each.y) for each in known], axis=0))
 
 

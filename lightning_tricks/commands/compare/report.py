@@ -1,6 +1,7 @@
 """A comparison in words: tables for a terminal, the line of each verdict, and the record for JSON."""
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning_tricks.commands.compare.statistics import Interval
 from lightning_tricks.commands.schedule.curves import human
 
 _MOST_SETTINGS, _LONGEST = 20, 28  # rows of settings, and characters of one, in the terminal
+_WIDTH = 118  # of a line of text there
 Table = list[list[str]]
 
 
@@ -183,8 +185,13 @@ def text(found: Comparison, left_out: Sequence[str], curves: Sequence[str] = ())
     if len(pairs := rows_table(found)) > 1:
         parts.append(lines_of(pairs))
     parts.append(list(curves))
-    parts += [[f"note: {line}" for line in notes(found, left_out)], [f"compare: {line}" for line in verdicts(found)]]
+    parts.append([_filled(f"note: {line}") for line in notes(found, left_out)])
+    parts.append([_filled(f"compare: {line}") for line in verdicts(found)])
     return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _filled(line: str) -> str:
+    return textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
 def notes(found: Comparison, left_out: Sequence[str]) -> Iterator[str]:
