@@ -14,6 +14,7 @@ import json
 import shutil
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -157,7 +158,7 @@ def table(result: dict[str, Any]) -> str:
         f"by `python -m benchmarks.compare_trials` on a CPU with {described['cores']} cores, one thread, torch "
         f"{described['versions']['torch']}."
     )
-    return "\n".join([*lines, "", said])
+    return "\n".join([*lines, "", textwrap.fill(said, 120, break_on_hyphens=False)])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
