@@ -1,9 +1,10 @@
 """The committed measurements bear out what the pages say of them."""
 
 import itertools
+import json
 
 import pytest
-from fill import result_of
+from fill import newest, result_of
 from fill_optimizers import misses
 from fill_precision import TITLES
 
@@ -124,3 +125,13 @@ def test_each_planted_fault_is_found_first_and_no_healthy_run_has_a_finding():
     assert len(result["faults"]) >= 10
     assert len(result["healthy"]) >= 12
     assert [row["name"] for row in (*result["faults"], *result["healthy"]) if not row["right"]] == []
+
+
+def test_compare_sees_a_learning_rate_three_times_as_high_and_rarely_a_difference_where_there_is_none():
+    result = json.loads(newest("compare-trials").read_text(encoding="utf-8"))
+    lines = {row["case"]: row["lines"][0] for row in result["cases"]}
+    assert lines["two seeds of one recipe"].startswith("no difference that these seeds can show")
+    assert lines["lr 0.001 and x 3, three seeds each"].startswith("B is better than A: val/loss 4.")
+    assert lines["lr 0.001 and x 3, one run each"].endswith("one seed each cannot show that the settings made it")
+    for row in result["false_positives"]:
+        assert row["shown"] <= 0.05 * row["ways"]

@@ -4,13 +4,25 @@ import copy
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from fill import result_of
 from fill_optimizers import misses
 
-from benchmarks import checkpoints, doctor_trials, foreign, mup_transfer, plan_foreign, plan_published, precision
+from benchmarks import (
+    checkpoints,
+    compare_trials,
+    doctor_trials,
+    foreign,
+    machine,
+    mup_transfer,
+    plan_foreign,
+    plan_published,
+    precision,
+)
+from lightning_tricks.commands.compare.compared_run import read_runs
 
 
 def read(path):
@@ -39,6 +51,24 @@ def test_doctor_trials(tmp_path):
     texts = doctor_trials.tables({"faults": [rows["clip"]], "healthy": [rows["healthy 0"]]})
     assert "| clip at 0.001 | `clip_pinned` (warning) | established |" in texts["faults"]
     assert "| AdamW, cosine | 1 |" in texts["healthy"]
+
+
+def test_compare_trials(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(f"the number {i} is {i * i}\n" for i in range(5000)))
+    runs = [("base", 0), ("base", 1), ("lr3", 0)]
+    for kind, seed in runs:
+        compare_trials.train(Path("runs"), Path("text.txt"), kind, seed, steps=3)
+    rows = compare_trials.judge(Path("runs"), {"seeds": (runs[:2], {}), "one and two": (runs, {})})
+    assert rows[0]["lines"][0].startswith(
+        "no difference that these seeds can show: the 2 runs differ only in their seed"
+    )
+    assert [len(row["row"]["groups"]) for row in rows] == [1, 2]
+    found, _ = read_runs([f"runs/base/seed_{seed}" for seed in (0, 1)], {})
+    counts = compare_trials.false_positives(found, 1)
+    assert counts == {"seeds": 1, "ways": 1, "shown": 0}
+    result = {"cases": rows, "false_positives": [counts], "machine": machine.describe()}
+    assert "| seeds | no difference that these seeds can show" in compare_trials.table(result)
 
 
 def test_ratios_are_taken_within_a_round():

@@ -22,6 +22,7 @@ from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
 _NOT_METRICS = ("hp/", "hp_metric", "epoch", "_hparams_/")  # how their names begin
 _NO_COLUMN = ("step", "epoch", "")
 _SPEED = "steps per second, by the times of the log"
+_WORDS = {"loss": "training loss", "val_loss": "validation loss"}
 
 
 def find_run(folder: Path) -> Path:
@@ -48,15 +49,22 @@ def _logs(folder: Path) -> list[Path]:
     return [*event_files(folder), *([table] if table.is_file() else [])]
 
 
-def read_log(folder: Path, names: Mapping[str, str] | None = None) -> tuple[RunLog, list[str]]:
+def read_log(
+    folder: Path,
+    names: Mapping[str, str] | None = None,
+    needed: Sequence[str] = ("loss",),
+    command: str = "doctor",
+) -> tuple[RunLog, list[str]]:
     """What a run has logged, and a line for each file that could not be read.
 
     Args:
         folder: of the run.
         names: of metrics, by their roles in `ROLES`, where they are other ones.
+        needed: roles of which one must have been logged.
+        command: that asks, for its error lines.
 
     Raises:
-        UsageError: an unknown role or name; nothing can be read; there is no training loss.
+        UsageError: an unknown role or name; nothing can be read; none of `needed` was logged.
     """
     names = dict(names or {})
     check_roles(names)
@@ -71,21 +79,23 @@ def read_log(folder: Path, names: Mapping[str, str] | None = None) -> tuple[RunL
     metrics = dict(points.series)
     if not metrics:
         why = f" ({'; '.join(unread)})" if unread else ""
-        raise UsageError(f"doctor: {folder}: its log holds no scalars{why}: give the log of a training run")
+        raise UsageError(f"{command}: {folder}: its log holds no scalars{why}: give the log of a training run")
     for role, name in names.items():
         if name not in metrics:
             raise UsageError(
-                f"doctor: names={role}={name}{did_you_mean(name, metrics)}: it was not logged; there are "
-                f"{_some(metrics)}"
+                f"{command}: names={role}={name}{did_you_mean(name, metrics)}: it was not logged in {folder}; there "
+                f"are {_some(metrics)}"
             )
     log = RunLog(metrics, dict(names), settings=_settings(folder))
-    if "loss" not in log.names:
+    if (found := next((role for role in needed if role in log.names), None)) is None:
+        words = " or ".join(_WORDS[role] for role in needed)
         raise UsageError(
-            f"doctor: {folder}: no training loss among {_some(metrics)}: name it, such as "
-            f"--names loss={next(iter(metrics))}"
+            f"{command}: {folder}: no {words} among {_some(metrics)}: name it, such as "
+            f"--names {needed[0]}={next(iter(metrics))}"
         )
-    log.restarts = points.restarts(log.names["loss"])
-    if "speed" not in log.names and len(speed := points.speed(log.names["loss"])):
+    log.restarts = points.restarts(log.names[found])
+    log.times = points.times(log.names[found])
+    if "speed" not in log.names and len(speed := points.speed(log.names[found])):
         log.metrics, log.names["speed"] = {**metrics, _SPEED: speed}, _SPEED
     if (folder / LEDGER).is_file():
         _add_ledger(log, folder, unread)
@@ -167,6 +177,10 @@ class _Points:
         for column in columns:
             found |= set(column.steps[1:][np.diff(column.steps) < 0].tolist())
         return sorted(step for step in found if step > 0)
+
+    def times(self, name: str) -> Series:
+        """Seconds since 1970 at the points of a metric; empty where its files have none."""
+        return Series(self.series[name].steps, self._times[name]).finite()
 
     def speed(self, name: str) -> Series:
         """Steps per second between the points of a metric, by its times; empty where it has none."""

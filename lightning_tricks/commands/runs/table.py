@@ -22,19 +22,20 @@ _HEADS = {  # in the printed table; JSON and CSV have the columns' own names
 }
 
 
-def find_runs(folder: Path, val_loss: str | None = None) -> list[Run]:
+def find_runs(folder: Path, val_loss: str | None = None, command: str = "runs") -> list[Run]:
     """The runs in a folder and below it; a run's own subfolders are not looked through.
 
     Args:
         folder: of runs, or of one run.
         val_loss: see `read_run`.
+        command: that asks, for its error lines.
 
     Raises:
         UsageError: there is no such folder, or no run in it.
     """
     if not folder.is_dir():
         what = "this is a file" if folder.exists() else "no such folder"
-        raise UsageError(f"runs: {folder}: {what}: give the folder in which a logger writes its runs")
+        raise UsageError(f"{command}: {folder}: {what}: give the folder in which a logger writes its runs")
     found = []
     for place, folders, _ in os.walk(folder):
         path = Path(place)
@@ -44,8 +45,8 @@ def find_runs(folder: Path, val_loss: str | None = None) -> list[Run]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
     if not found:
         raise UsageError(
-            f"runs: {folder}: there is no run below it (no metrics.csv, event file, checkpoints or hparams.yaml): give "
-            "the folder in which a logger writes its runs"
+            f"{command}: {folder}: there is no run below it (no metrics.csv, event file, checkpoints or hparams.yaml): "
+            "give the folder in which a logger writes its runs"
         )
     return found
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.commands.schedule.plan import Plan
+
+if TYPE_CHECKING:  # it imports torch, which `compare` does without
+    from lightning_tricks.commands.schedule.plan import Plan
 
 Axis = Literal["steps", "tokens"]
 _NAMES = 2  # of groups in a label; the others are counted
@@ -16,7 +18,7 @@ class NamedPlan:
     """A plan with the name of its recipe."""
 
     name: str
-    plan: Plan
+    plan: "Plan"
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def decay_lines(plans: Sequence[NamedPlan], axis: Axis) -> list[Line]:
     ]
 
 
-def positions(plan: Plan, axis: Axis) -> tuple[float, ...]:
+def positions(plan: "Plan", axis: Axis) -> tuple[float, ...]:
     """The place of each of a plan's `steps` on the axis."""
     if axis == "steps":
         return tuple(map(float, plan.steps))
@@ -70,7 +72,7 @@ def positions(plan: Plan, axis: Axis) -> tuple[float, ...]:
     return tuple(map(float, plan.tokens))
 
 
-def place_of(plan: Plan, step: int, axis: Axis) -> float:
+def place_of(plan: "Plan", step: int, axis: Axis) -> float:
     """The place of any step, between those that the plan has."""
     places = positions(plan, axis)
     if step <= plan.steps[0]:

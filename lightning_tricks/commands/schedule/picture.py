@@ -17,13 +17,13 @@ from lightning_tricks.commands.schedule.curves import (
 )
 
 FORMATS = (".png", ".svg")
-_LIGHT = {
+LIGHT = {
     "ink": "#1f2328",
     "faint": "#d1d9e0",
     "paper": "#ffffff",
     "lines": ["#0969da", "#bc4c00", "#1a7f37", "#bf3989", "#8250df", "#9a6700"],
 }
-_DARK = {
+DARK = {
     "ink": "#e6edf3",
     "faint": "#3d444d",
     "paper": "#0d1117",
@@ -61,8 +61,8 @@ def draw_picture(
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("schedule: a picture needs matplotlib: pip install 'lightning-tricks[plot]'") from None
-    look: dict[str, Any] = _DARK if dark else _LIGHT
-    with mpl.rc_context(_settings(look)):
+    look: dict[str, Any] = DARK if dark else LIGHT
+    with mpl.rc_context(style(look)):
         for file in files:  # each from a new figure: the layout after a first one would be slightly another
             figure = Figure(figsize=(9, 6.4), layout="constrained")
             _draw(figure, plans, axis, constant, present, look)
@@ -115,7 +115,8 @@ def _around_zero(highest: float) -> tuple[float, float]:
     return (-0.08 * highest, 1.1 * highest) if highest > 0 else (-0.1, 1.0)
 
 
-def _settings(look: dict[str, Any]) -> Any:
+def style(look: dict[str, Any]) -> Any:
+    """Settings of matplotlib for pictures in these colors."""
     ink = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
     paper = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
     return {

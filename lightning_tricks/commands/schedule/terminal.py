@@ -5,13 +5,16 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.commands.schedule.curves import Axis, Line, NamedPlan, human, lr_lines, place_of, unit
-from lightning_tricks.commands.schedule.plan import Phase, Plan
+
+if TYPE_CHECKING:  # it imports torch
+    from lightning_tricks.commands.schedule.plan import Phase, Plan
 
 _UNICODE = "┌─┐│└┘⣿▁"  # what uniplot draws with
-_TO_ASCII = str.maketrans("┌┐└┘─│▁█", "++++-|_#")
+TO_ASCII = str.maketrans("┌┐└┘─│▁█", "++++-|_#")
 _LABELS = 12  # columns right of the plot, for the frame and the numbers of the y axis
 _LEAST_WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT = 20, 6, 24
 _MOST_CURVES = 6  # that uniplot can draw with different letters
@@ -91,7 +94,7 @@ def draw_in_terminal(
     rows = drawn(_MOST_HEIGHT)
     if (over := len(rows) + 1 - lines) > 0:  # the last line is that of the prompt
         rows = drawn(max(_MOST_HEIGHT - over, _LEAST_HEIGHT))
-    return "\n".join(rows if unicode else [row.translate(_TO_ASCII) for row in rows])
+    return "\n".join(rows if unicode else [row.translate(TO_ASCII) for row in rows])
 
 
 def marks_row(marks: Sequence[tuple[float, str]], end: float, width: int) -> list[str]:
@@ -158,7 +161,7 @@ def _below(plans: Sequence[NamedPlan], present: int | None, more_curves: int) ->
     return [row for row in [*rows, "; ".join(marks), *plan.notes] if row]
 
 
-def _saves(plan: Plan) -> list[tuple[str, Sequence[int]]]:
+def _saves(plan: "Plan") -> list[tuple[str, Sequence[int]]]:
     kinds = [("validation", plan.validations), ("checkpoint", plan.checkpoints), ("kept for ever", plan.permanent)]
     return [(name, steps) for name, steps in kinds if steps]
 
@@ -170,7 +173,7 @@ def _times(name: str, steps: Sequence[int]) -> str:
     return f"{name} after {after} ({len(steps):,})"
 
 
-def phases_table(plan: Plan) -> str:
+def phases_table(plan: "Plan") -> str:
     """A line for each phase: its first step, and what that step has."""
     heads = ("phase", "step", "tokens so far", "lr", "batch", "weight decay")
     table = [heads, *(_row(phase) for phase in plan.phases)]
@@ -179,7 +182,7 @@ def phases_table(plan: Plan) -> str:
     return "\n".join(rows)
 
 
-def _row(phase: Phase) -> tuple[str, ...]:
+def _row(phase: "Phase") -> tuple[str, ...]:
     if phase.batch_tokens is not None:
         batch = f"{phase.rows:,} rows, {human(phase.batch_tokens)} tokens"
     else:

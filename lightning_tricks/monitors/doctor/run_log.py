@@ -95,6 +95,7 @@ class RunLog:
         restarts: first steps of the processes that resumed the run, as logged: 20 after a checkpoint of 20 steps.
         batches: checksum of each step's batch, of a ledger.
         settings: of the recipe, by dotted names such as `trainer.gradient_clip_val`.
+        times: seconds since 1970 at the points of the loss, where the log has times.
     """
 
     metrics: Mapping[str, Series] = field(default_factory=dict)
@@ -102,6 +103,7 @@ class RunLog:
     restarts: list[int] = field(default_factory=list)
     batches: Mapping[int, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    times: Series = field(default_factory=lambda: Series.of({}))
 
     def __post_init__(self) -> None:
         for role, names in ROLES.items():

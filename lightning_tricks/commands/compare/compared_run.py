@@ -1,0 +1,230 @@
+"""One run of a comparison: its log, its settings, and what it had cost by any step: tokens, FLOPs, hours. No torch."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks.commands.doctor.read_log import read_log
+from lightning_tricks.commands.runs.read_run import Run, is_run
+from lightning_tricks.commands.runs.table import find_runs
+from lightning_tricks.monitors.doctor.run_log import Floats, RunLog, Series, check_roles
+
+AXES: Mapping[str, str] = {  # and what a log needs for them
+    "steps": "",
+    "tokens": "rows, length and devices in config.yaml, or MFUMonitor",
+    "flops": "MFUMonitor",
+    "hours": "GoodputMonitor, or an event file",
+}
+OUTCOMES = ("val_loss", "loss")  # roles of what is compared, the first that all runs have
+_BATCH = "train/batch_tokens"
+_RATES = ("throughput/model_flops_per_second", "throughput/step_seconds", "throughput/tokens_per_second")
+_OF_DEVICE = "throughput/tokens_per_second_per_device"
+_PLACES = ("dirpath", "cache_dir", "save_dir", "log_dir", "root_dir", "num_workers")  # ends of names: no result's cause
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One run.
+
+    Args:
+        name: that tells it from the others.
+        folder: of it.
+        run: its figures as `runs` has them.
+        log: all that it has logged.
+        argument: number of the argument of the command line that named it.
+    """
+
+    name: str
+    folder: Path
+    run: Run
+    log: RunLog
+    argument: int = 0
+    _amounts: dict[str, "Amounts | None"] = field(default_factory=dict)  # those that were asked for
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What may have made its result another, by dotted names; empty if there is none on file."""
+        return {name: value for name, value in self.run.settings.items() if _last(name) not in _PLACES}
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The settings without seeds."""
+        return {name: value for name, value in self.settings.items() if not is_seed(name)}
+
+    @property
+    def seeds(self) -> dict[str, Any]:
+        """The seeds among the settings."""
+        return {name: value for name, value in self.settings.items() if is_seed(name) and value is not None}
+
+    def amounts(self, axis: str) -> "Amounts | None":
+        """What it had cost by any number of steps; None where its log does not tell."""
+        if axis not in self._amounts:
+            self._amounts[axis] = self._find_amounts(axis)
+        return self._amounts[axis]
+
+    def _find_amounts(self, axis: str) -> "Amounts | None":
+        if axis == "steps":
+            return Amounts(np.arange(self._steps + 1.0))
+        if axis == "hours":
+            return self._hours()
+        each = self._tokens_of_steps() if axis == "tokens" else self._flops_of_steps()
+        return None if each is None else Amounts(np.concatenate([[0.0], np.cumsum(each)]))
+
+    @property
+    def _steps(self) -> int:
+        """Optimizer steps done, as far as any metric or checkpoint tells."""
+        logged = (int(series.steps[-1]) + 1 for series in self.log.metrics.values() if len(series))
+        return max(self.run.steps or 0, *logged)
+
+    def _tokens_of_steps(self) -> Floats | None:
+        if len(batches := self._metric(_BATCH)):
+            whole = len(batches) == self._steps and batches.steps[-1] == self._steps - 1
+            return batches.values if whole else None
+        if self.run.tokens and self.run.steps:
+            return np.full(self._steps, self.run.tokens / self.run.steps)
+        return self._of_steps(_RATES[2])
+
+    def _flops_of_steps(self) -> Floats | None:
+        """Per device as logged, times the devices, whose number is the ratio of two figures of the log."""
+        all_devices, device = self._metric(_RATES[2]).finite(), self._metric(_OF_DEVICE).finite()
+        steps, own, other = np.intersect1d(all_devices.steps, device.steps, return_indices=True)
+        each = self._of_steps(_RATES[0])
+        if each is None or not len(steps):
+            return None
+        return each * round(float(np.median(all_devices.values[own] / device.values[other])))
+
+    def _of_steps(self, rate: str) -> Floats | None:
+        """A rate of intervals as an amount of each step; between logged intervals, of the nearer ones."""
+        rates, seconds = self._metric(rate).finite(), self._metric(_RATES[1]).finite()
+        steps, own, other = np.intersect1d(rates.steps, seconds.steps, return_indices=True)
+        if not len(steps):
+            return None
+        return np.interp(np.arange(self._steps), steps, rates.values[own] * seconds.values[other])
+
+    def _hours(self) -> "Amounts | None":
+        seconds = self._metric("goodput/wall_seconds").finite()
+        if not len(seconds):
+            times = self.log.times
+            seconds = Series(times.steps, times.values - times.values[:1])
+        if len(seconds) < 2:
+            return None
+        values = np.interp(np.arange(self._steps), seconds.steps, seconds.values) / 3600
+        return Amounts(np.concatenate([values[:1], values]))
+
+    def _metric(self, name: str) -> Series:
+        return self.log.metrics.get(name, Series.of({}))
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """What a run had cost after 0, 1, 2, ... steps, which never falls."""
+
+    by_steps: Floats
+
+    def after(self, steps: NDArray[np.int64] | Floats) -> Floats:
+        """The amounts after numbers of steps."""
+        return np.interp(steps, np.arange(len(self.by_steps)), self.by_steps)
+
+
+def axis_text(name: str) -> str:
+    """The name of an axis for people."""
+    return "FLOPs" if name == "flops" else name
+
+
+def is_seed(name: str) -> bool:
+    """Whether a setting is a seed, by the end of its dotted name.
+
+    Example:
+        >>> is_seed("seed_everything"), is_seed("data.seed"), is_seed("data.seed_length")
+        (True, True, False)
+    """
+    last = _last(name)
+    return last in ("seed", "seed_everything") or last.endswith("_seed")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def read_runs(arguments: Sequence[str], names: Mapping[str, str]) -> tuple[list[ComparedRun], list[str]]:
+    """The runs of folders, in their order, and a line for whatever was left out.
+
+    Args:
+        arguments: folders of runs, or folders with several runs.
+        names: of metrics by their roles, as `doctor` takes them.
+
+    Raises:
+        UsageError: no such folder, no run or no scalars in it, a run that is named twice, fewer than two runs.
+    """
+    check_roles(names)
+    found: list[ComparedRun] = []
+    lines: list[str] = []
+    by_place: dict[Path, str] = {}
+    for number, argument in enumerate(arguments):
+        before = len(found)
+        for folder, run in _runs_of(Path(argument), names):
+            if (place := folder.resolve()) in by_place:
+                again = f"{folder} is {by_place[place]}" if str(folder) != by_place[place] else str(folder)
+                raise UsageError(f"compare: {again}, named twice: name another run")
+            by_place[place] = str(folder)
+            try:
+                log, unread = read_log(folder, names, OUTCOMES, "compare")
+            except UsageError as error:
+                if str(folder) == argument or names:
+                    raise
+                lines.append(f"left out: {str(error).removeprefix('compare: ').partition(': give ')[0]}")
+                continue
+            lines += [f"not read: {folder}: {line}" for line in unread]
+            found.append(ComparedRun(str(folder), folder, run, log, number))
+        if len(found) == before:
+            why = lines[-1].removeprefix("left out: ")
+            raise UsageError(f"compare: {argument}: no run below it has a log: {why}: give another folder")
+    if len(found) < 2:
+        raise UsageError(f"compare: {found[0].name}: one run alone: name another, or a folder with several")
+    return _renamed(found), lines
+
+
+def _runs_of(folder: Path, names: Mapping[str, str]) -> Iterator[tuple[Path, Run]]:
+    for run in find_runs(folder, names.get("val_loss"), "compare"):
+        yield (folder if is_run(folder) else folder / run.name), run
+
+
+def _renamed(runs: list[ComparedRun]) -> list[ComparedRun]:
+    """The runs with names that lack the folders which all of them have."""
+    shared = os.path.commonpath([run.folder.absolute() for run in runs])
+    return [
+        ComparedRun(os.path.relpath(run.folder.absolute(), shared), run.folder, run.run, run.log, run.argument)
+        for run in runs
+    ]
+
+
+def outcome_of(run: ComparedRun, metric: str, width: int = 0) -> Series:
+    """What is compared, by the number of optimizer steps done: a validation metric, or means of the training loss.
+
+    Args:
+        metric: its name as logged.
+        width: number of steps whose mean is one point, for a metric of each step; 0 for the points as they are.
+    """
+    series = run.log.metrics.get(metric, Series.of({}))
+    if not width or not len(series):
+        return Series(series.steps + 1, series.values)
+    blocks = series.steps // width
+    ends, starts = np.unique(blocks, return_index=True)
+    means = np.add.reduceat(series.values, starts) / np.diff(np.append(starts, len(series)))
+    done = np.minimum((ends + 1) * width, int(series.steps[-1]) + 1)
+    return Series(done, means)
+
+
+def value_at(steps: NDArray[np.int64], values: Floats, places: Floats, place: float) -> float | None:
+    """The value at an amount, on the straight line between the two nearest points; None outside of them."""
+    if not len(steps) or not places[0] <= place * (1 + 1e-9) or place > places[-1] * (1 + 1e-9):
+        return None
+    found = float(np.interp(place, places, values))
+    return found if math.isfinite(found) else math.nan
