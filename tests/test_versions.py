@@ -69,7 +69,7 @@ def test_a_name_that_goes_is_the_new_class_with_a_warning_that_names_it_and_the_
 @pytest.mark.usefixtures("renamed", "shared_parser", "no_hyper_parameters")
 def test_a_recipe_with_a_name_that_goes_is_refused_in_a_line_with_the_new_one():
     options = ("--config", str(recipes_folder() / "tiny.yaml"))
-    with pytest.raises(UsageError, match="GradientNormWatcher'?; it is GradNormMonitor now"):
+    with pytest.raises(UsageError, match=r"GradientNormWatcher'?; it is GradNormMonitor now"):
         load_recipe(*options, "--trainer.callbacks+=GradientNormWatcher")
 
 

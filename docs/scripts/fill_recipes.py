@@ -1,4 +1,4 @@
-"""The tables of docs/recipes.md, for `fill.py`: from the recipes, their headers, and `python -m benchmarks.recipe_plans`."""
+"""The tables of docs/recipes.md, for `fill.py`, from the recipes, their headers and `benchmarks.recipe_plans`."""
 
 import re
 from pathlib import Path
@@ -38,13 +38,10 @@ def measured(recipe: Path) -> str:
 
 def short(number: float) -> str:
     """Three digits and a power of a thousand: 2,013,265,920,000 is 2.01 T."""
-    for power in GROWTH[:-1]:
-        if number < 999.5:
-            break
-        number /= 1000
-    else:
-        power = GROWTH[-1]
-    return f"{number:.3g}{power}" if number < 999.5 else f"{number:,.0f}{power}"
+    power = 0
+    while number >= 999.5 and power < len(GROWTH) - 1:
+        number, power = number / 1000, power + 1
+    return f"{number:.3g}{GROWTH[power]}"
 
 
 def duration(hours: float) -> str:
