@@ -27,6 +27,7 @@ GUIDES = {
     "launching",
     "monitors",
     "parameter_roles",
+    "playbook",
     "precision",
     "questions",
     "quickstart",
