@@ -221,6 +221,14 @@ def test_of_several_runs_the_newest_is_taken(tmp_path):
     assert find_run(old) == old
 
 
+def test_a_run_is_taken_and_not_the_plan_in_its_folder_though_a_copy_made_that_the_newest(tmp_path):
+    run = written(tmp_path / "version_0", *losses(range(9)))
+    written(run / "plan", scalar("plan/lr", 0, 0.1))
+    os.utime(run / "events.out.tfevents.1.a", (1e9, 1e9))
+    assert find_run(tmp_path) == run
+    assert find_run(run / "plan") == run / "plan"  # as asked for
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -36,6 +36,8 @@ def find_run(folder: Path) -> Path:
         raise UsageError(f"doctor: {folder}: {what}: give the folder in which a logger writes")
     runs = [folder] if _logs(folder) else [path for path in folder.rglob("*") if path.is_dir() and _logs(path)]
     runs = [path for path in runs if path == folder or is_run(path)]
+    found = set(runs)
+    runs = [path for path in runs if found.isdisjoint(path.parents)]  # the plan of a run lies in a folder of its own
     if not runs:
         raise UsageError(
             f"doctor: {folder}: there is no log in it (no metrics.csv, no event file): give the folder in which a "

@@ -1,0 +1,71 @@
+"""docs/recipes.md: each row has the figures of its recipe as it stands, and of a plan that `plan` gives again."""
+
+import re
+import shutil
+from pathlib import Path
+
+import fill
+import fill_recipes
+import pytest
+from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
+
+from benchmarks import recipe_plans
+from lightning_tricks.commands.recipes import recipes_folder
+
+RECIPES = sorted(recipes_folder().glob("*.yaml"))
+PAGE = (fill.DOCS / "recipes.md").read_text(encoding="utf-8")
+PLANS = fill.result_of("recipe-plans")["recipes"]
+
+
+def row(name):
+    """The cells of a recipe's row in the table of plans."""
+    (line,) = re.findall(rf"^\| \[`{name}`\]\(.*\) \| (.+) \|$", PAGE, re.M)
+    return line.split(" | ")
+
+
+def test_every_recipe_is_planned_and_no_other():
+    assert PLANS.keys() == {recipe.stem for recipe in RECIPES}
+
+
+@pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
+def test_a_plan_made_now_is_that_of_the_page():
+    recipe = recipes_folder() / "gpt2_124m.yaml"
+    now = recipe_plans.planned(recipe)
+    planned = PLANS["gpt2_124m"]
+    assert now | {"peak_gib": 0} == planned | {"peak_gib": 0}
+    assert now["peak_gib"] == pytest.approx(planned["peak_gib"], rel=0.02)  # another torch may keep other tensors
+    parameters, tokens, in_all, devices, memory, time = row("gpt2_124m")
+    assert (parameters, tokens, devices) == ("124,373,760", "524,288", "1 x H100")
+    assert in_all == "75 B"  # 143,000 steps x 524,288
+    assert memory == f"{planned['peak_gib']:.1f} GiB of 74.5"
+    assert time == f"{now['hours']:.0f} hours"
+
+
+def test_the_row_of_llama7b_has_the_figures_of_the_page_on_plans():
+    plan = (fill.DOCS / "plan.md").read_text(encoding="utf-8")
+    (whole,) = re.findall(r"in all +([\d.]+) GiB, \d+% of the device: fits", plan)
+    (days,) = re.findall(r"the run +[\d,.]+ hours \(([\d.]+) days\)", plan)
+    assert row("llama7b")[4:] == [f"{float(whole):.1f} GiB of 74.5", f"{float(days):.0f} days"]
+
+
+def test_a_recipe_that_has_changed_since_its_plan_is_named(tmp_path):
+    recipe = Path(shutil.copy(recipes_folder() / "tiny.yaml", tmp_path))
+    assert fill_recipes.row(recipe, PLANS["tiny"])[1] == "5,245,696"
+    recipe.write_text(recipe.read_text().replace("max_steps: 400", "max_steps: 500"))
+    with pytest.raises(ValueError, match=r"tiny\.yaml has changed since it was planned: run python -m benchmarks"):
+        fill_recipes.row(recipe, PLANS["tiny"])
+
+
+def test_what_was_measured_stands_in_the_header_of_the_recipe(monkeypatch):
+    for recipe in RECIPES:
+        assert f"| `{recipe.stem}` |" in PAGE
+        assert (fill_recipes.measured(recipe) == "not measured") == (recipe.stem not in ("tiny", "small"))
+    monkeypatch.setitem(fill_recipes.MEASURED, "tiny", "1.78 bits/byte")
+    with pytest.raises(ValueError, match=r"tiny\.yaml: 1\.78 is not in its header"):
+        fill_recipes.measured(recipes_folder() / "tiny.yaml")
+
+
+def test_large_numbers_are_short():
+    shown = {819_200: "819 k", 1_050_000: "1.05 M", 2_013_265_920_000: "2.01 T", 999: "999", 999_700: "1 M"}
+    assert {number: fill_recipes.short(number) for number in shown} == shown
+    assert (fill_recipes.duration(45.4), fill_recipes.duration(48.0)) == ("45 hours", "2 days")
