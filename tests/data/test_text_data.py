@@ -395,7 +395,7 @@ def test_another_seed_on_resume_is_told_of_and_the_recipe_wins(make, tmp_path):
 def test_every_option_is_documented():
     for data in (TextData, TokenData):
         for name in inspect.signature(data).parameters:
-            assert f"\n        {name}: " in data.__doc__
+            assert f"\n    {name}: " in inspect.getdoc(data)
 
 
 def test_tokenizing_says_two_lines_and_workers_nothing(story, tmp_path):

@@ -1,6 +1,7 @@
 """The configs: what they refuse, what their defaults are, and how a recipe writes them."""
 
 import dataclasses
+import inspect
 
 import jsonargparse
 import pytest
@@ -106,7 +107,7 @@ def test_a_recipe_and_the_command_line_make_the_config(parse, arguments, config)
 @pytest.mark.parametrize("family", [Llama, GPT2])
 def test_the_help_has_a_line_for_every_field(family):
     for field in dataclasses.fields(family):
-        assert f"\n        {field.name}: " in family.__doc__
+        assert f"\n    {field.name}: " in inspect.getdoc(family)
 
 
 def test_a_field_of_the_wrong_type_is_refused_by_the_parser(parse):
