@@ -85,10 +85,10 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 
 def recipe_arguments(page: Path) -> set[tuple[str, ...]]:
-    """What the page's commands give to a recipe, without checkpoints and texts, which nobody has here."""
+    """What the page's commands give to a recipe, without checkpoints and files, which nobody has here."""
     text = "\n".join(blocks(page, "bash", "sh", "console")).replace("\\\n", " ")
     found = re.findall(r"(?:python|-m) ?-?m? ?lightning_tricks (?:fit|validate|test|predict|prepare) ([^\n&|#]*)", text)
-    return {tuple(shlex.split(re.sub(r"--(?:ckpt_path|data.tokenizer|text) \S+", "", line))) for line in found}
+    return {tuple(shlex.split(re.sub(r"--(?:ckpt_path|data.tokenizer|text|output) \S+", "", line))) for line in found}
 
 
 @pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
