@@ -66,7 +66,8 @@ class Trial:
     Args:
         model: options of the decoder.
         lr: peak of the learning rate.
-        expected: symptoms of which one must be found above a note; empty for a healthy run.
+        expected: symptoms of which one must be found first, above a note; empty for a healthy run.
+        note: a note is what is expected.
         spoil: makes the module's class another one.
         resume: at this step the run ends and goes on from its checkpoint, which this function changes.
     """
@@ -74,6 +75,7 @@ class Trial:
     name: str
     what: str
     expected: tuple[str, ...] = ()
+    note: bool = False
     seed: int = 0
     steps: int = 300
     model: dict[str, Any] = field(default_factory=dict)
@@ -108,6 +110,16 @@ class NaNOnce(LanguageModel):
         """The sums, of one batch with NaN."""
         nats, tokens = super().token_sums(batch)
         return (nats * float("nan"), tokens) if self.training and self.trainer.global_step == 150 else (nats, tokens)
+
+
+class OneBadBatch(LanguageModel):
+    """One batch whose labels are those of another row."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """The step, once on labels that do not belong to the inputs."""
+        if self.trainer.global_step == 220:
+            batch = {**batch, "labels": batch["labels"].flip(1)}
+        return super().training_step(batch, batch_idx)
 
 
 class Overflows(LanguageModel):
@@ -248,6 +260,8 @@ FAULTS = [
     Trial("fp16", "a loss that overflows in fp16", ("scaler_collapse",), module=Overflows, plugins=FP16Mixed),
     Trial("lags", "a loader that needs 1 ms more for each batch", ("throughput_falls", "loader_stalls"),
           data=LaggingData),
+    Trial("spike", "one batch with labels in reversed order, at step 220", ("spike",), note=True, module=OneBadBatch,
+          trainer={"log_every_n_steps": 1}),
     Trial("dead", "bias -50 before a ReLU, in a module of another project", ("dead_units",), module=Dead,
           logger=pl.loggers.CSVLogger, callbacks=watch_relu),
 ]  # fmt: skip
@@ -383,7 +397,7 @@ def judge(trial: Trial, folder: Path, source: Path) -> dict[str, Any]:
     doctor = train(trial, folder, source)
     log, unread = read_log(find_run(folder))
     found = findings(log)
-    above = [each for each in found if each.severity != "note"]
+    above = [each for each in found if trial.note or each.severity != "note"]
     level = float(log["loss"].values[-10:].mean())
     row = {
         "name": trial.name, "what": trial.what, "expected": trial.expected, "steps": log.steps(),
@@ -407,7 +421,7 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
     ]
     for row in result["faults"]:
         above = [each for each in row["found"] if each[1] != "note"]
-        first = above[0] if above else ["**nothing**", "", ""]
+        first = (above or row["found"] or [["**nothing**", "", ""]])[0]
         others = ", ".join(f"`{each[0]}`" for each in above[1:])
         monitor = ", ".join(f"`{name}`" for name in row["monitor"]) or "nothing"
         faults.append(f"| {row['what']} | `{first[0]}` ({first[1]}) | {first[2]} | {others} | {monitor} |")

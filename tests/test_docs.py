@@ -26,6 +26,7 @@ GUIDES = {
     "launching",
     "monitors",
     "parameter_roles",
+    "playbook",
     "precision",
     "speed",
     "strategies",

@@ -20,7 +20,7 @@ from lightning_tricks._trainer import is_a
 from lightning_tricks.checkpoints.check_checkpoint import identity
 from lightning_tricks.checkpoints.open_checkpoint import check_content, open_checkpoint, refused_object
 from lightning_tricks.checkpoints.record import record_or_none
-from lightning_tricks.checkpoints.snapshot import PinnedBuffers, TensorPickler, snapshot
+from lightning_tricks.checkpoints.snapshot import HostBuffers, TensorPickler, kinds_of, snapshot
 from lightning_tricks.checkpoints.write_file import write_file
 
 
@@ -80,8 +80,8 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
 
     Args:
         asynchronous: whether a save copies the checkpoint to the host's memory and returns, while a thread writes; the
-            next save waits for it. Costs the memory of one checkpoint on the host. Off, because users of Lightning
-            expect the file to be there when the save returns.
+            next save waits for it. Costs the memory of one checkpoint on the host, which is kept for the next save:
+            fresh memory is slow. Off, because users of Lightning expect the file to be there when the save returns.
 
     Attributes:
         on_commit: called with the path when a checkpoint is complete under its name, in the thread that wrote it.
@@ -101,7 +101,7 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
         super().__init__()
         self.asynchronous = asynchronous
         self._writer = BackgroundWriter()
-        self._buffers = PinnedBuffers()
+        self._buffers = HostBuffers()
         self._warn_once = WarnOnce()
         self._verified: list[int] = []
         self.on_commit: Callable[[Path], None] | None = None
@@ -116,6 +116,11 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
         else:
             self.wait()
             self._write(checkpoint, path)
+
+    def reserve(self, tensors: Iterable[Tensor]) -> None:
+        """Have a thread get the host's memory for a copy of `tensors`, which an asynchronous save then finds ready."""
+        kinds = kinds_of(tensors)
+        self._writer.start(lambda: self._buffers.reserve(kinds))
 
     def write_in_background(self, state: Any, write: Callable[[Any], None]) -> None:
         """Wait for the running write, copy nested state to the host, and have a thread call `write` with the copy.

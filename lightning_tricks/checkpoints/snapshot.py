@@ -3,38 +3,69 @@
 import io
 import pickle
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Kind = tuple[int, bool]  # bytes of a buffer, and whether it is page-locked
 
 
-class PinnedBuffers:
-    """Page-locked host memory, as much as the last snapshot took; a GPU copies to it at the full speed of its link.
+class HostBuffers:
+    """Host memory, as much as the last snapshot took; page-locked for copies from a GPU, which are then at full speed.
 
-    Page-locking is slow, so the next snapshot gets the same memory. torch's own allocator of such memory is not used:
-    it rounds each size up to a power of two.
+    Fresh memory is slow, page-locked or not, so the next snapshot gets the same. torch's own allocator of page-locked
+    memory is not used: it rounds each size up to a power of two.
     """
 
     def __init__(self) -> None:
-        self._used: list[Tensor] = []
-        self._free: list[Tensor] = []
+        self._used: list[tuple[Kind, Tensor]] = []
+        self._free: dict[Kind, list[Tensor]] = {}
 
     def restart(self) -> None:
         """Offer the last snapshot's buffers to the next one; free the buffers that the last one did not take."""
-        self._free, self._used = self._used, []
+        self._free = {}
+        for kind, buffer in self._used:
+            self._free.setdefault(kind, []).append(buffer)
+        self._used = []
 
-    def take(self, size: int) -> Tensor:
-        """A buffer of `size` bytes, (size,) uint8.
+    def take(self, size: int, locked: bool) -> Tensor:
+        """A buffer of `size` bytes, (size,) uint8, page-locked or not.
 
         Raises:
             RuntimeError: the operating system locks no more memory.
         """
-        index = next((index for index, buffer in enumerate(self._free) if len(buffer) == size), None)
-        buffer = _pinned(size) if index is None else self._free.pop(index)
-        self._used.append(buffer)
+        if free := self._free.get((size, locked)):
+            buffer = free.pop()
+        elif locked:
+            buffer = _pinned(size)
+        else:
+            buffer = torch.empty(size, dtype=torch.uint8)
+        self._used.append(((size, locked), buffer))
         return buffer
+
+    def reserve(self, kinds: Sequence[Kind]) -> None:
+        """Take buffers for the next snapshot and touch their memory, so that the operating system has it ready.
+
+        Raises:
+            RuntimeError: the operating system locks no more memory.
+        """
+        for size, locked in kinds:
+            self.take(size, locked).zero_()
+
+
+def kinds_of(tensors: Iterable[Tensor]) -> list[Kind]:
+    """The buffers that a snapshot of these tensors takes, of DTensors for the part of this process."""
+    found = {}
+    for tensor in tensors:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if _lies_in_memory(local) and local.untyped_storage().nbytes():
+            storage = local.untyped_storage()
+            key = (storage.device, storage.data_ptr(), storage.nbytes())
+            found[key] = (storage.nbytes(), storage.device.type == "cuda")
+    return list(found.values())
 
 
 def _pinned(size: int) -> Tensor:
@@ -50,7 +81,7 @@ def _pinned(size: int) -> Tensor:
     return buffer
 
 
-def snapshot(tree: Any, buffers: PinnedBuffers | None = None) -> Any:
+def snapshot(tree: Any, buffers: HostBuffers | None = None) -> Any:
     """A copy of nested state that training cannot change; all tensors are on the host.
 
     Every tensor is copied, also those on the CPU (AdamW's `step`, the state of generators), and every other object as
@@ -62,7 +93,7 @@ def snapshot(tree: Any, buffers: PinnedBuffers | None = None) -> Any:
 
     Args:
         tree: any object that pickle can save.
-        buffers: for copies from a GPU. The next snapshot with the same buffers overwrites this one.
+        buffers: for the copies. The next snapshot with the same buffers overwrites this one.
     """
     found = TensorPickler(pickled := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
     found.dump(tree)
@@ -105,7 +136,7 @@ class _Unpickler(pickle.Unpickler):
 class _Copies:
     """The copies of one snapshot: each piece of memory is copied once, whole, however many tensors lie in it."""
 
-    def __init__(self, buffers: PinnedBuffers | None) -> None:
+    def __init__(self, buffers: HostBuffers | None) -> None:
         self._buffers = buffers
         self._storages: dict[tuple[torch.device, int, int], Tensor] = {}  # by device, address and bytes
         if buffers is not None:
@@ -131,9 +162,10 @@ class _Copies:
         key = (storage.device, storage.data_ptr(), storage.nbytes())
         if key not in self._storages:
             source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            buffers = self._buffers if source.is_cuda and len(source) else None
-            copy = torch.empty(len(source), dtype=torch.uint8) if buffers is None else buffers.take(len(source))
-            self._storages[key] = copy.copy_(source, non_blocking=buffers is not None)
+            buffers = self._buffers if len(source) else None
+            locked = source.is_cuda and buffers is not None
+            copy = torch.empty(len(source), dtype=torch.uint8) if buffers is None else buffers.take(len(source), locked)
+            self._storages[key] = copy.copy_(source, non_blocking=locked)
         return self._storages[key]
 
     def wait(self) -> None:

@@ -27,10 +27,18 @@ class ModuleWatch:
         self.found: dict[str, Any] = {}
         self.is_open = False
         self.hooks = ExitStack()  # closed by `stop`
+        self._attach: Callable[[], None] | None = None
         self._warning, self._warn_once = warning, WarnOnce()
+
+    def at_first_batch(self, attach: Callable[[], None]) -> None:
+        """Call `attach`, which enters `hooks`, before the first batch: any hook before it may still compile modules."""
+        self._attach = attach
 
     def start_batch(self, trainer: Any, buffer: MetricBuffer) -> None:
         """Forget the last measurements, and measure in this micro-batch if it is the last one of a log step."""
+        if self._attach is not None:
+            attach, self._attach = self._attach, None
+            attach()
         self.found = {}
         self.is_open = not is_accumulating(trainer) and buffer.is_log_step()
 
@@ -70,7 +78,7 @@ class ModuleWatch:
 
     def stop(self) -> None:
         """Leave the model as it was."""
-        self.is_open = False
+        self.is_open, self._attach = False, None
         self.hooks.close()
 
 

@@ -1,10 +1,11 @@
 """Log the output of each block: its size, its zeros, and whether it is still finite."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
@@ -79,12 +80,15 @@ class ActivationMonitor(pl.Callback):
         self._watch = ModuleWatch("ActivationMonitor records nothing: {}; if you use torch.compile, compile each block")
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Find the blocks and watch them."""
+        """Find the blocks."""
         self._buffer = MetricBuffer.of(trainer)
         if self.blocks is None:
             blocks = find_blocks(pl_module)
         else:
             blocks = match_modules(pl_module, self.blocks, "ActivationMonitor.blocks")
+        self._watch.at_first_batch(partial(self._watch_blocks, pl_module, blocks))
+
+    def _watch_blocks(self, pl_module: Module, blocks: dict[str, nn.Module]) -> None:
         blocks = outside_compiled(pl_module, blocks)
         self._names = list(blocks)
         if not blocks:

@@ -44,8 +44,11 @@ class AttentionMonitor(pl.Callback):
         self._watch = ModuleWatch("AttentionMonitor records nothing: {}")
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Find the modules with the method and watch them."""
+        """Watch the modules with the method from the first batch."""
         self._buffer = MetricBuffer.of(trainer)
+        self._watch.at_first_batch(partial(self._watch_modules, pl_module))
+
+    def _watch_modules(self, pl_module: Module) -> None:
         with_method = modules_with_max_logit(pl_module)
         modules = outside_compiled(pl_module, with_method)
         self._names = list(modules)

@@ -243,11 +243,12 @@ class PrecisionMonitor(pl.Callback):
             name = type(plugin).__name__
             rank_zero_warn(f"PrecisionMonitor records nothing: {name} neither scales the loss nor multiplies in fp8")
         self._share = float(plugin.converted_share) if hasattr(plugin, "fp8_layers") else None
-        if self._share is not None and self.per_layer:
-            self._watch = Fp8Watch(plugin, pl_module, self._buffer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Measure in the last micro-batch of a log step."""
+        if self._watch is None and self._share is not None and self.per_layer:
+            # not before the first batch: until then any hook may compile modules
+            self._watch = Fp8Watch(trainer.precision_plugin, pl_module, self._buffer)
         if self._watch is not None:
             self._watch.start_batch(trainer)
 

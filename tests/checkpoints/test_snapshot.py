@@ -11,7 +11,7 @@ from checkpoints.saved import assert_same, checkpoint_of, flat, overwrite, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_tricks.checkpoints.snapshot import snapshot
+from lightning_tricks.checkpoints.snapshot import HostBuffers, kinds_of, snapshot
 
 
 def size_of_file(tree) -> int:
@@ -47,6 +47,31 @@ def test_no_memory_is_shared_with_the_state():
     assert len(tensors) > 10
     addresses = {theirs[path].untyped_storage().data_ptr() for path in tensors}
     assert not any(ours[path].untyped_storage().data_ptr() in addresses for path in tensors)
+
+
+def test_the_next_snapshot_takes_the_memory_of_the_last_and_frees_what_it_does_not_need():
+    buffers, tree = HostBuffers(), checkpoint_of(*trained())
+    first = {path: t.data_ptr() for path, t in flat(snapshot(tree, buffers)).items() if isinstance(t, torch.Tensor)}
+    sizes = sorted(size for (size, _), _ in buffers._used)
+    snapshot(tree, buffers)
+    assert sorted(size for (size, _), _ in buffers._used) == sizes
+    later = {path: t.data_ptr() for path, t in flat(snapshot(tree, buffers)).items() if isinstance(t, torch.Tensor)}
+    assert set(later.values()) == set(first.values())
+    snapshot({"small": torch.zeros(3)}, buffers)
+    snapshot({}, buffers)
+    assert (buffers._used, list(buffers._free.values())) == ([], [[buffers._free[12, False][0]]])
+
+
+def test_memory_that_was_reserved_is_that_of_the_first_snapshot():
+    base, buffers = torch.arange(1000.0), HostBuffers()
+    tree = {"base": base, "view": base[10:20], "other": torch.ones(7, dtype=torch.bfloat16), "none": torch.empty(0)}
+    kinds = kinds_of(tree.values())
+    assert kinds == [(4000, False), (14, False)]
+    buffers.reserve(kinds)
+    addresses = {buffer.data_ptr() for _, buffer in buffers._used}
+    taken = snapshot(tree, buffers)
+    assert {taken["base"].data_ptr(), taken["other"].data_ptr()} == addresses
+    assert_same(taken, tree)
 
 
 def test_memory_that_is_shared_in_the_state_is_shared_in_the_copy():

@@ -24,6 +24,7 @@ from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.checkpoints import atomic_checkpoint_io, check_checkpoint
 from lightning_tricks.checkpoints.record import KEY, Record, read_record, to_json
+from lightning_tricks.checkpoints.snapshot import HostBuffers
 from lightning_tricks.guards.saving import checkpoint_folder
 from lightning_tricks.guards.saving.checkpoint_folder import CheckpointFolder, Retention, move_last
 from lightning_tricks.guards.saving.finite import finite_buffers, not_finite, numbers_of
@@ -118,6 +119,28 @@ def test_the_newest_stay_and_last_is_a_relative_link_to_the_final_step(tmp_path)
     assert trainer.checkpoint_callback.best_model_path == str(tmp_path / "step=10.ckpt")
     assert read_record(tmp_path / "last.ckpt").finite is True
     assert len(trainer.checkpoint_callbacks) == 1  # Lightning adds none of its own
+
+
+@pytest.mark.parametrize("saves_at_once", [False, True])
+def test_a_save_in_the_background_finds_the_memory_for_the_model_ready(tmp_path, monkeypatch, saves_at_once):
+    fresh: dict[str, list[int]] = {}
+    take = HostBuffers.take
+
+    def noting(self: HostBuffers, size: int, locked: bool) -> Any:
+        if not self._free.get((size, locked)):
+            fresh.setdefault(threading.current_thread().name, []).append(size)
+        return take(self, size, locked)
+
+    monkeypatch.setattr(HostBuffers, "take", noting)
+    fit([every(1 if saves_at_once else 3, tmp_path / name, asynchronous=True) for name in "ab"], steps=7)
+    weights = [4 * size for size in (3 * 8, 8, 8, 1)]
+    of_model = sorted([*weights, *weights, *weights, *[4] * 4])  # weights, two moments of Adam, and its count of steps
+    if saves_at_once:  # after the first step, when it would be too late
+        assert "checkpoint writer" not in fresh
+    else:
+        assert sorted(fresh.pop("checkpoint writer")) == of_model
+        (others,) = fresh.values()  # in the main thread
+        assert not {96, 32} & set(others)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -155,6 +155,7 @@ class Decoding(pl.LightningModule):
         self.model = Decoder(config)
         self.dropout = nn.Dropout(0.1)
         self.model.set_activation_checkpointing(checkpointing)
+        self.compiled, self.backend = compiled, backend
         for index, block in enumerate(self.model.blocks):
             if compiled == "in_place":
                 block.compile(backend=backend)
@@ -162,6 +163,11 @@ class Decoding(pl.LightningModule):
                 self.model.blocks[index] = torch.compile(block, backend=backend)
         if compiled == "whole":
             self.model = torch.compile(self.model, backend=backend)
+
+    def on_train_start(self) -> None:
+        if self.compiled == "in_place_late":  # after all callbacks' hooks of this name
+            for block in self.model.blocks:
+                block.compile(backend=self.backend)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.dropout(self.model(batch)).float().square().mean()

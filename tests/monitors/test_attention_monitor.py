@@ -149,7 +149,7 @@ def test_a_block_that_did_not_run_has_no_figure():
     assert fit(Skipping(), AttentionMonitor()).names() == {"attention/model.blocks.1/max_logit"}
 
 
-@pytest.mark.parametrize("compiled", ["in_place", "wrapped"])
+@pytest.mark.parametrize("compiled", ["in_place", "in_place_late", "wrapped"])
 def test_compiled_blocks_tell_what_eager_ones_do_and_compile_once(compiled):
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()

@@ -310,7 +310,7 @@ def test_training_is_the_same_with_it(options):
     assert len(watched.names()) == (0 if "log_every_n_steps" in options else 2 + 4 * 4)
 
 
-@pytest.mark.parametrize("compiled", ["in_place", "wrapped", "whole"])
+@pytest.mark.parametrize("compiled", ["in_place", "in_place_late", "wrapped", "whole"])
 def test_compiled_modules_tell_what_eager_ones_do_and_compile_once(compiled):
     monitors = (
         [PrecisionMonitor()] if compiled == "whole" else [AttentionMonitor(), PrecisionMonitor(), ActivationMonitor()]

@@ -9,6 +9,8 @@ from uuid import uuid4
 from weakref import proxy
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_warn
@@ -22,6 +24,8 @@ from lightning_tricks._trainer import (
     logging_step,
     random_rank,
     reduce_over_all,
+    run_facts,
+    unwrapped,
     validation_follows,
 )
 from lightning_tricks.checkpoints import AtomicCheckpointIO
@@ -37,6 +41,7 @@ from lightning_tricks.guards.saving.checkpoint_folder import (
 )
 from lightning_tricks.guards.saving.content import FreshScore, content, refusing_other_modules
 from lightning_tricks.guards.saving.finite import finite_buffers, not_finite, numbers_of
+from lightning_tricks.optim.keep_settings_on_load import layers_of
 
 # What ModelCheckpoint shows of its checkpoints, on every rank.
 _SHOWN = (
@@ -185,6 +190,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._loggers_outdated = False  # there is a checkpoint that they do not know
         self._warn_once = WarnOnce()
         self._finite_buffers: set[str] = set()  # names of the buffers that were finite when training began
+        self._reserves = False  # host memory for the first save in the background, after the next step
 
     def _check_options(self) -> None:
         for name, least, words in (
@@ -290,6 +296,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._rng = None
         self._finite_buffers = finite_buffers(pl_module)
         self._clock.start(trainer.global_step)
+        self._reserves = self._io is not None and self._io.asynchronous and _savers_of(trainer)[0] is self
         begins = trainer.is_global_zero and self._is_new_run and not self._is_off(trainer)
         if begins and (line := self._folder.line_on_others()):
             rank_zero_warn(line)
@@ -339,6 +346,9 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._clock.due |= is_last_step(trainer)
         if self._clock.due and not validation_follows(trainer):
             self._save(trainer)
+        elif self._reserves:
+            _reserve(self._io, trainer, pl_module)
+        self._reserves = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Save if it was due at this step."""
@@ -447,6 +457,16 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
 def _savers_of(trainer: Any) -> list[SafeCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, SafeCheckpoint)]
+
+
+def _reserve(io: Any, trainer: Any, pl_module: Any) -> None:
+    """Get the host's memory for the first save ahead of it, where this rank will copy what it holds."""
+    layout, strategy = run_facts(trainer).layout, trainer.strategy
+    if strategy.is_global_zero if layout == "whole" else getattr(strategy, "_save_distributed_checkpoint", False):
+        states = [layer.state for optimizer in trainer.optimizers for layer in layers_of(unwrapped(optimizer))]
+        leaves = tree_leaves([dict(state) for state in states])
+        held = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        io.reserve([*pl_module.parameters(), *pl_module.buffers(), *held])
 
 
 def _atomic_io(trainer: Any, asynchronous: bool) -> AtomicCheckpointIO | None:

@@ -19,7 +19,7 @@ from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
-from lightning_tricks.checkpoints.snapshot import PinnedBuffers, snapshot
+from lightning_tricks.checkpoints.snapshot import HostBuffers, snapshot
 from lightning_tricks.guards.saving.finite import not_finite, numbers_of
 from lightning_tricks.optim.keep_settings_on_load import layers_of
 from lightning_tricks.parallel.shard import drop_gathered
@@ -44,7 +44,7 @@ class TrainingState:
         size: bytes of host memory.
     """
 
-    def __init__(self, trainer: Any, pl_module: Any, buffers: PinnedBuffers | None = None) -> None:
+    def __init__(self, trainer: Any, pl_module: Any, buffers: HostBuffers | None = None) -> None:
         scaler = enabled_scaler(trainer.precision_plugin)
         live = {
             "module": _tensors(pl_module),
@@ -87,7 +87,7 @@ class Snapshot:
     sample: int | None
     detector: dict[str, Any]
     state: TrainingState
-    buffers: PinnedBuffers | None
+    buffers: HostBuffers | None
 
 
 class SnapshotRing:
@@ -96,7 +96,7 @@ class SnapshotRing:
     def __init__(self, size: int) -> None:
         self.size = size
         self._snapshots: list[Snapshot] = []  # the oldest first
-        self._free: list[PinnedBuffers] = []
+        self._free: list[HostBuffers] = []
 
     def take(self, trainer: Any, pl_module: Any, sample: int | None, detector: dict[str, Any]) -> Snapshot | None:
         """Copy the present state; None where the size is 0."""
@@ -107,7 +107,7 @@ class SnapshotRing:
             self.keep(lambda taken: taken is not oldest)
         buffers = None
         if trainer.strategy.root_device.type == "cuda":
-            buffers = self._free.pop() if self._free else PinnedBuffers()
+            buffers = self._free.pop() if self._free else HostBuffers()
         state = TrainingState(trainer, pl_module, buffers)
         self._snapshots.append(Snapshot(trainer.global_step, sample, detector, state, buffers))
         return self._snapshots[-1]

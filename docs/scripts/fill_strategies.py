@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from filler import Filler
+
 TITLES = {
     "one": "one process",
     "ddp": '`"ddp"`',
@@ -121,3 +123,8 @@ def refusals(result: dict[str, Any]) -> dict[str, str]:
 def texts(result: dict[str, Any]) -> dict[str, str]:
     """Tables and lines by the name of their place in the page."""
     return tables(result) | refusals(result)
+
+
+FILLERS = {
+    "strategies": Filler("strategies.md", texts),
+}

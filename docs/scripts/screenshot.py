@@ -1,4 +1,6 @@
-"""Photograph the dashboard of a run in a real browser: python docs/screenshot.py runs/tiny docs/images/dashboard.png.
+"""Photograph the dashboard of a run in a real browser.
+
+Usage: python docs/scripts/screenshot.py runs/tiny docs/images/dashboard.png
 
 The picture in docs/ is of recipes/tiny.yaml as it stands. Needs chromium on the PATH.
 """
@@ -46,5 +48,5 @@ def main(logdir: str, image: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        sys.exit("usage: python docs/screenshot.py LOGDIR IMAGE")
+        sys.exit("usage: python docs/scripts/screenshot.py LOGDIR IMAGE")
     main(*sys.argv[1:])

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from filler import Filler
+
 PLACES = ("fsdp2", "deepspeed", "compile", "bf16_true", "tensor lr")
 # Largest differences that count as the same: of a loss in the small runs, of a weight after compiled steps.
 LOSS_BOUND, BF16_BOUND, WEIGHT_BOUND = 2e-3, 0.1, 1e-4
@@ -100,3 +102,8 @@ def refusals(result: dict[str, Any]) -> dict[str, str]:
 def texts(result: dict[str, Any]) -> dict[str, str]:
     """Tables and lines by the name of their place in the page."""
     return tables(result) | refusals(result)
+
+
+FILLERS = {
+    "optimizers": Filler("optimizers.md", texts),
+}

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from filler import Filler
+
 TITLES = {
     "fp32": "fp32",
     "fp32_another_seed": "fp32, another seed",
@@ -85,3 +87,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
     figure.tight_layout()
     mpl.rcParams["svg.hashsalt"] = "precision"
     figure.savefig(file, metadata={"Date": None})
+
+
+FILLERS = {
+    "precision": Filler("precision.md", texts, draw),
+}

@@ -4,6 +4,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from filler import Filler
+
 from benchmarks.peers import BASE, table, title
 
 
@@ -35,10 +37,10 @@ def draw(result: dict[str, Any], file: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    mpl.rcParams["svg.hashsalt"] = "peers"
     runs = result["runs"]
     for style, target in (("default", file), ("dark_background", file.with_stem(f"{file.stem}_dark"))):
         with plt.style.context(style):
+            mpl.rcParams["svg.hashsalt"] = "peers"  # which the style `default` resets
             figure, axes = plt.subplots(1, len(runs), figsize=(4.5 * len(runs), 3.2), squeeze=False)
             for axis, run in zip(axes[0], runs, strict=True):
                 names = list(run["peers"])[::-1]
@@ -52,3 +54,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
             figure.tight_layout()
             figure.savefig(target, metadata={"Date": None}, transparent=True)
             plt.close(figure)
+
+
+FILLERS = {
+    "peers": Filler("speed.md", texts, draw),
+}

@@ -4,6 +4,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from filler import Filler
+
 from benchmarks.mup_transfer import best, shift
 
 TITLES = {False: "without muP", True: "with muP"}
@@ -60,3 +62,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
     figure.tight_layout()
     mpl.rcParams["svg.hashsalt"] = "mup"
     figure.savefig(file, metadata={"Date": None})
+
+
+FILLERS = {
+    "mup-transfer": Filler("mup.md", texts, draw),
+}

@@ -4,7 +4,9 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from filler import Filler
+
+ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = "docs/samples/compare"  # logs of six real runs, of benchmarks/compare_trials.py
 _COLUMNS = 100
 
@@ -49,3 +51,6 @@ def _compared(folders: list[str]) -> Any:
     with contextlib.chdir(ROOT):
         runs, _ = read_runs([f"{SAMPLE}/{folder}" for folder in folders], {})
     return compare_runs(runs)
+
+
+FILLERS = {"compare-trials": Filler("compare.md", compare, draw)}

@@ -9,7 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from filler import Filler
+
+ROOT = Path(__file__).resolve().parents[2]
 SWEEP = ROOT / "docs/samples/sweep"  # logs of real runs of a few seconds
 
 
@@ -142,3 +144,15 @@ def _recipe(name: str, *options: str) -> Any:
 
 def _block(command: str, output: str) -> str:
     return f"```text\n$ python -m lightning_tricks {command}\n{output}\n```"
+
+
+FILLERS = {
+    "check": Filler("check.md", check, measured=False),
+    "doctor-trials": Filler("doctor.md", doctor_trials),
+    "plan-foreign": Filler("plan.md", plan_foreign),
+    "plan-memory": Filler("plan.md", plan),
+    "plan-published": Filler("plan.md", plan_published),
+    "runs": Filler("runs.md", runs, measured=False),
+    "schedule": Filler("schedule_command.md", schedule, draw, measured=False),
+    "sync-audit": Filler("sync_audit.md", sync_audit, measured=False),
+}

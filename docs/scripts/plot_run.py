@@ -1,4 +1,7 @@
-"""Draw the loss curves of a run from its TensorBoard log: python docs/plot_run.py runs/small docs/images/small.svg."""
+"""Draw the loss curves of a run from its TensorBoard log.
+
+Usage: python docs/scripts/plot_run.py runs/small docs/images/small.svg
+"""
 
 import sys
 from pathlib import Path
@@ -47,5 +50,5 @@ def draw(scalars: dict[str, tuple[list[int], list[float]]], title: str, file: Pa
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        sys.exit("usage: python docs/plot_run.py RUN_FOLDER IMAGE")
+        sys.exit("usage: python docs/scripts/plot_run.py RUN_FOLDER IMAGE")
     draw(read(Path(sys.argv[1])), f"recipes/{Path(sys.argv[1]).name}.yaml", Path(sys.argv[2]))

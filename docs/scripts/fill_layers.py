@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from filler import Filler
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -233,3 +234,8 @@ def texts(_: None) -> dict[str, str]:
         lines.append(f"| {'' if layer == before else layer} | {' | '.join(cells)} |")
         before = layer
     return {"layers": "\n".join(lines)}
+
+
+FILLERS = {
+    "layers": Filler("parameter_roles.md", texts, measured=False),
+}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filler import Filler
 
 from lightning_tricks import __main__ as door
 from lightning_tricks.checkpoints.load_weights import architecture
@@ -78,3 +79,9 @@ def _averaged() -> None:
         content = {"state_dict": weights, "decoder_config": architecture(config), "global_step": step}
         torch.save(content | {"pytorch-lightning_version": "2.6.6"}, path)
     door.run(["average", *paths, "--output", "mean.ckpt", "--weights", "1,1,2"])
+
+
+FILLERS = {
+    "average": Filler("average.md", average, measured=False),
+    "export": Filler("export.md", families, measured=False),
+}
