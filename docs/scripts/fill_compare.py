@@ -53,6 +53,4 @@ def _compared(folders: list[str]) -> Any:
     return compare_runs(runs)
 
 
-FILLERS = {
-    "compare-trials": Filler("compare.md", compare, draw),
-}
+FILLERS = {"compare-trials": Filler("compare.md", compare, draw)}

@@ -1,10 +1,9 @@
 """The committed measurements bear out what the pages say of them."""
 
 import itertools
-import json
 
 import pytest
-from fill import newest, result_of
+from fill import result_of
 from fill_optimizers import misses
 from fill_precision import TITLES
 
@@ -128,7 +127,7 @@ def test_each_planted_fault_is_found_first_and_no_healthy_run_has_a_finding():
 
 
 def test_compare_sees_a_learning_rate_three_times_as_high_and_rarely_a_difference_where_there_is_none():
-    result = json.loads(newest("compare-trials").read_text(encoding="utf-8"))
+    result = result_of("compare-trials")
     lines = {row["case"]: row["lines"][0] for row in result["cases"]}
     assert lines["two seeds of one recipe"].startswith("no difference that these seeds can show")
     assert lines["lr 0.001 and x 3, three seeds each"].startswith("B is better than A: val/loss 4.")

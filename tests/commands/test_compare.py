@@ -195,7 +195,7 @@ def test_a_repeated_seed_is_no_further_seed(tmp_path):
     found = compared(tmp_path)
     assert [group.n_seeds for group in found.groups] == [1, 1]
     assert found.row.means == [pytest.approx(3.1), pytest.approx(2.0)]
-    assert "1 of A's runs repeat a seed: their mean counts as one seed" in found.notes
+    assert "1 of A's runs repeats a seed: their mean counts as one seed" in found.notes
     assert found.verdict(1) == "not known"
     (line,) = verdicts(compared(tmp_path / "a", tmp_path / "again"))
     assert line.endswith("the 2 runs have one seed as well: they end 0.2000 apart, which is no seed's doing")

@@ -379,7 +379,7 @@ def _notes(found: Comparison, different: list[str]) -> Iterator[str]:
         yield f"no settings on file for {_and(nameless)} (config.yaml, hparams.yaml): each is a group alone"
     for group in found.groups:
         if again := len(group.runs) - group.n_seeds:
-            yield f"{again} of {group.letter}'s runs repeat a seed: their mean counts as one seed"
+            yield f"{again} of {group.letter}'s runs repeat{'s' * (again == 1)} a seed: their mean counts as one seed"
         if failed := [run.name for run in group.runs if found.has_failed(run)]:
             yield f"{_and(failed)} of {group.letter}: the loss was not finite at the end"
     if active := [run.name for run in found.runs if run.run.state == "active"]:

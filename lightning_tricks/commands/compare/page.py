@@ -21,7 +21,7 @@ from lightning_tricks.commands.compare.report import (
 from lightning_tricks.commands.schedule.curves import human
 from lightning_tricks.commands.schedule.picture import DARK, LIGHT
 
-_WIDTH, _HEIGHT, _LEFT, _BELOW = 560, 260, 56, 34  # of a plot, and of its numbers at the left and below
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 560, 260, 56, 18, 34  # of a plot, and of its numbers around it
 _TICKS = 5
 
 
@@ -113,7 +113,7 @@ def plot(curves: list[Curve], small: bool = False) -> str:
     wide, tall = _WIDTH - _LEFT, _HEIGHT - _BELOW
 
     def x_of(value: float) -> float:
-        return _LEFT + value / end * (wide - 8)
+        return _LEFT + value / end * (wide - _RIGHT)
 
     def y_of(value: float) -> float:
         return tall - (min(value, high + (high - low)) - low) / (high - low) * tall

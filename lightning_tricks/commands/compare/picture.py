@@ -12,7 +12,7 @@ from lightning_tricks.commands.schedule.curves import human
 from lightning_tricks.commands.schedule.picture import DARK, LIGHT, style
 
 _STYLES = ("-", "--", ":")  # of the first six groups, the next six, and so on
-_TITLE = 110  # characters of a verdict in a line
+_TITLE, _MOST_LINES = 110, 3  # characters of a verdict in a line, and verdicts over the picture
 
 
 def draw_picture(found: Comparison, file: Path, dark: bool = False) -> None:
@@ -42,7 +42,8 @@ def draw_picture(found: Comparison, file: Path, dark: bool = False) -> None:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         once = dict(zip(labels, handles, strict=True))
         figure.legend(once.values(), once.keys(), loc="outside right upper")
-        lines = [line if len(line) <= _TITLE else line[: _TITLE - 3] + "..." for line in verdicts(found)[:3]]
+        said = [line.partition(" (")[0] for line in verdicts(found)[:_MOST_LINES]]
+        lines = [line if len(line) <= _TITLE else line[: _TITLE - 3] + "..." for line in said]
         figure.suptitle("\n".join(lines), x=0.01, ha="left")
         options: dict[str, Any] = {"metadata": {"Date": None}} if file.suffix == ".svg" else {"dpi": 144}
         figure.savefig(file, **options)
