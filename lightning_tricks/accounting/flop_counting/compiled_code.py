@@ -217,6 +217,7 @@ class CompiledCalls:
         self.can_see = self._stance is not None and self._set_frame is not None
         self._frame: FrameType | None = None  # of the call that runs now
         self._runs = False  # past its start
+        self._handled: BaseException | None = None  # what is being handled around it
         self._traces = False
         self._flops: GraphFlops | None = None
         self._known: dict[Any, GraphFlops] = {}  # by what decides the graph
@@ -238,7 +239,8 @@ class CompiledCalls:
         answer = self._set_frame(callback)
         if self._frame is not None and sys._getframe(1) is self._frame:
             if self._runs:
-                self._end()
+                raised = sys.exc_info()[1] is not self._handled
+                _at_return(self._frame, lambda result: self._end(result, raised))
             self._runs = True
         return answer
 
@@ -258,6 +260,7 @@ class CompiledCalls:
             counter.fail(f"{counter.running_part()} is compiled: {reason}")
             return
         self._frame, self._runs, counter.muted = frame, False, True
+        self._handled = sys.exc_info()[1]
 
     def _flops_of(self, function: Any, args: Any, kwargs: Any) -> GraphFlops:
         module = getattr(function, "__self__", None)
@@ -275,15 +278,14 @@ class CompiledCalls:
                 self._known[key] = found
         return found
 
-    def _end(self) -> None:
-        frame, flops, self._frame, self._flops = self._frame, self._flops, None, None
+    def _end(self, result: Any, raised: bool) -> None:
+        flops, self._frame, self._flops, self._handled = self._flops, None, None, None
         self._counter.muted = False
-        assert frame is not None
         assert flops is not None
-        if "result" not in frame.f_locals:  # the call has raised, as a checkpoint does when it has computed enough
+        if raised:  # as a checkpoint does when it has computed enough
             return
         runs = [0]  # backward passes so far
-        tensors = list(_tensors(frame.f_locals["result"]))
+        tensors = list(_tensors(result))
         if flops.backward and not any(tensor.grad_fn for tensor in tensors):
             self._counter.fail(f"{self._counter.running_part()} is compiled: the tensors of its result are not found")
         for node in _compiled_nodes(tensors):
@@ -303,6 +305,21 @@ class CompiledCalls:
                 self._counter.add(flops.backward, flops.recompute)
 
         return prehook
+
+
+def _at_return(frame: FrameType, call: Callable[[Any], None]) -> None:
+    """Call `call(result)` when a frame of this thread, which runs its last lines, returns.
+
+    Not all versions of torch have the result in a local variable, so that only a profile function sees it.
+    """
+    earlier = sys.getprofile()
+
+    def profile(seen: FrameType, event: str, value: Any) -> None:
+        if seen is frame and event == "return":
+            sys.setprofile(earlier)
+            call(value)
+
+    sys.setprofile(profile)
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
