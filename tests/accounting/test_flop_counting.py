@@ -291,7 +291,8 @@ def test_counting_a_compiled_call_is_silent_and_leaves_the_random_state_as_it_is
     assert torch.equal(after, torch.get_rng_state())
     assert not torch.equal(before, after)
     assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
-    assert not recwarn.list
+    of_counting = [w for w in recwarn if "Consider upgrading to Python" not in str(w.message)]  # torch, on 3.13.0
+    assert not of_counting
     assert capfd.readouterr().err == ""
 
 

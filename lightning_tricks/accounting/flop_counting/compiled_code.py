@@ -245,7 +245,7 @@ class CompiledCalls:
         return answer
 
     def _start(self, frame: FrameType) -> None:
-        counter, values = self._counter, frame.f_locals
+        counter, values = self._counter, dict(frame.f_locals)  # Python 3.13 has a proxy there
         try:
             if not {"fn", "args", "kwargs"} <= values.keys():
                 raise CannotCount("this version of torch does not tell which code is compiled")
