@@ -247,7 +247,7 @@ class CompiledCalls:
     def _start(self, frame: FrameType) -> None:
         counter, values = self._counter, dict(frame.f_locals)  # Python 3.13 has a proxy there
         try:
-            if not {"fn", "args", "kwargs"} <= values.keys():
+            if not {"fn", "args", "kwargs"} <= set(values):
                 raise CannotCount("this version of torch does not tell which code is compiled")
             if compiled_autograd.compiled_autograd_enabled:
                 raise CannotCount("its backward pass is compiled (compiled autograd)")
