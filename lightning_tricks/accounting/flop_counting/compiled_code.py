@@ -245,9 +245,9 @@ class CompiledCalls:
         return answer
 
     def _start(self, frame: FrameType) -> None:
-        counter, values = self._counter, dict(frame.f_locals)  # Python 3.13 has a proxy there
+        counter, values = self._counter, frame.f_locals
         try:
-            if not {"fn", "args", "kwargs"} <= set(values):
+            if not {"fn", "args", "kwargs"} <= set(values):  # of a dictionary, or of the proxy of Python 3.13
                 raise CannotCount("this version of torch does not tell which code is compiled")
             if compiled_autograd.compiled_autograd_enabled:
                 raise CannotCount("its backward pass is compiled (compiled autograd)")
