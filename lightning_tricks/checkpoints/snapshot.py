@@ -3,12 +3,11 @@
 import io
 import pickle
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 Kind = tuple[int, bool]  # bytes of a buffer, and whether it is page-locked
 
@@ -60,12 +59,23 @@ def kinds_of(tensors: Iterable[Tensor]) -> list[Kind]:
     """The buffers that a snapshot of these tensors takes, of DTensors for the part of this process."""
     found = {}
     for tensor in tensors:
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if _lies_in_memory(local) and local.untyped_storage().nbytes():
-            storage = local.untyped_storage()
-            key = (storage.device, storage.data_ptr(), storage.nbytes())
-            found[key] = (storage.nbytes(), storage.device.type == "cuda")
+        for part in _parts(tensor):
+            storage = part.untyped_storage()
+            if storage.nbytes():
+                key = (storage.device, storage.data_ptr(), storage.nbytes())
+                found[key] = (storage.nbytes(), storage.device.type == "cuda")
     return list(found.values())
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors of this process's memory that a tensor, or a wrapper such as a DTensor, consists of."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):
+                yield from _parts(part)
+    elif type(tensor) in (Tensor, nn.Parameter) and _lies_in_memory(tensor):
+        yield tensor
 
 
 def _pinned(size: int) -> Tensor:

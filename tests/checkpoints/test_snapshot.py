@@ -10,6 +10,7 @@ import torch.distributed as dist
 from checkpoints.saved import assert_same, checkpoint_of, flat, overwrite, trained
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_tricks.checkpoints.snapshot import HostBuffers, kinds_of, snapshot
 
@@ -67,6 +68,8 @@ def test_memory_that_was_reserved_is_that_of_the_first_snapshot():
     tree = {"base": base, "view": base[10:20], "other": torch.ones(7, dtype=torch.bfloat16), "none": torch.empty(0)}
     kinds = kinds_of(tree.values())
     assert kinds == [(4000, False), (14, False)]
+    two = TwoTensor(torch.ones(3), torch.ones(3))  # a wrapper: it has no memory of its own
+    assert kinds_of([two, torch.nn.Parameter(two), torch.eye(3).to_sparse()]) == [(12, False), (12, False)]
     buffers.reserve(kinds)
     addresses = {buffer.data_ptr() for _, buffer in buffers._used}
     taken = snapshot(tree, buffers)
@@ -139,6 +142,7 @@ def test_a_dtensor_stays_one_with_a_copy_of_its_part():
     whole = torch.arange(12.0).view(4, 3)
     tensor = distribute_tensor(whole.clone(), init_device_mesh("cpu", (1,)), [Shard(0)])
     parameter = torch.nn.Parameter(tensor)
+    assert kinds_of([tensor, parameter]) == [(48, False)]
     taken = snapshot({"tensor": tensor, "parameter": parameter, "again": tensor.detach()})
     tensor.to_local().zero_()
     for copied in taken.values():
