@@ -170,7 +170,8 @@ def plateau(log: RunLog) -> Iterator[Finding]:
         return
     peak = float(lr.values.max()) if len(lr) else None
     evidence = (
-        f"{log.name('loss')} falls by {fall:.2g} from step {late.steps[0]} to {late.steps[-1]}, from {levels[0]:.4g}; "
+        f"{log.name('loss')} {'falls' if fall > 0 else 'rises'} by {abs(fall):.2g} from step {late.steps[0]} to "
+        f"{late.steps[-1]}, from {levels[0]:.4g}; "
         f"the noise of these levels is {bin_error(late.values, BINS):.2g}"
     )
     steps, metrics = (int(late.steps[0]),), logged_names(log, "loss", "lr")
