@@ -91,7 +91,7 @@ def test_training_is_the_same_with_all_of_them(compile_blocks):
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
     assert 0 < metrics["updates/ratio"] < 1
     assert metrics["memory/peak_allocated_gib"] >= metrics["memory/allocated_gib"] > 0
-    assert metrics["memory/reserved_gib"] >= metrics["memory/peak_allocated_gib"]
+    assert metrics["memory/reserved_gib"] >= metrics["memory/allocated_gib"]  # memory of the peak may be given back
 
 
 def test_a_gib_more_shows_as_a_gib_and_the_peak_starts_anew():
