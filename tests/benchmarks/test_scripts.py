@@ -169,11 +169,12 @@ def test_frozen_counts_weights_that_ended_where_they_began():
     assert frozen.share == 5 / 8
 
 
-def test_precision_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
+def test_precision_goes_on_where_it_stopped(tmp_path, text_file, capsys, monkeypatch):
     decoder = precision.MODEL["model.init_args.decoder.init_args"]
     smaller = {"d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 32, "d_ff": 64}
     monkeypatch.setitem(precision.MODEL, "model.init_args.decoder.init_args", {**decoder, **smaller})
     monkeypatch.setitem(precision.MODEL, "data.init_args.seq_len", 32)
+    monkeypatch.setitem(precision.MODEL, "data.init_args.files", text_file)
     monkeypatch.setitem(precision.MODEL, "trainer.gradient_clip_val", 0.1)  # its gradients are as small
     out = tmp_path / "precision.json"
     options = ["--steps", "20", "--device", "cpu", "--out", str(out)]
