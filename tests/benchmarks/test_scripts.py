@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
 from fill import result_of
 from fill_optimizers import misses
 
@@ -169,11 +170,13 @@ def test_frozen_counts_weights_that_ended_where_they_began():
     assert frozen.share == 5 / 8
 
 
-def test_precision_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
+@pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
+def test_precision_goes_on_where_it_stopped(tmp_path, text_file, capsys, monkeypatch):
     decoder = precision.MODEL["model.init_args.decoder.init_args"]
     smaller = {"d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 32, "d_ff": 64}
     monkeypatch.setitem(precision.MODEL, "model.init_args.decoder.init_args", {**decoder, **smaller})
     monkeypatch.setitem(precision.MODEL, "data.init_args.seq_len", 32)
+    monkeypatch.setitem(precision.MODEL, "data.init_args.files", text_file)
     monkeypatch.setitem(precision.MODEL, "trainer.gradient_clip_val", 0.1)  # its gradients are as small
     out = tmp_path / "precision.json"
     options = ["--steps", "20", "--device", "cpu", "--out", str(out)]

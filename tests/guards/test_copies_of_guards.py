@@ -7,6 +7,7 @@ import pickle
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness import processes
 from torch.utils.data import DataLoader
 
 from lightning_tricks import callbacks
@@ -89,7 +90,7 @@ def test_after_a_fit_a_guard_and_its_trainer_can_be_copied_and_pickled(tmp_path,
 def test_a_second_fit_goes_on_in_a_new_process(tmp_path):
     first = trainer_with(tmp_path, TOGETHER)
     fit(first, module := Model())
-    second = trainer_with(tmp_path, [], strategy="ddp_spawn", max_steps=8)
+    second = trainer_with(tmp_path, [], strategy=processes.ddp_pickled(), max_steps=8)
     second.callbacks = [*first.callbacks]
     before = module.layer.weight.clone()
     fit(second, module)

@@ -63,6 +63,9 @@ os._exit(os.waitstatus_to_exitcode(status))
 COLLECTION = ("torch.distributed.run", "torch.distributed.tensor", "lightning_tricks.cli")
 
 
+TORCH = ("torch",)  # of a server that imports nothing else
+
+
 IN_BOTH = ("torchmetrics", "torch._dynamo", "torch.distributed.fsdp")  # imported by either package of Lightning
 
 
@@ -93,7 +96,7 @@ def share() -> Path:
     They end with this process.
     """
     folder = make_folder()
-    start((), ("pytorch_lightning",), folder=folder)
+    start((), TORCH, ("pytorch_lightning",), folder=folder)
     os.environ[SHARED] = str(folder)
     return folder
 
@@ -129,10 +132,9 @@ def start(*servers: tuple[str, ...], folder: Path) -> None:
 def import_apart(wanted: dict[str, list[str]]) -> Path:
     """Fork a process for each server, and import its modules there; returns the folder of this process's server."""
     own, *others = wanted
-    if others:
-        for module in IN_BOTH:
+    for other in others:  # the first of them has the least
+        for module in TORCH if tuple(wanted[other]) == TORCH else IN_BOTH:
             importlib.import_module(module)
-    for other in others:
         if os.fork() == 0:
             own = other
             break
@@ -214,6 +216,31 @@ def build_a_recipe() -> None:
         load_recipe("--config", str(recipe), "--seed_everything=false")
 
 
+def load_fp8() -> None:
+    """Once for all processes: torchao and the part of the compiler that it imports take a second."""
+    from lightning_tricks.precision.float8.float8 import _load_linear
+
+    with contextlib.suppress(ImportError):
+        _load_linear()
+
+
+def trace_a_step() -> None:
+    """Once for all processes that trace a step without data: what torch looks up there at the first time."""
+    import torch
+
+    from lightning_tricks._find_modules import repeated_blocks
+    from lightning_tricks.models import Decoder, Llama
+    from lightning_tricks.parallel.memory_trace import TraceOptions, trace_step
+
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    with torch.device("meta"):
+        decoder = Decoder(Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=16))
+    options = TraceOptions(
+        lambda module: module(ids, labels=ids), lambda module: torch.optim.AdamW(module.parameters())
+    )
+    trace_step(decoder, repeated_blocks(decoder), options)
+
+
 def become(request: Any, fds: list[int]) -> list[str]:
     """Take over the standard streams, the network, the environment and the folder of a proxy."""
     import ctypes
@@ -267,6 +294,8 @@ if __name__ == "__main__":
     if "lightning_tricks.cli" in sys.modules:
         measure_the_cpu()
         build_a_recipe()
+        load_fp8()
+        trace_a_step()
     gc.freeze()
     code = run(serve(str(own / "socket")))
     threading._shutdown()

@@ -95,6 +95,13 @@ def run(function: Callable[..., Any], *args: Any, world: int = 2) -> list[Any]:
     return end(start(function, *args, world=world))
 
 
+def ddp_pickled() -> Any:
+    """Lightning's `ddp_spawn`, whose process is forked from the server where it can be: it gets a pickle as well."""
+    from lightning_tricks._lightning import pl
+
+    return pl.strategies.DDPStrategy(start_method="spawn" if torch.cuda.is_available() else "forkserver")
+
+
 class Beside:
     """Waits for a run by its name, and gives what it returned or raised. It has started the next ones in order before.
 

@@ -214,7 +214,7 @@ def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
         "ExactResume": ExactResume,
         "Preemption": Preemption,
         "RunLedger": lambda: RunLedger(cover_weights_in_steps=2),
-        "MFUMonitor": MFUMonitor,
+        "MFUMonitor": lambda: MFUMonitor(peak_flops=1e12),  # else each process measures that of its CPU
         "GradNormMonitor": GradNormMonitor,
         "ShadowGradient": lambda: ShadowGradient(every_n_steps=3),
     }

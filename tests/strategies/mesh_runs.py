@@ -1,5 +1,6 @@
 """What a process of test_mesh.py does: train small models on a mesh, beside the same training in one process."""
 
+import functools
 import json
 import logging
 import shutil
@@ -38,7 +39,7 @@ from lightning_tricks.parallel.dims import ParallelDims
 
 ROWS, LENGTH, VOCABULARY = 8, 32, 64
 SIZES = {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "max_seq_len": LENGTH}
-STEPS, SAVED_AT = 3, 1
+STEPS, SAVED_AT = 2, 1
 
 
 class Ours(LanguageModel):
@@ -201,6 +202,17 @@ class Look(pl.Callback):
             self.gradients = {name: whole(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None}
 
 
+class Save(pl.Callback):
+    """Saves after `SAVED_AT` steps."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == SAVED_AT:
+            trainer.save_checkpoint(self.path)
+
+
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -225,23 +237,24 @@ def train(
     strategy: Any,
     place: tuple[int, int] = (0, 1),
     devices: int = 1,
-    folder: Path | None = None,
-    saves: bool = False,
+    save: Path | None = None,
     resume: Path | None = None,
 ) -> Found:
-    """Train one case; `place` is (data rank, data ranks). With `saves` it ends at `SAVED_AT`, in a checkpoint."""
+    """Train one case; `place` is (data rank, data ranks)."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     memory, look = Memory(), Look()
     callbacks: list[Any] = [look, GradNormMonitor(), MFUMonitor(peak_flops=1e12)]
     ledger = Path(tempfile.mkdtemp(), "ledger.jsonl")  # rank 0 writes
     if case.guarded:
         callbacks += [StepGuard(), EMA(decay=0.5), RunLedger(str(ledger)), AttentionMonitor()]
+    if save is not None:
+        callbacks.append(Save(save))
     plugins = [PLUGINS[case.precision]()] if case.precision else []
     trainer = pl.Trainer(
-        max_steps=SAVED_AT if saves else STEPS, accelerator="cpu", devices=devices, strategy=strategy, logger=memory,
+        max_steps=STEPS, accelerator="cpu", devices=devices, strategy=strategy, logger=memory,
         log_every_n_steps=1, callbacks=callbacks, gradient_clip_val=0.3, use_distributed_sampler=False,
         accumulate_grad_batches=case.accumulate, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder or ".",
+        enable_model_summary=False, num_sanity_val_steps=0,
         plugins=[*([AtomicCheckpointIO()] if strategy == "auto" else []), *plugins],
     )  # fmt: skip
     torch.manual_seed(0)
@@ -249,9 +262,6 @@ def train(
     validated = isinstance(module, LanguageModel)
     with patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
         trainer.fit(module, batches(case, *place), batches(case, *place, 1) if validated else None, ckpt_path=resume)
-    if saves:
-        assert folder is not None
-        trainer.save_checkpoint(folder / "saved.ckpt")
     logged: dict[str, list[float]] = {}
     for _, values in memory.rows:
         for name, value in values.items():
@@ -286,8 +296,14 @@ def table(rank: int, cases: dict[str, Case], world: int) -> dict[str, Any]:
 
 
 def table_of_one(rank: int, cases: dict[str, Case]) -> dict[str, Found]:
-    """What each case finds in one process."""
-    return {name: train(case, "auto") for name, case in cases.items() if not case.says}
+    """What each case finds in one process; cases that differ on the mesh alone train once."""
+    train_once = functools.cache(lambda settings: train(Case(**dict(settings), dims=ParallelDims()), "auto"))
+    alone = {
+        name: tuple((field, value) for field, value in case._asdict().items() if field not in ("dims", "options"))
+        for name, case in cases.items()
+        if not case.says
+    }
+    return {name: train_once(settings) for name, settings in alone.items()}
 
 
 def waits(rank: int, seconds: float) -> list[float]:
@@ -311,8 +327,7 @@ def saved_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
     """The unbroken run of each layout, and each resume from each one's checkpoint."""
     found: dict[str, Any] = {}
     for saver, case in LAYOUTS.items():
-        found[saver] = on_the_mesh(case, rank, 2)
-        on_the_mesh(case, rank, 2, folder=folder / saver, saves=True)
+        found[saver] = on_the_mesh(case, rank, 2, save=folder / saver / "saved.ckpt")
     for saver in [*LAYOUTS, "one"]:
         for opener, case in LAYOUTS.items():
             resume = folder / saver / "saved.ckpt"
@@ -325,9 +340,7 @@ def saved_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
 
 def saved_by_one(rank: int, folder: Path) -> Found:
     """A checkpoint of one process, and its unbroken run."""
-    case = LAYOUTS["shards"]
-    train(case, "auto", folder=folder / "one", saves=True)
-    return train(case, "auto")
+    return train(LAYOUTS["shards"], "auto", save=folder / "one" / "saved.ckpt")
 
 
 def resumed_by_one(rank: int, folder: Path) -> dict[str, Found]:

@@ -40,11 +40,9 @@ TWO = {
     "shards, one reduction": Case("llama", ParallelDims(), {"reduce_gradients": "step"}, accumulate=2),
 }
 FOUR = {
-    "shards and tensor": Case("llama", TENSOR, accumulate=2),
     "shards and tensor, fp8": Case("wide", TENSOR, precision="fp8"),
     "shards and tensor, one reduction": Case("llama", TENSOR, {"reduce_gradients": "step"}, accumulate=2),
-    "shards and tensor, Hugging Face": Case("hugging face", TENSOR),
-    "shards and tensor, from rank 0": Case("built late", TENSOR, {"init_on_rank_0": True}),
+    "shards and tensor, Hugging Face, from rank 0": Case("built late", TENSOR, {"init_on_rank_0": True}, accumulate=2),
     "shards and tensor, Muon": Case("muon", TENSOR),
     "shards and context": Case("llama", CONTEXT),
     "tensor and context": Case("normed", ParallelDims(tensor=2, context=2), documents=True, guarded=True),
