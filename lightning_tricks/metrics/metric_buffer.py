@@ -49,6 +49,10 @@ class MetricBuffer(pl.Callback):
         self._saved = 0.0  # when the loggers last wrote to the disk
         self._forget()
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """A copy, by pickle too, is an empty buffer of no Trainer: a module that holds one can be copied in mid-fit."""
+        return type(self), ()
+
     def _forget(self) -> None:
         """Reset the state that belongs to one fit."""
         self._current = Row()

@@ -1,9 +1,11 @@
 """Each step's own values at its own step, in every logger, at one transfer an interval, whatever ends the run."""
 
 import contextlib
+import copy
 import csv
 import itertools
 import math
+import pickle
 import warnings
 from types import SimpleNamespace
 
@@ -741,6 +743,22 @@ def test_after_a_failure_the_same_trainer_starts_clean():
     n = len(logger.rows)
     trainer.fit(Model(), loader())
     assert all("partial" not in row for _, row in logger.rows[n:])
+
+
+def test_a_module_that_holds_it_can_be_copied_and_pickled_in_mid_fit():
+    module, copies = Model(), []
+
+    def give(trainer, buffer, loss):
+        buffer.record("train/loss", loss)
+        module._buffer = buffer  # as LanguageModel keeps it
+        copies.extend([copy.deepcopy(module), pickle.loads(pickle.dumps(module))])
+
+    logger, _ = run(give, module, max_steps=1)
+    for other in copies:
+        other._buffer.record("train/loss", torch.tensor(5.0))  # of no Trainer: it keeps nothing
+        other._buffer.flush()
+    assert len(copies) == 2
+    assert logger.rows == [(0, {"train/loss": 3.0})]
 
 
 # ---- several ranks
