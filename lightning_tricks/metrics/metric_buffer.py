@@ -49,6 +49,10 @@ class MetricBuffer(pl.Callback):
         self._saved = 0.0  # when the loggers last wrote to the disk
         self._forget()
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """A copy, by pickle too, is an empty buffer of no Trainer: a module that holds one can be copied in mid-fit."""
+        return type(self), ()
+
     def _forget(self) -> None:
         """Reset the state that belongs to one fit."""
         self._current = Row()
@@ -106,6 +110,8 @@ class MetricBuffer(pl.Callback):
 
     def record_mean(self, name: str, total: Tensor, count: Tensor | float) -> None:
         """Keep one micro-batch's part of a mean: the sum of all totals over the sum of all counts, over all ranks.
+
+        A step whose totals and counts are all 0, such as one in which no label counts, has no mean and no value.
 
         Args:
             name: of the metric, such as `train/loss`.
@@ -289,7 +295,8 @@ class MetricBuffer(pl.Callback):
         for row in rows:
             for name in row.means:
                 total, count = row.values[TOTAL + name], row.values[COUNT + name]
-                row.values[name] = total / count if count else math.nan
+                if count or total:
+                    row.values[name] = total / count if count else math.nan
 
     def _join_ranks(self, names: list[Names], tensors: list[Tensor]) -> list[Tensor]:
         """`tensors`, where asked for as sums or maxima over ranks; of rank 0 alone after a failure."""

@@ -167,8 +167,10 @@ Rope = tuple[Tensor, Tensor]
 # Longest row for `_attention_by_products`. torch's fused CPU kernel takes 2.8 times as long at 256 tokens, 1.4 times at
 # 512, and no longer at 1024 (bf16, forward and backward, torch 2.13, one core of an AMD EPYC with avx512_bf16).
 PRODUCTS_MAX_LENGTH = 512
-# Products that `max_logit` computes at once: 64 MiB in fp32.
+# Products that `max_logit` computes at once: 64 MiB in fp32, and in bf16 no more than the L2 cache of an H100 holds.
 LOGITS_IN_A_SLICE = 2**24
+# Queries of a row in such a slice: enough for an efficient product, and few products are of keys that are not seen.
+QUERIES_IN_A_SLICE = 256
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
@@ -289,26 +291,31 @@ def continued_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = N
 def max_logit(q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
     """The largest number that enters the softmax of `causal_attention`: query times key, times its scale.
 
-    The products are computed for a slice of the queries at a time. Arguments as in `causal_attention`.
+    The products are computed for some queries of some rows at a time. Arguments as in `causal_attention`.
 
     Returns:
         Scalar tensor in the dtype of `q`; NaN if a product is.
     """
     batch, heads, length, head_dim = q.shape
-    kv_heads = k.shape[1]
-    rows = max(1, LOGITS_IN_A_SLICE // (batch * heads * length))
+    kv_heads, keys = k.shape[1], k.shape[2]
+    queries = max(1, min(length, QUERIES_IN_A_SLICE, LOGITS_IN_A_SLICE // (heads * keys)))
+    later = torch.ones(queries, queries, dtype=torch.bool, device=q.device).triu(1)
+    mask = None if mask is None else mask.expand(batch, -1, -1, -1)
     largest = []
-    for begin in range(0, length, rows):
-        end = min(begin + rows, length)
-        # neighbouring query heads share a key head: their rows are one matrix, so no key is copied
-        some = q[:, :, begin:end].reshape(batch, kv_heads, -1, head_dim)
-        last = end if k.shape[2] == length else k.shape[2]  # queries of a part of the row may see keys after `end`
-        logits = (some @ k[:, :, :last].mT).view(batch, heads, end - begin, last)
-        if mask is None:
-            seen = torch.ones(end - begin, end, dtype=torch.bool, device=q.device).tril(begin)
-        else:
-            seen = mask[:, :, begin:end, :last]
-        largest.append(logits.masked_fill(~seen, float("-inf")).amax())
+    for begin in range(0, length, queries):
+        end = min(begin + queries, length)
+        last = end if keys == length else keys  # queries of a part of the row may see keys after `end`
+        rows = max(1, LOGITS_IN_A_SLICE // (heads * (end - begin) * last))
+        for first in range(0, batch, rows):
+            some = slice(first, first + rows)
+            # neighbouring query heads share a key head: their queries are one matrix, so no key is copied
+            of_key_heads = q[some, :, begin:end].unflatten(1, (kv_heads, -1)).flatten(2, 3)
+            logits = (of_key_heads @ k[some, :, :last].mT).view(-1, heads, end - begin, last)
+            if mask is None:  # all of them see the keys before `begin`
+                logits[..., begin:].masked_fill_(later[: end - begin, : end - begin], float("-inf"))
+            else:
+                logits.masked_fill_(~mask[some, :, begin:end, :last], float("-inf"))
+            largest.append(logits.amax())
     return torch.stack(largest).amax() * (head_dim**-0.5 if scale is None else scale)
 
 

@@ -102,26 +102,30 @@ def outermost_compiled(root: nn.Module) -> list[nn.Module]:
 
 def before_calls(module: nn.Module, see: Callable[[Any, dict[str, Any]], None]) -> AbstractContextManager[Any]:
     """A context in which `see(args, kwargs)` runs before each call of `module`, except from compiled code."""
-
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            see(args, kwargs)
-
     if _is_compiled_in_place(module):
         return _around_graph(module, before=see)
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
+    return module.register_forward_pre_hook(_Hook(lambda _, args, kwargs: see(args, kwargs)), with_kwargs=True)
 
 
 def after_calls(module: nn.Module, see: Callable[[Any], None]) -> AbstractContextManager[Any]:
     """A context in which `see(output)` runs after each call of `module`, except from compiled code."""
-
-    def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            see(output)
-
     if _is_compiled_in_place(module):
         return _around_graph(module, after=see)
-    return module.register_forward_hook(hook)
+    return module.register_forward_hook(_Hook(lambda _, args, output: see(output)))
+
+
+class _Hook:
+    """A hook that runs outside compiled code. In a copy of the module, or one that is pickled, it does nothing."""
+
+    def __init__(self, run: Callable[..., None] | None = None) -> None:
+        self._run = run
+
+    def __call__(self, *call: Any) -> None:
+        if not torch.compiler.is_compiling() and self._run is not None:
+            self._run(*call)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Hook, ()
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def activation_stats(x: Tensor) -> Tensor:
         torch.linalg.vector_norm(x, dtype=wide) / x.numel() ** 0.5,
         torch.linalg.vector_norm(x, torch.inf),
         (x == 0).sum() / x.numel(),
-        x.isfinite().logical_not_().sum() / x.numel(),
+        (x * 0).isnan().sum() / x.numel(),  # half of the passes over memory that `isfinite` takes
     )
     return torch.stack([value.float() for value in stats])
 

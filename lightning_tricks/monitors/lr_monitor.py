@@ -14,7 +14,8 @@ class LRMonitor(pl.Callback):
 
     It is the lr of the optimizer's first parameter group, without the group's `lr_scale` where `OptimizerMixin` set
     one; with several optimizers `train/lr/0`, `train/lr/1` and so on, in the order of `configure_optimizers`. An
-    optimizer without a learning rate, as Lightning makes one up where `configure_optimizers` returns None, has no row.
+    optimizer without a learning rate has no row: Lightning makes one up where `configure_optimizers` returns None, and
+    Adafactor of transformers has the lr None where it finds its own.
     """
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
@@ -24,7 +25,7 @@ class LRMonitor(pl.Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Record: after the step, the schedule has moved on."""
         group: dict[str, Any] = next(iter(optimizer.param_groups), {})
-        if "lr" not in group:
+        if group.get("lr") is None:
             return
         name = "train/lr" if len(trainer.optimizers) == 1 else f"train/lr/{optimizer_index(trainer, optimizer)}"
         # a Tensor, as torchao's optimizers hold, is filled in place by the schedule: the quotient is a new one

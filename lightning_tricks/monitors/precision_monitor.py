@@ -233,6 +233,8 @@ class PrecisionMonitor(pl.Callback):
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the buffer, and start counting; a checkpoint is loaded later."""
+        if stage != "fit":  # a checkpoint that is saved after a validation still has the count
+            return
         self._buffer = MetricBuffer.of(trainer)
         self._counted, self._skipped, self._used = 0, None, None
 

@@ -42,6 +42,8 @@ class CompressionBaseline(pl.Callback):
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Fail before training if the data module cannot give its text."""
+        if stage != "fit":  # there is no table then, and the data may be others
+            return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if not hasattr(data, "validation_text"):
             raise UsageError("CompressionBaseline needs a data module with validation_text(), such as TextData")

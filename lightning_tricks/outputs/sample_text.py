@@ -72,7 +72,7 @@ class SampleText(pl.Callback):
         generator = torch.Generator(model.device).manual_seed(self.seed)
         new = continue_rows(logits_of, prompts, self.max_new_tokens, self.sampling, generator, model.max_length)
         ended = [ids[: ids.index(model.end)] if model.end in ids else ids for ids in new]
-        self._texts = [model.decode(ids) for ids in ended]
+        self._texts = [_text_of(model, ids) for ids in ended]
         if torch.stack(broken).any():
             self._texts = [" (the model's logits are NaN)"] * len(prompts)
 
@@ -104,3 +104,10 @@ class SampleText(pl.Callback):
                     f"more than max_seq_len={longest}: give at most {max(longest - len(ids), 0)}"
                 )
         return model, prompts
+
+
+def _text_of(model: TextModel, ids: list[int]) -> str:
+    try:
+        return model.decode(ids)
+    except Exception as error:  # tiktoken's for an id that only the model has, whose vocabulary is often rounded up
+        return f" (the tokenizer does not decode the model's ids: {type(error).__name__}: {error})"

@@ -1,9 +1,11 @@
 """Each step's own values at its own step, in every logger, at one transfer an interval, whatever ends the run."""
 
 import contextlib
+import copy
 import csv
 import itertools
 import math
+import pickle
 import warnings
 from types import SimpleNamespace
 
@@ -362,15 +364,17 @@ def test_integers_beyond_24_bits_and_short_floats_arrive_exactly():
 
 
 def test_a_mean_is_the_sum_of_totals_over_the_sum_of_counts():
-    totals = iter([1.0, 2.0, 6.0, 0.0, 0.0, 0.0])
-    counts = iter([1, torch.tensor(1), 2.0, 0, 0, 0])
+    totals = iter([1.0, 2.0, 6.0, 0.0, 0.0, 0.0, math.nan, 0.0, 0.0])
+    counts = iter([1, torch.tensor(1), 2.0, 0, 0, 0, 0, 0, 0])
 
     def give(trainer, buffer, loss):
         buffer.record_mean("train/loss", torch.tensor(next(totals)), next(counts))
 
-    logger, _ = run(give, max_steps=2, accumulate_grad_batches=3)
-    assert logger.of("train/loss")[0] == 9 / 4
-    assert math.isnan(logger.of("train/loss")[1])  # of nothing there is no mean
+    with pytest.warns(UserWarning, match="loss is nan at step 2"):  # not at step 1: of no token there is no mean
+        logger, _ = run(give, max_steps=3, accumulate_grad_batches=3)
+    means = logger.of("train/loss")
+    assert means[0] == 9 / 4
+    assert list(means) == [0, 2]
 
 
 def test_totals_and_counts_of_micro_batches_add_up_exactly():
@@ -739,6 +743,22 @@ def test_after_a_failure_the_same_trainer_starts_clean():
     n = len(logger.rows)
     trainer.fit(Model(), loader())
     assert all("partial" not in row for _, row in logger.rows[n:])
+
+
+def test_a_module_that_holds_it_can_be_copied_and_pickled_in_mid_fit():
+    module, copies = Model(), []
+
+    def give(trainer, buffer, loss):
+        buffer.record("train/loss", loss)
+        module._buffer = buffer  # as LanguageModel keeps it
+        copies.extend([copy.deepcopy(module), pickle.loads(pickle.dumps(module))])
+
+    logger, _ = run(give, module, max_steps=1)
+    for other in copies:
+        other._buffer.record("train/loss", torch.tensor(5.0))  # of no Trainer: it keeps nothing
+        other._buffer.flush()
+    assert len(copies) == 2
+    assert logger.rows == [(0, {"train/loss": 3.0})]
 
 
 # ---- several ranks

@@ -32,11 +32,12 @@ def test_the_maximum_by_hand_is_over_what_a_query_may_see():
     assert max_logit(torch.tensor([1.0, 1, 3])[None, None, :, None] * unit, k[:, :, [2, 0, 1]], alone) == 15.0
 
 
-@pytest.mark.parametrize("limit", [1, 2 * 4 * 7 * 2, 2**24], ids=["a_row", "two_rows", "at_once"])
+@pytest.mark.parametrize(("limit", "queries"), [(1, 256), (4 * 7 * 2, 256), (2**24, 3), (2**24, 256)], ids=str)
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_the_maximum_is_that_of_all_products_whatever_the_slices(kv_heads, documents, limit, monkeypatch):
+def test_the_maximum_is_that_of_all_products_whatever_the_slices(kv_heads, documents, limit, queries, monkeypatch):
     monkeypatch.setattr(attention, "LOGITS_IN_A_SLICE", limit)
+    monkeypatch.setattr(attention, "QUERIES_IN_A_SLICE", queries)
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 7, 8), torch.randn(2, kv_heads, 7, 8)
     mask = torch.ones(7, 7, dtype=torch.bool).tril() if documents is None else document_mask(documents)
@@ -49,14 +50,19 @@ def test_the_maximum_is_that_of_all_products_whatever_the_slices(kv_heads, docum
         torch.testing.assert_close(found, expected)
 
 
-def test_no_slice_holds_more_than_the_limit(monkeypatch):
-    monkeypatch.setattr(attention, "LOGITS_IN_A_SLICE", 2 * 4 * 16 * 5)
+def test_slices_hold_what_the_limit_lets_them_and_few_products_that_nobody_sees(monkeypatch):
+    """Many small slices would cost a GPU a launch each, and a product of few queries reads all keys for them."""
     sizes = []
-    fill = torch.Tensor.masked_fill
-    monkeypatch.setattr(torch.Tensor, "masked_fill", lambda x, *rest: sizes.append(x.numel()) or fill(x, *rest))
-    max_logit(torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8))
-    assert len(sizes) == 4  # 5 + 5 + 5 + 1 queries
-    assert max(sizes) <= 2 * 4 * 16 * 5
+    largest = torch.Tensor.amax
+    monkeypatch.setattr(torch.Tensor, "amax", lambda x: sizes.append(tuple(x.shape)) or largest(x))
+    monkeypatch.setattr(attention, "LOGITS_IN_A_SLICE", 3 * 4 * 8 * 16)
+    monkeypatch.setattr(attention, "QUERIES_IN_A_SLICE", 8)
+    max_logit(torch.randn(4, 4, 16, 8), torch.randn(4, 2, 16, 8))
+    assert sizes == [(4, 4, 8, 8), (3, 4, 8, 16), (1, 4, 8, 16), (3,)]  # the keys before the 8th query; all 16; of all
+    sizes.clear()
+    monkeypatch.setattr(attention, "LOGITS_IN_A_SLICE", 4 * 16 * 5)  # less than the queries of one row
+    max_logit(torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8))
+    assert sizes == [(1, 4, 5, 5), (1, 4, 5, 10), (1, 4, 5, 15), (1, 4, 1, 16), (4,)]
 
 
 def test_a_nan_shows():

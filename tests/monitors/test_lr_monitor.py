@@ -35,10 +35,26 @@ def test_each_step_has_the_rate_that_it_used_without_the_groups_scale(lr):
     assert run.of("train/lr") == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
 
 
-def test_a_module_without_an_optimizer_has_no_rate_and_trains_on():
+class FindsItsOwnRate(torch.optim.SGD):
+    """As transformers' Adafactor by default: the group's lr is None, and the step computes one."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.param_groups[0]["lr"] = None
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        for param in self.param_groups[0]["params"]:
+            param -= 0.1 * param.grad
+
+
+@pytest.mark.parametrize("optimizer", [lambda params: None, FindsItsOwnRate], ids=["no optimizer", "a rate of its own"])
+def test_a_module_without_a_learning_rate_trains_on(optimizer):
     class Without(Net):
         def configure_optimizers(self):
-            return None
+            return optimizer(self.parameters())
 
     run = fit(Without(1.0), LRMonitor(), data=DataLoader(torch.ones(3, 2)), max_steps=3, log_every_n_steps=1)
     assert run.of("train/lr") == []

@@ -1,5 +1,7 @@
 """Calls of a model's parts are watched from outside of compiled graphs, and nothing is left behind."""
 
+import copy
+import pickle
 from contextlib import ExitStack
 
 import pytest
@@ -56,6 +58,14 @@ def test_a_module_that_is_compiled_anew_while_it_is_watched_stays_so():
     with before_calls(layer, lambda args, kwargs: None):
         layer._compiled_call_impl = anew
     assert layer._compiled_call_impl is anew
+
+
+def test_a_watched_module_can_be_copied_and_pickled_and_nobody_watches_its_copies():
+    layer, seen, x = nn.Linear(1, 1), [], torch.ones(1, 1)
+    with before_calls(layer, lambda args, kwargs: seen.append(args)), after_calls(layer, seen.append):
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert other(x) == layer(x)
+    assert len(seen) == 4
 
 
 def test_what_is_inside_a_compiled_module_is_out_of_sight():

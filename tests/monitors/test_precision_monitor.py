@@ -150,6 +150,8 @@ def test_a_second_fit_counts_anew():
     monitor = PrecisionMonitor()
     runs = [fit(Overflowing((0,)), monitor, plugins=[scaling()], max_steps=2, log_every_n_steps=1) for _ in range(2)]
     assert runs[0].of(SKIPPED) == runs[1].of(SKIPPED) == [1, 1]
+    monitor.setup(runs[1].trainer, runs[1].model, "validate")  # and the checkpoint that is saved afterwards has it
+    assert monitor.state_dict() == {"skipped_steps": 1}
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def test_the_history_survives_a_checkpoint():
 def test_data_without_its_text_is_refused_before_training():
     with pytest.raises(UsageError, match="validation_text"):
         CompressionBaseline().setup(FakeTrainer(datamodule=SimpleNamespace()), None, "fit")
+    CompressionBaseline().setup(FakeTrainer(datamodule=None), None, "validate")  # of other data, without a table
     data = FakeTrainer(datamodule=SimpleNamespace(validation_text=lambda: TEXT))
     CompressionBaseline().setup(data, None, "fit")
     with pytest.raises(

@@ -136,9 +136,24 @@ def test_transformers_models_and_tokenizers_work(capsys):
         run(SampleText(max_new_tokens=60), model=HuggingFace())
 
 
-def test_a_model_of_nan_is_said_and_ends_nothing(capsys):
-    run(SampleText(["def "], max_new_tokens=4, temperature=1.0), model=Module(broken=True))
+class KnowsFewerIds:
+    """As tiktoken's encodings, which raise for an id that the model alone has."""
+
+    def encode(self, text):
+        return [1, 2, 3]
+
+    def decode(self, ids):
+        raise KeyError("Invalid token for decoding: 299")
+
+
+def test_a_model_of_nan_or_with_ids_that_are_no_tokens_is_said_and_ends_nothing(capsys):
+    sample = SampleText(["def "], max_new_tokens=4, temperature=1.0)
+    run(sample, model=Module(broken=True))
     assert capsys.readouterr().out.count("def  (the model's logits are NaN)") == 2
+    model = Module()
+    model.tokenizer = KnowsFewerIds()
+    run(sample, model=model)
+    assert capsys.readouterr().out.count("def  (the tokenizer does not decode the model's ids: KeyError: ") == 2
 
 
 def test_no_block_is_compiled_for_samples(capsys):
