@@ -170,8 +170,8 @@ def test_the_loss_of_compiled_blocks_is_compiled_on_a_gpu():
         plan = plan_recipe(module, data(8, 32), {"max_steps": 10, "plugins": [BF16Mixed()]}, gpu="h100")
         return plan.memory.instants[LOSS]["working memory"]
 
-    # Both have the logits and their gradient in bf16. The eager loss has them in fp32 beside, at a moment at which there
-    # is no product for the gradient of the weights yet.
+    # Both have the logits and their gradient in bf16. The eager loss has them in fp32 too, at a moment when there is no
+    # product for the gradient of the weights yet.
     assert head(False) - head(True) == 4 * (8 * 32) * 8192 - 2 * 8192 * 32
 
 
