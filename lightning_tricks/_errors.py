@@ -1,8 +1,15 @@
 """The one exception for a user's mistake: its message is a single line, and the command line prints only that."""
 
+import errno
+import os
+import select
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NO_READER = 141  # exit code of a program of a shell that SIGPIPE has ended: 128 + 13
 
 
 class UsageError(ValueError):
@@ -14,11 +21,51 @@ class UsageError(ValueError):
 
 @contextmanager
 def one_line_and_exit() -> Iterator[None]:
-    """End the process on a user's mistake with its line and exit code 2, on Ctrl-C with 130."""
+    """End the process on a user's mistake or a full disk with a line and exit code 2, on Ctrl-C with 130.
+
+    Where nobody reads its output any more, as behind `| head`, it ends with 141 and without a line.
+    """
     try:
-        yield
+        try:
+            yield
+        except SystemExit:
+            _flush()
+            raise
+        _flush()
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        if not _has_no_reader(sys.stdout):
+            raise  # of another pipe, such as that to a process of a loader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        sys.exit(_NO_READER)
+    except OSError as error:
+        if (line := disk_full_line(error)) is None:
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
+
+
+def disk_full_line(error: BaseException) -> str | None:
+    """The line for a disk, or a user's share of it, that is full; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _DISK_FULL:
+        return None
+    return f"{error.filename or 'a file'}: {error.strerror}; free some space, or write to another disk"
+
+
+def _flush() -> None:
+    """Write what is still in the buffer of standard output; at the end of the process nothing would catch an error."""
+    if sys.stdout is not None and not sys.stdout.closed:  # else the process was started without one
+        sys.stdout.flush()
+
+
+def _has_no_reader(stream: Any) -> bool:
+    """Whether a stream is a pipe whose other end is closed."""
+    with suppress(OSError, ValueError, AttributeError):  # a stream without a file, or none
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    return False

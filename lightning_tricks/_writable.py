@@ -1,5 +1,7 @@
 """Refuse a place that cannot be written before a command has worked for it."""
 
+import errno
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -50,7 +52,11 @@ def check_file(option: str, file: str | Path) -> None:
         raise UsageError(f"{option}={file}: this is a folder: name a file in it")
     if not folder.is_dir():
         raise UsageError(f"{option}={file}: there is no such folder: make it, or name another file")
-    if reason := _refusal(folder):
+    if path.exists() and not os.access(path, os.W_OK):
+        reason: str | None = os.strerror(errno.EACCES)
+    else:  # a device, such as /dev/stdout, needs no new file in its folder
+        reason = None if path.exists() and not path.is_file() else _refusal(folder)
+    if reason:
         raise UsageError(f"{option}={file}: cannot be written ({reason}): make room, or name another file")
 
 

@@ -1,5 +1,8 @@
 """Memory and links of GPUs, from their datasheets; their peak FLOP/s stand in `peak_flops.PEAKS`, by the same names.
 
+Memory is that of the datasheet, in 10^9 bytes. Of an H200 it is what torch reports, 139.8 GiB, where the datasheet says
+141 GB (benchmarks/results/gpu-2026-11-26). On a machine with a GPU the plan takes what torch reports there.
+
 Links count one direction, as a collective uses them; vendors print both directions together. A card without NVLink has
 the link of its PCIe slot. Links between hosts belong to the cluster: the plan takes them by an option.
 
@@ -26,7 +29,7 @@ class GPU:
 
     Attributes:
         name: as the driver reports it, without the vendor's.
-        memory_gb: 10^9 bytes.
+        memory_gb: 10^9 bytes, see above.
         link_gb: GB/s to the GPUs of the same host, one direction.
     """
 
@@ -59,7 +62,7 @@ GPUS = {
     "h100": GPU("H100", 80, _NVLINK4),
     "h100-96gb": GPU("H100", 96, _NVLINK4),
     "h100-pcie": GPU("H100 PCIe", 80, _PCIE5),
-    "h200": GPU("H200", 141, _NVLINK4),
+    "h200": GPU("H200", 150.1, _NVLINK4),
     "gh200": GPU("GH200", 96, _NVLINK4),
     "b200": GPU("B200", 180, _NVLINK5),
     "mi300x": GPU("MI300X", 192, _XGMI),
@@ -70,6 +73,14 @@ GPUS = {
     "rtx-4090": GPU("GeForce RTX 4090", 24, _PCIE4),
     "rtx-5090": GPU("GeForce RTX 5090", 32, _PCIE5),
 }
+
+
+def link_of(name: str) -> float:
+    """GB/s of the link of a GPU by the driver's name for it; of a card that is not in the table, that of PCIe 4."""
+    rows = [
+        gpu for gpu in GPUS.values() if name.startswith(gpu.name) and ("PCI" in name.upper()) == ("PCI" in gpu.name)
+    ]
+    return max(rows, key=lambda gpu: len(gpu.name)).link_gb if rows else _PCIE4
 
 
 def find_gpu(word: str) -> GPU:

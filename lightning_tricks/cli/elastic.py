@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._machine import named_devices
 from lightning_tricks._trainer import is_a, opens_on_any_number, planned_data_ranks
 from lightning_tricks.callbacks import BatchSizeWarmup
 
@@ -112,7 +113,11 @@ def make_elastic(options: Mapping[str, Any], module: Any, data: Any, environment
     _check_resume(options)
     _check_rows(trainer, module, data)
     strategy, hosts_of_recipe = trainer.get("strategy") or "auto", trainer.get("num_nodes") or 1
-    per_host = _devices(trainer.get("devices"))
+    if (per_host := named_devices(trainer)) is None:
+        raise UsageError(
+            f"elastic: trainer.devices={trainer.get('devices')}: the rows of a step follow from num_nodes x devices: "
+            "give the number of processes on one host of the full run"
+        )
     hosts, local = processes_of_torchrun(environment)
     full, now = hosts_of_recipe * per_host, hosts * local
     accumulated = trainer.get("accumulate_grad_batches") or 1
@@ -198,18 +203,6 @@ def _check_rows(trainer: Any, module: Any, data: Any) -> None:
 def _callbacks(trainer: Any) -> list[Any]:
     given = trainer.get("callbacks") or []
     return given if isinstance(given, list) else [given]
-
-
-def _devices(value: Any) -> int:
-    """Processes on one host of the full run."""
-    if isinstance(value, list):
-        return len(value)
-    if not isinstance(value, bool) and str(value).isdecimal() and int(value) > 0:
-        return int(value)
-    raise UsageError(
-        f"elastic: trainer.devices={value}: the rows of a step follow from num_nodes x devices: give the number of "
-        "processes on one host of the full run"
-    )
 
 
 def _listed(counts: list[int]) -> str:

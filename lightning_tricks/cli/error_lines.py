@@ -5,7 +5,6 @@ is about the user's text; the headings above it say where that text stands in th
 exception that is not known here keeps its traceback.
 """
 
-import errno
 import logging
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._errors import UsageError, disk_full_line
 from lightning_tricks._lightning import pl
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.checkpoints.load_weights import other_weights
@@ -25,7 +24,6 @@ from lightning_tricks.mixins._plain_settings import subclasses
 # Advertisements, and statements that are of no use or not true here: a resume follows the recipe's settings and not the
 # checkpoint's, so not all states are restored.
 _UNWANTED = ("💡 Tip: ", "TPU available: False", "Restored all states from the checkpoint")
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOISE = re.compile(
     r"Does not validate|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>|Expected a path but"
     r"|Not a valid subclass of \w+$|Subclass types expect|a class path \(str\)|a dict with"
@@ -220,8 +218,8 @@ def _line(error: Exception) -> str | None:
     said = _flat(error)
     if isinstance(error, pl.utilities.exceptions.MisconfigurationException):
         return said
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:
-        return f"{error.filename or 'a file of the run'}: {error.strerror}; free some space, or write to another disk"
+    if (full := disk_full_line(error)) is not None:
+        return full
     if type(error).__module__ == "torch.distributed" and not torch.distributed.is_initialized():
         return _no_start(said)
     if isinstance(error, RuntimeError) and said.startswith("Error(s) in loading state_dict"):

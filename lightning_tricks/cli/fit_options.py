@@ -77,7 +77,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 def check_fit_options(args: Sequence[str], command: str | None, options: Any) -> None:
     """Refuse these options among the words of another command, or together with a checkpoint to go on from."""
     typed = {arg.partition("=")[0].removeprefix("--") for arg in args if arg.startswith("--")}
-    allowed = {"schedule": {"total_tokens"}}.get(command or "", set())  # the plan of a fit of that length
+    allowed = {"total_tokens"} if command in ("schedule", "plan", "check") else set()  # of a fit of that length
     for name in (FIT_OPTIONS.keys() & typed) - allowed if command not in ("fit", None) else ():
         start = "ckpt_path" in options and name in ("resume", "init_from")
         remedy = f"; {command} takes --ckpt_path FILE or last" if start else ""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import yaml
-from jsonargparse import Namespace
+from jsonargparse import Namespace, class_from_function
 
 from lightning_tricks._errors import UsageError, one_line_and_exit
 from lightning_tricks._exit import end_within
@@ -79,8 +79,9 @@ class RecipeTrainer(pl.Trainer):
         )
 
 
-for _command in _ON_RECIPES:
-    setattr(RecipeTrainer, _command.name, staticmethod(_command.load().run))
+_METHODS = {command.name: staticmethod(command.load().run) for command in _ON_RECIPES}
+for _name, _method in _METHODS.items():
+    setattr(RecipeTrainer, _name, _method)
 
 
 class RecipeCLI(lightning_cli.LightningCLI):
@@ -137,6 +138,17 @@ class RecipeCLI(lightning_cli.LightningCLI):
         super().add_default_arguments_to_parser(parser)
         for name, (kind, default, text) in FIT_OPTIONS.items():
             parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+
+    def _add_subcommands(self, parser: Any, **kwargs: Any) -> None:
+        """Lightning's, which takes the options of our commands too from the Trainer's class, also from a user's own."""
+        given = self.trainer_class
+        cls = given if isinstance(given, type) else class_from_function(given)
+        if not issubclass(cls, RecipeTrainer):
+            self.trainer_class = type(cls.__name__, (cls,), dict(_METHODS))  # a Trainer is made of `given`
+        try:
+            super()._add_subcommands(parser, **kwargs)
+        finally:
+            self.trainer_class = given
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         given = [name for name in self.subcommands() if name in self._given]

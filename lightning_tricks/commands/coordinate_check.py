@@ -21,7 +21,7 @@ from lightning_tricks._find_modules import named_submodules, repeated_blocks
 from lightning_tricks._writable import check_file
 from lightning_tricks.data.base import ShardData
 from lightning_tricks.language_model import LanguageModel
-from lightning_tricks.optim import build_optimizer, param_roles
+from lightning_tricks.optim import build_optimizer, param_roles, schedule_free_parts
 from lightning_tricks.optim.mup import at_width
 
 NAME = "coordinate-check"
@@ -185,6 +185,8 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
 
 def _measured(trial: CoordinateTrial, batches: Sequence[Any]) -> dict[str, Sizes]:
     """Train, and measure each layer on the first batch before and after."""
+    for part in schedule_free_parts(trial.optimizer):
+        part.train()  # as the callback ScheduleFree does when training starts
     before = _outputs(trial, batches[0])
     peaks = [group["lr"] for group in trial.optimizer.param_groups]
     for step, batch in enumerate(batches, start=1):

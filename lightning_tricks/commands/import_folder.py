@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def run(args: list[str]) -> None:
     print(f"{folder}: {hf_family(config).class_name}, {count:,} parameters, as {_settings(config)}")
     if not (folder / TOKENIZER).is_file():
         print("no tokenizer.json: set `data` to text with the tokenizer of the model, or to its token ids")
-    print(f"{output}\nNext: python -m lightning_tricks fit --config {output}")
+    print(f"{output}\nNext: python -m lightning_tricks fit --config {shlex.quote(str(output))}")
 
 
 def decoder_of_folder(folder: Path) -> DecoderConfig:
@@ -128,11 +129,11 @@ def check_tokenizer(folder: Path, config: DecoderConfig) -> None:
 def _of_base(base: str, folder: Path, config: DecoderConfig) -> str:
     """The settings of another recipe, with the decoder, the weights and the tokenizer of the folder."""
     try:
-        recipe = yaml.safe_load(Path(base).read_text(encoding="utf-8"))
+        recipe = _read_whole(Path(base))
         recipe["model"]["init_args"]["decoder"]
     except OSError as error:
         raise UsageError(f"import: config={base}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, KeyError, TypeError):
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
         raise UsageError(
             f"import: config={base} has no model.init_args.decoder: give a recipe of LanguageModel"
         ) from None
@@ -143,9 +144,18 @@ def _of_base(base: str, folder: Path, config: DecoderConfig) -> str:
         recipe["data"] = data = {"class_path": data}
     if isinstance(data, dict) and (folder / TOKENIZER).is_file():
         check_tokenizer(folder, config)
-        settings = data.setdefault("init_args", {})
+        settings = data["init_args"] = data.get("init_args") or {}
         settings["tokenizer"] = str(folder)
         settings.pop("vocab_size", None)  # of a tokenizer to learn
-        if settings.get("seq_len", 0) > config.max_seq_len:
+        if isinstance(length := settings.get("seq_len"), int) and length > config.max_seq_len:
             settings["seq_len"] = config.max_seq_len
     return str(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120))
+
+
+def _read_whole(recipe: Path) -> Any:
+    """The settings of a recipe, with those of the files that it includes, which lie beside it and not beside a copy."""
+    settings = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    for name, value in settings.items():
+        if isinstance(value, str) and value.endswith((".yaml", ".yml")) and (part := recipe.parent / value).is_file():
+            settings[name] = yaml.safe_load(part.read_text(encoding="utf-8"))
+    return settings

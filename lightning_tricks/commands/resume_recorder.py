@@ -59,7 +59,6 @@ class ResumeRecorder(pl.Callback):
         for number, saver in enumerate(trainer.checkpoint_callbacks):
             if hasattr(saver, "dirpath"):
                 saver.dirpath = str(self.folder / f"saver_{number}")
-        self.names = {parameter: clean_name(name) for name, parameter in pl_module.named_parameters()}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Begin a line."""

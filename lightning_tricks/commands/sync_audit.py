@@ -331,7 +331,9 @@ class SyncAudit:
         self._folder = tempfile.TemporaryDirectory(prefix="sync-audit-", ignore_cleanup_errors=True)
 
     def change(self, config: Any) -> None:
-        """Lead loggers and the run's folder elsewhere; leave out loggers that write to a service."""
+        """Begin a run anew; lead loggers and its folder elsewhere; leave out loggers that write to a service."""
+        if not config.get("elastic"):  # which needs it
+            config.resume = "none"  # a run that has ended, in the folder of a saver, has no step to watch
         trainer = config.trainer
         trainer.default_root_dir = self._folder.name
         if isinstance(trainer.get("logger"), bool | None):

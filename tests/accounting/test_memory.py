@@ -1,6 +1,8 @@
 """Memory of training by formula: values worked out by hand, and what the real blocks keep."""
 
+import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,12 +10,14 @@ import torch
 from lightning_tricks import GPT2, Llama
 from lightning_tricks._errors import UsageError
 from lightning_tricks._replaced import replaced
-from lightning_tricks.accounting.gpus import GPUS, find_gpu
+from lightning_tricks.accounting.gpus import GPUS, find_gpu, link_of
 from lightning_tricks.accounting.memory import activation_bytes_per_token, training_memory, training_memory_gb
 from lightning_tricks.models import attention
 from lightning_tricks.models.decoder import Decoder
 from lightning_tricks.parallel.fake_cluster import at_once
 from lightning_tricks.parallel.memory_trace import LOSS, TraceOptions, trace_step
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_adamw_in_fp32_takes_sixteen_bytes_a_parameter():
@@ -82,6 +86,21 @@ def test_a_gpu_is_found_by_its_word_with_its_peak_and_datasheet():
     assert (card.memory_gb, card.link_gb, card.peak("bf16")) == (80, 450.0, 989.5e12)
     assert card.source == "https://www.nvidia.com/en-us/data-center/h100/"
     assert all(one.peak("bf16") or word == "t4" for word, one in GPUS.items())
+
+
+def test_the_memory_of_an_h200_is_that_which_torch_reported():
+    machine = json.loads((RESULTS / "gpu-2026-11-26" / "yardstick.json").read_text())["machine"]
+    assert machine["gpu"] == "NVIDIA H200"
+    assert machine["gpu_memory_gib"] == round(find_gpu("h200").bytes / 2**30, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "link"),
+    [("H100 80GB HBM3", 450), ("H100 PCIe", 63), ("A100-SXM4-40GB", 300), ("A100-PCIE-40GB", 31), ("L40S", 31),
+     ("GH200 480GB", 450), ("Tesla T4", 31), ("B200", 900)],
+)  # fmt: skip
+def test_a_link_is_found_by_the_drivers_name(name, link):
+    assert link_of(name) == link
 
 
 def test_an_unknown_gpu_names_the_nearest_and_the_options_for_any_other():

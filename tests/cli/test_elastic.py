@@ -50,6 +50,10 @@ def test_the_full_run_is_left_as_it_is():
     )  # fmt: skip
 
 
+def test_devices_may_be_listed():
+    assert line(2, 4, devices="0,1,2,3")[0] == "elastic: 8 of 8 processes"
+
+
 def test_as_many_processes_on_other_hosts_are_the_full_run():
     said, trainer = line(8, 1)
     assert said == "elastic: 8 of 8 processes"

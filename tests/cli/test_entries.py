@@ -1,5 +1,7 @@
 """The ways in: the console script, and `RecipeCLI()` in a user's own script, find modules and print lines alike."""
 
+import errno
+import os
 import runpy
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 from cli.wrong_inputs import SMALL
 from harness.preloaded import python
+from lightning.pytorch import Trainer
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError, one_line_and_exit
@@ -127,10 +130,53 @@ def test_ctrl_c_ends_the_program_as_it_ends_one_of_a_shell():
     assert stop.value.code == 130
 
 
+@pytest.mark.parametrize("end", ["", "raise SystemExit(1)", "sys.stdout.flush()"])
+def test_where_nobody_reads_the_output_any_more_a_program_ends_without_a_line(end):
+    code = f"""\
+import sys
+from lightning_tricks._errors import one_line_and_exit
+with one_line_and_exit():
+    print(1)
+    {end}
+"""
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_full_disk_is_one_line_of_any_command(capsys):
+    with pytest.raises(SystemExit) as stop, one_line_and_exit():
+        raise OSError(errno.ENOSPC, "No space left on device", "average.ckpt")
+    assert stop.value.code == 2
+    said = "error: average.ckpt: No space left on device; free some space, or write to another disk\n"
+    assert capsys.readouterr().err == said
+
+
+def test_another_pipe_that_is_closed_keeps_its_traceback():
+    with pytest.raises(BrokenPipeError), one_line_and_exit():
+        raise BrokenPipeError
+
+
 def test_what_the_user_cannot_mend_keeps_its_traceback(project, monkeypatch):
     (project / "mine.py").write_text(MODEL.replace("self.layer(batch).mean()", "1 / 0"))
     with pytest.raises(ZeroDivisionError):
         run_script(monkeypatch, "fit", "--config", "mine.yaml")
+
+
+def test_a_trainer_of_ones_own_runs_the_commands_too(project):
+    from lightning_tricks import RecipeCLI
+
+    class Own(Trainer):
+        pass
+
+    settings = ["--model=mine.Mine", "--trainer.max_steps=1", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    cli = RecipeCLI(args=["fit", *settings, "--trainer.enable_checkpointing=false"], trainer_class=Own)
+    assert type(cli.trainer) is Own
+    with pytest.raises(UsageError, match=r"^prepare: the recipe has no data$"):
+        RecipeCLI(args=["prepare", *settings], trainer_class=Own)
+    del sys.modules["mine"]
 
 
 def test_from_python_a_mistake_is_an_exception(project):

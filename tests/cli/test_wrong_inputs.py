@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import logging
+import os
 import shlex
 import socket
 import sys
@@ -16,6 +17,9 @@ from cli.wrong_inputs import PLAIN, ROWS, SMALL, Row
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import __main__ as door
+from lightning_tricks import _writable
+from lightning_tricks._errors import UsageError
+from lightning_tricks._writable import check_file
 
 
 class Print:
@@ -146,8 +150,20 @@ def test_a_start_that_fails_says_whether_a_port_is_taken_or_others_are_missing(f
     assert all(word in lines[-1] for word in expected), lines
 
 
+def test_a_file_is_refused_by_its_own_rights_and_a_device_needs_none_in_its_folder(tmp_path, monkeypatch):
+    file = tmp_path / "plan.json"
+    file.touch()
+    check_file("plan: json", file)
+    monkeypatch.setattr(_writable, "_refusal", lambda folder: "no rights")
+    check_file("plan: json", os.devnull)
+    with pytest.raises(UsageError, match=r"^plan: json=new: cannot be written \(no rights\)"):
+        check_file("plan: json", "new")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UsageError, match=r"plan\.json: cannot be written \(Permission denied\)"):
+        check_file("plan: json", file)
+
+
 def test_what_fails_in_a_run_and_can_be_mended_is_one_line_and_an_unknown_error_none():
-    from lightning_tricks._errors import UsageError
     from lightning_tricks.cli.error_lines import usage_errors
 
     with pytest.raises(UsageError, match=r"^runs/log: No space left on device; free some space"):  # noqa: SIM117

@@ -265,6 +265,14 @@ def test_the_disk_is_asked_for_weights_and_state_of_all_checkpoints_that_stay(fo
     assert "make room, keep fewer (keep_last), or save to another disk (dirpath)" in results["disk"].line
 
 
+def test_a_checkpoint_has_the_state_that_the_host_keeps(folder):
+    options = {"strategy": FSDP2Strategy(cpu_offload=True), "accelerator": "gpu", "devices": 2}
+    checked = Checked(module(), tokens(folder), trainer(folder, **options))
+    run_checks(only("model", "memory"), checked, lambda line: None)
+    assert listed.checkpoint_bytes(checked) == pytest.approx(12 * checked.parameters, rel=0.01)
+    assert listed.checkpoint_bytes(checked, weights_only=True) == 4 * checked.parameters
+
+
 def test_the_number_of_checkpoints_follows_from_the_savers_settings():
     assert kept_checkpoints(SafeCheckpoint(keep_last=2), 100, 0) == 3
     assert kept_checkpoints(SafeCheckpoint(keep_last=2, monitor="val/loss", keep_best=3), 100, 0) == 6

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import schedulefree
 import torch
 from cli.parsers import one_parser  # noqa: F401, a fixture
 from cli.wrong_inputs import SMALL
@@ -53,6 +54,11 @@ def test_activations_are_flat_with_mup_and_grow_without_it(name):
 
 def test_without_the_scale_of_the_learning_rate_alone_the_check_fails():
     assert check(MuP(64), OPTIMIZERS["adamw"], of_optimizer=False).failed
+
+
+def test_a_schedule_free_optimizer_steps_in_its_train_mode():
+    report = check(None, lambda groups: schedulefree.AdamWScheduleFree(groups, lr=0.005))
+    assert all(sizes.change > 0 for layer in report.layers.values() for sizes in layer)
 
 
 # ---- the report

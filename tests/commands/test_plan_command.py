@@ -15,9 +15,21 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_tricks import EMA, BF16Mixed, BF16True, Float8, FSDP2Strategy, LanguageModel, Llama, ParallelDims
+from lightning_tricks import (
+    EMA,
+    BatchSizeWarmup,
+    BF16Mixed,
+    BF16True,
+    Float8,
+    FSDP2Strategy,
+    LanguageModel,
+    Llama,
+    ParallelDims,
+    TotalTokens,
+)
 from lightning_tricks._errors import UsageError
 from lightning_tricks.cli import load_recipe
+from lightning_tricks.commands.check.checks import Checked, model, run_checks
 from lightning_tricks.commands.plan import run
 from lightning_tricks.commands.plan.changes import changes_that_fit
 from lightning_tricks.commands.plan.plan import plan_recipe
@@ -123,6 +135,44 @@ def test_shards_replicas_and_bf16_weights_change_the_lines_by_their_rule():
     assert bf16[STEP]["gradients"] == 2 * COUNT
     assert bf16[STEP]["weights"] == pytest.approx(2 * COUNT, rel=0.05)  # tables of positions stay in fp32
     assert bf16[FORWARD]["optimizer state"] == 4 * COUNT + 4 * 21
+
+
+@pytest.mark.parametrize(("precision", "bytes_each"), [("32-true", 4), ("16-true", 2), ("64-true", 8)])
+def test_weights_are_counted_in_the_dtype_of_the_trainers_precision(precision, bytes_each):
+    step = planned(settings={"precision": precision}).memory.instants[STEP]
+    assert step["gradients"] == bytes_each * COUNT
+
+
+def test_the_length_of_a_run_may_be_in_tokens_and_its_batch_may_grow():
+    assert planned(settings={"callbacks": TotalTokens(1000)}).tokens == 16 * 64  # the first step at which it has 1,000
+    settings = {"max_steps": 10, "accumulate_grad_batches": 4, "callbacks": [BatchSizeWarmup({0: 1, 4: 2, 6: 4})]}
+    assert planned(settings=settings).tokens == (4 * 1 + 2 * 2 + 4 * 4) * 64
+    assert planned(settings=settings | {"callbacks": []}, gpu="h100", devices=2, nodes=2).tokens == 10 * 4 * 4 * 64
+
+
+def test_devices_of_a_recipe_are_counted_as_the_trainer_counts_them(monkeypatch):
+    assert planned(settings={"devices": "0,2"}, gpu="h100").setup.world == 2
+    assert planned(settings={"devices": "auto"}, gpu="h100").setup.world == 1
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    assert planned(settings={"devices": -1}, gpu="h100").setup.world == 8
+
+
+def test_products_in_fp32_have_the_peak_of_tf32_only_where_torch_uses_it(monkeypatch):
+    assert planned(gpu="h100").device.peak == 67e12
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert planned(gpu="h100").device.peak == 494.5e12
+
+
+def test_the_loss_of_compiled_blocks_is_compiled_on_a_gpu():
+    def head(compile_blocks):
+        module = LanguageModel(dataclasses.replace(TINY, vocab_size=8192), compile_blocks=compile_blocks)
+        plan = plan_recipe(module, data(8, 32), {"max_steps": 10, "plugins": [BF16Mixed()]}, gpu="h100")
+        return plan.memory.instants[LOSS]["working memory"]
+
+    # Both have the logits and their gradient in bf16. The eager loss has them in fp32 too, at a moment when there is no
+    # product for the gradient of the weights yet.
+    assert head(False) - head(True) == 4 * (8 * 32) * 8192 - 2 * 8192 * 32
 
 
 def test_offloaded_shards_and_their_optimizer_are_counted_on_the_host():
@@ -283,6 +333,18 @@ def test_a_module_that_reads_a_value_gets_a_line_and_the_rest_of_the_plan():
     lines = report(plan)
     assert "Foreign: its step cannot run without data (DataDependentOutputException" in lines
     assert "Traceback" not in lines
+
+
+class ReadsWhileBuilt(Foreign):
+    def configure_model(self):
+        self.scale = torch.ones(1).item()
+
+
+def test_a_module_that_cannot_be_built_without_data_is_one_line_in_a_plan_and_no_fault_for_check():
+    with pytest.raises(UsageError, match=r"^ReadsWhileBuilt: configure_model does not work on the meta device \(.*"):
+        plan_recipe(ReadsWhileBuilt(), None, {"max_steps": 10}, gpu="h100")
+    (result,) = run_checks([model], Checked(ReadsWhileBuilt(), None, {}), lambda line: None)
+    assert result.mark == "--"
 
 
 def test_a_module_that_optimizes_manually_gets_a_line():

@@ -206,15 +206,26 @@ class Own(pl.LightningModule):
         return self.given(torch.optim.SGD(self.parameters(), lr=0.5))
 
 
+def scheduler(optimizer):
+    return {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5), "interval": "step"}
+
+
 def by_steps(optimizer):
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+    return {"optimizer": optimizer, "lr_scheduler": scheduler(optimizer)}
 
 
 def test_a_module_with_its_own_optimizer_has_a_plan_where_steps_alone_decide():
     plan = planned(Own(by_steps), DATA, settings(6))
     assert plan.lr == (0.5, 0.5, 0.25, 0.25, 0.125, 0.125)
+    assert planned(Own(lambda optimizer: [by_steps(optimizer)]), DATA, settings(6)).lr == plan.lr
     assert planned(Own(lambda optimizer: optimizer), DATA, settings(6)).lr == (0.5,) * 6
+    seldom = Own(lambda optimizer: {"optimizer": optimizer, "lr_scheduler": scheduler(optimizer) | {"frequency": 2}})
+    with pytest.raises(UsageError, match="StepLR of model=Own has frequency 2, which counts micro-batches"):
+        planned(seldom, DATA, settings(6))
+    manual = Own(by_steps)
+    manual.automatic_optimization = False
+    with pytest.raises(UsageError, match="model=Own optimizes manually and steps its StepLR itself"):
+        planned(manual, DATA, settings(6))
     by_epochs = Own(lambda optimizer: ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]))
     with pytest.raises(UsageError, match="StepLR of model=Own changes the learning rate by epoch"):
         planned(by_epochs, DATA, settings(6))

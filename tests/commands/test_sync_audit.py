@@ -14,12 +14,13 @@ from cli.wrong_inputs import SMALL
 from harness.models import batches, rows
 from harness.preloaded import python
 from harness.runs import On
+from jsonargparse import Namespace
 from torch import nn
 
 from lightning_tricks import LeanLoop, MetricBuffer, __main__, sync_audit
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
-from lightning_tricks.commands.sync_audit import SyncReport, Wait
+from lightning_tricks.commands.sync_audit import SyncAudit, SyncReport, Wait
 
 
 class Quiet(pl.LightningModule):
@@ -378,6 +379,12 @@ def test_a_recipe_that_waits_exits_with_1(folder, capsys):
     code, out = command(capsys, "--trainer.callbacks+", f"{__name__}.Careless")
     assert code == 1
     assert "Careless.on_train_batch_end" in out
+
+
+def test_an_audit_begins_a_run_anew_where_its_recipe_resumes():
+    given = Namespace(trainer=Namespace(logger=False), resume="auto")
+    SyncAudit(8, None).change(given)
+    assert given.resume == "none"
 
 
 PROJECT = """\

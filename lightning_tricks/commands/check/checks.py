@@ -32,13 +32,12 @@ from lightning_tricks.commands.check.machine import (
     attention_line,
     driver_version,
     gpus_here,
-    refuse_devices,
     why_no_gpu,
 )
 from lightning_tricks.commands.plan.changes import changes_that_fit
 from lightning_tricks.commands.plan.memory import kernels_of_a_gpu, loss_of_step
 from lightning_tricks.commands.plan.plan import Plan, plan_recipe
-from lightning_tricks.commands.plan.setup import RunSetup, read_setup
+from lightning_tricks.commands.plan.setup import NeedsValuesError, RunSetup, read_setup
 from lightning_tricks.commands.schedule.plan import Plan as Schedule
 from lightning_tricks.commands.schedule.plan import planned
 from lightning_tricks.mixins import OptimizerMixin
@@ -328,7 +327,11 @@ def devices(checked: Checked) -> str | Note:
             raise UsageError(f"trainer.accelerator={checked.trainer.get('accelerator')}: {reason}: repair that first")
         planned_for = "" if checked.plan is None else f": planned for {checked.plan.device.name}"
         return Note(f"no GPU on this machine{planned_for}; ask again where the run will start")
-    refuse_devices(wanted, here)
+    if wanted > here.count:
+        raise UsageError(
+            f"trainer.devices={wanted}: this machine has {here.count} ({here.name}): give --trainer.devices "
+            f"{here.count}, or start on a host with {wanted}"
+        )
     return f"{here.count} x {here.name}, driver {here.driver or 'not known'}, torch for CUDA {here.cuda}"
 
 
@@ -344,38 +347,42 @@ def attention(checked: Checked) -> str | Note:
 def disk(checked: Checked) -> str | Note:
     """The checkpoints of the run fit on their disk."""
     savers = savers_of(checked.trainer)
-    size, words = checkpoint_bytes(checked)
-    if not savers or size is None:
+    sizes = [checkpoint_bytes(checked, saver.save_weights_only) for saver in savers]
+    if not savers or sizes[0] is None:
         return Note("the run saves no checkpoint" if not savers else "the size of a checkpoint is not known")
+    words = "at least " if checked.plan is None or checked.plan.memory is None else ""  # without the optimizer's state
     steps = checked.schedule.total_steps if checked.schedule else None
     validations = checked.schedule.validations if checked.schedule else ()
     permanent = len(checked.schedule.permanent) if checked.schedule else 0
     counts = [kept_checkpoints(saver, saves_of_run(saver, steps, validations), permanent) for saver in savers]
     lines = []
     for folder in dict.fromkeys(_folder_of(saver, checked) for saver in savers):
-        count = sum(n for n, saver in zip(counts, savers, strict=True) if _folder_of(saver, checked) == folder)
+        there = [n for n, saver in enumerate(savers) if _folder_of(saver, checked) == folder]
         if (free := free_bytes(folder)) is None:
             lines.append(f"{folder} is no disk of this machine")
             continue
-        each = f"{count} checkpoints of {words}{_gib(size)} at once"
-        line = f"{each}: {_gib(count * size)}, free {_gib(free)} in {folder}"
-        if count * size > free:
+        each = " and ".join(f"{counts[n]} checkpoints of {words}{_gib(sizes[n] or 0)}" for n in there)
+        needed = sum(counts[n] * (sizes[n] or 0) for n in there)
+        line = f"{each} at once: {_gib(needed)}, free {_gib(free)} in {folder}"
+        if needed > free:
             raise UsageError(f"{line}: make room, keep fewer (keep_last), or save to another disk (dirpath)")
         lines.append(line)
     return "; ".join(lines)
 
 
-def checkpoint_bytes(checked: Checked) -> tuple[int | None, str]:
-    """Bytes of a whole checkpoint of all ranks, and `at least ` where the optimizer's state is not known."""
+def checkpoint_bytes(checked: Checked, weights_only: bool = False) -> int | None:
+    """Bytes of a checkpoint of all ranks, without the optimizer's state where it is not known; None: nothing is."""
     plan = checked.plan
     if plan is None or plan.memory is None:
-        return None if checked.parameters is None else 4 * checked.parameters, "at least "
+        return None if checked.parameters is None else 4 * checked.parameters
     setup = plan.setup
+    weights = sum(plan.parameters.values()) * setup.weights_dtype.itemsize
+    if weights_only:
+        return weights
     parts = setup.world // setup.dims.replicate if setup.kind == "fsdp2" else 1
-    lines = plan.memory.instants[STEP]
+    lines = {**plan.memory.instants[STEP], **plan.memory.host}  # of one that keeps its shards on the host
     state = lines.get("optimizer state", 0) * (setup.world if setup.kind == "zero" else parts)
-    weights = sum(plan.parameters.values()) * (2 if setup.bf16_weights else 4)
-    return weights + state + lines.get("averages", 0) * parts, ""
+    return weights + state + lines.get("averages", 0) * parts
 
 
 def _folder_of(saver: Any, checked: Checked) -> str | Path:
@@ -421,6 +428,8 @@ def run_checks(checks: Sequence[Check], checked: Checked, show: Callable[[str], 
 def _outcome(check: Check, checked: Checked) -> tuple[str, str]:
     try:
         found = check(checked)
+    except NeedsValuesError as error:
+        return _NOTE, str(error)
     except UsageError as error:
         return _FAILED, str(error)
     except Exception as error:  # of the user's own code, or of a library: its last line says what it was

@@ -118,19 +118,6 @@ def _attention(head_dim: int) -> str:
     return torch.nn.attention.SDPBackend(chosen).name.lower() if chosen >= 0 else "none"
 
 
-def refuse_devices(wanted: int, here: GPUs) -> None:
-    """Refuse more devices on a host than this one has.
-
-    Raises:
-        UsageError: see above.
-    """
-    if wanted > here.count:
-        raise UsageError(
-            f"trainer.devices={wanted}: this machine has {here.count} ({here.name}): give --trainer.devices "
-            f"{here.count}, or start on a host with {wanted}"
-        )
-
-
 def why_no_gpu(driver: str | None, cuda: str | None) -> str | None:
     """The reason that torch can use no GPU on a machine that has a driver for some; None without a driver."""
     if driver is None:

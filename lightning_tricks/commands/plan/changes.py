@@ -81,7 +81,7 @@ def _candidates(setup: RunSetup, memory: StepMemory, state: int, room: int) -> I
     if state < room:  # else nothing that saves activations alone can help
         yield from _smaller_micro_batches(setup)
         yield from _checkpointing(setup)
-    if setup.is_ours and not setup.bf16_weights:
+    if setup.is_ours and setup.weights_dtype.itemsize > 2:
         yield _Candidate(
             ("--trainer.plugins '[{class_path: BF16True, init_args: {optimizer_state: bf16}}]'",),
             "8 bytes a parameter: weights and averages in bf16, rounded stochastically",

@@ -109,7 +109,7 @@ def _trace_or_refuse(setup: RunSetup, depth: int | None) -> StepMemory:
 
 def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
     """In a forked process: the module is changed."""
-    compiled = setup.compiles
+    compiled, kernels = setup.compiles, kernels_of_a_gpu(setup.compiles_loss) if setup.on_gpu else []
     module: Any = setup.build(depth)
     compiled |= _take_out_compiled(module)
     _fill_tables(setup)
@@ -123,7 +123,7 @@ def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
         compiled=compiled,
         on_gpu=setup.on_gpu,
         offloads=setup.offloads,
-        replaced=[*(kernels_of_a_gpu() if setup.on_gpu else ()), _no_copy_of_settings()],
+        replaced=[*kernels, _no_copy_of_settings()],
     )
     if setup.kind != "fsdp2":
         setup.convert(module)
@@ -165,11 +165,24 @@ def _take_out_compiled(module: nn.Module) -> bool:
     return found
 
 
-def kernels_of_a_gpu() -> list[tuple[Any, str, Any]]:
-    """What we do otherwise on a GPU: fused attention also for short rows, longer slices of the head, Muon's batches."""
+def kernels_of_a_gpu(compiles_loss: bool = False) -> list[tuple[Any, str, Any]]:
+    """What we do otherwise on a GPU: fused attention also for short rows, longer slices of the head, Muon's batches.
+
+    Args:
+        compiles_loss: whether the loss of the head is compiled, which stores nothing of the logits' size but their
+            gradient. Not where tensor ranks share the head.
+    """
     head: Any = import_module("lightning_tricks.models.linear_cross_entropy")  # the package has the function's name
-    return [(attention, "PRODUCTS_MAX_LENGTH", 0), (head, "ROWS_ON_CPU", head.ROWS),
-            (muon, "BATCH_BYTES_ON_CPU", muon.BATCH_BYTES)]  # fmt: skip
+    eager = head.nats_and_gradient
+
+    def compiled(logits: Tensor, labels: Tensor, ignore_index: int, group: Any, first: int) -> tuple[Tensor, Tensor]:
+        if group is not None:
+            return eager(logits, labels, ignore_index, group, first)
+        return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
+
+    kernels = [(attention, "PRODUCTS_MAX_LENGTH", 0), (head, "ROWS_ON_CPU", head.ROWS),
+               (muon, "BATCH_BYTES_ON_CPU", muon.BATCH_BYTES)]  # fmt: skip
+    return [*kernels, (head, "nats_and_gradient", compiled)] if compiles_loss else kernels
 
 
 def _no_copy_of_settings() -> tuple[Any, str, Any]:
@@ -297,8 +310,8 @@ def closed_form_activations(setup: RunSetup) -> int | None:
     if not setup.is_ours:
         return None
     fsdp2_casts = setup.kind == "fsdp2" and setup.policy().param_dtype is not None
-    item = setup.product_dtype.itemsize if setup.product_dtype else 4
-    residual = item if fsdp2_casts or setup.bf16_weights else 4
+    item = (setup.product_dtype or setup.weights_dtype).itemsize
+    residual = item if fsdp2_casts else setup.weights_dtype.itemsize
     of_token = activation_bytes_per_token(setup.module.config, setup.module.activation_checkpointing, item, residual)
     parts = setup.dims.context
     if setup.kind == "fsdp2" and setup.strategy.sequence_parallel:

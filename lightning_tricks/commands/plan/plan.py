@@ -12,7 +12,7 @@ import torch
 from lightning_tricks._errors import UsageError
 from lightning_tricks._machine import host_bytes
 from lightning_tricks.accounting.flops import matmul_parameters, training_flops_per_token
-from lightning_tricks.accounting.gpus import GPU, GPUS, NETWORK_GBITS, find_gpu
+from lightning_tricks.accounting.gpus import GPU, GPUS, NETWORK_GBITS, find_gpu, link_of
 from lightning_tricks.accounting.memory import training_memory
 from lightning_tricks.accounting.peak_flops import measure_peak_flops
 from lightning_tricks.commands.plan import DEFAULT_MFU
@@ -28,6 +28,7 @@ from lightning_tricks.commands.plan.memory import (
 from lightning_tricks.commands.plan.scaling import Links, StepTime, step_time
 from lightning_tricks.commands.plan.setup import RunSetup, read_setup
 from lightning_tricks.commands.plan.warnings import warnings_of
+from lightning_tricks.commands.schedule.plan import planned_tokens
 from lightning_tricks.optim.param_roles import param_roles
 from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.parallel.fake_cluster import at_once
@@ -256,7 +257,7 @@ def plan_recipe(
         why_no_memory=why,
         whole=whole,
         activations_by_formula=closed_form_activations(setup),
-        tokens=_tokens(trainer, tokens_a_step),
+        tokens=planned_tokens(datamodule, {**trainer, "num_nodes": setup.nodes, "devices": setup.devices}),
         tokens_a_step=tokens_a_step,
         flops_per_token=training_flops_per_token(module.config, setup.length, "full") if setup.is_ours else None,
         mfu=mfu,
@@ -298,13 +299,6 @@ def _whole_and_parameters(setup: RunSetup) -> tuple[WholeModel, dict[str, int]]:
     return whole_model(setup), parameters
 
 
-def _tokens(trainer: Mapping[str, Any], tokens_a_step: int | None) -> int | None:
-    steps = trainer.get("max_steps")
-    if tokens_a_step is None or not isinstance(steps, int) or steps < 1:
-        return None
-    return steps * tokens_a_step
-
-
 def _card(gpu: str | None, trainer: Mapping[str, Any], given: Sequence[float | None]) -> GPU | None:
     """The GPU of the plan; None for a CPU."""
     if gpu is not None:
@@ -319,8 +313,7 @@ def _card(gpu: str | None, trainer: Mapping[str, Any], given: Sequence[float | N
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         name = torch.cuda.get_device_name(0).removeprefix("NVIDIA ")
-        known = next((one for one in GPUS.values() if name.startswith(one.name)), None)
-        return GPU(name, properties.total_memory / 1e9, known.link_gb if known else GPUS["l4"].link_gb)
+        return GPU(name, properties.total_memory / 1e9, link_of(name))
     return GPUS["h100"]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._machine import devices_here, named_devices
 from lightning_tricks._trainer import is_a, weights_layout
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.parallel.dims import ParallelDims
@@ -22,6 +23,7 @@ from lightning_tricks.strategies import FSDP2Strategy
 
 Kind = Literal["one", "ddp", "fsdp2", "zero"]
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": None, "64": None}
+_STORED = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64, "64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,14 @@ class RunSetup:
         """Name of the column in a table of peaks."""
         if (own := getattr(self.plugin, "peak_dtype", None)) is not None:
             return own
-        words = {"bf16": "bf16", "16": "fp16", "32": "tf32" if self.on_gpu else "fp32", "64": "fp32"}
+        tf32 = self.on_gpu and torch.get_float32_matmul_precision() != "highest"  # torch's default, for a run too
+        words = {"bf16": "bf16", "16": "fp16", "32": "tf32" if tf32 else "fp32"}
         return words.get(self.precision.partition("-")[0], "fp32")
 
     @property
-    def bf16_weights(self) -> bool:
-        """Whether weights and gradients are stored in bf16."""
-        return self.precision == "bf16-true"
+    def weights_dtype(self) -> torch.dtype:
+        """Of weights and gradients where they are stored."""
+        return _STORED.get(self.precision, torch.float32)
 
     @property
     def fp8(self) -> Any:
@@ -164,8 +167,10 @@ class RunSetup:
 
     def convert(self, module: nn.Module) -> None:
         """What the precision plugin does to the layers before they are divided."""
-        if self.bf16_weights:
+        if self.weights_dtype == torch.bfloat16:
             to_bf16(module)
+        elif self.weights_dtype != torch.float32:
+            module.to(self.weights_dtype)
         if self.traces_fp8:
             self.fp8.convert_before_sharding(module)
             if self.kind != "fsdp2":
@@ -179,8 +184,7 @@ class RunSetup:
             module.base_config = module.config if module.mup is None else module.mup.base_config(module.config)
         if getattr(module, "compile_blocks", False):  # the trace stands in for it, and torch's compiler loads slowly
             module.compile_blocks = False
-        with torch.device("meta"):
-            module.configure_model()
+        configure_on_meta(module)
         return module
 
     @property
@@ -193,6 +197,11 @@ class RunSetup:
         """Whether blocks are compiled, as far as the recipe says: `auto` on a GPU; a CPU chooses in the run."""
         chosen = (getattr(part, "compile_blocks", False) for part in (self.module, self.strategy))
         return any(one is True or (one == "auto" and self.on_gpu) for one in chosen)
+
+    @property
+    def compiles_loss(self) -> bool:
+        """Whether the decoder compiles the loss of its head, as it does on CUDA where it compiles its blocks itself."""
+        return self.on_gpu and self.is_ours and bool(self.module.compile_blocks)
 
     def changed(self, **changes: Any) -> "RunSetup":
         """The same with other settings: `micro_batch_size`, `activation_checkpointing`, `mesh`, `nodes`, ..."""
@@ -218,6 +227,29 @@ class RunSetup:
         return setup
 
 
+class NeedsValuesError(UsageError):
+    """A module cannot be built without data, so nothing is known of it before a run, which may well succeed."""
+
+
+def configure_on_meta(module: Any) -> None:
+    """Call a module's `configure_model` with the meta device as the default, so that no weight is drawn.
+
+    Raises:
+        NeedsValuesError: it reads values of tensors, or refuses the device as transformers' `from_pretrained` does.
+    """
+    try:
+        with torch.device("meta"):
+            module.configure_model()
+    except (NotImplementedError, RuntimeError) as error:
+        said = str(error).strip().splitlines() or [""]
+        if "meta" not in said[0]:
+            raise
+        raise NeedsValuesError(
+            f"{type(module).__name__}: configure_model does not work on the meta device ({said[0][:150]}): what it "
+            "builds is not known before a run"
+        ) from error
+
+
 def read_setup(
     module: Any, datamodule: Any, trainer: Mapping[str, Any], nodes: int | None, devices: int | None, on_gpu: bool
 ) -> RunSetup:
@@ -226,10 +258,7 @@ def read_setup(
     Raises:
         UsageError: a number below 1.
     """
-    given = trainer.get("devices")
-    if isinstance(given, str) and given.isdecimal():  # as a command line gives it
-        given = int(given)
-    own = given if isinstance(given, int) and given > 0 else len(given) if isinstance(given, list) else 1
+    own = named_devices(trainer) or devices_here(trainer)
     counts = {"nodes": nodes or int(trainer.get("num_nodes") or 1), "devices": devices or own}
     for name, value in (("nodes", nodes), ("devices", devices)):
         if value is not None and value < 1:

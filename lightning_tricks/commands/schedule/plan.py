@@ -13,7 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_tricks._accumulation import Accumulation
 from lightning_tricks._errors import UsageError
+from lightning_tricks._machine import devices_here, named_devices
 from lightning_tricks._trainer import is_a, micro_batch, planned_data_ranks, steps_between_saves
+from lightning_tricks.commands.plan.setup import configure_on_meta
 from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup
 from lightning_tricks.guards.lr_scaling_rule import LRScalingRule
 from lightning_tricks.guards.total_tokens import TotalTokens
@@ -134,6 +136,20 @@ def planned(module: Any, datamodule: Any, trainer: Mapping[str, Any], steps: Ite
     )
 
 
+def planned_tokens(datamodule: Any, trainer: Mapping[str, Any]) -> int | None:
+    """Tokens of a whole run of all processes; None where the recipe does not tell its steps, or their tokens.
+
+    Args:
+        datamodule: see `planned`.
+        trainer: see `planned`.
+    """
+    settings = _RunSettings.of(datamodule, trainer)
+    try:
+        return _Batch(settings, settings.accumulation()).tokens_before(settings.total_steps())
+    except UsageError:
+        return None
+
+
 # ---- the run
 
 
@@ -154,7 +170,12 @@ class _RunSettings:
         callbacks = trainer.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         notes: list[str] = []
-        devices = _devices(trainer, notes)
+        if (devices := named_devices(trainer)) is None:
+            devices, given = devices_here(trainer), trainer.get("devices")
+            if trainer.get("accelerator") != "cpu":
+                notes.append(
+                    f"trainer.devices={given}: {devices} on this machine; give --trainer.devices N for another one"
+                )
         ranks = planned_data_ranks(trainer.get("strategy"), devices, int(trainer.get("num_nodes") or 1))
         rows, tokens = micro_batch(datamodule)
         if tokens is None:
@@ -231,23 +252,6 @@ class _RunSettings:
                 factor = callback.planned(self.datamodule, self.data_ranks * self.micro_batches)[1]
                 found.append(lambda step, factor=factor: factor)  # type: ignore[misc]
         return found
-
-
-def _devices(trainer: Mapping[str, Any], notes: list[str]) -> int:
-    """The number of devices of one host. `auto` means those of this machine, as `fit` would take them here."""
-    devices = trainer.get("devices")
-    if isinstance(devices, list | tuple):
-        return len(devices)
-    if isinstance(devices, str) and "," in devices:
-        return len([one for one in devices.split(",") if one.strip()])
-    number = int(str(devices)) if isinstance(devices, int) or str(devices).isdecimal() else -1
-    if number > 0:
-        return number
-    on_cpu = trainer.get("accelerator") == "cpu" or not torch.accelerator.is_available()
-    here = 1 if on_cpu else torch.accelerator.device_count()
-    if trainer.get("accelerator") != "cpu":
-        notes.append(f"trainer.devices={devices}: {here} on this machine; give --trainer.devices N for another one")
-    return here
 
 
 class _Batch:
@@ -355,6 +359,8 @@ def _own_scheduler(module: Any) -> Any:
             f"schedule: configure_optimizers of model={name} fails without a Trainer ({error}): derive the module from "
             "OptimizerMixin, or call lightning_tricks.schedules.planned_groups with its ScheduleLR"
         ) from error
+    if isinstance(given, tuple | list) and len(given) == 1 and isinstance(given[0], dict):
+        given = given[0]
     config: Any = given.get("lr_scheduler") if isinstance(given, dict) else None
     optimizer = given.get("optimizer") if isinstance(given, dict) else given
     if isinstance(given, tuple | list):
@@ -365,8 +371,18 @@ def _own_scheduler(module: Any) -> Any:
         raise UsageError(f"schedule: model={name} has no or several optimizers: a plan is that of one")
     if config is None:
         return ScheduleLR(optimizer, WarmupConstant(warmup_steps=0))
-    interval = config.get("interval", "epoch") if isinstance(config, dict) else "epoch"
-    scheduler = config["scheduler"] if isinstance(config, dict) else config
+    config = config if isinstance(config, dict) else {"scheduler": config}
+    scheduler, interval, frequency = config["scheduler"], config.get("interval", "epoch"), config.get("frequency", 1)
+    if not getattr(module, "automatic_optimization", True):
+        raise UsageError(
+            f"schedule: model={name} optimizes manually and steps its {type(scheduler).__name__} itself: only a run "
+            "tells when"
+        )
+    if frequency != 1:
+        raise UsageError(
+            f"schedule: {type(scheduler).__name__} of model={name} has frequency {frequency}, which counts "
+            "micro-batches of an epoch: give it frequency 1"
+        )
     if interval != "step" or isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
         raise UsageError(
             f"schedule: {type(scheduler).__name__} of model={name} changes the learning rate by {interval}: a recipe "
@@ -406,8 +422,7 @@ def without_weights(module: Any) -> Any:
     if isinstance(twin, LanguageModel):
         twin.compile_blocks = False  # compiled blocks have the same parameters, and torch.compile takes seconds
     if hasattr(twin, "configure_model"):
-        with torch.device("meta"):
-            twin.configure_model()
+        configure_on_meta(twin)
     return _hollow_copy(twin)
 
 
