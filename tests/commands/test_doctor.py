@@ -112,6 +112,15 @@ def test_a_second_file_goes_on_where_it_begins(tmp_path):
     assert read_log(tmp_path)[0].restarts == [5]
 
 
+def test_two_loggers_in_one_folder_are_one_run_with_the_times_of_the_event_file(tmp_path):
+    steps = range(49, 500, 50)
+    written(tmp_path, *losses(steps))
+    rows = "".join(f"{step},{5 - step / 100},{step}\n" for step in steps)
+    (tmp_path / "metrics.csv").write_text(f"step,train/loss,own\n{rows}")
+    log, _ = read_log(tmp_path)
+    assert (log.restarts, log.times.steps.tolist(), log.metrics["own"].values.tolist()) == ([], [*steps], [*steps])
+
+
 @pytest.mark.parametrize("logger", [TensorBoardLogger, CSVLogger, ResumingTensorBoardLogger, ResumingCSVLogger])
 def test_logs_of_every_logger_are_read(tmp_path, logger):
     short_run.fit(logger(tmp_path), 12)
@@ -139,7 +148,9 @@ def test_speed_follows_from_the_times_of_the_records(tmp_path):
 
 
 def test_a_table_is_read_up_to_its_last_whole_line(tmp_path):
-    (tmp_path / "metrics.csv").write_text("epoch,step,train_loss,val_loss\n0,0,3.0,\n0,0,,4.0\n0,1,nan,\nbad\n0,2,1")
+    (tmp_path / "metrics.csv").write_text(
+        "epoch,step,train_loss,val_loss\n0,0,3.0,\n0,0,,4.0\n0,1,nan,\nbad\n,nan,2,2\n0,2,1"
+    )
     log, _ = read_log(tmp_path)
     assert points(tmp_path, "val_loss") == [(0, 4.0)]
     assert log["loss"].steps.tolist() == [0, 1]

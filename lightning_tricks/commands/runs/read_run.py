@@ -149,12 +149,12 @@ def _read_csv(file: Path, series: Iterable[str], last: Iterable[str]) -> Scalars
             wanted = [(columns[name], found.series.setdefault(name, {})) for name in series if name in columns]
             ends = [(columns[name], name) for name in last if name in columns]
             for row in rows if step_at is not None else ():
-                if len(row) != len(header) or (step := number_of(row[step_at])) is None:  # type: ignore[index]
+                if len(row) != len(header) or (step := step_of(row[step_at])) is None:  # type: ignore[index]
                     continue
-                found.steps = int(step) + 1
+                found.steps = step + 1
                 for column, points in wanted:
                     if row[column] and (value := number_of(row[column])) is not None:
-                        points[int(step)] = value
+                        points[step] = value
                 for column, name in ends:
                     if row[column] and (value := number_of(row[column])) is not None:
                         found.last[name] = value
@@ -169,6 +169,12 @@ def number_of(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
+
+
+def step_of(text: str) -> int | None:
+    """The step that a text is; None where it is no finite number."""
+    value = number_of(text)
+    return int(value) if value is not None and math.isfinite(value) else None
 
 
 def _saved_steps(folder: Path) -> int | None:

@@ -53,7 +53,7 @@ def clip(log: RunLog) -> Iterator[Finding]:
             "clip_pinned", "note", "hypothesis", evidence, "the learning rate is high for this phase",
             "a lower peak or a longer warmup, if the loss is noisy", metrics,
         )  # fmt: skip
-    elif norm.values.max() < UNUSED_RATIO * limit:
+    elif 0 < middle and norm.values.max() < UNUSED_RATIO * limit:
         yield Finding(
             "clip_unused", "note", "established",
             f"the largest norm is {norm.values.max():.3g}, the clip {limit:g}", "the clip is set far above the norm",
