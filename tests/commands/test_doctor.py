@@ -209,6 +209,33 @@ def test_a_sick_run_exits_with_1_and_its_findings_are_text_a_page_and_json(tmp_p
     assert "http" not in page  # it needs no other file
 
 
+def test_what_a_run_has_printed_tells_how_it_ended(tmp_path, capsys):
+    run, file = written(tmp_path / "run", *losses(range(9))), tmp_path / "slurm 1.out"
+
+    def said(*lines, folder=run):
+        file.write_text("Epoch 0: 10%\nINFO: an error: none\n" + "\n".join(lines) + "\n")
+        with pytest.raises(SystemExit):
+            door.run(["doctor", str(folder), "--stderr", str(file)])
+        return capsys.readouterr().out
+
+    behind = "HangWatchdog: rank 1 of 2 on node7 is behind: waiting for the training loader before step 4001"
+    stands = "HangWatchdog: rank 0 of 2 on node7 has been in the backward of step 4001 for 300 s (limit_seconds=300)"
+    hang = said(stands, "  a stack", behind, "RuntimeError: Timed out waiting 60000ms for recv operation to complete")
+    assert f"1. error: hang\n   evidence: {stands}; {behind}\n" in hang
+    assert hang.endswith("doctor: 1 finding\n")
+    assert "error: out of memory" in said(
+        "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    )
+    assert "evidence: error: data=no: no such folder" in said("error: data=no: no such folder")
+    assert "evidence: [rank1]: ValueError: labels" in said("[rank1]: ValueError: labels", "x.errors.ChildFailedError: ")
+    early = said("KeyError: 'ids'", folder=tmp_path / "none")  # before anything was logged
+    assert ("no such folder" in early, "1. error: exception" in early) == (True, True)
+    file.write_text("all is well\n")
+    door.run(["doctor", str(run), "--stderr", str(file)])
+    with pytest.raises(UsageError, match=r"stderr=.*no\.txt: No such file"):
+        door.run(["doctor", str(run), "--stderr", str(tmp_path / "no.txt")])
+
+
 def test_json_alone_goes_to_standard_output(tmp_path, capsys):
     with pytest.raises(SystemExit):
         door.run(["doctor", str(sick(tmp_path)), "--json", "-"])
@@ -217,6 +244,9 @@ def test_json_alone_goes_to_standard_output(tmp_path, capsys):
 
 def test_names_of_another_project_can_be_given(tmp_path, capsys):
     written(tmp_path, *losses(range(60), lambda step: math.nan if step > 30 else 1.0, "my/loss"))
+    written(tmp_path / "spaces", *losses(range(60), tag="my loss"))
+    with pytest.raises(UsageError, match=r"among my loss: name it, such as --names 'loss=my loss'"):
+        door.run(["doctor", str(tmp_path / "spaces")])
     with pytest.raises(UsageError, match=r"no training loss among my/loss: name it, such as --names loss=my/loss"):
         door.run(["doctor", str(tmp_path)])
     with pytest.raises(SystemExit):

@@ -214,6 +214,13 @@ def test_one_spike_is_a_note_and_several_are_a_warning():
     assert findings(healthy(train__loss=spoilt(FALLING, 150, 7.0), restarts=[150])) == []  # a restart's own first loss
 
 
+def test_steps_that_step_guard_has_skipped_are_a_note_and_many_a_warning():
+    (found,) = findings(healthy(guard__skipped_steps=np.where(STEPS >= 150, 1.0, 0.0)))
+    assert summary(found) == ("steps_skipped", "note", "established")
+    assert "1 of 300 steps, counted at steps 150" in found.evidence
+    assert only(healthy(guard__skipped_steps=(STEPS // 100).astype(float) + 1)).steps == (0, 100, 200)
+
+
 def test_validation_that_rises_while_training_falls_is_overfitting():
     val = np.array([5, 4.5, 4.2, 4.0, 4.05, 4.1, 4.2, 4.3, 4.4, 4.5])
     found = only(healthy(val__loss=val))

@@ -2,6 +2,7 @@
 
 import csv
 import mmap
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.commands.doctor.scalar_records import read_scalars
 from lightning_tricks.commands.runs.event_file import Records, values_of
 from lightning_tricks.commands.runs.read_run import event_files, flat, is_run, number_of, read_yaml, step_of
+from lightning_tricks.monitors.doctor.other_symptoms import TELLING
 from lightning_tricks.monitors.doctor.run_log import Floats, RunLog, Series, check_roles
 from lightning_tricks.monitors.run_ledger.ledger_file import NAME as LEDGER
 from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
@@ -22,6 +24,7 @@ from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
 _NOT_METRICS = ("hp/", "hp_metric", "epoch", "_hparams_/")  # how their names begin
 _NO_COLUMN = ("step", "epoch", "")
 _SPEED = "steps per second, by the times of the log"
+_LONGEST = 300  # characters of a printed line
 _WORDS = {"loss": "training loss", "val_loss": "validation loss"}
 
 
@@ -96,7 +99,7 @@ def read_log(
         words = " or ".join(_WORDS[role] for role in needed)
         raise UsageError(
             f"{command}: {folder}: no {words} among {_some(metrics)}: name it, such as "
-            f"--names {needed[0]}={next(iter(metrics))}"
+            f"--names {shlex.quote(f'{needed[0]}={next(iter(metrics))}')}"
         )
     log.restarts = points.restarts(log.names[found])
     log.times = points.times(log.names[found])
@@ -105,6 +108,22 @@ def read_log(
     if (folder / LEDGER).is_file():
         _add_ledger(log, folder, unread)
     return log, unread
+
+
+def read_printed(files: Sequence[str]) -> list[str]:
+    """The lines of files that tell how a run ended, such as those of an error; at most 300 characters of each.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    found = []
+    for file in files:
+        try:
+            with Path(file).open(encoding="utf-8", errors="replace") as lines:
+                found += [line.strip()[:_LONGEST] for line in lines if TELLING.search(line)]
+        except OSError as error:
+            raise UsageError(f"doctor: stderr={file}: {error.strerror}: give what the run has printed") from None
+    return found
 
 
 def _some(names: Iterable[str]) -> str:
