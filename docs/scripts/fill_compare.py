@@ -25,7 +25,7 @@ def compare(result: dict[str, Any]) -> dict[str, str]:
 
 def draw(_: Any, file: Path) -> None:
     """The curves of the sample, as the option writes them, light and dark."""
-    from lightning_tricks.commands.compare.picture import draw_picture
+    from lightning_tricks.commands.compare.curves import draw_picture
 
     found = _compared(["base", "lr3"])
     draw_picture(found, file)
@@ -33,8 +33,8 @@ def draw(_: Any, file: Path) -> None:
 
 
 def _block(folders: list[str], curves: bool = False) -> str:
+    from lightning_tricks.commands.compare.curves import draw_in_terminal
     from lightning_tricks.commands.compare.report import text
-    from lightning_tricks.commands.compare.terminal import draw_in_terminal
 
     found = _compared(folders)
     drawn = draw_in_terminal(found, columns=_COLUMNS, unicode=True) if curves else []

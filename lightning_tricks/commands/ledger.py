@@ -215,6 +215,8 @@ def run(args: list[str]) -> None:
     check = commands.add_parser("check", help="whether lines were changed or lost, and whether repeated steps agree")
     check.add_argument("one", metavar="A")
     options = parser.parse_args(args)
+    if options.command == "diff" and not 0 <= options.tolerance < math.inf:
+        raise UsageError(f"ledger: tolerance={options.tolerance}: give a relative difference, 0 or more")
     if options.command == "check":
         problems = print_check(read_ledger(options.one), TOLERANCE)
         sys.exit(1 if problems else 0)

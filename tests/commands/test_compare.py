@@ -17,7 +17,7 @@ from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
 from lightning_tricks.commands.compare.compared_run import is_seed, outcome_of, read_runs, value_at
 from lightning_tricks.commands.compare.comparison import compare_runs
-from lightning_tricks.commands.compare.curves import group_curves, limits
+from lightning_tricks.commands.compare.curves import draw_in_terminal, group_curves, limits
 from lightning_tricks.commands.compare.page import page, plot, ticks
 from lightning_tricks.commands.compare.report import record, text, verdicts
 from lightning_tricks.commands.compare.statistics import (
@@ -28,7 +28,7 @@ from lightning_tricks.commands.compare.statistics import (
     welch,
     with_spread,
 )
-from lightning_tricks.commands.compare.terminal import draw_in_terminal
+from lightning_tricks.commands.runs.table import Table, find_runs
 from lightning_tricks.monitors.run_ledger.ledger_file import LedgerFile
 
 # ---- made-up runs
@@ -392,6 +392,27 @@ def test_a_run_that_failed_is_worse_and_has_no_interval(tmp_path, capsys):
 # ---- at equal amounts
 
 
+def test_a_value_that_is_not_finite_in_mid_run_is_left_out_and_told(tmp_path):
+    made(tmp_path / "a", {10: 3.0, 20: 2.5})
+    made(tmp_path / "b", {10: 3.0, 20: math.nan, 30: 2.0, 40: 1.0}, lr=3e-3)
+    found = compared(tmp_path)
+    assert found.row.means == [2.5, 2.5]  # of b on the line from 10 to 30
+    assert "b: 1 of 4 values of val/loss are not finite, and left out" in found.notes
+    assert "nan" not in text(found, [])
+    made(tmp_path / "c" / "a", train=[3.0] * 40)
+    made(tmp_path / "c" / "b", train=[3.0] * 38 + [math.nan, 1.0], lr=3e-3)  # a step that StepGuard has skipped
+    found = compared(tmp_path / "c")
+    assert (found.row.means, found.verdict(1)) == ([3.0, 1.0], "not known")
+
+
+def test_a_log_over_tokens_in_place_of_steps_takes_no_memory_for_each(tmp_path):
+    made(tmp_path / "a", {10**12: 3.0, 2 * 10**12: 2.0}, config=False)
+    made(tmp_path / "b", {10**12 + 1: 3.0, 3 * 10**12: 1.0}, config=False)
+    found = compared(tmp_path)
+    assert found.row.means == [2.0, pytest.approx(2.0)]
+    assert "points" not in verdicts(found)[0]  # none at a step that both have
+
+
 def test_runs_are_compared_at_equal_tokens_where_batches_differ(tmp_path):
     made(tmp_path / "a", {10: 4.0, 20: 3.0, 30: 2.0, 40: 1.0})  # 32 tokens a step
     made(tmp_path / "b", {5: 3.5, 10: 2.5, 15: 1.5}, data={"micro_batch_size": 8})  # 64
@@ -521,6 +542,13 @@ def test_the_text_has_groups_settings_values_and_the_verdict_last(tmp_path):
     assert "note: left out: c" in lines
     assert lines[-2].startswith("compare: B is better than A")
     assert (max(map(len, lines[-2:])) <= 118, lines[-1][:2]) == (True, "  ")
+
+
+def test_a_setting_of_several_lines_is_shown_on_one(tmp_path):
+    made(tmp_path / "a", curve(3.0), data={"prompt": "a\nb"})
+    made(tmp_path / "b", curve(3.0), data={"prompt": "a\nc"})
+    assert compared(tmp_path).settings() == {"prompt": ["a b", "a c"]}
+    assert len(Table(find_runs(tmp_path)).text().splitlines()) == 3
 
 
 def test_many_settings_are_cut_and_the_page_has_them_all(tmp_path):

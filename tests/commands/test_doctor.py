@@ -112,6 +112,15 @@ def test_a_second_file_goes_on_where_it_begins(tmp_path):
     assert read_log(tmp_path)[0].restarts == [5]
 
 
+def test_two_loggers_in_one_folder_are_one_run_with_the_times_of_the_event_file(tmp_path):
+    steps = range(49, 500, 50)
+    written(tmp_path, *losses(steps))
+    rows = "".join(f"{step},{5 - step / 100},{step}\n" for step in steps)
+    (tmp_path / "metrics.csv").write_text(f"step,train/loss,own\n{rows}")
+    log, _ = read_log(tmp_path)
+    assert (log.restarts, log.times.steps.tolist(), log.metrics["own"].values.tolist()) == ([], [*steps], [*steps])
+
+
 @pytest.mark.parametrize("logger", [TensorBoardLogger, CSVLogger, ResumingTensorBoardLogger, ResumingCSVLogger])
 def test_logs_of_every_logger_are_read(tmp_path, logger):
     short_run.fit(logger(tmp_path), 12)
@@ -139,7 +148,9 @@ def test_speed_follows_from_the_times_of_the_records(tmp_path):
 
 
 def test_a_table_is_read_up_to_its_last_whole_line(tmp_path):
-    (tmp_path / "metrics.csv").write_text("epoch,step,train_loss,val_loss\n0,0,3.0,\n0,0,,4.0\n0,1,nan,\nbad\n0,2,1")
+    (tmp_path / "metrics.csv").write_text(
+        "epoch,step,train_loss,val_loss\n0,0,3.0,\n0,0,,4.0\n0,1,nan,\nbad\n,nan,2,2\n0,2,1"
+    )
     log, _ = read_log(tmp_path)
     assert points(tmp_path, "val_loss") == [(0, 4.0)]
     assert log["loss"].steps.tolist() == [0, 1]
@@ -198,6 +209,33 @@ def test_a_sick_run_exits_with_1_and_its_findings_are_text_a_page_and_json(tmp_p
     assert "http" not in page  # it needs no other file
 
 
+def test_what_a_run_has_printed_tells_how_it_ended(tmp_path, capsys):
+    run, file = written(tmp_path / "run", *losses(range(9))), tmp_path / "slurm 1.out"
+
+    def said(*lines, folder=run):
+        file.write_text("Epoch 0: 10%\nINFO: an error: none\n" + "\n".join(lines) + "\n")
+        with pytest.raises(SystemExit):
+            door.run(["doctor", str(folder), "--stderr", str(file)])
+        return capsys.readouterr().out
+
+    behind = "HangWatchdog: rank 1 of 2 on node7 is behind: waiting for the training loader before step 4001"
+    stands = "HangWatchdog: rank 0 of 2 on node7 has been in the backward of step 4001 for 300 s (limit_seconds=300)"
+    hang = said(stands, "  a stack", behind, "RuntimeError: Timed out waiting 60000ms for recv operation to complete")
+    assert f"1. error: hang\n   evidence: {stands}; {behind}\n" in hang
+    assert hang.endswith("doctor: 1 finding\n")
+    assert "error: out of memory" in said(
+        "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    )
+    assert "evidence: error: data=no: no such folder" in said("error: data=no: no such folder")
+    assert "evidence: [rank1]: ValueError: labels" in said("[rank1]: ValueError: labels", "x.errors.ChildFailedError: ")
+    early = said("KeyError: 'ids'", folder=tmp_path / "none")  # before anything was logged
+    assert ("no such folder" in early, "1. error: exception" in early) == (True, True)
+    file.write_text("all is well\n")
+    door.run(["doctor", str(run), "--stderr", str(file)])
+    with pytest.raises(UsageError, match=r"stderr=.*no\.txt: No such file"):
+        door.run(["doctor", str(run), "--stderr", str(tmp_path / "no.txt")])
+
+
 def test_json_alone_goes_to_standard_output(tmp_path, capsys):
     with pytest.raises(SystemExit):
         door.run(["doctor", str(sick(tmp_path)), "--json", "-"])
@@ -206,6 +244,9 @@ def test_json_alone_goes_to_standard_output(tmp_path, capsys):
 
 def test_names_of_another_project_can_be_given(tmp_path, capsys):
     written(tmp_path, *losses(range(60), lambda step: math.nan if step > 30 else 1.0, "my/loss"))
+    written(tmp_path / "spaces", *losses(range(60), tag="my loss"))
+    with pytest.raises(UsageError, match=r"among my loss: name it, such as --names 'loss=my loss'"):
+        door.run(["doctor", str(tmp_path / "spaces")])
     with pytest.raises(UsageError, match=r"no training loss among my/loss: name it, such as --names loss=my/loss"):
         door.run(["doctor", str(tmp_path)])
     with pytest.raises(SystemExit):

@@ -124,7 +124,7 @@ def test_checkpoints_tell_the_steps_where_the_log_ends_before_them(tmp_path):
         ("", None, None),
         ("step,val/loss\n", None, None),
         ("step,val/loss\n4,1.5\n9,", 5, 1.5),  # cut short
-        ("step,val/loss\n4,1.5\n9\n14,2.5,7\nx,0.1\n19,abc\n", 20, 1.5),
+        ("step,val/loss\n4,1.5\n9\n14,2.5,7\nx,0.1\nnan,0.1\n19,abc\n", 20, 1.5),
         ("epoch,loss\n1,2\n", None, None),
         ("\x00\x01\xff", None, None),
     ],
@@ -286,6 +286,14 @@ def test_a_folder_of_one_run_is_a_table_of_one_row_and_subfolders_of_a_run_are_n
     assert [run.name for run in find_runs(folder)] == ["version_2"]
     os.makedirs(three / ".hidden/version_0")
     assert len(find_runs(three)) == 3
+
+
+def test_a_name_of_any_length_is_found_in_an_event_file(tmp_path):
+    name = "val/" + 300 * "x"
+    logger = ResumingTensorBoardLogger(tmp_path, "", "")
+    logger.log_metrics({name: 2.5}, 9)
+    logger.finalize("success")
+    assert read_run(tmp_path, val_loss=name).best_val_loss == 2.5
 
 
 def test_another_projects_names_are_found_or_can_be_given(tmp_path):

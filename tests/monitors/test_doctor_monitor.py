@@ -135,6 +135,28 @@ def test_a_resume_without_the_optimizers_state_is_named(tmp_path):
     assert "the optimizer counts 0 steps of" in lines[0]
 
 
+class Named(Small):
+    """A module of another project, which logs its loss under a name of its own."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("train_loss", loss := self.loss_of(batch))
+        return loss
+
+
+def test_a_resumed_run_is_judged_by_the_name_that_its_loss_has(tmp_path):
+    monitor = DoctorMonitor()
+    _, run = trained(monitor, None, steps=100, model=Named(loss=loss_at(healthy)))
+    run.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    spoilt = loss_at(lambda step: math.nan if step >= 150 else healthy(step))
+    lines, _ = trained(monitor, None, model=Named(loss=spoilt), ckpt_path=tmp_path / "a.ckpt")
+    assert "not_finite: train_loss is nan at step 150" in lines[0]
+    assert monitor._log()["loss"].steps.tolist() == list(range(80, 200))  # the last 20 losses before, and the new ones
+    monitor.load_state_dict({"loss": {99: 3.0}})  # as a validation of that checkpoint does
+    trained(monitor, None, steps=60, model=Named(loss=loss_at(healthy)))
+    assert monitor._log().restarts == []
+    assert monitor._log()["loss"].steps.tolist() == list(range(60))
+
+
 def test_a_loss_that_jumps_at_a_resume_is_named(tmp_path):
     lines, _ = resumed(tmp_path, lambda state: None, lambda step: healthy(step) + 2 * math.exp(-(step - 100) / 20))
     assert any("restore: at the restart at step" in line and "before and" in line for line in lines)

@@ -185,6 +185,7 @@ def test_a_rate_at_its_peak_at_the_end_is_a_note():
         (5.0, ("clip_pinned", "note", "hypothesis")),
         (0.5, None),
         (0.05, ("clip_unused", "note", "established")),
+        (0.0, None),  # frozen weights, or a batch without targets: there is no better clip
     ],
 )
 def test_the_clip_is_judged_by_the_norm(middle, expected):
@@ -213,6 +214,13 @@ def test_one_spike_is_a_note_and_several_are_a_warning():
     assert findings(healthy(train__loss=spoilt(FALLING, 150, 7.0), restarts=[150])) == []  # a restart's own first loss
 
 
+def test_steps_that_step_guard_has_skipped_are_a_note_and_many_a_warning():
+    (found,) = findings(healthy(guard__skipped_steps=np.where(STEPS >= 150, 1.0, 0.0)))
+    assert summary(found) == ("steps_skipped", "note", "established")
+    assert "1 of 300 steps, counted at steps 150" in found.evidence
+    assert only(healthy(guard__skipped_steps=(STEPS // 100).astype(float) + 1)).steps == (0, 100, 200)
+
+
 def test_validation_that_rises_while_training_falls_is_overfitting():
     val = np.array([5, 4.5, 4.2, 4.0, 4.05, 4.1, 4.2, 4.3, 4.4, 4.5])
     found = only(healthy(val__loss=val))
@@ -237,6 +245,14 @@ def test_training_far_below_validation_is_a_gap_and_validation_far_below_trainin
     )
     assert findings(healthy(val__loss=0.9 * val)) == []  # dropout
     assert findings(healthy(val__loss=spoilt(val, -1, 2.0))) == []  # one validation is not all of them
+
+
+def test_a_loss_below_zero_is_judged_by_its_changes():
+    loss, val = FALLING - 9, healthy()["val_loss"].values - 9
+    assert findings(healthy(train__loss=loss, val__loss=val + 0.1)) == []
+    assert findings(healthy(train__loss=loss, val__loss=val + 9)) == []  # below 0 and above it: no ratio
+    rising = np.array([5, 4.5, 4.2, 4.0, 4.05, 4.1, 4.2, 4.3, 4.4, 4.5]) - 9
+    assert summary(only(healthy(train__loss=loss, val__loss=rising))) == ("overfitting", "warning", "supported")
 
 
 def test_a_restore_is_judged_by_loss_optimizer_and_batches():

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lightning_tricks import RunLedger
 from lightning_tricks._errors import UsageError
-from lightning_tricks.commands.ledger import compare, print_check
+from lightning_tricks.commands.ledger import compare, print_check, run
 from lightning_tricks.monitors.run_ledger import sums as sums_module
 from lightning_tricks.monitors.run_ledger.ledger_file import LedgerFile, read_ledger
 from lightning_tricks.monitors.run_ledger.run_ledger import RankValues, step_line
@@ -387,6 +387,12 @@ def test_a_file_without_a_start_or_a_step_holds_no_ledger(tmp_path):
             UsageError, match=r"ledger\.jsonl: holds no step of a ledger: name the file that RunLedger "
         ):
             read_ledger(tmp_path)
+
+
+@pytest.mark.parametrize("tolerance", ["-1", "nan", "inf"])
+def test_a_tolerance_that_is_none_is_refused(tolerance):
+    with pytest.raises(UsageError, match=rf"ledger: tolerance={float(tolerance)}: give a relative difference"):
+        run(["diff", "a", "b", f"--tolerance={tolerance}"])
 
 
 class Quantized(torch.Tensor):

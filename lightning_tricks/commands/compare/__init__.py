@@ -1,7 +1,6 @@
 """`compare`: runs side by side: settings that differ, curves, and what their seeds can show. Loads no torch.
 
-From the first to the last: `compared_run`, `statistics`, `predictions`, `comparison`, `report`, `curves`, `terminal`,
-`page` and `picture`.
+From the first to the last: `compared_run`, `statistics`, `predictions`, `comparison`, `report`, `curves` and `page`.
 """
 
 import json
@@ -29,10 +28,9 @@ def run(args: list[str]) -> None:
     """
     from lightning_tricks.commands.compare.compared_run import AXES, read_runs
     from lightning_tricks.commands.compare.comparison import compare_runs
+    from lightning_tricks.commands.compare.curves import draw_in_terminal, draw_picture
     from lightning_tricks.commands.compare.page import page
-    from lightning_tricks.commands.compare.picture import draw_picture
     from lightning_tricks.commands.compare.report import record, text
-    from lightning_tricks.commands.compare.terminal import draw_in_terminal
 
     parser = CommandParser(
         "lightning-tricks compare",

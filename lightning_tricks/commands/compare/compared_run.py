@@ -1,9 +1,8 @@
-"""One run of a comparison: its log, its settings, and what it had cost by any step: tokens, FLOPs, hours. No torch."""
+"""The runs of a comparison, and groups of them: what each has logged, and had cost by any step. No torch."""
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ AXES: Mapping[str, str] = {  # and what a log needs for them
 }
 OUTCOMES = ("val_loss", "loss")  # roles of what is compared, the first that all runs have
 _BATCH = "train/batch_tokens"
-_RATES = ("throughput/model_flops_per_second", "throughput/step_seconds", "throughput/tokens_per_second")
+_STEP_SECONDS = "throughput/step_seconds"
+_FLOPS_PER_SECOND = "throughput/model_flops_per_second"  # of one device
+_TOKENS_PER_SECOND = "throughput/tokens_per_second"
 _OF_DEVICE = "throughput/tokens_per_second_per_device"
 _PLACES = ("dirpath", "cache_dir", "save_dir", "log_dir", "root_dir", "num_workers")  # ends of names: no result's cause
 
@@ -71,42 +72,43 @@ class ComparedRun:
 
     def _find_amounts(self, axis: str) -> "Amounts | None":
         if axis == "steps":
-            return Amounts(np.arange(self._steps + 1.0))
+            return Amounts.at_rate(1.0, self.steps)
         if axis == "hours":
             return self._hours()
-        each = self._tokens_of_steps() if axis == "tokens" else self._flops_of_steps()
-        return None if each is None else Amounts(np.concatenate([[0.0], np.cumsum(each)]))
+        return self._tokens() if axis == "tokens" else self._flops()
 
     @property
-    def _steps(self) -> int:
+    def steps(self) -> int:
         """Optimizer steps done, as far as any metric or checkpoint tells."""
         logged = (int(series.steps[-1]) + 1 for series in self.log.metrics.values() if len(series))
         return max(self.run.steps or 0, *logged)
 
-    def _tokens_of_steps(self) -> Floats | None:
+    def _tokens(self) -> "Amounts | None":
         if len(batches := self._metric(_BATCH)):
-            whole = len(batches) == self._steps and batches.steps[-1] == self._steps - 1
-            return batches.values if whole else None
+            whole = len(batches) == self.steps and batches.steps[-1] == self.steps - 1
+            return Amounts.of_each_step(batches.values) if whole else None
         if self.run.tokens and self.run.steps:
-            return np.full(self._steps, self.run.tokens / self.run.steps)
-        return self._of_steps(_RATES[2])
+            return Amounts.at_rate(self.run.tokens / self.run.steps, self.steps)
+        return self._from_rate(_TOKENS_PER_SECOND)
 
-    def _flops_of_steps(self) -> Floats | None:
+    def _flops(self) -> "Amounts | None":
         """Per device as logged, times the devices, whose number is the ratio of two figures of the log."""
-        all_devices, device = self._metric(_RATES[2]).finite(), self._metric(_OF_DEVICE).finite()
+        all_devices, device = self._metric(_TOKENS_PER_SECOND).finite(), self._metric(_OF_DEVICE).finite()
         steps, own, other = np.intersect1d(all_devices.steps, device.steps, return_indices=True)
-        each = self._of_steps(_RATES[0])
-        if each is None or not len(steps):
+        if not len(steps):
             return None
-        return each * round(float(np.median(all_devices.values[own] / device.values[other])))
+        return self._from_rate(
+            _FLOPS_PER_SECOND, round(float(np.median(all_devices.values[own] / device.values[other])))
+        )
 
-    def _of_steps(self, rate: str) -> Floats | None:
-        """A rate of intervals as an amount of each step; between logged intervals, of the nearer ones."""
-        rates, seconds = self._metric(rate).finite(), self._metric(_RATES[1]).finite()
+    def _from_rate(self, rate: str, times: int = 1) -> "Amounts | None":
+        """The amounts by a rate of intervals; between logged intervals, each step has that of the nearer ones."""
+        rates, seconds = self._metric(rate).finite(), self._metric(_STEP_SECONDS).finite()
         steps, own, other = np.intersect1d(rates.steps, seconds.steps, return_indices=True)
         if not len(steps):
             return None
-        return np.interp(np.arange(self._steps), steps, rates.values[own] * seconds.values[other])
+        of_intervals = times * rates.values[own] * seconds.values[other]
+        return Amounts.of_each_step(np.interp(np.arange(self.steps), steps, of_intervals))
 
     def _hours(self) -> "Amounts | None":
         seconds = self._metric("goodput/wall_seconds").finite()
@@ -115,8 +117,8 @@ class ComparedRun:
             seconds = Series(times.steps, times.values - times.values[:1])
         if len(seconds) < 2:
             return None
-        values = np.interp(np.arange(self._steps), seconds.steps, seconds.values) / 3600
-        return Amounts(np.concatenate([values[:1], values]))
+        hours = seconds.values / 3600
+        return Amounts(np.concatenate([[0], seconds.steps + 1]), np.concatenate([hours[:1], hours]))
 
     def _metric(self, name: str) -> Series:
         return self.log.metrics.get(name, Series.of({}))
@@ -124,13 +126,33 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class Amounts:
-    """What a run had cost after 0, 1, 2, ... steps, which never falls."""
+    """What a run had cost after some numbers of optimizer steps, and on straight lines between them.
 
-    by_steps: Floats
+    Args:
+        steps: (n,) numbers of steps, the first 0, ascending.
+        amounts: (n,) what they had cost, which never falls.
+    """
+
+    steps: NDArray[Any]
+    amounts: Floats
+
+    @classmethod
+    def at_rate(cls, each: float, steps: int) -> "Amounts":
+        """Of steps that cost the same."""
+        return cls(np.array([0, steps]), np.array([0.0, each * steps]))
+
+    @classmethod
+    def of_each_step(cls, each: Floats) -> "Amounts":
+        """By what each step has cost."""
+        return cls(np.arange(len(each) + 1), np.concatenate([[0.0], np.cumsum(each)]))
 
     def after(self, steps: NDArray[np.int64] | Floats) -> Floats:
         """The amounts after numbers of steps."""
-        return np.interp(steps, np.arange(len(self.by_steps)), self.by_steps)
+        return np.interp(steps, self.steps, self.amounts)
+
+    def each(self) -> Floats:
+        """What one step has cost, from each of the numbers of steps to the next."""
+        return np.diff(self.amounts) / np.diff(self.steps)
 
 
 def axis_text(name: str) -> str:
@@ -199,21 +221,21 @@ def _runs_of(folder: Path, names: Mapping[str, str]) -> Iterator[tuple[Path, Run
 def _renamed(runs: list[ComparedRun]) -> list[ComparedRun]:
     """The runs with names that lack the folders which all of them have."""
     shared = os.path.commonpath([run.folder.absolute() for run in runs])
-    return [
-        ComparedRun(os.path.relpath(run.folder.absolute(), shared), run.folder, run.run, run.log, run.argument)
-        for run in runs
-    ]
+    return [replace(run, name=os.path.relpath(run.folder.absolute(), shared)) for run in runs]
 
 
 def outcome_of(run: ComparedRun, metric: str, width: int = 0) -> Series:
     """What is compared, by the number of optimizer steps done: a validation metric, or means of the training loss.
 
+    Values that are not finite are left out, unless all are.
+
     Args:
         metric: its name as logged.
         width: number of steps whose mean is one point, for a metric of each step; 0 for the points as they are.
     """
-    series = run.log.metrics.get(metric, Series.of({}))
-    if not width or not len(series):
+    series = run.log.metrics[metric]
+    series = series.finite() if len(series.finite()) else series
+    if not width:
         return Series(series.steps + 1, series.values)
     blocks = series.steps // width
     ends, starts = np.unique(blocks, return_index=True)
@@ -226,5 +248,59 @@ def value_at(steps: NDArray[np.int64], values: Floats, places: Floats, place: fl
     """The value at an amount, on the straight line between the two nearest points; None outside of them."""
     if not len(steps) or not places[0] <= place * (1 + 1e-9) or place > places[-1] * (1 + 1e-9):
         return None
-    found = float(np.interp(place, places, values))
-    return found if math.isfinite(found) else math.nan
+    return float(np.interp(place, places, values))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seeds alone.
+
+    Args:
+        letter: A for the first.
+        runs: of it.
+        seeds: what tells each run's seed from the others; equal for a run that was repeated.
+    """
+
+    letter: str
+    runs: tuple[ComparedRun, ...]
+    seeds: tuple[str, ...]
+
+    @property
+    def n_seeds(self) -> int:
+        """Number of different seeds."""
+        return len(set(self.seeds))
+
+    def by_seed(self, values: Sequence[float]) -> dict[str, float]:
+        """The values of its runs, as one for each seed: repeats of a seed are no further seeds."""
+        found: dict[str, list[float]] = {}
+        for seed, value in zip(self.seeds, values, strict=True):
+            found.setdefault(seed, []).append(value)
+        return {seed: float(np.mean(of_seed)) for seed, of_seed in found.items()}
+
+
+def groups_of(runs: Sequence[ComparedRun], by: str) -> list[Group]:
+    """The groups in the order of their first runs.
+
+    Runs without settings on file are groups of their own, unless folders decide.
+    """
+    parts: dict[str, list[ComparedRun]] = {}
+    for run in runs:
+        own = f"run {run.name}"
+        key = own if by == "runs" or not run.settings else repr(sorted(run.recipe.items()))
+        parts.setdefault(f"argument {run.argument}" if by == "folders" else key, []).append(run)
+    return [Group(_letter(number), tuple(part), tuple(_seeds(part, by))) for number, part in enumerate(parts.values())]
+
+
+def _letter(number: int) -> str:
+    """A to Z, then A2 and so on."""
+    return chr(ord("A") + number % 26) + (str(number // 26 + 1) if number >= 26 else "")
+
+
+def _seeds(part: Sequence[ComparedRun], by: str) -> Iterator[str]:
+    """A key of each run's seed: its settings that are seeds; without these, runs with an equal loss are one."""
+    for run in part:
+        if run.seeds:
+            yield repr(sorted(run.seeds.items()))
+        else:
+            series = run.log["val_loss"] if len(run.log["val_loss"]) else run.log["loss"]
+            yield f"loss {hash((series.steps.tobytes(), series.values.tobytes()))}"

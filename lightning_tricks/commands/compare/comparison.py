@@ -1,4 +1,4 @@
-"""Groups of runs that differ in seeds alone, their values at equal amounts, and what may be said of each difference.
+"""The values of groups of runs at equal amounts, and what may be said of each difference.
 
 A statement on settings needs the spread that other seeds make. It comes from the groups with two seeds or more, or is
 given; without it, two runs are described, and no more is said.
@@ -7,12 +7,21 @@ given; without it, two runs are described, and no more is said.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.commands.compare.compared_run import AXES, OUTCOMES, ComparedRun, axis_text, outcome_of, value_at
+from lightning_tricks.commands.compare.compared_run import (
+    AXES,
+    OUTCOMES,
+    ComparedRun,
+    Group,
+    axis_text,
+    groups_of,
+    outcome_of,
+    value_at,
+)
 from lightning_tricks.commands.compare.predictions import Predictions, difference, read_all
 from lightning_tricks.commands.compare.statistics import (
     Interval,
@@ -23,7 +32,7 @@ from lightning_tricks.commands.compare.statistics import (
     with_spread,
 )
 from lightning_tricks.commands.runs.read_run import BITS
-from lightning_tricks.commands.runs.table import differing
+from lightning_tricks.commands.runs.table import differing, setting_text
 from lightning_tricks.monitors.doctor.run_log import Floats, Series
 
 LEVEL = 0.95  # that all intervals of one comparison hold the true differences, together
@@ -37,33 +46,6 @@ _TRAINING = ("trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_
 _ROWS_OF_TRAINING = ("data.micro_batch_size", "data.skip_samples")  # which the validation rows do not follow
 
 Verdict = Literal["better", "worse", "no difference", "not known"]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Runs that differ in their seeds alone.
-
-    Args:
-        letter: A for the first.
-        runs: of it.
-        seeds: what tells each run's seed from the others; equal for a run that was repeated.
-    """
-
-    letter: str
-    runs: tuple[ComparedRun, ...]
-    seeds: tuple[str, ...]
-
-    @property
-    def n_seeds(self) -> int:
-        """Number of different seeds."""
-        return len(set(self.seeds))
-
-    def by_seed(self, values: Sequence[float]) -> dict[str, float]:
-        """The values of its runs, as one for each seed: repeats of a seed are no further seeds."""
-        found: dict[str, list[float]] = {}
-        for seed, value in zip(self.seeds, values, strict=True):
-            found.setdefault(seed, []).append(value)
-        return {seed: float(np.mean(of_seed)) for seed, of_seed in found.items()}
 
 
 @dataclass(frozen=True)
@@ -117,8 +99,7 @@ class Comparison:
     outcomes: dict[str, Series] = field(default_factory=dict)  # by the names of runs, over steps done
 
     def __post_init__(self) -> None:
-        shortest = min(run.amounts("steps").by_steps[-1] for run in self.runs)  # type: ignore[union-attr]
-        width = 0 if self.is_validation else max(int(shortest) // _TRAIN_POINTS, 1)
+        width = 0 if self.is_validation else max(min(run.steps for run in self.runs) // _TRAIN_POINTS, 1)
         self.outcomes = {run.name: outcome_of(run, self.metrics[run.name], width) for run in self.runs}
         self.known = [axis for axis in AXES if all(run.amounts(axis) is not None for run in self.runs)]
         for name in (*self.known, "last", "best"):
@@ -152,9 +133,9 @@ class Comparison:
         rates = []
         for run in self.runs:
             amounts = run.amounts(axis)
-            if amounts is None or len(amounts.by_steps) < 2:
+            if amounts is None:
                 return None
-            each = np.diff(amounts.by_steps)
+            each = amounts.each()
             rates += [float(each.min()), float(each.max())]
         return rates[0] if max(rates) - min(rates) <= _SAME * max(rates) else None
 
@@ -166,8 +147,7 @@ class Comparison:
 
     def has_failed(self, run: ComparedRun) -> bool:
         """Whether its loss was not finite at the end."""
-        values = self.outcomes[run.name].values
-        return run.run.state == "failed" or not math.isfinite(values[-1])
+        return run.run.state == "failed" or not math.isfinite(run.log.metrics[self.metrics[run.name]].values[-1])
 
     def _row(self, name: str) -> Row | None:
         place = None
@@ -193,8 +173,7 @@ class Comparison:
     def _value(self, run: ComparedRun, name: str, place: float | None) -> float | None:
         outcome = self.outcomes[run.name]
         if name == "best":
-            finite = outcome.finite().values
-            return float(finite.min()) if len(finite) else math.nan
+            return float(outcome.values.min())
         if self.has_failed(run):
             return math.nan
         if place is None:
@@ -239,7 +218,8 @@ class Comparison:
         found = {}
         for short, name in differing([run.run for run in self.runs]).items():
             values = [[run.run.settings.get(name) for run in group.runs] for group in self.groups]
-            found[short] = [", ".join(dict.fromkeys(_text(one) for one in of_group)) for of_group in values]
+            texts = [["-" if one is None else setting_text(one) for one in of_group] for of_group in values]
+            found[short] = [", ".join(dict.fromkeys(of_group)) for of_group in texts]
         return found
 
     def same_batches(self, number: int) -> Interval | None:
@@ -320,7 +300,7 @@ def _metrics(
     runs: list[ComparedRun], different: list[str], named: bool, notes: list[str]
 ) -> tuple[dict[str, str], bool]:
     """The metric of each run, by its name, and whether it is of validations."""
-    have = {role: [run for run in runs if len(run.log[role].finite()) or len(run.log[role])] for role in OUTCOMES}
+    have = {role: [run for run in runs if len(run.log[role])] for role in OUTCOMES}
     role = next((role for role in OUTCOMES if len(have[role]) == len(runs)), None)
     if role is None:
         first = next(role for role in OUTCOMES if have[role])
@@ -345,34 +325,6 @@ def _metrics(
     return {run.name: run.log.name(role) for run in runs}, role == "val_loss"
 
 
-def groups_of(runs: Sequence[ComparedRun], by: str) -> list[Group]:
-    """The groups in the order of their first runs.
-
-    Runs without settings on file are groups of their own, unless folders decide.
-    """
-    parts: dict[str, list[ComparedRun]] = {}
-    for run in runs:
-        own = f"run {run.name}"
-        key = own if by == "runs" or not run.settings else repr(sorted(run.recipe.items()))
-        parts.setdefault(f"argument {run.argument}" if by == "folders" else key, []).append(run)
-    return [Group(_letter(number), tuple(part), tuple(_seeds(part, by))) for number, part in enumerate(parts.values())]
-
-
-def _letter(number: int) -> str:
-    """A to Z, then A2 and so on."""
-    return chr(ord("A") + number % 26) + (str(number // 26 + 1) if number >= 26 else "")
-
-
-def _seeds(part: Sequence[ComparedRun], by: str) -> Iterator[str]:
-    """A key of each run's seed: its settings that are seeds; without these, runs with an equal loss are one."""
-    for run in part:
-        if run.seeds:
-            yield repr(sorted(run.seeds.items()))
-        else:
-            series = run.log["val_loss"] if len(run.log["val_loss"]) else run.log["loss"]
-            yield f"loss {hash((series.steps.tobytes(), series.values.tobytes()))}"
-
-
 def _notes(found: Comparison, different: list[str]) -> Iterator[str]:
     """What a reader of the figures must know."""
     if nameless := [run.name for run in found.runs if not run.run.settings]:
@@ -382,6 +334,10 @@ def _notes(found: Comparison, different: list[str]) -> Iterator[str]:
             yield f"{again} of {group.letter}'s runs repeat{'s' * (again == 1)} a seed: their mean counts as one seed"
         if failed := [run.name for run in group.runs if found.has_failed(run)]:
             yield f"{_and(failed)} of {group.letter}: the loss was not finite at the end"
+    for run in found.runs:
+        values = run.log.metrics[found.metrics[run.name]].values
+        if not found.has_failed(run) and (bad := int((~np.isfinite(values)).sum())):
+            yield f"{run.name}: {bad} of {len(values)} values of {found.metrics[run.name]} are not finite, and left out"
     if active := [run.name for run in found.runs if run.run.state == "active"]:
         yield f"{_and(active)}: may be going on still"
     data = [name for name in different if name.startswith("data.") and not _is_of_training(name)]
@@ -423,7 +379,3 @@ def _and(words: Sequence[str]) -> str:
     """Words as a list, at most four of them."""
     shown = [*words[:4], *([f"{len(words) - 4} more"] if len(words) > 4 else [])]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
-
-
-def _text(value: Any) -> str:
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -5,9 +5,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning_tricks.commands.compare.compared_run import axis_text
-from lightning_tricks.commands.compare.comparison import LEVEL, Comparison, Group, Row
+from lightning_tricks.commands.compare.compared_run import Group, axis_text
+from lightning_tricks.commands.compare.comparison import LEVEL, Comparison, Row
 from lightning_tricks.commands.compare.statistics import Interval
+from lightning_tricks.commands.runs.table import lines_of, shortened
 from lightning_tricks.commands.schedule.curves import human
 
 _MOST_SETTINGS, _LONGEST = 20, 28  # rows of settings, and characters of one, in the terminal
@@ -146,8 +147,8 @@ def _of_single_runs(found: Comparison, number: int, where: str) -> str:
     which = f"{b} was {'lower' if difference < 0 else 'higher'} than {a} by {abs(difference):.4f} {where}"
     if not difference:
         which = f"{a} and {b} were equal {where}"
-    words = f"{which}, and {b} lower at {lower} of {count} points"
-    return f"{words}: one seed each cannot show that the settings made it"
+    words = f", and {b} lower at {lower} of {count} points" if count else ""
+    return f"{which}{words}: one seed each cannot show that the settings made it"
 
 
 def _of_one_group(found: Comparison) -> str:
@@ -178,7 +179,7 @@ def text(found: Comparison, left_out: Sequence[str], curves: Sequence[str] = ())
     parts = [lines_of(groups_table(found), left={0, 3})]
     settings = settings_table(found)
     if len(settings) > 1:
-        shown = [[_short(cell) for cell in row] for row in settings[: _MOST_SETTINGS + 1]]
+        shown = [[shortened(cell, _LONGEST) for cell in row] for row in settings[: _MOST_SETTINGS + 1]]
         more = len(settings) - 1 - _MOST_SETTINGS
         parts.append([*lines_of(shown), *([f"and {more} more: --html FILE has all"] if more > 0 else [])])
     parts.append(lines_of(values_table(found)))
@@ -206,22 +207,6 @@ def notes(found: Comparison, left_out: Sequence[str]) -> Iterator[str]:
         yield f"± is half of a {_percent(LEVEL)} interval of the difference over seeds{words}; lower is better"
     if found.same_rows():
         yield f"± on the same rows is half of a {_percent(found.level)} interval over rows: other seeds are not in it"
-
-
-def lines_of(table: Table, left: Sequence[int] | set[int] = (0,)) -> list[str]:
-    """The rows of a table as lines; columns in `left` begin at the left."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
-
-
-def _short(cell: str) -> str:
-    return cell if len(cell) <= _LONGEST else cell[: _LONGEST - 3] + "..."
 
 
 def record(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:

@@ -24,8 +24,9 @@ def run(args: list[str]) -> None:
     Raises:
         UsageError: there is no log, it cannot be read or has no training loss; a file cannot be written.
     """
-    from lightning_tricks.commands.doctor.read_log import find_run, read_log
+    from lightning_tricks.commands.doctor.read_log import find_run, read_log, read_printed
     from lightning_tricks.commands.doctor.report import Report
+    from lightning_tricks.monitors.doctor.run_log import RunLog
     from lightning_tricks.monitors.doctor.symptoms import findings
 
     parser = CommandParser(
@@ -37,6 +38,9 @@ def run(args: list[str]) -> None:
     parser.add_argument(
         "--names", nargs="+", default=[], metavar="ROLE=NAME", help="of metrics, such as loss=my/loss val_loss=my/val"
     )
+    parser.add_argument(
+        "--stderr", nargs="+", default=[], metavar="FILE", help="what the run has printed, such as slurm-1.out"
+    )
     parser.add_argument("--html", metavar="FILE", help="write a page with a plot for each finding")
     parser.add_argument("--json", metavar="FILE", help="write JSON, - for standard output")
     options = parser.parse_args(args)
@@ -46,8 +50,15 @@ def run(args: list[str]) -> None:
     for name in ("html", "json"):
         if getattr(options, name) not in (None, "-" if name == "json" else None):
             check_file(f"doctor: {name}", getattr(options, name))
-    folder = find_run(Path(options.folder))
-    log, unread = read_log(folder, names)
+    lines, folder = read_printed(options.stderr), Path(options.folder)
+    try:
+        folder = find_run(folder)
+        log, unread = read_log(folder, names)
+    except UsageError as error:
+        if not lines:
+            raise
+        log, unread = RunLog(), [str(error)]  # it has ended before its first log step
+    log.printed = lines
     report = Report(str(folder), log, findings(log), unread)
     if options.html is not None:
         Path(options.html).write_text(report.html(), encoding="utf-8")

@@ -2,7 +2,8 @@
 
 import csv
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.commands.doctor.scalar_records import read_scalars
 from lightning_tricks.commands.runs.event_file import Records, values_of
-from lightning_tricks.commands.runs.read_run import event_files, flat, is_run, number_of, read_yaml
+from lightning_tricks.commands.runs.read_run import event_files, flat, is_run, number_of, read_yaml, step_of
+from lightning_tricks.monitors.doctor.other_symptoms import TELLING
 from lightning_tricks.monitors.doctor.run_log import Floats, RunLog, Series, check_roles
 from lightning_tricks.monitors.run_ledger.ledger_file import NAME as LEDGER
 from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
@@ -22,6 +24,7 @@ from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
 _NOT_METRICS = ("hp/", "hp_metric", "epoch", "_hparams_/")  # how their names begin
 _NO_COLUMN = ("step", "epoch", "")
 _SPEED = "steps per second, by the times of the log"
+_LONGEST = 300  # characters of a printed line
 _WORDS = {"loss": "training loss", "val_loss": "validation loss"}
 
 
@@ -74,7 +77,10 @@ def read_log(
     unread: list[str] = []
     for file in [*sorted(event_files(folder)), folder / "metrics.csv"]:
         try:
-            files.append(_table(file) if file.name == "metrics.csv" else _events(file))
+            if file.name == "metrics.csv":
+                files.append(_table(file, {name for of_events in files for name in of_events.columns}))
+            else:
+                files.append(_events(file))
         except (OSError, ValueError, csv.Error) as error:
             unread.append(f"{file.name}: {getattr(error, 'strerror', None) or error}")
     points = _Points(files)
@@ -93,7 +99,7 @@ def read_log(
         words = " or ".join(_WORDS[role] for role in needed)
         raise UsageError(
             f"{command}: {folder}: no {words} among {_some(metrics)}: name it, such as "
-            f"--names {needed[0]}={next(iter(metrics))}"
+            f"--names {shlex.quote(f'{needed[0]}={next(iter(metrics))}')}"
         )
     log.restarts = points.restarts(log.names[found])
     log.times = points.times(log.names[found])
@@ -102,6 +108,22 @@ def read_log(
     if (folder / LEDGER).is_file():
         _add_ledger(log, folder, unread)
     return log, unread
+
+
+def read_printed(files: Sequence[str]) -> list[str]:
+    """The lines of files that tell how a run ended, such as those of an error; at most 300 characters of each.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    found = []
+    for file in files:
+        try:
+            with Path(file).open(encoding="utf-8", errors="replace") as lines:
+                found += [line.strip()[:_LONGEST] for line in lines if TELLING.search(line)]
+        except OSError as error:
+            raise UsageError(f"doctor: stderr={file}: {error.strerror}: give what the run has printed") from None
+    return found
 
 
 def _some(names: Iterable[str]) -> str:
@@ -175,7 +197,7 @@ class _Points:
         """First steps of resumed processes: by their marks, where a later file goes on, or where steps go back."""
         columns = [file.columns[loss] for file in self.files if loss in file.columns]
         found = {step for file in self.files for _, step in file.resumed}
-        found |= {int(column.steps[0]) for column in columns[1:]}
+        found |= {int(column.steps[0]) for column in columns[1:] if column.steps[0] > columns[0].steps[0]}
         for column in columns:
             found |= set(column.steps[1:][np.diff(column.steps) < 0].tolist())
         return sorted(step for step in found if step > 0)
@@ -232,21 +254,28 @@ def _column(rows: Any) -> _Column:
     return _Column(orders.astype(np.int64), steps.astype(np.int64), values, times)
 
 
-def _table(file: Path) -> _File:
-    """The points of a `metrics.csv`; a last line that was cut short is left out."""
+def _table(file: Path, known: Collection[str]) -> _File:
+    """The points of a `metrics.csv`, without metrics that an event file has, as that also has their times.
+
+    A last line that was cut short is left out.
+    """
     if not file.is_file():
         return _File({})
     points: dict[str, list[tuple[int, int, float]]] = {}
     with file.open(encoding="utf-8", errors="replace", newline="") as opened:
         rows = csv.reader(line for line in opened if line.endswith("\n"))
         header = next(rows, [])
-        lists = [(index, points.setdefault(name, [])) for index, name in enumerate(header) if name not in _NO_COLUMN]
+        lists = [
+            (index, points.setdefault(name, []))
+            for index, name in enumerate(header)
+            if name not in (*_NO_COLUMN, *known)
+        ]
         step_at = header.index("step") if "step" in header else -1
         for number, row in enumerate(rows if step_at >= 0 else ()):
-            if len(row) != len(header) or (step := number_of(row[step_at])) is None:
+            if len(row) != len(header) or (step := step_of(row[step_at])) is None:
                 continue
             for index, of_name in lists:
                 if row[index] and (value := number_of(row[index])) is not None:
-                    of_name.append((number, int(step), value))
+                    of_name.append((number, step, value))
     tables = {name: np.array(of_name, dtype=np.float64).T for name, of_name in points.items() if of_name}
     return _File({name: _column([*table, np.full(table.shape[1], np.nan)]) for name, table in tables.items()})

@@ -109,8 +109,11 @@ class Records:
 
 def _tag(name: str) -> bytes:
     """A tag as it stands in a record: the field's number and the length, both before the text."""
-    text = name.encode()
-    return b"\x0a" + bytes([len(text)]) + text
+    text, size = name.encode(), b""
+    length = len(text)
+    while length > 0x7F:  # seven bits a byte; the eighth says that more follow
+        size, length = size + bytes([length & 0x7F | 0x80]), length >> 7
+    return b"\x0a" + size + bytes([length]) + text
 
 
 def _read_file(records: Records, series: list[str], last: list[str], found: Scalars) -> None:

@@ -16,14 +16,14 @@ from typing import Any
 import yaml
 
 from lightning_tricks.commands.runs.event_file import Scalars, read_events
+from lightning_tricks.monitors.doctor.run_log import ROLES
 
-VAL_LOSSES = ("val/loss", "val_loss", "valid/loss", "valid_loss", "validation/loss", "val/loss_epoch", "val_loss_epoch")
 BITS = "val/bits_per_byte"
-_TRAIN_LOSSES = ("train/loss", "train_loss", "train/loss_step", "train_loss_step", "loss")
+_VAL_LOSSES, _TRAIN_LOSSES = ROLES["val_loss"], ROLES["loss"]
 _GOODPUT, _SECONDS, _MFU, _BATCH = "goodput/steps", "goodput/wall_seconds", "throughput/mfu", "train/batch_tokens"
 _LAST = (_GOODPUT, _SECONDS, _MFU, *_TRAIN_LOSSES)
 ACTIVE_SECONDS = 600.0  # since the last write to a log, after which a run that has not ended counts as stopped
-_FILES = ("metrics.csv", "config.yaml", "hparams.yaml")
+_SETTINGS = ("config.yaml", "hparams.yaml")
 # Settings that name the run or its place, and not how it trains.
 _PLACES = ("trainer.logger", "trainer.default_root_dir", "ckpt_path", "resume", "config", "weights_only")
 
@@ -79,9 +79,9 @@ class Run:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: it has a log, checkpoints or settings, or is one of Lightning's versions."""
-    if any((folder / name).is_file() for name in _FILES[:1] + _FILES[2:]) or (folder / "checkpoints").is_dir():
+    if any((folder / name).is_file() for name in ("metrics.csv", "hparams.yaml")) or (folder / "checkpoints").is_dir():
         return True
-    return bool(re.fullmatch(r"version_\d+", folder.name)) or event_files(folder) != []
+    return bool(re.fullmatch(r"version_\d+", folder.name) or event_files(folder))
 
 
 def read_run(folder: Path, name: str = "", val_loss: str | None = None, now: float | None = None) -> Run:
@@ -90,10 +90,10 @@ def read_run(folder: Path, name: str = "", val_loss: str | None = None, now: flo
     Args:
         folder: of the run.
         name: for the result.
-        val_loss: name of the validation loss; None: the first of `VAL_LOSSES` that was logged.
+        val_loss: name of the validation loss; None: the first of the usual ones that was logged.
         now: seconds since 1970; None for the present.
     """
-    losses = VAL_LOSSES if val_loss is None else (val_loss,)
+    losses = _VAL_LOSSES if val_loss is None else (val_loss,)
     series = (*losses, BITS, _BATCH)
     scalars = _read_csv(folder / "metrics.csv", series, _LAST)
     events = event_files(folder)
@@ -149,12 +149,12 @@ def _read_csv(file: Path, series: Iterable[str], last: Iterable[str]) -> Scalars
             wanted = [(columns[name], found.series.setdefault(name, {})) for name in series if name in columns]
             ends = [(columns[name], name) for name in last if name in columns]
             for row in rows if step_at is not None else ():
-                if len(row) != len(header) or (step := number_of(row[step_at])) is None:  # type: ignore[index]
+                if len(row) != len(header) or (step := step_of(row[step_at])) is None:  # type: ignore[index]
                     continue
-                found.steps = int(step) + 1
+                found.steps = step + 1
                 for column, points in wanted:
                     if row[column] and (value := number_of(row[column])) is not None:
-                        points[int(step)] = value
+                        points[step] = value
                 for column, name in ends:
                     if row[column] and (value := number_of(row[column])) is not None:
                         found.last[name] = value
@@ -169,6 +169,12 @@ def number_of(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
+
+
+def step_of(text: str) -> int | None:
+    """The step that a text is; None where it is no finite number."""
+    value = number_of(text)
+    return int(value) if value is not None and math.isfinite(value) else None
 
 
 def _saved_steps(folder: Path) -> int | None:
@@ -189,7 +195,7 @@ def _seconds(folder: Path, scalars: Scalars) -> float | None:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     try:
-        started = min((folder / name).stat().st_mtime for name in _FILES[1:] if (folder / name).exists())
+        started = min((folder / name).stat().st_mtime for name in _SETTINGS if (folder / name).exists())
         return max((folder / "metrics.csv").stat().st_mtime - started, 0.0)
     except (OSError, ValueError):
         return None

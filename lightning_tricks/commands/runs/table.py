@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -94,16 +94,7 @@ class Table:
         """The table to print; columns in which no run has a value are left out."""
         names = [name for name in [*COLUMNS, *self.settings] if any(self._shown(run, name) for run in self.runs)]
         heads = [_HEADS.get(name, name.replace("_", " ") if name in COLUMNS else name) for name in names]
-        table = [heads, *([self._shown(run, name) for name in names] for run in self.runs)]
-        widths = [max(len(row[column]) for row in table) for column in range(len(names))]
-        left = {0, 1}
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if column in left else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in table
-        )
+        return "\n".join(lines_of([heads, *([self._shown(run, name) for name in names] for run in self.runs)], {0, 1}))
 
     def _shown(self, run: Run, name: str) -> str:
         value = self._value(run, name)
@@ -117,8 +108,29 @@ class Table:
             return f"{value:.2f}"
         if name in COLUMNS:
             return value if isinstance(value, str) else f"{value:.4f}"
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-        return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+        return shortened(setting_text(value), _LONGEST)
+
+
+def setting_text(value: Any) -> str:
+    """A setting on one line."""
+    return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
+
+
+def shortened(text: str, longest: int) -> str:
+    """A text of at most so many characters."""
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def lines_of(table: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """The rows of a table as lines; columns in `left` begin at the left."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
 
 
 def differing(runs: Sequence[Run]) -> dict[str, str]:

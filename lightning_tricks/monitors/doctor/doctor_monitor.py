@@ -94,12 +94,13 @@ class DoctorMonitor(pl.Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._history, self._restarts = History(), [] if not self._restored else [max(self._restored) + 1]
+        self._history, self._restarts = History(), []
+        self._before: dict[int, float] = {}  # the last losses of the checkpoint from which this fit goes on
         self._asked, self._ranks = 0, 0
         self._own_seconds: list[float] = []
         self._mark: float | None = None
         self._settings: dict[str, Any] = {}
-        self._starts_at, self._asks = 0, False
+        self._asks = False
         self._warn_once = WarnOnce()
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
@@ -109,7 +110,7 @@ class DoctorMonitor(pl.Callback):
             self._buffer = MetricBuffer.of(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Note the settings, and where a resumed run begins."""
+        """Note the settings, and the losses before a resume."""
         self._reset()
         self._settings = {
             "trainer.gradient_clip_val": trainer.gradient_clip_val,
@@ -119,23 +120,21 @@ class DoctorMonitor(pl.Callback):
             "trainer.accelerator": trainer.strategy.root_device.type,
         }
         self._ranks = trainer.world_size if 1 < trainer.world_size <= MOST_RANKS else 0
-        loss = (self.names or {}).get("loss", ROLES["loss"][0])
-        for step, value in self._restored.items():
-            self._history.add(loss, step, value)
-        self._restored = {}
-        self._starts_at = logging_step(trainer)
+        self._before, self._restored = self._restored, {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        """Record what the optimizer of a resumed run has counted."""
-        if not self._asks:  # by now every other monitor has registered, whose figures of an interval come before
-            self._buffer.at_flush(self._ask)
-            self._asks = True
-        if self._starts_at:
+        """In the first step, note where a resumed run begins, and record what its optimizer has counted."""
+        if self._asks:
+            return
+        self._buffer.at_flush(self._ask)  # by now every other monitor has registered, whose figures come before
+        self._asks = True
+        if start := logging_step(trainer):
+            self._restarts = [start]
             counts = [count for each in trainer.optimizers if (count := optimizer_steps(each)) is not None]
             if counts:
                 self._buffer.record("doctor/optimizer_step", float(min(counts)))
-            self._restarts = [self._starts_at]
-            self._starts_at = 0
+        else:  # the checkpoint was that of a validation before this fit
+            self._before = {}
 
     def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
         """Note the time that this rank needed by itself."""
@@ -212,7 +211,11 @@ class DoctorMonitor(pl.Callback):
     def _log(self) -> RunLog:
         metrics = self._history.series()
         names = {role: name for role, name in (self.names or {}).items() if name in metrics}
-        return RunLog(metrics, names, list(self._restarts), {}, self._settings)
+        log = RunLog(metrics, names, list(self._restarts), {}, self._settings)
+        if self._before:  # under the name that the loss has in this fit
+            name = log.names.setdefault("loss", ROLES["loss"][0])
+            metrics[name] = Series.of({**self._before, **self._history.points.get(name, {})})
+        return log
 
     def _report(self) -> None:
         """Warn of each symptom that is new."""

@@ -166,7 +166,7 @@ def plateau(log: RunLog) -> Iterator[Finding]:
     levels = bins(late.values, BINS)
     fall, first = levels[0] - levels[-1], float(np.median(loss.values[: max(3, len(loss) // 50)]))
     needed = max(3.0 * bin_error(late.values, BINS), FLAT * abs(levels[0]))
-    if abs(fall) > needed or levels[-1] > first * (1 + DIVERGED) or _validation_falls(log, int(late.steps[0])):
+    if abs(fall) > needed or levels[-1] > first + DIVERGED * abs(first) or _validation_falls(log, int(late.steps[0])):
         return
     peak = float(lr.values.max()) if len(lr) else None
     evidence = (
@@ -206,7 +206,7 @@ def _in_warmup(log: RunLog) -> bool:
 
 def _validation_falls(log: RunLog, start: int) -> bool:
     val = log["val_loss"].finite().between(start, math.inf).values
-    return len(val) >= 2 and bool(val[-1] < val[0] * (1 - FLAT))
+    return len(val) >= 2 and bool(val[-1] < val[0] - FLAT * abs(val[0]))
 
 
 def _peak_step(log: RunLog) -> int | None:
@@ -277,9 +277,10 @@ def overfitting(log: RunLog) -> Iterator[Finding]:
         return
     train, best = _train_at(val, loss), int(val.values.argmin())
     later = val.values[best:]
-    rise = later[-1] / abs(val.values[best]) - 1 if val.values[best] else 0.0
-    falls = train[-1] < train[best] * (1 - FLAT)
-    never_fell = best == 0 or train[0] < TRAIN_GAP * val.values[0]
+    rise = (later[-1] - later[0]) / abs(later[0]) if later[0] else 0.0
+    falls = train[-1] < train[best] - FLAT * abs(train[best])
+    far_below = (train < TRAIN_GAP * val.values) & (train > 0)  # a loss that falls below 0 has no ratio
+    never_fell = best == 0 or far_below[0]
     metrics, at = logged_names(log, "loss", "val_loss"), int(val.steps[best])
     figures = (
         f"{log.name('val_loss')} {val.values[best]:.4g} at step {at}, {val.values[-1]:.4g} at step {val.steps[-1]}; "
@@ -297,7 +298,7 @@ def overfitting(log: RunLog) -> Iterator[Finding]:
             "overfitting", "warning", "hypothesis" if len(later) < 4 else "supported", figures,
             leak if never_fell else rows, look if never_fell else remedy, metrics, (at,),
         )  # fmt: skip
-    elif (train[-2:] < TRAIN_GAP * val.values[-2:]).all():
+    elif far_below[-2:].all():
         yield Finding("train_gap", "warning", "hypothesis", figures, leak, look, metrics, (at,))
 
 
@@ -306,8 +307,11 @@ def validation_leak(log: RunLog) -> Iterator[Finding]:
     val, loss = log["val_loss"].finite(), log["loss"].finite()
     if len(val) < MIN_VALIDATIONS or len(loss) < MIN_POINTS:
         return
-    ratio = (val.values / _train_at(val, loss))[len(val) // 2 :]
-    if not (ratio < LEAK).all() or (val.values <= 0).any():
+    train = _train_at(val, loss)
+    if (val.values <= 0).any() or (train <= 0).any():
+        return
+    ratio = (val.values / train)[len(val) // 2 :]
+    if not (ratio < LEAK).all():
         return
     falling = len(ratio) > 2 and kendall(ratio) < -0.5
     yield Finding(

@@ -1,12 +1,75 @@
-"""Symptoms in the schedule, the clip, the speed and inside the model, as in `loss_symptoms`. No torch."""
+"""Symptoms in what was printed, the schedule, the clip, the speed and the model, as in `loss_symptoms`. No torch."""
 
 import math
+import re
 from collections.abc import Iterator
 
 import numpy as np
 
 from lightning_tricks.monitors.doctor.finding import BINS, MIN_POINTS, Finding, logged_names, lower_lr
-from lightning_tricks.monitors.doctor.run_log import RunLog, bins, kendall
+from lightning_tricks.monitors.doctor.loss_symptoms import FREQUENT, FREQUENT_SHARE
+from lightning_tricks.monitors.doctor.run_log import RunLog, bins, kendall, shown_steps
+
+# ---- what the run has printed
+
+PRINTED = (  # symptom, how its lines look, cause, remedy
+    (
+        "hang", r"HangWatchdog: (?!.* goes on)(?!.* is not watched)",
+        "the rank or the loader that these lines name", "look at the stacks below them; --data.num_workers for a "
+        "loader that lags; the same validation batches on all ranks",
+    ),
+    (
+        "collective_timeout", r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for",
+        "one rank did not come to a collective of the others", "--trainer.callbacks+=HangWatchdog names that rank",
+    ),
+    (
+        "out_of_memory", r"OutOfMemoryError|CUDA out of memory|can't allocate memory",
+        "weights, optimizer and activations together are larger than the device's memory",
+        "plan --config RECIPE lists what makes it fit, such as a smaller --data.micro_batch_size",
+    ),
+    (
+        "steps_all_skipped", r"StepGuard\.max_skipped_steps=", "the learning rate is too high, or the data are broken",
+        "a lower peak of the learning rate; autopsy --step N ranks the documents of such a step",
+    ),
+    ("refused", r"^error: ", "an option of the command line or the recipe", "as the line says"),
+)  # fmt: skip
+RAISED = re.compile(
+    r"^(\[rank\d+\]:\s*)?([a-z_]\w*\.)*[A-Z]\w*(?<!ChildFailed)(Error|Exception)\b"
+)  # without a launcher's
+TELLING = re.compile("|".join([*(pattern for _, pattern, _, _ in PRINTED), RAISED.pattern]))
+SHOWN_LINES = 2  # of a symptom, in its evidence: HangWatchdog says where a rank stands, then who is behind
+
+
+def printed(log: RunLog) -> Iterator[Finding]:
+    """How the run ended, by what it has printed."""
+    left = list(log.printed)
+    for symptom, pattern, cause, remedy in PRINTED:
+        lines = [line for line in left if re.search(pattern, line)]
+        if lines:
+            yield Finding(symptom, "error", "established", "; ".join(lines[:SHOWN_LINES]), cause, remedy)
+            left = []  # what is raised beside it is a consequence
+    if lines := [line for line in left if RAISED.search(line)]:
+        yield Finding(
+            "exception", "error", "established", lines[0], "the code in the last line of its traceback",
+            "mend it; --trainer.callbacks+=SafeCheckpoint and --resume auto go on from the last checkpoint",
+        )  # fmt: skip
+
+
+def guarded_steps(log: RunLog) -> Iterator[Finding]:
+    """StepGuard has skipped steps."""
+    skipped = log["guarded_steps"].finite()
+    if not len(skipped) or skipped.values[-1] < 1:
+        return
+    number, at = int(skipped.values[-1]), skipped.steps[np.diff(skipped.values, prepend=0.0) > 0]
+    often = number >= FREQUENT and number >= FREQUENT_SHARE * log.steps()
+    yield Finding(
+        "steps_skipped", "warning" if often else "note", "established",
+        f"StepGuard has skipped {number} of {log.steps():,} steps, counted at steps {shown_steps(at)}",
+        "loss or gradient norm not finite or far above the steps before: a learning rate too high, or single batches",
+        f"{lower_lr(log)}; autopsy --step N ranks the documents of such a step",
+        logged_names(log, "guarded_steps", "loss"), tuple(map(int, at[:8])),
+    )  # fmt: skip
+
 
 # ---- the schedule and the clip
 
@@ -53,7 +116,7 @@ def clip(log: RunLog) -> Iterator[Finding]:
             "clip_pinned", "note", "hypothesis", evidence, "the learning rate is high for this phase",
             "a lower peak or a longer warmup, if the loss is noisy", metrics,
         )  # fmt: skip
-    elif norm.values.max() < UNUSED_RATIO * limit:
+    elif middle > 0 and norm.values.max() < UNUSED_RATIO * limit:
         yield Finding(
             "clip_unused", "note", "established",
             f"the largest norm is {norm.values.max():.3g}, the clip {limit:g}", "the clip is set far above the norm",

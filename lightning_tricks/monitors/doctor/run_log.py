@@ -1,7 +1,7 @@
 """What a run has logged, by the role of each metric, and the robust figures that the symptoms are made of. No torch."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {  # the names under which loggers have e
     ),
     "loss_scale": ("precision/loss_scale", "loss_scale"),
     "skipped_steps": ("precision/skipped_steps",),
+    "guarded_steps": ("guard/skipped_steps",),
     "mfu": ("throughput/mfu", "device/mfu"),
     "data_share": ("goodput/data",),
     "step_share": ("goodput/steps",),
@@ -96,6 +97,7 @@ class RunLog:
         batches: checksum of each step's batch, of a ledger.
         settings: of the recipe, by dotted names such as `trainer.gradient_clip_val`.
         times: seconds since 1970 at the points of the loss, where the log has times.
+        printed: lines that the run has printed, such as those of an error.
     """
 
     metrics: Mapping[str, Series] = field(default_factory=dict)
@@ -104,6 +106,7 @@ class RunLog:
     batches: Mapping[int, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     times: Series = field(default_factory=lambda: Series.of({}))
+    printed: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for role, names in ROLES.items():

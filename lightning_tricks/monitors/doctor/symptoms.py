@@ -7,6 +7,7 @@ from lightning_tricks.monitors.doctor.finding import Finding
 from lightning_tricks.monitors.doctor.run_log import RunLog
 
 SYMPTOMS: tuple[Callable[[RunLog], Iterator[Finding]], ...] = (
+    other_symptoms.printed,
     other_symptoms.scaler,
     loss_symptoms.not_finite,
     loss_symptoms.restore,
@@ -17,6 +18,7 @@ SYMPTOMS: tuple[Callable[[RunLog], Iterator[Finding]], ...] = (
     loss_symptoms.validation_leak,
     other_symptoms.clip,
     loss_symptoms.spikes,
+    other_symptoms.guarded_steps,
     other_symptoms.dead_units,
     other_symptoms.attention_logits,
     other_symptoms.throughput,
