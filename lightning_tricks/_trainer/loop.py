@@ -83,7 +83,7 @@ def epoch_is_over(trainer: Any) -> bool:
 def epoch_end_follows(trainer: Any) -> bool:
     """After a step: whether the hooks of an epoch's end come next, and a save after them goes on with the next epoch.
 
-    With `max_steps`, Lightning goes on within the epoch that has ended and calls them anew, without the epoch's metrics,
+    With `max_steps`, Lightning goes on within the epoch that has ended and calls them anew without the epoch's metrics,
     unless ExactResume prevents it. Read from `_FitLoop.restarting` and `on_advance_start` (loops/fit_loop.py).
     """
     goes_on = trainer.max_steps == -1 or any(is_a(callback, "ExactResume") for callback in trainer.callbacks)
