@@ -21,7 +21,7 @@ from harness import runs
 from harness.models import Small
 from harness.preloaded import python
 from harness.runs import Memory, On
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
@@ -510,6 +510,21 @@ def test_an_epoch_is_over_at_its_last_batch_and_until_the_next_begins():
     found = answers(_trainer.epoch_is_over, hook="on_train_batch_end", max_epochs=2)
     assert found == [False, False, True] * 2
     assert _trainer.epoch_is_over(train())
+
+
+@pytest.mark.parametrize("monitors", [True, False])
+def test_the_hook_at_an_epochs_end_is_the_last_one_that_is_called(tmp_path, monitors):
+    called, hooks = [], []
+    model, others = model_with(logs=True), [EarlyStopping("train/loss"), ModelCheckpoint(tmp_path)] * monitors
+
+    def watch(trainer, module):
+        for owner in (module, *trainer.callbacks):
+            owner.on_train_epoch_end = lambda *_, owner=owner: called.append(owner)
+        hooks.append(_trainer.hook_at_epoch_end(trainer))
+
+    train(*others, On(on_train_start=watch), model=model, max_epochs=1)
+    assert len(called) == 2 + 2 * monitors
+    assert hooks == [(called[-1], "on_train_epoch_end")]
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

@@ -11,11 +11,13 @@ from lightning_tricks._trainer.last_step import is_last_step as is_last_step
 from lightning_tricks._trainer.loop import batch_progress as batch_progress
 from lightning_tricks._trainer.loop import end_after_this_batch as end_after_this_batch
 from lightning_tricks._trainer.loop import end_restart as end_restart
+from lightning_tricks._trainer.loop import epoch_end_follows as epoch_end_follows
 from lightning_tricks._trainer.loop import epoch_is_over as epoch_is_over
 from lightning_tricks._trainer.loop import epoch_means as epoch_means
 from lightning_tricks._trainer.loop import fetch_hooks as fetch_hooks
 from lightning_tricks._trainer.loop import forget_running_batch as forget_running_batch
 from lightning_tricks._trainer.loop import go_on_with_next_epoch as go_on_with_next_epoch
+from lightning_tricks._trainer.loop import hook_at_epoch_end as hook_at_epoch_end
 from lightning_tricks._trainer.loop import is_accumulating as is_accumulating
 from lightning_tricks._trainer.loop import is_restarting as is_restarting
 from lightning_tricks._trainer.loop import logging_step as logging_step

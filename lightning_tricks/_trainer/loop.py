@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from lightning_tricks._trainer.package import is_a
+
 
 def is_accumulating(trainer: Any) -> bool:
     """Whether the running micro-batch is followed by another one of the same optimizer step.
@@ -76,6 +78,25 @@ def epoch_is_over(trainer: Any) -> bool:
     Read from `_TrainingEpochLoop._num_ready_batches_reached` (loops/training_epoch_loop.py).
     """
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def epoch_end_follows(trainer: Any) -> bool:
+    """After a step: whether the hooks of an epoch's end come next, and a save after them goes on with the next epoch.
+
+    With `max_steps`, Lightning goes on within the epoch that has ended and calls them anew without the epoch's metrics,
+    unless ExactResume prevents it. Read from `_FitLoop.restarting` and `on_advance_start` (loops/fit_loop.py).
+    """
+    goes_on = trainer.max_steps == -1 or any(is_a(callback, "ExactResume") for callback in trainer.callbacks)
+    return goes_on and epoch_is_over(trainer)
+
+
+def hook_at_epoch_end(trainer: Any) -> tuple[Any, str]:
+    """Owner and name of the last hook that is called at the end of an epoch: of a callback, or of the module.
+
+    Read from `_FitLoop.on_advance_end` (loops/fit_loop.py) and `_call_callback_hooks` (trainer/call.py).
+    """
+    monitoring = [callback for callback in trainer.callbacks if is_a(callback, "EarlyStopping", "Checkpoint")]
+    return (monitoring or [trainer.lightning_module])[-1], "on_train_epoch_end"
 
 
 def go_on_with_next_epoch(trainer: Any) -> None:
@@ -153,6 +174,8 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
 
     Read from `_FitLoop.update_restart_stage` and `done` (loops/fit_loop.py).
     """
+    if "loops" not in checkpoint:  # nothing has begun
+        return
     progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
     if progress["current"]["ready"] == 0:  # no epoch has begun, as before a search for a learning rate
         return

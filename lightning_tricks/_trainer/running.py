@@ -122,8 +122,7 @@ def running_hook(stack: Sequence[FrameType]) -> tuple[Any, str] | None:
         stack: the innermost frame first.
     """
     for frame in stack:
-        module = frame.f_globals.get("__name__", "")
-        if not module.endswith((".trainer.call", ".guards.lean_loop")):
+        if not frame.f_globals.get("__name__", "").endswith((".trainer.call", ".guards.lean_loop")):
             continue
         local = frame.f_locals
         if "fn" in local and "hook_name" in local:

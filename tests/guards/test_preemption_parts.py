@@ -20,12 +20,12 @@ import torch
 from harness.models import Small
 from harness.processes import run
 from harness.runs import On, trainer_with
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_tricks import Preemption, SafeCheckpoint
+from lightning_tricks import ExactResume, Preemption, SafeCheckpoint
 from lightning_tricks._errors import UsageError
 from lightning_tricks._process import process_age
 from lightning_tricks.checkpoints import atomic_checkpoint_io
@@ -50,11 +50,15 @@ def handlers():
 
 
 class Model(Small):
-    """Calls `then` in its third step."""
+    """Calls `then` in its third step, and counts the epochs that have ended."""
 
     def __init__(self, then=lambda: None):
-        super().__init__(2, 1)
+        super().__init__(2, 1, logs=True)
         self.then = then
+        self.register_buffer("ended", torch.zeros(()))
+
+    def on_train_epoch_end(self):
+        self.ended += 1
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 2:
@@ -62,13 +66,29 @@ class Model(Small):
         return super().training_step(batch, batch_idx)
 
 
-def fit(folder, act, *callbacks, preemption=None, ckpt_path=None, **options):
+class ByHand(Model):
+    """Makes an optimizer step of every three batches, or none from the second step on."""
+
+    def __init__(self, then, stops=False):
+        super().__init__(then)
+        self.automatic_optimization, self.stops = False, stops
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 4:
+            self.then()
+        self.manual_backward(self.loss_of(batch))
+        if batch_idx % 3 == 2 and not (self.stops and self.trainer.global_step):
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def fit(folder, act, *callbacks, preemption=None, ckpt_path=None, model=None, **options):
     """The exception with which a fit of 6 steps ends, None if it comes to its end."""
     warnings.simplefilter("ignore")
     own = {"max_steps": 6, "logger": False, "default_root_dir": folder, "enable_checkpointing": bool(callbacks)}
     trainer = trainer_with(preemption or Preemption(), *callbacks, **{**own, **options})
     try:
-        trainer.fit(Model(act), ckpt_path=ckpt_path)
+        trainer.fit(model or Model(act), ckpt_path=ckpt_path)
     except BaseException as error:
         return error.with_traceback(None)
     return None
@@ -200,6 +220,47 @@ def test_it_saves_what_every_other_callback_has_done_in_the_step(tmp_path):
     counts = On(on_train_batch_end=lambda *_: done.append(1), state_dict=lambda: {"steps": len(done)})
     fit(tmp_path, terminate, counts, enable_checkpointing=False)
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"][counts.state_key] == {"steps": 3}
+
+
+SAVERS = {
+    "alone": lambda folder: [],
+    "beside ExactResume": lambda folder: [ExactResume()],
+    "by SafeCheckpoint": lambda folder: [ExactResume(), SafeCheckpoint(folder, every_n_train_steps=3)],
+}
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("stops_early", [True, False])
+def test_in_an_epochs_last_step_it_saves_what_the_hooks_of_the_epochs_end_have_done(tmp_path, saver, stops_early):
+    def epochs(act, ckpt_path=None):
+        """Run up to three epochs of three steps, in which a metric never gets better."""
+        early = EarlyStopping("train/loss", min_delta=1e9, patience=9)
+        callbacks = [*SAVERS[saver](tmp_path), *[early] * stops_early]
+        saves = any(isinstance(callback, SafeCheckpoint) for callback in callbacks)
+        options = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 3, "enable_checkpointing": saves}
+        return fit(tmp_path, act, *callbacks, ckpt_path=ckpt_path, **options), early
+
+    stop, _ = epochs(terminate)
+    assert (stop.code, stop.step) == (143, 3)
+    saved = torch.load(stop.checkpoint, weights_only=False)
+    assert (saved["global_step"], saved["state_dict"]["ended"]) == (3, 1)
+    error, early = epochs(lambda: None, stop.checkpoint)
+    assert error is None
+    assert early.wait_count == 2 * stops_early
+
+
+@pytest.mark.parametrize(("stops", "step"), [(False, 2), (True, 1)])
+def test_a_step_by_hand_is_finished_unless_it_takes_more_batches_than_any_before(tmp_path, stops, step):
+    stop = fit(tmp_path, None, model=ByHand(terminate, stops))
+    assert (stop.step, step_of(stop.checkpoint)) == (step, step)
+    saved = torch.load(stop.checkpoint, weights_only=True)["loops"]["fit_loop"]
+    assert saved["epoch_loop.batch_progress"]["current"]["processed"] == 6
+
+
+def test_a_run_that_was_stopped_before_its_first_step_begins_beside_exact_resume(tmp_path):
+    stop = fit(tmp_path, None, On(setup=lambda *_, **__: terminate()), ExactResume(), enable_checkpointing=False)
+    assert (stop.code, stop.step) == (143, 0)
+    assert fit(tmp_path, lambda: None, ExactResume(), ckpt_path=stop.checkpoint, enable_checkpointing=False) is None
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path, monkeypatch):

@@ -23,6 +23,8 @@ from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import (
     batch_progress,
     dismiss_process_observer,
+    epoch_end_follows,
+    hook_at_epoch_end,
     is_accumulating,
     is_restarting,
     last_saved_step,
@@ -62,9 +64,9 @@ class Preemption(pl.Callback):
     """Save and leave when the run is told to stop: ends the process between two steps, and never changes training.
 
     SIGTERM, SIGUSR1, Ctrl-C and the time limit have one effect: the running optimizer step is finished, with all of its
-    micro-batches, its logging and the validation that is due; then one checkpoint is saved, and the process ends with
-    exit code 143 (130 after Ctrl-C). Nothing is lost, and nothing is done twice. After the run's last step the fit ends
-    as usual. A second Ctrl-C stops at once.
+    micro-batches, its logging, the validation that is due and the hooks of an epoch's end. Then one checkpoint is
+    saved, and the process ends with exit code 143 (130 after Ctrl-C). Nothing is lost, and nothing is done twice. After
+    the run's last step the fit ends as usual. A second Ctrl-C stops at once.
 
     With several processes it is enough that one of them gets the signal: all stop after the same step, the one after
     that in which the signal came. On SLURM, SIGUSR1 and the time limit put the job back into the queue, if
@@ -107,6 +109,7 @@ class Preemption(pl.Callback):
         self._reason = Reason.NONE  # on which all ranks agree
         self._checkpoint: str | None = None  # saved because of it
         self._leaving = False
+        self._step = self._since = self._longest = 0  # the last step, batches since it, and the most there were
 
     def setup(self, trainer: Any, pl_module: Module, stage: str) -> None:
         """Take the signals over; all ranks must call."""
@@ -133,6 +136,9 @@ class Preemption(pl.Callback):
         """Leave if a signal has come before the first step: during the setup, or in the sanity check."""
         if self._ranks is None:
             return
+        self._step = trainer.global_step
+        owner, name = hook_at_epoch_end(trainer)
+        self._replacements.enter_context(replaced(owner, name, self._with_save(trainer, getattr(owner, name))))
         self._reason = Reason(self._ranks.now(self._asked()))
         if self._reason:
             resumed = is_restarting(trainer) or (trainer.ckpt_path and _is_untouched(trainer))
@@ -145,19 +151,44 @@ class Preemption(pl.Callback):
             checkpoint.pop("loops", None)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ask the ranks after each optimizer step, and save if one is to stop and no validation comes first."""
-        if self._ranks is None or is_accumulating(trainer):
+        """Ask the ranks after each optimizer step, and save if one is to stop and nothing more belongs to the step."""
+        self._since += 1
+        if trainer.global_step != self._step:
+            self._step, self._since, self._longest = trainer.global_step, 0, max(self._since, self._longest)
+        if self._ranks is None or self._is_within_step(trainer):
             return
         self._reason = Reason(self._ranks.later(self._asked()))
-        if self._reason and self._checkpoint is None and not validation_follows(trainer):
-            self._checkpoint = self._save(trainer)
+        if self._reason and not epoch_end_follows(trainer) and not validation_follows(trainer):
+            self._save_if_asked(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """The same after a validation, in which a signal may have come."""
-        if self._ranks is None or trainer.sanity_checking or is_accumulating(trainer):
+        if self._ranks is None or trainer.sanity_checking or self._is_within_step(trainer):
             return
         if not self._reason:
             self._reason = Reason(self._ranks.now(self._asked()))
+        if not epoch_end_follows(trainer):
+            self._save_if_asked(trainer)
+
+    def _is_within_step(self, trainer: Any) -> bool:
+        """Whether the next micro-batch belongs to the running step.
+
+        A module that optimizes manually tells by its steps alone: a step of it is taken to be over after as many
+        batches as its longest one before had.
+        """
+        by_hand = not trainer.lightning_module.automatic_optimization
+        return 0 < self._since < self._longest if by_hand else is_accumulating(trainer)
+
+    def _with_save(self, trainer: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The last hook of an epoch's end, and then the save: a resume does not call the hooks before it anew."""
+
+        def on_train_epoch_end(*args: Any) -> None:
+            hook(*args)
+            self._save_if_asked(trainer)
+
+        return on_train_epoch_end
+
+    def _save_if_asked(self, trainer: Any) -> None:
         if self._reason and self._checkpoint is None:
             self._checkpoint = self._save(trainer)
 

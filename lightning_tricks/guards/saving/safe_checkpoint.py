@@ -17,6 +17,7 @@ from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero
 from lightning_tricks._random_state import save_random_states, saved_random_states, set_random_state_of
 from lightning_tricks._trainer import (
     batch_progress,
+    epoch_end_follows,
     has_default_checkpoint_io,
     is_a,
     is_accumulating,
@@ -124,8 +125,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
       earlier versions, which did not name the run.
     - On a full disk the checkpoint that would go next is deleted and the save tried again. If that fails too, training
       goes on without this checkpoint, and one line says so.
-    - It saves at the end of an accumulation window, and after the validation that is due at that step, so a resumed run
-      neither repeats nor loses a validation.
+    - It saves at the end of an accumulation window, and after the validation and the epoch's end that are due at that
+      step, so a resumed run neither repeats nor loses a validation.
     - A resumed run takes the random numbers of the unbroken one, on each rank. With batches that depend on their
       position alone, as those of `TextData` and `TokenData` do, it is that run to the bit.
     - A checkpoint of another class or of other weights is refused by `fit` in one line.
@@ -344,7 +345,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if self.every_n_minutes is not None and (logging_step(trainer) + 1) % every == 0:
             self._clock.due |= trainer.strategy.broadcast(self._clock.minutes_are_over())
         self._clock.due |= is_last_step(trainer)
-        if self._clock.due and not validation_follows(trainer):
+        if self._clock.due and not epoch_end_follows(trainer) and not validation_follows(trainer):
             self._save(trainer)
         elif self._reserves:
             _reserve(self._io, trainer, pl_module)
@@ -356,12 +357,12 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             return
         self._score.after_validation(trainer)
         self._clock.due |= self._has_no_interval or is_last_step(trainer)
-        if self._clock.due and not is_accumulating(trainer):
+        if self._clock.due and not is_accumulating(trainer) and not epoch_end_follows(trainer):
             self.save_now(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Save, where there is no interval."""
-        if self._has_no_interval:
+        """Save, where there is no interval, and if it was due at the last step: a resume calls no hook of it anew."""
+        if self._has_no_interval or self._clock.due:
             self.save_now(trainer)
 
     def save_now(self, trainer: Trainer) -> None:

@@ -301,7 +301,7 @@ class Hub(threading.Thread):
             for sock in list(self._peers):
                 send(sock, {"bye": words})
                 self._drop(sock)
-            for last in (self._selector, self._server, self._woken):
+            for last in (self._selector, self._server, self._woken, self._wake):
                 last.close()
 
     def _serve(self) -> bool:
