@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,7 +137,9 @@ def _find(option: str, patterns: str | list[str]) -> list[Path]:
     """
     paths: list[Path] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        found = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+        path = str(Path(pattern).expanduser())
+        # a file's own name may have brackets, which a glob reads as a set of characters
+        found = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
         if not found:
             raise UsageError(f"{option}={pattern!r}: matches no file; check the path")
         paths += map(Path, found)

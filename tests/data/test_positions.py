@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.data import positions as module
 from lightning_tricks.data.order import SkippedSamples
 from lightning_tricks.data.positions import DataPosition, micro_batch_positions, steps_to_come
 

@@ -230,6 +230,14 @@ def test_a_second_fit_and_a_validation_take_the_shards_as_they_are():
     assert fresh.losses[0] == pytest.approx(alone.losses[0], rel=1e-6)
 
 
+def test_a_hook_may_call_the_module_between_the_backward_pass_and_the_step():
+    look = torch.no_grad()(lambda trainer, module, optimizer: module(torch.ones(1, 4)))
+    plain, looked_at = Small(4, 1), Small(4, 1)
+    fit(plain, FSDP2Strategy())
+    fit(looked_at, FSDP2Strategy(), 1, None, runs.On(on_before_optimizer_step=look))
+    assert looked_at.losses == plain.losses
+
+
 class Normed(Image):
     """Notes the type of the weights and the input of a block's two layers."""
 
