@@ -262,20 +262,18 @@ class DataPosition:
             UsageError: see `refuse_scheduled_accumulation`.
         """
         refuse_scheduled_accumulation(trainer)
-        state, self._loaded = self._loaded, None
-        restarts = is_restarting(trainer)
-        if not restarts and not steps_done(trainer):  # a new run, whatever these data have served before
-            self._rows = self._steps = self._since = 0
-            self._history = BatchHistory()
-        if state is None or not restarts:  # Lightning loads a state to validate, too, after which a fit may follow
-            if restarts:
+        if (state := self._loaded) is None:
+            if is_restarting(trainer):
                 # a checkpoint of other data: its steps count as if they had been made with this global batch
                 align_accumulation(trainer, accumulation(trainer).at(steps_done(trainer)))
                 if not self._begun:
                     self._since = steps_done(trainer)
+            elif not steps_done(trainer):  # a new run, whatever these data have served before
+                self._rows = self._steps = self._since = 0
+                self._history = BatchHistory()
             self._begun = True
             return
-        self._begun = True
+        self._loaded, self._begun = None, True
         align_accumulation(trainer, state["micro_batches"], state.get("in_step"))
         self._rows = self.skipped.index(state["samples"])
         self._steps = self._since = steps_done(trainer)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from harness.models import Small
-from harness.runs import fit
+from harness.runs import fit, trainer_with
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data import ShardWriter, TextData, TokenData
@@ -221,6 +221,18 @@ def test_a_module_that_optimizes_by_hand_resumes_at_its_next_batch(write_shard, 
     _, second = run(20, ckpt_path=tmp_path / "a.ckpt")
     assert (len(first), len(second)) == (4, 6)
     assert first + second == whole
+
+
+def test_a_fit_after_a_validation_of_a_checkpoint_starts_at_row_0(write_shard, tmp_path):
+    path, seen = str(write_shard(np.arange(200))), []
+    data = TokenData(train=path, val=path, seq_len=8, micro_batch_size=2)
+    first_id = lambda module, batch: seen.append(batch["input_ids"][0, 0].item())  # noqa: E731
+    model = Small(act=first_id, loss=lambda module, batch: module.net[0].weight.sum())
+    fit(model, data=data, max_steps=2).trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer_with().validate(model, data, ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    fit(model, data=data, max_steps=2)
+    assert len(seen) == 4
+    assert seen[2:] == seen[:2]
 
 
 @pytest.mark.parametrize("end_later", [10, 5, 2])  # the first is beyond all that workers have fetched by then

@@ -313,8 +313,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         found += ["mesh.tensor"] if self.dims.tensor > 1 else []
         if found:
             raise UsageError(
-                f"trainer.precision={plugin.precision}: its loss scaling does not work with {found[0]}: take it out, and "
-                "set plugins to FP16Mixed"
+                f"trainer.precision={plugin.precision}: its loss scaling does not work with {found[0]}: take it out, "
+                "and set plugins to FP16Mixed"
             )
 
     def _clip_shards(self) -> None:
