@@ -57,7 +57,7 @@ def test_several_shards_are_one_stream_in_sorted_order(tmp_path):
 def test_a_file_is_found_by_its_own_name_whatever_a_pattern_would_make_of_it(tmp_path):
     with ShardWriter(tmp_path, "run [1]", 64) as writer:
         writer.append(np.arange(64))
-    data = TokenData(train=str(tmp_path / "run [1]_000000.bin"), seq_len=9, vocab_size=64)
+    data = TokenData(train=tmp_path / "run [1]_000000.bin", seq_len=9, vocab_size=64)
     data.setup()
     assert data.data_summary() == f"64 train tokens in 1 shard(s); {tmp_path}"
 

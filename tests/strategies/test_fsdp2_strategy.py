@@ -342,6 +342,13 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(size):
     refused(CausalLM(), rf"^replicate_size={size} does not divide the 1 devices", FSDP2Strategy(replicate_size=size))
 
 
+def test_a_mesh_in_another_form_is_refused():
+    with pytest.raises(
+        UsageError, match=r"^mesh={'tensor': 2}: give ParallelDims, such as ParallelDims\(tensor=2\); in a"
+    ):
+        FSDP2Strategy(mesh={"tensor": 2})
+
+
 def test_a_pattern_that_matches_nothing_is_refused():
     refused(CausalLM(), r"^FSDP2Strategy.blocks: pattern 'layer' matches no submodule", FSDP2Strategy(blocks=["layer"]))
 

@@ -113,6 +113,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             save_distributed_checkpoint=save_distributed_checkpoint,
             timeout=timedelta(seconds=timeout_seconds),
         )
+        if not isinstance(mesh, ParallelDims | None):
+            raise UsageError(
+                f"mesh={mesh!r}: give ParallelDims, such as ParallelDims(tensor=2); in a recipe, {{tensor: 2}}"
+            )
         self.replicate_size = replicate_size
         self.mesh = mesh
         self.sequence_parallel = sequence_parallel
