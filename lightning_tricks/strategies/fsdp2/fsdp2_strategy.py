@@ -15,7 +15,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._random_state import random_state, set_random_state
 from lightning_tricks._replaced import replaced
-from lightning_tricks._trainer import enabled_scaler, is_accumulating, set_device_mesh, unwrapped
+from lightning_tricks._trainer import enabled_scaler, evaluation_loops, is_accumulating, set_device_mesh, unwrapped
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
@@ -132,7 +132,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.shards_modules = True  # tells a module that would otherwise shard itself
         self._tensor_ranks_unchecked = False
         self._folder_writer = FolderWriter(timedelta(seconds=timeout_seconds))
-        self._of_fit = ExitStack()
+        self._until_teardown = ExitStack()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -207,6 +207,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         """Shard, then make the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        for loop in evaluation_loops(
+            trainer
+        ):  # FSDP2 keeps the tensors of its first gather, which must be fit to train
+            self._until_teardown.enter_context(replaced(loop, "inference_mode", False))
         module = self._module
         shard.refuse_fsdp1(module)
         sharded = any(isinstance(part, fsdp.FSDPModule) for part in module.modules())  # by itself, or by an earlier fit
@@ -326,7 +330,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         plugin, of_lightning = self.precision_plugin, pl.plugins.Precision.clip_grad_by_norm
         if getattr(plugin.clip_grad_by_norm, "__func__", None) is of_lightning:  # and not the user's own
             clip = lambda optimizer, clip_val: clip_grad_norm(plugin.main_params(optimizer), clip_val)  # noqa: E731
-            self._of_fit.enter_context(replaced(plugin, "clip_grad_by_norm", clip))
+            self._until_teardown.enter_context(replaced(plugin, "clip_grad_by_norm", clip))
 
     def model_to_device(self) -> None:
         """Move the tensors that are not sharded; shards are on their device already."""
@@ -471,7 +475,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Wait for a write in the background, then tear down the rest."""
-        self._of_fit.close()
+        self._until_teardown.close()
         try:
             self.checkpoint_io.teardown()  # Lightning's own teardown does not call it
         finally:
