@@ -29,7 +29,6 @@ TWO = {
     "tensor and sequence, learned positions": Case("gpt2", TENSOR),
     "tensor, Hugging Face": Case("hugging face", TENSOR, guarded=True),
     "tensor, foreign": Case("foreign", TENSOR),
-    "tensor, foreign, compiled": Case("foreign", TENSOR, {"compile_blocks": True}),
     "tensor, a plan that forgets": Case(
         "forgets", TENSOR, says="'blocks.0.scale.weight' has another gradient on each tensor rank"
     ),
