@@ -827,21 +827,6 @@ def test_where_the_iterator_does_not_tell_the_awaited_loader_it_is_known_only_if
     assert (found and found[1:]) == ((0, 1) if known else None)
 
 
-def test_the_evaluation_loops_run_in_inference_mode_where_they_say_so():
-    modes = []
-    note = lambda *_: modes.append(torch.is_inference_mode_enabled())  # noqa: E731
-    hooks = ("on_validation_batch_start", "on_test_batch_start", "on_predict_batch_start")
-    trainer, model = trainer_with(On(**dict.fromkeys(hooks, note))), model_with()
-    trainer.validate(model, data(1), verbose=False)
-    for loop in _trainer.evaluation_loops(trainer):
-        assert loop.inference_mode
-        loop.inference_mode = False
-    trainer.fit(model, data(1), data(1))
-    for evaluate in (trainer.validate, trainer.test, trainer.predict):
-        evaluate(model, data(1))
-    assert modes == [True, False, False, False, False]
-
-
 def test_evaluation_progress_counts_the_batches_of_a_validation():
     found = []
     ask = lambda trainer, *_: found.append(_trainer.evaluation_progress(trainer).current.ready)  # noqa: E731

@@ -13,7 +13,6 @@ from lightning_tricks._trainer.loop import end_after_this_batch as end_after_thi
 from lightning_tricks._trainer.loop import end_restart as end_restart
 from lightning_tricks._trainer.loop import epoch_is_over as epoch_is_over
 from lightning_tricks._trainer.loop import epoch_means as epoch_means
-from lightning_tricks._trainer.loop import evaluation_loops as evaluation_loops
 from lightning_tricks._trainer.loop import fetch_hooks as fetch_hooks
 from lightning_tricks._trainer.loop import forget_running_batch as forget_running_batch
 from lightning_tricks._trainer.loop import go_on_with_next_epoch as go_on_with_next_epoch

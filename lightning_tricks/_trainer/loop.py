@@ -161,15 +161,6 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
         tracker["processed"] = tracker["completed"] = tracker["ready"] - 1
 
 
-def evaluation_loops(trainer: Any) -> list[Any]:
-    """The loops of a validation within a fit, of `validate`, `test` and `predict`.
-
-    Each runs in inference mode if its attribute `inference_mode` says so, but not where processes talk by gloo. Read
-    from `_no_grad_context` (loops/utilities.py).
-    """
-    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
-
-
 def fetch_hooks(trainer: Any) -> tuple[Any, str, str]:
     """Owner and names of the methods that the loop calls before and after it asks the loaders for a training batch.
 

@@ -230,16 +230,15 @@ def test_a_second_fit_and_a_validation_take_the_shards_as_they_are():
     assert fresh.losses[0] == pytest.approx(alone.losses[0], rel=1e-6)
 
 
-def test_the_first_gather_may_be_that_of_a_validation(monkeypatch):
+def test_a_fit_may_follow_a_validation(monkeypatch):
     # as with NCCL; under gloo Lightning itself leaves inference mode out
     monkeypatch.setattr("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False)
     alone, sharded = Small(4, 1, logs=True), Small(4, 1, logs=True)
     for model, strategy in ((alone, "auto"), (sharded, FSDP2Strategy())):
-        modes = []
-        note = runs.On(on_validation_start=lambda *_: modes.append(torch.is_inference_mode_enabled()))  # noqa: B023
-        trainer = runs.fit(model, note, val=batches(torch.ones(1, 2, 4)), strategy=strategy).trainer
-        assert modes[0] == (strategy == "auto")
+        trainer = runs.trainer_with(strategy=strategy)
+        trainer.validate(model, batches(torch.ones(1, 2, 4)), verbose=False)
         assert trainer.validate_loop.inference_mode
+        trainer.fit(model)
     assert sharded.losses == pytest.approx(alone.losses, rel=1e-6)
 
 

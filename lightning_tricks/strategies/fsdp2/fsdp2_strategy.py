@@ -15,7 +15,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._random_state import random_state, set_random_state
 from lightning_tricks._replaced import replaced
-from lightning_tricks._trainer import enabled_scaler, evaluation_loops, is_accumulating, set_device_mesh, unwrapped
+from lightning_tricks._trainer import enabled_scaler, is_accumulating, set_device_mesh, unwrapped
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
@@ -207,9 +207,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         """Shard, then make the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        for loop in evaluation_loops(
-            trainer
-        ):  # FSDP2 keeps the tensors of its first gather, which must be fit to train
+        # FSDP2 keeps the tensors of its first gather; made in inference mode, they could not train in a later fit
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             self._until_teardown.enter_context(replaced(loop, "inference_mode", False))
         module = self._module
         shard.refuse_fsdp1(module)
