@@ -19,9 +19,6 @@ from lightning_tricks.accounting import (
 )
 from lightning_tricks.accounting.flop_counting import FlopCounter
 from lightning_tricks.models import GPT2, Decoder, Llama
-from lightning_tricks.parallel.dims import Mesh, ParallelDims
-from lightning_tricks.parallel.fake_cluster import fake_world
-from lightning_tricks.parallel.parallelize import ParallelOptions, parallelize
 
 # 3 rows through Linear(8, 16) and Linear(16, 4): 2 * 3 * 8 * 16 = 768 and 2 * 3 * 16 * 4 = 384 forward. Backward each
 # weight's gradient costs as much again, and so does each input's, but for the first layer's.
@@ -343,29 +340,3 @@ def count_in_shards(rank: int) -> None:
 
 def test_sharded_layers_count_what_this_device_computes_compiled_or_not():
     processes.run(count_in_shards)
-
-
-class Divided(nn.Module):
-    """Two layers over tensor ranks, of which the second takes what a rank has of the first one's result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(2))
-
-    def parallel_plan(self):
-        return {"blocks.*.0": "colwise", "blocks.*.1": "rowwise"}
-
-    def forward(self, x):
-        return self.blocks[1](self.blocks[0](x))
-
-
-def test_compiled_code_whose_weights_tensor_ranks_share_is_not_counted():
-    with fake_world(0, 2):
-        module = Divided()
-        parallelize(module, Mesh.of(ParallelDims(tensor=2).of_world(2), "cpu"), ParallelOptions())
-        for block in module.blocks:
-            block.compile(backend="eager")
-        with count_flops(module) as counter:
-            module(torch.ones(2, 3, 8))
-        with pytest.raises(CannotCount, match=r"is compiled: tensor ranks share its weights$"):
-            _ = counter.flops

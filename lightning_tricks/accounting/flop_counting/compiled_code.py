@@ -267,8 +267,6 @@ class CompiledCalls:
         if isinstance(module, nn.Module):
             if any(hasattr(parameter, "ds_shape") for parameter in module.parameters()):
                 raise CannotCount("DeepSpeed has sharded its weights")
-            if any("tensor" in _axes(parameter) for parameter in module.parameters()):
-                raise CannotCount("tensor ranks share its weights")
             if any(isinstance(part, FSDPModule) for part in module.modules()):
                 function, args, kwargs = whole(function, args, kwargs)
         key = fingerprint(function, args, kwargs)
@@ -307,11 +305,6 @@ class CompiledCalls:
                 self._counter.add(flops.backward, flops.recompute)
 
         return prehook
-
-
-def _axes(parameter: Any) -> tuple[str, ...]:
-    """Names of the axes of the mesh over which a parameter is divided."""
-    return getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
 
 
 def _at_return(frame: FrameType, call: Callable[[Any], None]) -> None:
