@@ -235,7 +235,7 @@ def test_a_fit_may_follow_a_validation(monkeypatch):
     monkeypatch.setattr("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False)
     alone, sharded = Small(4, 1, logs=True), Small(4, 1, logs=True)
     for model, strategy in ((alone, "auto"), (sharded, FSDP2Strategy())):
-        trainer = runs.trainer_with(strategy=strategy)
+        trainer = runs.trainer_with(strategy=strategy, use_distributed_sampler=False)
         trainer.validate(model, batches(torch.ones(1, 2, 4)), verbose=False)
         assert trainer.validate_loop.inference_mode
         trainer.fit(model)
