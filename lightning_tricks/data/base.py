@@ -319,13 +319,14 @@ class ShardData(pl.LightningDataModule):
         return BatchHistory.of_state(state.get("history", [])).rows(steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the row after those of the checkpoint.
+        """In a fit, go on with the row after those of the checkpoint.
 
         Raises:
             UsageError: see `check_tokenizer`.
         """
         self.check_tokenizer({"": state_dict})
-        self._position.load_state_dict(state_dict)
+        if self.trainer is None or self.trainer.state.fn == "fit":  # not to validate or to test: a fit may follow
+            self._position.load_state_dict(state_dict)
 
     def check_tokenizer(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint that was trained with another tokenizer; one without a tokenizer is accepted.

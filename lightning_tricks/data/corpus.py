@@ -285,10 +285,13 @@ def hugging_face(name: str, text_field: str) -> Corpus:
 
         try:
             for row in datasets.load_dataset(path, config or None, split="train", streaming=True):
-                if not isinstance(row.get(text_field), str):
+                text = row.get(text_field)
+                if text is None and text_field in row:
+                    continue  # a row without text, passed over as in a file of Parquet
+                if not isinstance(text, str):
                     raise UsageError(f"text_field={text_field!r}: {name} has the columns {', '.join(row)}")
-                if row[text_field].strip():
-                    yield row[text_field]
+                if text.strip():
+                    yield text
         except UsageError:
             raise
         except Exception as error:  # the Hub, the network and the formats each raise their own

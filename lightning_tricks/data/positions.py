@@ -268,6 +268,9 @@ class DataPosition:
                 align_accumulation(trainer, accumulation(trainer).at(steps_done(trainer)))
                 if not self._begun:
                     self._since = steps_done(trainer)
+            elif not steps_done(trainer):  # a new run, whatever these data have served before
+                self._rows = self._steps = self._since = 0
+                self._history = BatchHistory()
             self._begun = True
             return
         self._loaded, self._begun = None, True

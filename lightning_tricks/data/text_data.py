@@ -254,7 +254,8 @@ class TextData(ShardData):
             raise UsageError(f"vocab_size={vocab_size}: 256 bytes and end-of-text need at least 257")
         if tokenizer is None and vocab_size > LARGEST_VOCABULARY:
             raise UsageError(f"vocab_size={vocab_size}: at most {LARGEST_VOCABULARY} tokens are learned: give less")
-        self.files = [files] if isinstance(files, str) else files
+        given = [files] if isinstance(files, str | os.PathLike) else files
+        self.files = None if given is None else [str(file) for file in given]
         if self.files == []:
             raise UsageError("files=[]: name at least one, or leave it out for the standard library")
         self.hf_dataset, self.text_field, self.val_fraction = hf_dataset, text_field, val_fraction

@@ -6,7 +6,6 @@ where it does not hold, or tiktoken is not installed, `tokenizers` encodes. So t
 """
 
 import json
-import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
+from lightning_tricks.accounting.peak_flops import available_cores
 from lightning_tricks.data.bpe import PATTERNS, byte_alphabet, not_plain, split_pattern
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def encode_all(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[tuple
     fast = fast_bpe(tokenizer)
     if fast is not None and not all(map(_equal_or_not_taken, map(fast.encode, first), expected)):
         fast = None
-    threads, size = (1, _TOKENIZERS_TASK) if fast is None else (_threads(), _TASK)
+    threads, size = (1, _TOKENIZERS_TASK) if fast is None else (available_cores(), _TASK)
     pending: deque[tuple[list[str], Future[list[NDArray[np.int64]]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for task in chain([second], _tasks(documents, size)):
@@ -95,11 +95,6 @@ def _encode(tokenizer: Tokenizer, fast: "FastBPE | None", documents: list[str]) 
 def _by_tokenizers(tokenizer: Tokenizer, documents: Sequence[str]) -> list[NDArray[np.int64]]:
     encodings = tokenizer.encode_batch_fast(list(documents), add_special_tokens=False)
     return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
-
-
-def _threads() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class FastBPE:

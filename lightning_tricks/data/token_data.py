@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,9 +136,11 @@ def _find(option: str, patterns: str | list[str]) -> list[Path]:
         UsageError: a pattern matches nothing.
     """
     paths: list[Path] = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        found = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+    for pattern in [patterns] if isinstance(patterns, str | os.PathLike) else patterns:
+        path = str(Path(pattern).expanduser())
+        # a file's own name may have brackets, which a glob reads as a set of characters
+        found = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
         if not found:
-            raise UsageError(f"{option}={pattern!r}: matches no file; check the path")
+            raise UsageError(f"{option}={str(pattern)!r}: matches no file; check the path")
         paths += map(Path, found)
     return paths

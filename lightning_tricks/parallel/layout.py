@@ -87,6 +87,7 @@ def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOption
         module: after it.
     """
     bytes_of = _gathered_bytes(dims, options.policy, module)
+    size = (options.policy.param_dtype or next(module.parameters()).dtype).itemsize  # of an activation's element
     shards = dims.shard * dims.context
     found = []
     if shards > 1:
@@ -96,11 +97,9 @@ def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOption
         # a ring sends a part of the sum twice: on its way to one rank, and from there to all
         found.append(Traffic("replicate", dims.replicate, bytes_of["reduce"] // shards, bytes_of["reduce"] // shards))
     if dims.tensor > 1:
-        dtype = options.policy.param_dtype or next(module.parameters()).dtype
-        found.append(Traffic("tensor", dims.tensor, per_token=activations_sent(module, plan) * dtype.itemsize))
+        found.append(Traffic("tensor", dims.tensor, per_token=activations_sent(module, plan) * size))
     if dims.context > 1:
-        dtype = options.policy.param_dtype or next(module.parameters()).dtype
-        found.append(Traffic("context", dims.context, per_token=_between_parts(dims, options, module) * dtype.itemsize))
+        found.append(Traffic("context", dims.context, per_token=_between_parts(dims, options, module) * size))
     return found
 
 

@@ -399,6 +399,11 @@ def _extremes(own: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     return least, most
 
 
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether FSDP2 has divided a parameter; one that it has gathered may still be divided over the tensor ranks."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != (TENSOR_AXIS,)
+
+
 def local_rows(weight: Tensor) -> tuple[Tensor, Any, int]:
     """This rank's rows of a weight that `vocabulary` divides, the group that has the others, the first row's number.
 
@@ -409,13 +414,12 @@ def local_rows(weight: Tensor) -> tuple[Tensor, Any, int]:
     """
     if not isinstance(weight, DTensor):
         return weight, None, 0
-    mesh = weight.device_mesh
-    if mesh.mesh_dim_names != (TENSOR_AXIS,):
+    if is_sharded(weight):
         raise UsageError(
             "the weight of an output head is a shard: use it in the forward of the module that holds it, where FSDP2 "
             "gathers it"
         )
-    own = weight.to_local()
+    own, mesh = weight.to_local(), weight.device_mesh
     return own, mesh.get_group(), mesh.get_local_rank() * len(own)
 
 

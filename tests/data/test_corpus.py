@@ -277,7 +277,7 @@ def fake_datasets(monkeypatch):
 
 
 def test_a_hugging_face_dataset_is_streamed(fake_datasets):
-    fake = fake_datasets([{"text": "one"}, {"text": ""}, {"text": "two"}])
+    fake = fake_datasets([{"text": "one"}, {"text": ""}, {"text": None}, {"text": "two"}])
     assert list(hugging_face("owner/name:small", "text").documents()) == ["one", "two"]
     assert fake.asked == (("owner/name", "small"), {"split": "train", "streaming": True})
     list(hugging_face("owner/name", "text").documents())

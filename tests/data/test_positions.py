@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.data import positions as module
 from lightning_tricks.data.order import SkippedSamples
 from lightning_tricks.data.positions import DataPosition, micro_batch_positions, steps_to_come
 
@@ -162,18 +161,21 @@ def test_overfitting_starts_at_row_0_each_time():
     assert next(iter(position().positions(now, windows=100))) == 0
 
 
-def test_a_loaded_position_counts_for_one_fit_alone(monkeypatch):
-    for name, stand_in in (("steps_done", lambda trainer: trainer.step), ("is_restarting", lambda _: False)):
-        monkeypatch.setattr(module, name, stand_in)
-    monkeypatch.setattr(module, "align_accumulation", lambda *_: None)
-    trainer = SimpleNamespace(step=10, accumulate_grad_batches=1, overfit_batches=0, distributed_sampler_kwargs=None)
+def test_a_loaded_position_counts_for_one_fit_alone():
+    def run(step, micro_batches=1):
+        now = trainer(global_step=step, accumulate_grad_batches=micro_batches)
+        now.fit_loop.restarting = False  # as Lightning says where the checkpoint's epoch was over
+        return now
+
     position = DataPosition(2, {}, NONE)
     position.load_state_dict({"samples": 40, "micro_batches": 1})
-    position.begin(trainer)
-    assert position.rows(trainer) == 40
-    trainer.step = 13
-    position.begin(trainer)  # a second fit goes on with new rows
-    assert position.rows(trainer) == 46
+    position.begin(resumed := run(10))
+    assert position.rows(resumed) == 40
+    position.begin(second := run(13))  # a second fit goes on with new rows
+    assert position.rows(second) == 46
+    position.begin(fresh := run(0, micro_batches=3))
+    assert position.rows(fresh) == 0
+    assert position.history(fresh).state() == [{"step": 0, "sample": 0, "rows": 6, "skipped": []}]
 
 
 def test_a_step_names_its_samples_past_those_that_are_skipped():

@@ -426,9 +426,9 @@ def test_outside_of_a_run_there_is_no_position_to_save_and_no_positions_lie_in_n
     assert data.source_files([]) == []
 
 
-def test_paths_may_start_with_a_tilde(story, tmp_path, monkeypatch):
+def test_paths_may_start_with_a_tilde_and_be_paths(story, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    data = TextData("~/story.txt", vocab_size=300, seq_len=8, cache_dir="~/cache")
+    data = TextData(Path("~/story.txt"), vocab_size=300, seq_len=8, cache_dir="~/cache")
     data.setup()
     assert data.folder.parent == Path(tmp_path / "cache")
 

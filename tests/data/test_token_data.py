@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from harness.models import Small
-from harness.runs import fit
+from harness.runs import fit, trainer_with
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data import ShardWriter, TextData, TokenData
@@ -52,6 +52,14 @@ def test_several_shards_are_one_stream_in_sorted_order(tmp_path):
     assert torch.equal(rows - rows[:, :1], torch.arange(9).expand_as(rows))  # also across the seams
     assert len(set(rows[:, 0].tolist())) == 108
     assert data.data_summary() == f"1,000 train tokens in 4 shard(s); {tmp_path}"
+
+
+def test_a_file_is_found_by_its_own_name_whatever_a_pattern_would_make_of_it(tmp_path):
+    with ShardWriter(tmp_path, "run [1]", 64) as writer:
+        writer.append(np.arange(64))
+    data = TokenData(train=tmp_path / "run [1]_000000.bin", seq_len=9, vocab_size=64)
+    data.setup()
+    assert data.data_summary() == f"64 train tokens in 1 shard(s); {tmp_path}"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -213,6 +221,18 @@ def test_a_module_that_optimizes_by_hand_resumes_at_its_next_batch(write_shard, 
     _, second = run(20, ckpt_path=tmp_path / "a.ckpt")
     assert (len(first), len(second)) == (4, 6)
     assert first + second == whole
+
+
+def test_a_fit_after_a_validation_of_a_checkpoint_starts_at_row_0(write_shard, tmp_path):
+    path, seen = str(write_shard(np.arange(200))), []
+    data = TokenData(train=path, val=path, seq_len=8, micro_batch_size=2)
+    first_id = lambda module, batch: seen.append(batch["input_ids"][0, 0].item())  # noqa: E731
+    model = Small(act=first_id, loss=lambda module, batch: module.net[0].weight.sum())
+    fit(model, data=data, max_steps=2).trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer_with().validate(model, data, ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    fit(model, data=data, max_steps=2)
+    assert len(seen) == 4
+    assert seen[2:] == seen[:2]
 
 
 @pytest.mark.parametrize("end_later", [10, 5, 2])  # the first is beyond all that workers have fetched by then

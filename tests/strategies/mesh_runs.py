@@ -133,6 +133,7 @@ NORMED = Llama(**SIZES, n_heads=8, n_kv_heads=4, qk_norm=True, tie_embeddings=Tr
 WIDE = Llama(**(SIZES | {"d_model": 64}), n_heads=4, n_kv_heads=2)  # parts of two ranks are multiples of 16
 PLUGINS: dict[str, Callable[[], Any]] = {
     "bf16": BF16Mixed,
+    "Lightning's fp16": lambda: pl.plugins.MixedPrecision("16-mixed", "cpu"),
     "fp8": lambda: Float8(emulate=True, convert_small=True),
     "fp8 by rows": lambda: Float8("rowwise", emulate=True, convert_small=True),
 }

@@ -192,6 +192,12 @@ def test_bf16_true_makes_one_dtype_of_several():
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+def test_lightnings_fp16_is_refused_beside_a_scalar_whose_gradient_its_scaler_cannot_take():
+    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu")
+    with pytest.raises(UsageError, match=r"^trainer.precision=16-mixed: .* with 'logit_scale', which is not sharded: "):
+        train(Mixture(), plugin, strategy=FSDP2Strategy(), epochs=1)
+
+
 def refused_by_one_rank(rank):
     for kind in ("lazy", "sparse"):
         layer = REFUSED[kind][0]() if rank == 1 else nn.Linear(4, 4)

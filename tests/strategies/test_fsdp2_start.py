@@ -202,6 +202,8 @@ class Normalized(pl.LightningModule):
         self.seen["validated"] = (self.norm.running_mean.clone(), self.mean_of_both())
         self.seen["queue"] = self.queue.clone()
 
+    test_step = predict_step = validation_step
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -210,7 +212,7 @@ def with_statistics(rank, folder):
     torch.manual_seed(rank)
     model = Normalized()
     data = torch.randn(3, 8, 4) + rank
-    runs.fit(
+    run = runs.fit(
         model, data=batches(data), val=batches(data[:1]), devices=2, strategy=FSDP2Strategy(), default_root_dir=folder,
         max_epochs=1, use_distributed_sampler=False, num_sanity_val_steps=0, val_check_interval=3,
     )  # fmt: skip
@@ -219,7 +221,11 @@ def with_statistics(rank, folder):
     assert torch.equal(*model.seen["validated"])
     assert model.table._version == model.seen["writes"], "StepGuard copies, from then on, a buffer that is written"
     assert model.seen["queue"].tolist() == [0.0, 0.0, 0.0]
+    for evaluate in (run.trainer.test, run.trainer.predict):
+        model.norm.running_mean += rank  # as more training would leave them
+        evaluate(model, batches(data[:1]))
+        assert torch.equal(*model.seen["validated"])
 
 
-def test_a_checkpoint_and_a_validation_have_rank_0s_running_statistics(tmp_path):
+def test_a_checkpoint_a_validation_a_test_and_a_prediction_have_rank_0s_running_statistics(tmp_path):
     processes.run(with_statistics, tmp_path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from foreign import CausalLM, language_model, rows, token_batches, train
 from harness import processes, runs
-from harness.models import Small
+from harness.models import Small, batches
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -230,6 +230,26 @@ def test_a_second_fit_and_a_validation_take_the_shards_as_they_are():
     assert fresh.losses[0] == pytest.approx(alone.losses[0], rel=1e-6)
 
 
+def test_a_fit_may_follow_a_validation(monkeypatch):
+    # as with NCCL; under gloo Lightning itself leaves inference mode out
+    monkeypatch.setattr("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False)
+    alone, sharded = Small(4, 1, logs=True), Small(4, 1, logs=True)
+    for model, strategy in ((alone, "auto"), (sharded, FSDP2Strategy())):
+        trainer = runs.trainer_with(strategy=strategy, use_distributed_sampler=False)
+        trainer.validate(model, batches(torch.ones(1, 2, 4)), verbose=False)
+        assert trainer.validate_loop.inference_mode
+        trainer.fit(model)
+    assert sharded.losses == pytest.approx(alone.losses, rel=1e-6)
+
+
+def test_a_hook_may_call_the_module_between_the_backward_pass_and_the_step():
+    look = torch.no_grad()(lambda trainer, module, optimizer: module(torch.ones(1, 4)))
+    plain, looked_at = Small(4, 1), Small(4, 1)
+    fit(plain, FSDP2Strategy())
+    fit(looked_at, FSDP2Strategy(), 1, None, runs.On(on_before_optimizer_step=look))
+    assert looked_at.losses == plain.losses
+
+
 class Normed(Image):
     """Notes the type of the weights and the input of a block's two layers."""
 
@@ -332,6 +352,13 @@ def refused(model, message, strategy=None, **options):
 @pytest.mark.parametrize("size", [2, 3, 0, -1])
 def test_sizes_that_do_not_divide_the_devices_are_refused(size):
     refused(CausalLM(), rf"^replicate_size={size} does not divide the 1 devices", FSDP2Strategy(replicate_size=size))
+
+
+def test_a_mesh_in_another_form_is_refused():
+    with pytest.raises(
+        UsageError, match=r"^mesh={'tensor': 2}: give ParallelDims, such as ParallelDims\(tensor=2\); in a"
+    ):
+        FSDP2Strategy(mesh={"tensor": 2})
 
 
 def test_a_pattern_that_matches_nothing_is_refused():

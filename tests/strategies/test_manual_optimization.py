@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.strategies import FSDP2Strategy
 
 WIDTH = 8
@@ -30,6 +31,7 @@ class Manual(pl.LightningModule):
 
     def step(self, optimizer, loss):
         self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.1)
         optimizer.step()
         optimizer.zero_grad()  # after the step: what another phase adds to a frozen network would stay
         self.losses.append(loss.item())
@@ -52,6 +54,9 @@ class GAN(Manual):
     def __init__(self) -> None:
         super().__init__()
         self.generator, self.discriminator = mlp(4, WIDTH), mlp(WIDTH, 1)
+
+    def parallel_plan(self):
+        return {"*.0": "colwise_gather_output"}
 
     def forward(self, z):
         return self.generator(z)
@@ -146,7 +151,8 @@ def weights(model):
 
 
 CASES = [
-    (GAN, {}), (GAN, {"init_on_rank_0": True}), (BlocksGAN, {}), (BlocksGAN, {"reshard_after_forward": False}),
+    (GAN, {}), (GAN, {"init_on_rank_0": True}), (GAN, {"mesh": ParallelDims(tensor=2)}),
+    (BlocksGAN, {}), (BlocksGAN, {"reshard_after_forward": False}),
     (TwoPasses, {}),
 ]  # fmt: skip
 
@@ -154,7 +160,8 @@ CASES = [
 def in_two(rank: int, expected: dict) -> None:
     for cls, options in CASES:
         losses, values = expected[cls.__name__]
-        model = fit(cls(), FSDP2Strategy(**options), 2, batches(rank, 2))
+        data = batches() if "mesh" in options else batches(rank, 2)  # tensor ranks have the same rows
+        model = fit(cls(), FSDP2Strategy(**options), 2, data)
         mean = torch.tensor(model.losses)
         torch.distributed.all_reduce(mean)
         message = f"{cls.__name__} {options}"

@@ -1,7 +1,7 @@
 """FSDP2 for any LightningModule in one line: blocks found, precision, checkpointing and compile in the right order."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ from lightning_tricks._activation_checkpointing import Mode, check_mode, keeps_i
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._random_state import random_state, set_random_state
-from lightning_tricks._trainer import is_accumulating, set_device_mesh, unwrapped
+from lightning_tricks._replaced import replaced
+from lightning_tricks._trainer import enabled_scaler, is_accumulating, set_device_mesh, unwrapped
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import record_of
+from lightning_tricks.optim.clip import clip_grad_norm
 from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.parallel import shard
 from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0
@@ -51,10 +53,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     the module has a `set_context_parallel`. Both are combined with shards, and with replicas.
 
     Ranks start with rank 0's weights and buffers. In training each rank has running statistics (batch norm) and other
-    buffers of its own; at each validation and each save all ranks take rank 0's, which are those of the checkpoint. A
-    module may build its parameters on the meta device if it has a method `init_weights` that fills them; random numbers
-    are then drawn from rank 0's seed. Scalars are not sharded: each rank holds them whole, and their gradients are
-    averaged.
+    buffers of its own; before each validation, test, prediction and save all ranks take rank 0's. A module may build
+    its parameters on the meta device if it has a method `init_weights` that fills them; random numbers are then drawn
+    from rank 0's seed. Scalars are not sharded: each rank holds them whole, and their gradients are averaged.
 
     Args:
         replicate_size: number of model replicas (HSDP); each is sharded over its share of the devices. 1: plain FSDP.
@@ -83,7 +84,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         UsageError: an unknown `activation_checkpointing`; sizes that do not multiply to the number of devices,
             before any process waits; a pattern that matches nothing; parameters that FSDP2 cannot train (see
             `refuse_unshardable`, `refuse_mixed_dtypes`), or made after sharding; ranks that have built different
-            modules; an optimizer that takes no DTensors; under manual optimization, see `GatherOnCall`.
+            modules; an optimizer that takes no DTensors; Lightning's fp16 with scalars or tensor ranks; under manual
+            optimization, see `GatherOnCall`.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; Zhao et al. 2023,
         https://arxiv.org/abs/2304.11277.
@@ -111,6 +113,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             save_distributed_checkpoint=save_distributed_checkpoint,
             timeout=timedelta(seconds=timeout_seconds),
         )
+        if not isinstance(mesh, ParallelDims | None):
+            raise UsageError(
+                f"mesh={mesh!r}: give ParallelDims, such as ParallelDims(tensor=2); in a recipe, {{tensor: 2}}"
+            )
         self.replicate_size = replicate_size
         self.mesh = mesh
         self.sequence_parallel = sequence_parallel
@@ -126,6 +132,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.shards_modules = True  # tells a module that would otherwise shard itself
         self._tensor_ranks_unchecked = False
         self._folder_writer = FolderWriter(timedelta(seconds=timeout_seconds))
+        self._until_teardown = ExitStack()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -200,6 +207,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         """Shard, then make the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        # FSDP2 keeps the tensors of its first gather; made in inference mode, they could not train in a later fit
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            self._until_teardown.enter_context(replaced(loop, "inference_mode", False))
         module = self._module
         shard.refuse_fsdp1(module)
         sharded = any(isinstance(part, fsdp.FSDPModule) for part in module.modules())  # by itself, or by an earlier fit
@@ -217,6 +227,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
                 refuse_limits(optimizer, "shards")
             if not sharded:
                 shard.refuse_late_parameters(module, module._scalars.names)
+            self._refuse_scaler(module)
+            self._clip_shards()
         self.setup_precision_plugin()
 
     def _shard_and_fill(self, module: Any, sharded: bool) -> None:
@@ -299,6 +311,26 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     def _gather_on_call(self) -> GatherOnCall | None:
         return vars(self._module).get("_gather_on_call")
 
+    def _refuse_scaler(self, module: nn.Module) -> None:
+        """Refuse Lightning's fp16 where torch's scaler fails, or tensor ranks would not skip the same steps."""
+        plugin = self.precision_plugin
+        if enabled_scaler(plugin) is None or hasattr(plugin, "fsdp2_policy"):  # or it is FP16Mixed
+            return
+        found = [f"'{name}', which is not sharded" for name, weight in module.named_parameters() if not weight.ndim]
+        found += ["mesh.tensor"] if self.dims.tensor > 1 else []
+        if found:
+            raise UsageError(
+                f"trainer.precision={plugin.precision}: its loss scaling does not work with {found[0]}: take it out, "
+                "and set plugins to FP16Mixed"
+            )
+
+    def _clip_shards(self) -> None:
+        """Until the end of the fit, clip by a norm over parameters of all kinds: torch's takes those of one mesh."""
+        plugin, of_lightning = self.precision_plugin, pl.plugins.Precision.clip_grad_by_norm
+        if getattr(plugin.clip_grad_by_norm, "__func__", None) is of_lightning:  # and not the user's own
+            clip = lambda optimizer, clip_val: clip_grad_norm(plugin.main_params(optimizer), clip_val)  # noqa: E731
+            self._until_teardown.enter_context(replaced(plugin, "clip_grad_by_norm", clip))
+
     def model_to_device(self) -> None:
         """Move the tensors that are not sharded; shards are on their device already."""
         assert self.model is not None
@@ -338,11 +370,12 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, and drop the parameters that were gathered before."""
-        if not self._gather_on_call:
-            return super().optimizer_step(optimizer, self._waiting.then_summed(closure), model, **kwargs)
-        self._gather_on_call.refuse_gradients_of_whole_parameters()
+        if self._gather_on_call:
+            self._gather_on_call.refuse_gradients_of_whole_parameters()
+        else:
+            closure = self._waiting.then_summed(closure)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._gather_on_call.reshard()
+        shard.drop_gathered(self._module)  # by a hook between the backward pass and the step that calls the module
         return output
 
     @property
@@ -353,6 +386,16 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     def on_validation_start(self) -> None:
         """Validate the module that a checkpoint would hold."""
         super().on_validation_start()
+        self._take_buffers_of_rank_0()
+
+    def on_test_start(self) -> None:
+        """As before a validation."""
+        super().on_test_start()
+        self._take_buffers_of_rank_0()
+
+    def on_predict_start(self) -> None:
+        """As before a validation."""
+        super().on_predict_start()
         self._take_buffers_of_rank_0()
 
     def on_validation_end(self) -> None:
@@ -431,6 +474,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Wait for a write in the background, then tear down the rest."""
+        self._until_teardown.close()
         try:
             self.checkpoint_io.teardown()  # Lightning's own teardown does not call it
         finally:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.parallel.shard import drop_gathered
+from lightning_tricks.parallel.tensor import is_sharded
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Parameter:
 
     @property
     def is_whole(self) -> bool:
-        return not isinstance(self.registered, DTensor)
+        return not is_sharded(self.registered)
 
     def follow_requires_grad(self) -> None:
         """Freeze or unfreeze both forms if one was since the gathering: `toggle_optimizer` changes only shards."""
@@ -62,7 +62,7 @@ class GatherOnCall:
             _Parameter(f"{path}.{name}".lstrip("."), owner, name)
             for path, owner in root.named_modules()
             for name, parameter in owner.named_parameters(recurse=False)
-            if isinstance(parameter, DTensor)  # scalars are never sharded
+            if is_sharded(parameter)  # scalars never are
         ]
         groups: list[Any] = [part for part in root.modules() if isinstance(part, FSDPModule) and part is not root]
         gather_themselves = {part for group in groups for part in group.modules()}
@@ -81,7 +81,7 @@ class GatherOnCall:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around `training_step`: gather parameters at its start, and shard them after it."""
-        self.reshard()
+        drop_gathered(self.root)
         self._gather()
         try:
             yield
@@ -94,7 +94,7 @@ class GatherOnCall:
                 "forward of a module that holds them, and call it"
             ) from error
         finally:
-            self.reshard()
+            drop_gathered(self.root)
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """A copy of `loss` whose backward pass gathers the root's parameters, reduces their gradients, shards them."""
@@ -108,10 +108,6 @@ class GatherOnCall:
                     f"the gradient of '{parameter.name}' was not reduced over the devices: "
                     "call self.manual_backward(loss) in place of loss.backward()"
                 )
-
-    def reshard(self) -> None:
-        """Drop every gathered copy of a parameter."""
-        drop_gathered(self.root)
 
     def _gather(self) -> None:
         for parameter in self.of_root:
