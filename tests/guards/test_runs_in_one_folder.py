@@ -195,16 +195,3 @@ def test_after_a_fit_the_saver_and_its_trainer_can_be_pickled_and_copied(tmp_pat
             Model(), torch.utils.data.DataLoader(torch.ones(64, 3)), ckpt_path=tmp_path / "step=4.ckpt"
         )
         assert steps(tmp_path) == [4, 6]
-
-
-def again_in_another_process(folder: Path) -> None:
-    own = saver(folder)
-    fit(own, 4, loader=torch.utils.data.DataLoader(torch.ones(64, 3)))
-    options = {"strategy": "ddp_spawn", "ckpt_path": folder / "last.ckpt"}
-    trainer, _ = fit(own, 6, loader=torch.utils.data.DataLoader(torch.ones(64, 3)), **options)
-    assert trainer.checkpoint_callback.best_model_path == str(folder / "step=6.ckpt")
-
-
-def test_a_second_fit_under_ddp_spawn_works(tmp_path):
-    processes.end(processes.start_alone(again_in_another_process, tmp_path))
-    assert steps(tmp_path) == [4, 6]
