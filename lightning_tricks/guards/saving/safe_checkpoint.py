@@ -396,7 +396,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     def _save(self, trainer: Trainer) -> None:
         record = self._new_record(trainer, self._clock.permanent)
-        path = trainer.strategy.broadcast(self._folder.path_of(record) if trainer.is_global_zero else None)
+        own = self._folder.path_of(record) if trainer.is_global_zero else Path()
+        path = trainer.strategy.broadcast(own)
         self._last_global_step_saved = trainer.global_step  # on each rank, also where rank 0 finds the disk full
         self._clock.saved()
         self._saving = record

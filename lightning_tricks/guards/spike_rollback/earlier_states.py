@@ -158,7 +158,7 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 def _restore_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     # parameters that a finetuning has added since then, in groups behind the others, have had no step either
-    every = zip_longest(_parameters(optimizer), saved["parameters"], saved["sharded"], fillvalue={})
+    every: Any = zip_longest(_parameters(optimizer), saved["parameters"], saved["sharded"], fillvalue={})
     for parameter, values, sharded in every:
         if values:
             state = optimizer.state[parameter]
