@@ -203,22 +203,28 @@ def set_consumed(trainer: Any, index: int) -> None:
         consumed[index] = True
 
 
-def rewind_to_step(checkpoint: dict[str, Any], done: int, running: bool) -> None:
-    """Count the training micro-batches of a checkpoint from the start of the step in which it was saved.
+def within_step(trainer: Any) -> tuple[int, bool]:
+    """Micro-batches that are done in an optimizer step that is not, and whether one is running."""
+    progress = batch_progress(trainer).current
+    running = progress.ready > progress.processed
+    part = progress.processed % trainer.accumulate_grad_batches
+    return (part if running or is_accumulating(trainer) else 0), running
 
-    Args:
-        checkpoint: to be written.
-        done: micro-batches that are done in a step that is not.
-        running: whether a micro-batch is running.
 
-    Read from `_Loop.state_dict` (loops/loop.py) and `_BatchProgress` (loops/progress.py).
+def rewind_to_step(checkpoint: dict[str, Any], trainer: Any) -> None:
+    """Count the training micro-batches of a checkpoint that is saved now from the running step on. Idempotent.
+
+    Its gradients are in no checkpoint, so a run that goes on must see all of its micro-batches again. Read from
+    `_Loop.state_dict` (loops/loop.py) and `_BatchProgress` (loops/progress.py).
     """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for tracker in (progress["current"], progress["total"]):
-        for name in tracker:
-            tracker[name] -= done
+    done, running = within_step(trainer)
+    counted, saved = batch_progress(trainer), checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for name in ("current", "total"):
+        saved[name] = {event: number - done for event, number in vars(getattr(counted, name)).items()}
+        if done:
+            saved[name]["completed"] = saved[name]["processed"]  # of the last step, also what is logged at its end
     if done or running:
-        progress["is_last_batch"] = False
+        saved["is_last_batch"] = False
 
 
 def forget_running_batch(trainer: Any) -> None:

@@ -104,6 +104,7 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
         self._buffers = HostBuffers()
         self._warn_once = WarnOnce()
         self._verified: list[int] = []
+        self._obsolete: list[Any] = []  # paths to delete when the checkpoint that is being written has its name
         self.on_commit: Callable[[Path], None] | None = None
         self.on_error: Callable[[Path, OSError], Literal["retry", "skip", "raise"]] | None = None
 
@@ -166,17 +167,34 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
                     "hyper-parameters and states plain types, such as str(path), or load with weights_only=False",
                 )
 
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint; where saves are asynchronous, when the newer one, which may not be there yet, is whole.
+
+        ModelCheckpoint asks for it as soon as a save has returned.
+        """
+        if self.asynchronous:
+            self._obsolete.append(path)
+        else:
+            super().remove_checkpoint(path)
+
     def wait(self) -> None:
-        """Return when every checkpoint that was given to `save_checkpoint` has its name.
+        """Return when every checkpoint that was given to `save_checkpoint` has its name, and delete what it replaces.
 
         Raises:
-            OSError: the error of a write in the background.
+            OSError: the error of a write in the background; what that checkpoint was to replace stays.
         """
+        obsolete, self._obsolete = self._obsolete, []
         self._writer.wait()
+        for path in obsolete:
+            super().remove_checkpoint(path)
 
     def raise_if_failed(self) -> None:
         """Raise the error of a write in the background that has ended, once; does not wait."""
-        self._writer.raise_if_failed()
+        try:
+            self._writer.raise_if_failed()
+        except BaseException:
+            self._obsolete = []  # they are the newest
+            raise
 
     def teardown(self) -> None:
         """Wait, at the end of the Trainer's work."""

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +15,11 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks.checkpoints.check_checkpoint import is_folder_of_shards, is_of_deepspeed, replaced_path
 from lightning_tricks.checkpoints.record import COMMENT_START, archive_checksum, crc32, record_of, to_json
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
 
 
 class FileForTorch:
@@ -86,7 +91,7 @@ def save_with_record(checkpoint: Mapping[str, Any], path: Path) -> None:
     Raises:
         OSError: what the file system says, such as a full disk.
     """
-    with path.open("wb") as file:
+    with path.open("wb") as file, locked(path):
         stream = FileForTorch(file)
         with stream.raising_its_error(), _tensor_checksums():
             torch.save(checkpoint, stream)  # type: ignore[arg-type]
@@ -153,13 +158,44 @@ def clear_staging(path: Path) -> Path:
     """Delete what a killed process may have left at `staging_path(path)`; returns that path.
 
     Raises:
-        UsageError: `path` is a folder of something else than a checkpoint.
+        UsageError: `path` is a folder of something else than a checkpoint; another process writes it now.
     """
     if path.is_dir() and any(path.iterdir()) and not (is_folder_of_shards(path) or is_of_deepspeed(path)):
         raise UsageError(f"{path} is a folder of something else than a checkpoint: save under another name")
     path.parent.mkdir(parents=True, exist_ok=True)
+    if is_locked(staging_path(path)):
+        raise UsageError(
+            f"{path}: another process is writing this checkpoint: two runs save to {path.parent}: give each a folder"
+        )
     remove(staging_path(path))  # unfinished, by a killed save of `path`: no other program gives that hidden name
     return staging_path(path)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Inside the `with`, let other processes see that a file or folder is being written; a kill ends that, too."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            if fcntl:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some process is inside `locked(path)`."""
+    with suppress(OSError):  # it is not there, or its file system has no locks
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            if fcntl:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def put_in_place(path: Path) -> None:

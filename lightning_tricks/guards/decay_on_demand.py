@@ -235,7 +235,7 @@ class DecayOnDemand(pl.Callback):
     def _judge(self, rows: list[Row]) -> dict[str, float]:
         """Start the decay if any rank was asked to; the step that ends the interval is done."""
         asked = int(max(row.values.get(_ASKED, 0.0) for row in rows))
-        if asked and self._decay is None:
+        if asked and self._decay is None and not self._buffer.failed:
             self._start(Decay(self._trainer.global_step, asked))
         return {}
 

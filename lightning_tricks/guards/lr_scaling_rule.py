@@ -27,7 +27,7 @@ class LRScalingRule(pl.Callback):
 
     Raises:
         UsageError: none or both of the references, or one out of range; data that do not tell their batch; a scheduler
-            that is no ScheduleLR.
+            that is no ScheduleLR; a GradientAccumulationScheduler, under which the global batch changes.
 
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677 (linear); Malladi et al. 2022,
         https://arxiv.org/abs/2205.10287 (square root).
@@ -56,6 +56,12 @@ class LRScalingRule(pl.Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Put the factor over the run's schedule, before a checkpoint is loaded."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, "get_accumulate_grad_batches"):
+                raise UsageError(
+                    f"LRScalingRule: with {type(callback).__name__} the batch of a step changes in the run: take "
+                    "BatchSizeWarmup, or leave LRScalingRule out"
+                )
         self._factor = 1.0
         self._accumulated: int = trainer.accumulate_grad_batches  # the recipe's: BatchSizeWarmup sets its own later
         self._rates = LearningRates(trainer, "LRScalingRule", self._factor_at)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -12,7 +12,15 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_tricks.checkpoints.record import RECORD_FILE, Record, to_json
-from lightning_tricks.checkpoints.write_file import clear_staging, fsync_path, put_in_place, remove, staging_path
+from lightning_tricks.checkpoints.write_file import (
+    clear_staging,
+    fsync_path,
+    is_locked,
+    locked,
+    put_in_place,
+    remove,
+    staging_path,
+)
 from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0
 
 WriteFiles = Callable[[Path], Mapping[str, int]]
@@ -93,15 +101,20 @@ def write_folder(path: Path, write: WriteFiles, record: Record, checkpoint_io: A
 
 
 def _write_once(path: Path, write: WriteFiles, record: Record, group: Any) -> None:
-    folder = staging_path(path)
+    folder, lock = staging_path(path), ExitStack()
+
+    def begin() -> None:
+        clear_staging(path).mkdir()
+        lock.enter_context(locked(folder))
+
     try:
-        on_rank_0(lambda: clear_staging(path).mkdir(), group)
-        checksums = {
-            name: checksum for part in on_all_ranks(lambda: write(folder), group) for name, checksum in part.items()
-        }
-        on_rank_0(lambda: _commit(path, folder, replace(record, checksums=checksums)), group)
+        with lock:
+            on_rank_0(begin, group)
+            parts = on_all_ranks(lambda: write(folder), group)
+            checksums = {name: checksum for part in parts for name, checksum in part.items()}
+            on_rank_0(lambda: _commit(path, folder, replace(record, checksums=checksums)), group)
     except BaseException:
-        if dist.get_rank(group) == 0:
+        if dist.get_rank(group) == 0 and not is_locked(folder):  # else it is another process's
             with suppress(OSError):
                 remove(folder)  # the unfinished one of this save; or a full disk would stay full
         raise

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import tracemalloc
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
@@ -25,7 +26,7 @@ import pytest
 import torch
 from checkpoints.saved import assert_same, checkpoint, checkpoint_of, in_child, overwrite, trained
 from harness.preloaded import python
-from harness.runs import fit
+from harness.runs import On, fit
 from torch import nn
 
 from lightning_tricks._errors import UsageError
@@ -330,6 +331,29 @@ def test_an_error_is_raised_once_by_whatever_comes_next(tmp_path):
         io.raise_if_failed()
         io.wait()
     assert not (tmp_path / "at.ckpt").exists()
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["", "disk full"])
+def test_model_checkpoint_deletes_the_older_one_only_when_the_newer_one_is_whole(gate, tmp_path, monkeypatch, full):
+    seen = []
+
+    def look(trainer, *_):
+        if trainer.global_step == 1:
+            gate.set()  # for the first save; the second one waits for it
+            trainer.strategy.checkpoint_io._writer._thread.join()
+            gate.clear()
+        elif trainer.global_step == 2:
+            seen.append({path.name for path in tmp_path.glob("*.ckpt")})
+            if full:
+                full_disk(monkeypatch, times=1)
+            gate.set()
+
+    options = {"plugins": [AtomicCheckpointIO(asynchronous=True)], "max_steps": 2, "num_sanity_val_steps": 0}
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1)
+    with pytest.raises(OSError, match="No space") if full else nullcontext():
+        fit(None, saver, On(on_train_batch_start=look, on_train_end=look), **options)
+    assert seen == [{"step=1.ckpt"}]
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"step=1.ckpt" if full else "step=2.ckpt"}
 
 
 def test_asking_for_errors_does_not_wait():

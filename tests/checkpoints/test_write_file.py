@@ -6,10 +6,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints import swap_in
-from lightning_tricks.checkpoints.write_file import clear_staging, put_in_place, write_file
+from lightning_tricks.checkpoints.write_file import (
+    clear_staging,
+    is_locked,
+    locked,
+    put_in_place,
+    staging_path,
+    write_file,
+)
+from lightning_tricks.guards.saving.checkpoint_folder import CheckpointFolder, Retention
 
 
 def folder_at(path: Path, *names: str) -> Path:
@@ -42,6 +51,26 @@ def test_a_file_is_on_the_disk_before_it_takes_its_name_and_its_folder_after(tmp
     monkeypatch.setattr(os, "fsync", recorded)
     write_file({}, path)
     assert seen == [(".weights.ckpt.saving", False), (tmp_path.name, True)]
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_what_another_process_writes_is_neither_deleted_nor_written_over(tmp_path, is_file, monkeypatch):
+    path, run = tmp_path / "step=2.ckpt", CheckpointFolder(tmp_path, Retention(1, 0, "min"), "another run")
+    new = staging_path(path)
+    new.write_text("new") if is_file else folder_at(new, "meta.pt")
+    with locked(new):
+        run.sweep()
+        with pytest.raises(UsageError, match=r"another process is writing this checkpoint: two runs save to "):
+            write_file({}, path)
+        assert new.exists()
+    run.sweep()
+    assert not new.exists()
+
+    save, seen = torch.save, []
+    monkeypatch.setattr(torch, "save", lambda *args: seen.append(is_locked(new)) or save(*args))
+    write_file({}, path)
+    assert seen == [True]
+    assert not is_locked(path)
 
 
 @pytest.mark.parametrize("old_is_file", [True, False])

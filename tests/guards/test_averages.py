@@ -327,6 +327,34 @@ def test_what_is_averaged_are_trained_weights_and_running_statistics_under_all_o
     ]  # fmt: skip
 
 
+class Unfreezes(pl.callbacks.BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.1)
+
+
+def test_weights_that_a_finetuning_unfreezes_are_averaged_from_then_on_and_after_a_resume(tmp_path):
+    module, ema = Small(4, 8, 1), EMA(decay=0.5, warmup=False)
+    before, weights = module.net[0].weight.detach().clone(), []
+    note = On(on_train_batch_end=lambda *_: weights.append(module.net[0].weight.detach().clone()))
+    train = {"steps": -1, "max_epochs": 2, "limit_train_batches": 2, "limit_val_batches": 0}
+    fit(module, ema, Unfreezes(), note, SafeCheckpoint(tmp_path), **train)
+    assert torch.equal(weights[1], before)  # frozen in the first epoch
+    average = {name: ema.terms["mean"][index] for index, (name,) in enumerate(ema.weights.names)}
+    assert average.keys() == dict(module.named_parameters()).keys()
+    assert torch.equal(average["net.0.weight"], before.lerp(weights[2], 0.5).lerp(weights[3], 0.5))
+
+    frozen, other = Small(4, 8, 1), EMA(decay=0.5, warmup=False)
+    frozen.net[0].requires_grad_(False)
+    trainer_of(other).validate(frozen, data(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert {name for names in other.weights.names for name in names} == average.keys()
+
+
 def test_several_optimizers_that_accumulate_by_themselves_move_it_once_a_step():
     module, ema = Manual(), EMA()
     fit(module, ema, steps=6)

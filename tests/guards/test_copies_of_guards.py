@@ -62,8 +62,8 @@ def trainer_with(folder, names, **options):
     )  # fmt: skip
 
 
-def fit(trainer, module):
-    trainer.fit(module, DataLoader(torch.ones(8, 2)), DataLoader(torch.ones(1, 2)))
+def fit(trainer, module, ckpt_path=None):
+    trainer.fit(module, DataLoader(torch.ones(8, 2)), DataLoader(torch.ones(1, 2)), ckpt_path=ckpt_path)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -93,6 +93,6 @@ def test_a_second_fit_goes_on_in_a_new_process(tmp_path):
     second = trainer_with(tmp_path, [], strategy=processes.ddp_pickled(), max_steps=8)
     second.callbacks = [*first.callbacks]
     before = module.layer.weight.clone()
-    fit(second, module)
-    assert [*tmp_path.rglob("step=8.ckpt")]
+    fit(second, module, tmp_path / "checkpoints/last.ckpt")
+    assert second.checkpoint_callback.best_model_path == str(tmp_path / "checkpoints/step=8.ckpt")
     assert not torch.equal(before, module.layer.weight)

@@ -309,6 +309,21 @@ def test_wrong_runs_are_refused_in_one_line(place):
         DecayOnDemand(decay_steps=0)
 
 
+def test_a_request_of_a_step_that_fails_starts_no_decay(place):
+    folder = place / "fails"
+    folder.mkdir()
+
+    def fails(trainer, *_):
+        if trainer.global_step == 3:
+            write(folder, "4")()
+        if trainer.global_step == 4:  # a log step, at whose end the decay would start
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fit(folder, DecayOnDemand(), runs.On(on_train_batch_end=fails))
+    assert (folder / "decay").read_text() == "4"
+
+
 def test_manual_optimization_is_refused(tmp_path):
     with pytest.raises(UsageError, match="under manual optimization the module steps its schedule itself"):
         runs.fit(Small(manual=True), DecayOnDemand(), default_root_dir=tmp_path, logger=False)

@@ -106,6 +106,12 @@ def test_a_reference_that_cannot_be_is_refused_in_one_line(options, line):
         fit(model(), LRScalingRule(**options), data=batches)
 
 
+def test_a_batch_that_another_callback_changes_is_refused_in_one_line():
+    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 4})
+    with pytest.raises(UsageError, match=r"^LRScalingRule: with GradientAccumulationScheduler the batch [^\n]*$"):
+        fit(model(), LRScalingRule(12), scheduler, accumulate_grad_batches=1)
+
+
 def test_a_scheduler_of_torch_is_refused_in_one_line():
     with pytest.raises(UsageError, match=r"^LRScalingRule: StepLR sets the learning rate \(interval step[^\n]*$"):
         fit(model("torch"), LRScalingRule(12))

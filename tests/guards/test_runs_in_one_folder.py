@@ -195,12 +195,3 @@ def test_after_a_fit_the_saver_and_its_trainer_can_be_pickled_and_copied(tmp_pat
             Model(), torch.utils.data.DataLoader(torch.ones(64, 3)), ckpt_path=tmp_path / "step=4.ckpt"
         )
         assert steps(tmp_path) == [4, 6]
-
-
-def test_a_second_fit_in_a_new_process_works(tmp_path):
-    own = saver(tmp_path)
-    fit(own, 4, loader=torch.utils.data.DataLoader(torch.ones(64, 3)))
-    options = {"strategy": processes.ddp_pickled(), "ckpt_path": tmp_path / "last.ckpt"}
-    trainer, _ = fit(own, 6, loader=torch.utils.data.DataLoader(torch.ones(64, 3)), **options)
-    assert trainer.checkpoint_callback.best_model_path == str(tmp_path / "step=6.ckpt")
-    assert steps(tmp_path) == [4, 6]

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
-from lightning_tricks.callbacks import SafeCheckpoint
+from lightning_tricks.callbacks import ExactResume, SafeCheckpoint
 from lightning_tricks.checkpoints import atomic_checkpoint_io, check_checkpoint
 from lightning_tricks.checkpoints.record import KEY, Record, read_record, to_json
 from lightning_tricks.checkpoints.snapshot import HostBuffers
@@ -196,6 +197,13 @@ def test_one_with_a_metric_does_not_judge_the_checkpoints_of_another(tmp_path):
     others = every(1, tmp_path / "others")
     assert lines_of([best, others], val_check_interval=4, **VALIDATION) == []
     assert [read_record(tmp_path / "best" / f"step={step}.ckpt").number for step in (4, 8)] == [1, 2]
+
+
+def test_a_second_fit_may_save_before_its_first_validation(tmp_path):
+    own = every(1, tmp_path, monitor="val/loss")
+    for _ in range(2):
+        fit(own, 2, val_check_interval=2, **VALIDATION)
+    assert own.best_model_path == str(tmp_path / "step=2-v1.ckpt")
 
 
 def test_a_metric_that_nobody_logs_is_one_line(tmp_path):
@@ -457,6 +465,22 @@ def test_an_option_out_of_range_is_one_line(option, value):
         SafeCheckpoint(**{option: value})
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for dirpath in (tmp_path / "file", tmp_path / "file/checkpoints"):
+        with pytest.raises(UsageError, match=rf"^SafeCheckpoint: dirpath={dirpath}: {tmp_path}/file is a file: give"):
+            fit(SafeCheckpoint(dirpath))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(UsageError, match=rf"this process may not write to {tmp_path}: give another folder$"):
+        fit(SafeCheckpoint(tmp_path / "checkpoints"))
+
+
+def test_a_trainer_of_the_other_package_is_refused():
+    """It knows no checkpoint callback of this one."""
+    with pytest.raises(UsageError, match="import pytorch_lightning before lightning_tricks, or set LIGHTNING_TRICKS"):
+        SafeCheckpoint().setup(SimpleNamespace(checkpoint_callbacks=[]), Model(), "fit")
+
+
 def test_a_bucket_is_refused():
     with pytest.raises(UsageError, match=r"dirpath=memory://runs: give a folder"):
         fit(SafeCheckpoint("memory://runs"))
@@ -702,6 +726,25 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(tmp_path, sized, accumulat
         assert validated + resumed.validated == whole.validated == [2, 4, 6, 8, 10, 12]
         # it did not save again at once
         assert steps(tmp_path / f"from {step}") == [later for later in (6, 9, 12) if later > step]
+
+
+@pytest.mark.parametrize("others", [[], [ExactResume]], ids=["alone", "ExactResume"])
+def test_a_run_that_is_stopped_within_a_step_goes_on_from_that_steps_start(tmp_path, others):
+    def stop(trainer, *args):
+        trainer.should_stop |= args[-1] == 9
+
+    def run(name, *callbacks, ckpt_path=None):
+        savers = [*callbacks, *(other() for other in others), every(100, tmp_path / name)]
+        loader = DataLoader(torch.randn(40, 3, generator=torch.Generator().manual_seed(1)), 2) if others else None
+        module = Small(3, 4, 1, optimizer=adamw)
+        return fit(savers, 5, module, loader, ckpt_path, accumulate_grad_batches=4)[1]
+
+    whole = run("whole")
+    run("stopped", On(on_train_batch_end=stop))  # with the second of the four micro-batches of a step
+    assert steps(tmp_path / "stopped") == [2]
+    resumed = run("resumed", ckpt_path=tmp_path / "stopped/last.ckpt")
+    assert resumed.losses == whole.losses[8:]
+    assert [p.tolist() for p in resumed.parameters()] == [p.tolist() for p in whole.parameters()]
 
 
 def test_a_checkpoint_restored_in_mid_fit_leaves_the_next_fit_its_random_numbers(tmp_path):

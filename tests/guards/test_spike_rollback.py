@@ -547,6 +547,25 @@ def test_a_copy_restores_nested_state_in_place_and_drops_what_came_later():
     assert torch.equal(module.cache, torch.zeros(4))  # a cache that has grown stays
 
 
+def test_a_copy_from_before_a_finetuning_added_parameters_is_put_back():
+    first, later = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    optimizer, module = torch.optim.SGD([first], lr=0.1, momentum=0.9), torch.nn.ParameterList([first, later])
+    trainer = SimpleNamespace(optimizers=[optimizer], precision_plugin=None)
+    optimizer.state[first]["momentum_buffer"] = torch.ones(1)
+    copied = TrainingState(trainer, module)
+
+    optimizer.add_param_group({"params": [later], "lr": 0.2})
+    for parameter in (first, later):
+        optimizer.state[parameter]["momentum_buffer"] = torch.full((1,), 2.0)
+        parameter.data.fill_(3.0)
+    copied.restore(trainer, module)
+
+    assert [parameter.item() for parameter in (first, later)] == [0, 0]
+    assert optimizer.state[first]["momentum_buffer"] == 1
+    assert later not in optimizer.state
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+
+
 def test_a_copy_takes_the_bytes_of_weights_buffers_and_optimizer():
     found = fit(Data(), steps=2)
     state = TrainingState(found.trainer, found.model)

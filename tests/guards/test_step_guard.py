@@ -10,11 +10,19 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness.processes import run
-from harness.runs import On, Run, decoding, fit, same, same_training
+from harness.runs import On, Run, decoding, fit, same, same_training, trainer_with
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks import BF16True, DeepSpeedZeROStrategy, FP16Mixed, FSDP2Strategy, GradientClippingMixin, StepGuard
+from lightning_tricks import (
+    BF16True,
+    DeepSpeedZeROStrategy,
+    FP16Mixed,
+    FSDP2Strategy,
+    GradientClippingMixin,
+    SpikeRollback,
+    StepGuard,
+)
 from lightning_tricks._errors import UsageError
 
 STEPS, BAD = 12, 7
@@ -55,6 +63,9 @@ class Line(pl.LightningModule):
         if here and self.spoilt == "Inf gradient":
             loss.register_hook(lambda gradient: gradient * math.inf)
         return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
 
     def configure_optimizers(self) -> Any:
         return OPTIMIZERS[self.optimizer](self.parameters())
@@ -227,6 +238,34 @@ def test_by_hand_each_optimizer_is_judged_by_its_own_loss():
     assert same(result.weights, [parameter.detach() for parameter in reference.parameters()])
 
 
+class Critic(ByHand):
+    """The first optimizer makes three steps in each batch, as a critic does; one loss among them is NaN."""
+
+    def __init__(self, bad: int) -> None:
+        super().__init__()
+        self.bad = bad
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer, _ = self.optimizers()
+        for number in range(3):
+            loss = loss_of(self.one, batch) * (math.nan if (batch_idx, number) == (BAD, self.bad) else 1.0)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_each_of_several_steps_of_an_optimizer_in_a_batch_counts_once(bad):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = fit(Critic(bad), StepGuard(**EARLY, max_skipped_steps=2), max_steps=3 * STEPS)
+    lines = [str(w.message) for w in caught if "StepGuard" in str(w.message)]
+    assert [line.partition("; ")[0] for line in lines] == [
+        f"StepGuard: step {BAD} is skipped: loss not finite and gradient norm not finite"
+    ]
+    assert result.of("guard/skipped_steps")[-1] == 1
+
+
 @pytest.mark.parametrize("plugin", [BF16True, lambda: FP16Mixed(init_scale=1.0)], ids=["BF16True", "FP16Mixed"])
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "momentum"])
 def test_under_other_precisions_the_bad_step_changes_no_weight(plugin, optimizer):
@@ -304,11 +343,21 @@ def test_its_windows_and_counts_go_on_from_a_checkpoint():
     model.train_dataloader = lambda: DataLoader(batches(STEPS)[9:], batch_size=None)
     optimizer = trainer.optimizers[0]
     model.configure_optimizers = lambda: optimizer
-    fit(model, second, max_steps=STEPS - 9)
+    fit(model, second, On(setup=lambda *_, **__: second.load_state_dict(first.state_dict())), max_steps=STEPS - 9)
     expected, found = window_state(whole), window_state(second)
     assert torch.equal(expected.pop("values"), found.pop("values"))
     assert expected.pop("filled").tolist() == found.pop("filled").tolist() == [1] * 7 + [0]  # the eighth was skipped
     assert expected == found == {"steps": STEPS, "waiting": [], "known_full": False, "counts": [0.0, 1.0]}
+
+
+def test_a_run_that_begins_after_a_checkpoint_was_validated_does_not_go_on_with_its_state(tmp_path):
+    guards = [StepGuard(**EARLY), SpikeRollback()]
+    fit(Line(""), *guards).trainer.save_checkpoint(tmp_path / "first.ckpt")
+    trainer, module = trainer_with(*guards, max_steps=2), Line("")
+    trainer.validate(module, DataLoader(batches(1), batch_size=None), tmp_path / "first.ckpt", verbose=False)
+    trainer.fit(module)
+    assert window_state(guards[0])["steps"] == 2
+    assert len(guards[1].state_dict()["detector"]["accepted"]) == 2
 
 
 def test_a_state_that_is_loaded_after_the_fit_has_started_counts_too():

@@ -28,8 +28,9 @@ class EMA(WeightAverage):
 
     After each optimizer step: average = decay * average + (1 - decay) * weights. The average begins as the weights
     before the first step. Where the weights are in shards (`FSDP2Strategy`), each process averages its own; nothing is
-    gathered. Averages of bf16 weights are in fp32. A step that a guard has skipped leaves the weights unchanged; the
-    average takes in the same weights once more, which does no harm.
+    gathered. Averages of bf16 weights are in fp32. Weights that a finetuning unfreezes at the start of an epoch, as
+    BackboneFinetuning does, are averaged from then on. A step that a guard has skipped leaves the weights unchanged;
+    the average takes in the same weights once more, which does no harm.
 
     At the start of a validation the average and the weights change places, in the same memory, and at its end, or after
     an exception, they change back. `val/ema_share` tells that the other metrics of this validation are of the average:

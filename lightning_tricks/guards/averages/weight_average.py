@@ -1,7 +1,7 @@
 """What EMA and TailAverage share: the arithmetic, the exchange with the weights, and when an average does what."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -28,14 +28,15 @@ _CHUNK = 16 << 20  # elements that are exchanged at a time
 class AveragedWeights:
     """A module's trained weights, and what averages of them need.
 
-    The weights are the parameters that are trained when the object is made, and the running statistics of batch norm.
-    An average is a list of tensors, one for each weight: of a weight in shards, this process's shard. All arithmetic is
-    element by element, so no process waits for another. Averages of bf16 and fp16 weights are in fp32: with a decay of
-    0.999 an update is smaller than half the spacing of bf16, and would be rounded away. Those of complex weights are of
-    real and imaginary parts, one dimension more; in a checkpoint they are complex.
+    The weights are the parameters that are trained, and the running statistics of batch norm. An average is a list of
+    tensors, one for each weight: of a weight in shards, this process's shard. All arithmetic is element by element, so
+    no process waits for another. Averages of bf16 and fp16 weights are in fp32: with a decay of 0.999 an update is
+    smaller than half the spacing of bf16, and would be rounded away. Those of complex weights are of real and imaginary
+    parts, one dimension more; in a checkpoint they are complex.
 
     Args:
         module: with its weights where they are trained; a module that FSDP2 has sharded must not be gathered.
+        averaged: names of parameters that an average has already, though they may be frozen now.
 
     Attributes:
         module: the module.
@@ -43,18 +44,28 @@ class AveragedWeights:
         names: all names of each weight, without the prefixes of wrappers; tied weights have several.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, averaged: Collection[str] = ()) -> None:
         self.module = module
-        parameters = module.named_parameters(remove_duplicate=False)
-        buffers = module.named_buffers(remove_duplicate=False)
-        trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        self.names: list[list[str]] = []
+        self.tensors: list[Tensor] = []
+        self.find(averaged)
+
+    def find(self, averaged: Collection[str] = ()) -> int:
+        """Add the weights that are trained now and were not before, behind the others; returns their number."""
+        known, known_names = set(self.tensors), {name for own in self.names for name in own}
+        parameters = self.module.named_parameters(remove_duplicate=False)
+        buffers = self.module.named_buffers(remove_duplicate=False)
+        trained = [(name, one) for name, one in parameters if one.requires_grad or clean_name(name) in averaged]
         statistics = [(name, buffer) for name, buffer in buffers if name.endswith(_RUNNING_STATISTICS)]
         names: dict[Tensor, list[str]] = {}
-        for name, tensor in [*trained, *statistics]:
-            if tensor.is_floating_point() or tensor.is_complex():
-                names.setdefault(tensor, []).append(clean_name(name))
-        self.names, self.tensors = list(names.values()), list(names)
+        for full_name, tensor in [*trained, *statistics]:
+            name, has_mean = clean_name(full_name), tensor.is_floating_point() or tensor.is_complex()
+            if has_mean and tensor not in known and name not in known_names:
+                names.setdefault(tensor, []).append(name)
+        self.names += names.values()
+        self.tensors += names
         self._buckets = list(_buckets(self.tensors))
+        return len(names)
 
     @property
     def nbytes(self) -> int:
@@ -62,9 +73,9 @@ class AveragedWeights:
         return sum(values(tensor).numel() * _wide(tensor.dtype).itemsize for tensor in self.tensors)
 
     @torch.no_grad()
-    def copies(self) -> list[Tensor]:
-        """A first average: the weights as they are."""
-        return [values(tensor).to(_wide(tensor.dtype), copy=True) for tensor in self.tensors]
+    def copies(self, number: int = 0) -> list[Tensor]:
+        """A first average: the weights as they are; of the last `number` of them, 0 for all."""
+        return [values(tensor).to(_wide(tensor.dtype), copy=True) for tensor in self.tensors[-number:]]
 
     @torch.no_grad()
     def move(self, average: Sequence[Tensor], weight: float) -> None:
@@ -297,7 +308,7 @@ class WeightAverage(pl.Callback):
 
     def _restore(self, trainer: Any, module: Module, saved: Mapping[str, Any]) -> None:
         drop_gathered(module)
-        self.weights = AveragedWeights(module)
+        self.weights = AveragedWeights(module, {name for term in saved["weights"].values() for name in term})
         self.terms = {term: self.weights.load(value, trainer.ckpt_path) for term, value in saved["weights"].items()}
         self.parts = dict(saved["parts"])
         self.load_progress(saved["progress"])
@@ -315,6 +326,15 @@ class WeightAverage(pl.Callback):
         if self.weights is not None:
             self.step = self._trainer.global_step  # this step's weights are in it, wherever the two callbacks stand
             self.begin()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        """Average weights as well that a finetuning has unfrozen at the start of this epoch."""
+        if self.weights is None or batch_idx:
+            return
+        drop_gathered(pl_module)  # a validation may have left parameters gathered
+        if number := self.weights.find():
+            for average in self.terms.values():
+                average += self.weights.copies(number)  # as long as they were frozen, their average was what they are
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Take in the weights, if an optimizer has stepped in this batch."""

@@ -29,11 +29,11 @@ from lightning_tricks._trainer import (
     epoch_is_over,
     forget_running_batch,
     go_on_with_next_epoch,
-    is_accumulating,
     random_rank,
     reopen_epoch,
     rewind_to_step,
     set_consumed,
+    within_step,
 )
 from lightning_tricks.guards.exact_resume.left_out import (
     catch_up,
@@ -217,19 +217,12 @@ class ExactResume(pl.Callback):
         """Put the replaced methods back."""
         self._replacements.close()
 
-    def _within_step(self) -> tuple[int, bool]:
-        """Micro-batches that are done in a step that is not, and whether one is running."""
-        progress = batch_progress(self._trainer).current
-        running = progress.ready > progress.processed
-        part = progress.processed % self._trainer.accumulate_grad_batches
-        return (part if running or is_accumulating(self._trainer) else 0), running
-
     def _next_step(self) -> int:
         """The first batch of the step that is not done, counted from the first one of this epoch in this process."""
-        return batch_progress(self._trainer).current.processed - self._within_step()[0] - self._resumed_at
+        return batch_progress(self._trainer).current.processed - within_step(self._trainer)[0] - self._resumed_at
 
     def _epoch_is_over(self) -> bool:
-        return epoch_is_over(self._trainer) and self._within_step() == (0, False)
+        return epoch_is_over(self._trainer) and within_step(self._trainer) == (0, False)
 
     def _own_state(self) -> dict[str, Any]:
         over = self._epoch_is_over()
@@ -252,8 +245,7 @@ class ExactResume(pl.Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """A save within a step, as after an exception, is written as one from the step's start: its data come again."""
         save_random_states(checkpoint, self._random_at_end)
-        if self._at_end is None:
-            rewind_to_step(checkpoint, *self._within_step())
+        rewind_to_step(checkpoint, trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """A run that ended in mid-epoch goes on in that epoch; what is loaded to be evaluated goes on with nothing."""

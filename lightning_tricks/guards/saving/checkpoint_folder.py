@@ -24,7 +24,7 @@ from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import identity, replaced_path
 from lightning_tricks.checkpoints.record import Record, record_or_none
-from lightning_tricks.checkpoints.write_file import fsync_path, put_in_place, remove, staging_path
+from lightning_tricks.checkpoints.write_file import fsync_path, is_locked, put_in_place, remove, staging_path
 
 LAST = "last.ckpt"
 Records = Mapping[str, Record]  # by the name of the file or folder
@@ -322,16 +322,22 @@ class CheckpointFolder:
         )
         return "skip"
 
+    def problem(self) -> str:
+        """Why nothing can be saved here, however much room there is; empty where it can."""
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir():
+            return f"{there} is a file"
+        return "" if os.access(there, os.W_OK | os.X_OK) else f"this process may not write to {there}"
+
     def sweep(self) -> None:
         """Clean up after a killed process: delete unfinished checkpoints, restore replaced ones, mend `last.ckpt`."""
         for leftover in self.path.glob(f".{_PATTERN}.*"):
             path = leftover.with_name(leftover.name[1:].rpartition(".")[0])
             if leftover == replaced_path(path) and not os.path.lexists(path):
                 leftover.rename(path)
-            elif leftover in (staging_path(path), replaced_path(path)):
-                remove(
-                    leftover
-                )  # of a killed save, by a hidden name that nobody else gives; what it replaced has its name
+            elif leftover in (staging_path(path), replaced_path(path)) and not is_locked(leftover):
+                # of a killed save, by a hidden name that nobody else gives; what it replaced has its name
+                remove(leftover)
         newest = self.newest()
         if newest and not (self.path / LAST).exists():  # a link to another place may be the user's choice
             move_last(newest, self.record)

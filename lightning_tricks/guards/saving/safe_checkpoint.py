@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_warn
+from lightning_tricks._lightning import BACKEND, Module, Trainer, WarnOnce, pl, rank_zero_warn
 from lightning_tricks._random_state import save_random_states, saved_random_states, set_random_state_of
 from lightning_tricks._trainer import (
     batch_progress,
@@ -25,6 +25,7 @@ from lightning_tricks._trainer import (
     logging_step,
     random_rank,
     reduce_over_all,
+    rewind_to_step,
     run_facts,
     unwrapped,
     validation_follows,
@@ -150,9 +151,10 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         asynchronous: write in a thread while training goes on, at the price of a copy in the host's memory.
 
     Raises:
-        UsageError: an option out of range; another one, or a ModelCheckpoint, in the same folder; a folder in a bucket;
-            Lightning's AsyncCheckpointIO; `monitor` is not logged; at a resume, a checkpoint of another class or of
-            other weights.
+        UsageError: an option out of range; another one, or a ModelCheckpoint, in the same folder; a folder that cannot
+            be written, or in a bucket; a Trainer of the other Lightning package; Lightning's AsyncCheckpointIO;
+            `monitor` is not logged; at a resume, a checkpoint of another class or of other weights; at a save, another
+            process that writes a checkpoint of the same name.
 
     Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.ModelCheckpoint.html
     """
@@ -178,7 +180,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         )
         self._given_dirpath = self.dirpath
         self._clock = SaveClock(every_n_train_steps, every_n_minutes, permanent_steps)
-        self._score = FreshScore(monitor)
+        self._score = FreshScore(monitor)  # of one fit
         self._refusals = ExitStack()
         self._folder: CheckpointFolder
         self._io: AtomicCheckpointIO | None = None
@@ -217,6 +219,12 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the folder and put it in order; give the Trainer a CheckpointIO that loses nothing."""
+        if self not in trainer.checkpoint_callbacks:
+            other = {"lightning": "pytorch_lightning", "pytorch_lightning": "lightning"}[BACKEND]
+            raise UsageError(
+                f"SafeCheckpoint: the Trainer is of {other}, and lightning_tricks builds on {BACKEND}, so the Trainer "
+                f"does not know it: import {other} before lightning_tricks, or set LIGHTNING_TRICKS_BACKEND={other}"
+            )
         super().setup(trainer, pl_module, stage)
         if "://" in str(self.dirpath):
             raise UsageError(
@@ -229,12 +237,16 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         retention = Retention(self.keep_last, self.keep_best, "max" if self.mode == "max" else "min")
         self._last_global_step_saved = -1  # so that `save_now` saves step 0 as well
         self._rng = None  # also that of a search for a learning rate, which restores in the middle of a fit
+        self._score = FreshScore(self.monitor)
         self._find_run(trainer)
         self._folder = CheckpointFolder(Path(str(self.dirpath)), retention, self._run, self._on_update)
-        if trainer.is_global_zero:
+        problem = ""
+        if trainer.is_global_zero and not (problem := self._folder.problem()):
             self._folder.sweep()
             self._number = self._folder.largest_number()
-        self._number = trainer.strategy.broadcast(self._number)
+        self._number, problem = trainer.strategy.broadcast((self._number, problem))
+        if problem and not self._is_off(trainer):
+            raise UsageError(f"SafeCheckpoint: dirpath={self.dirpath}: {problem}: give another folder")
         self._refusals.enter_context(refusing_other_modules(trainer, pl_module))
         if self._io:
             report_writes(self._io, [saver._folder for saver in _savers_of(trainer) if hasattr(saver, "_folder")])
@@ -385,7 +397,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     def _save(self, trainer: Trainer) -> None:
         record = self._new_record(trainer, self._clock.permanent)
-        path = trainer.strategy.broadcast(self._folder.path_of(record))
+        own = self._folder.path_of(record) if trainer.is_global_zero else Path()
+        path = trainer.strategy.broadcast(own)
         self._last_global_step_saved = trainer.global_step  # on each rank, also where rank 0 finds the disk full
         self._clock.saved()
         self._saving = record
@@ -415,7 +428,11 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         return Record(trainer.global_step, self._number, finite, score, permanent, run=self._run or None)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Add the record, the random states, the recipe and versions; a save by other hands stays for ever."""
+        """Add the record, the random states, the recipe and versions; a save by other hands stays for ever.
+
+        A run that is stopped within a step, as by `max_time`, goes on from that step's start.
+        """
+        rewind_to_step(checkpoint, trainer)
         if KEY not in checkpoint:
             saving = next((one._saving for one in _savers_of(trainer) if one._saving), None)
             checkpoint[KEY] = content(trainer, pl_module, saving or self._new_record(trainer, permanent=True))

@@ -157,7 +157,9 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 
 def _restore_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    for parameter, values, sharded in zip(_parameters(optimizer), saved["parameters"], saved["sharded"], strict=True):
+    # parameters that a finetuning has added since then, in groups behind the others, have had no step either
+    every: Any = zip_longest(_parameters(optimizer), saved["parameters"], saved["sharded"], fillvalue={})
+    for parameter, values, sharded in every:
         if values:
             state = optimizer.state[parameter]
             _restore_entries(state, values, parameter.device)
@@ -169,7 +171,7 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     _restore_entries(others, saved["others"], _CPU)
     optimizer.state.update(others)
-    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=False):
         group.update({name: _into(group.get(name), value, _CPU) for name, value in values.items()})
 
 

@@ -135,6 +135,11 @@ class SpikeRollback(pl.Callback):
 
     # ---- start
 
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Drop the state of a checkpoint that was validated before this fit."""
+        if stage == "fit":
+            self._loaded = {}
+
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse a run that cannot go back; find the buffer."""
         self._refuse(trainer)

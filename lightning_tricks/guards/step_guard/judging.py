@@ -200,7 +200,11 @@ class Batch(NamedTuple):
 
 
 class Names:
-    """Names under which the numbers of one optimizer stand in the buffer, of those that a step has.
+    """Names under which the numbers of a step stand in the buffer, of those that it has.
+
+    Args:
+        index: of the optimizer.
+        number: of the step among those that this optimizer makes in one batch, from 0.
 
     Attributes:
         skipped: whether the step was skipped, 0 or 1.
@@ -209,8 +213,8 @@ class Names:
         values, rank: see `Judgement.out_of_bounds`; in runs of several processes.
     """
 
-    def __init__(self, index: int) -> None:
-        place = f"_step_guard/{index}/"
+    def __init__(self, index: int, number: int) -> None:
+        place = f"_step_guard/{index}.{number}/"
         self.skipped, self.recheck = f"{place}skipped", f"{place}recheck"
         self.missing, self.rank = f"{place}missing", f"{place}rank"
         self.values = tuple(place + name for name in ("loss", "norm", "loss_limit", "norm_limit"))
@@ -223,6 +227,7 @@ class Judged(NamedTuple):
     skip: Tensor  # 0-dim, 1.0 or 0.0
     judgement: Judgement  # on this rank
     batch: Batch
+    names: Names
 
 
 class SkippedSteps:
@@ -235,23 +240,27 @@ class SkippedSteps:
     Attributes:
         reason_to_stop: why the run shall stop; empty while it shall not.
         full_windows: indices of the optimizers whose window is full on every rank.
-        names: of each optimizer.
     """
 
     def __init__(self, max_in_a_row: int, counts: Sequence[Sequence[float]] = ()) -> None:
         self.max_in_a_row = max_in_a_row
         self.reason_to_stop = ""
         self.full_windows: set[int] = set()
-        self.names = [Names(index) for index in range(len(counts))]
+        self._names: list[list[Names]] = [[] for _ in counts]  # of each optimizer's first, second, ... step in a batch
         self._in_a_row = [int(in_a_row) for in_a_row, _ in counts]
         self._totals = [int(total) for _, total in counts]
-        self._streaks: list[list[Batch]] = [[] for _ in counts]  # of the steps in a row, those of this fit
+        self._streaks: list[list[tuple[int, Batch]]] = [[] for _ in counts]  # of the steps in a row, those of this fit
         self._unheard: dict[int, list[Judged]] = {}  # by step
         self._too_many: dict[int, str] = {}  # by optimizer: what to say of a streak that is long enough to stop
 
-    def note(self, step: int, judged: Judged) -> None:
-        """Keep a step until the host hears how it was judged."""
-        self._unheard.setdefault(step, []).append(judged)
+    def note(self, step: int, index: int, skip: Tensor, judgement: Judgement, batch: Batch) -> Names:
+        """Keep a step until the host hears how it was judged; returns the names of its numbers."""
+        noted, names = self._unheard.setdefault(step, []), self._names[index]
+        number = sum(other.optimizer_index == index for other in noted)
+        if number == len(names):
+            names.append(Names(index, number))
+        noted.append(Judged(index, skip, judgement, batch, names[number]))
+        return names[number]
 
     def counts(self) -> list[list[float]]:
         """Of each optimizer, skipped steps in a row and in all, also of those not heard of: reads the device."""
@@ -282,7 +291,7 @@ class SkippedSteps:
         lines, any_judged = [], False
         for row in rows:
             for judged in self._unheard.pop(row.step, ()):
-                if (skipped := row.values.get(self.names[judged.optimizer_index].skipped)) is not None:
+                if (skipped := row.values.get(judged.names.skipped)) is not None:
                     any_judged = True
                     lines += self._lines_of(row, judged, bool(skipped))
         for line in lines[:_LINES]:
@@ -293,7 +302,7 @@ class SkippedSteps:
 
     def _lines_of(self, row: Row, judged: Judged, skipped: bool) -> list[str]:
         """The line of one step if it was out of bounds, else none; sets `reason_to_stop` after too many in a row."""
-        index, step, names = judged.optimizer_index, row.step, self.names[judged.optimizer_index]
+        index, step, names = judged.optimizer_index, row.step, judged.names
         if row.values.get(names.missing, 1) <= 0:
             self.full_windows.add(index)
         if not skipped:
@@ -303,26 +312,28 @@ class SkippedSteps:
                 self.reason_to_stop = f"{too_many}. Later steps were accepted, so the weights are newer: {_GO_ON}"
             if names.recheck not in row.values:
                 return []
-            return [f"StepGuard: step {step}: {_reason(row, names, judged)}; {judged.batch}"]
+            return [f"StepGuard: step {step}: {_reason(row, judged)}; {judged.batch}"]
         self._totals[index] += 1
         self._in_a_row[index] += 1
-        self._streaks[index].append(judged.batch)
-        reason = _reason(row, names, judged)
+        self._streaks[index].append((step, judged.batch))
+        reason = _reason(row, judged)
         if self._in_a_row[index] >= self.max_in_a_row:
             self._stop(index, step, reason)
         return [f"StepGuard: step {step} is skipped: {reason}; {judged.batch}"]
 
     def _stop(self, index: int, step: int, reason: str) -> None:
-        first = step + 1 - self._in_a_row[index]
+        streak = self._streaks[index]
+        first = streak[0][0] - (self._in_a_row[index] - len(streak))  # the others were skipped before a resume
         self._too_many[index] = skipped = (
             f"StepGuard.max_skipped_steps={self.max_in_a_row}: all steps from {first} to {step} were skipped, the last "
-            f"one for its {reason}; {_joined(self._streaks[index])}"
+            f"one for its {reason}; {_joined([batch for _, batch in streak])}"
         )
         self.reason_to_stop = f"{skipped}. The weights are those of step {first}: {_GO_ON}"
 
 
-def _reason(row: Row, names: Names, judged: Judged) -> str:
+def _reason(row: Row, judged: Judged) -> str:
     """Which values are out of bounds, on which rank, and the same or not when computed again."""
+    names = judged.names
     if names.rank in row.values:
         numbers = [row.values[name] for name in names.values]
     else:

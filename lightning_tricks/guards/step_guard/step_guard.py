@@ -32,7 +32,6 @@ from lightning_tricks.guards.step_guard.judging import (
     RETRIED,
     SAME,
     Batch,
-    Judged,
     Judgement,
     Names,
     OutlierWindow,
@@ -164,6 +163,11 @@ class StepGuard(pl.Callback):
         self._micro_batches: list[tuple[Any, int, dict[str, Any]]] = []  # of the step, each with the random state
         self._skipped = SkippedSteps(self.max_skipped_steps)
 
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Drop the state of a checkpoint that was validated before this fit."""
+        if stage == "fit":
+            self._loaded = {}
+
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse a run whose steps cannot be skipped; find the buffer."""
         _refuse(trainer, pl_module, self.recheck)
@@ -280,11 +284,11 @@ class StepGuard(pl.Callback):
         accepted = skip == 0 if several else used.good
         has_new_limits = window.accept(used.values, accepted if used.finite is None else accepted & used.finite)
         batch = Batch(step_samples(trainer), trainer.current_epoch, self._batch_idx)
-        self._skipped.note(logging_step(trainer), Judged(index, skip, judged, batch))
+        names = self._skipped.note(logging_step(trainer), index, skip, judged, batch)
         if trainer.log_every_n_steps:
-            self._record(trainer, self._skipped.names[index], judged, skip, result)
+            self._record(trainer, names, judged, skip, result)
             if has_new_limits and not window.known_full:
-                self._buffer.record(self._skipped.names[index].missing, window.missing(), self._over_ranks)
+                self._buffer.record(names.missing, window.missing(), self._over_ranks)
         else:
             self._skipped.count_unheard()
         return skip
