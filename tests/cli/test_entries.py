@@ -1,5 +1,6 @@
 """The ways in: the console script, and `RecipeCLI()` in a user's own script, find modules and print lines alike."""
 
+import os
 import runpy
 import subprocess
 import sys
@@ -125,6 +126,30 @@ def test_ctrl_c_ends_the_program_as_it_ends_one_of_a_shell():
     with pytest.raises(SystemExit) as stop, one_line_and_exit():
         raise KeyboardInterrupt
     assert stop.value.code == 130
+
+
+def test_whoever_stops_reading_gets_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([python(), "-m", "lightning_tricks", "--help"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_broken_pipe_that_is_not_the_outputs_keeps_its_traceback():
+    with pytest.raises(BrokenPipeError), one_line_and_exit():
+        raise BrokenPipeError
+
+
+def test_a_folder_that_has_been_removed_is_named_in_one_line(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(SystemExit) as stop:
+        door.main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: the current folder has been removed: go to another one\n"
 
 
 def test_what_the_user_cannot_mend_keeps_its_traceback(project, monkeypatch):
