@@ -5,7 +5,7 @@ import sys
 import textwrap
 
 import lightning_tricks
-from lightning_tricks._errors import one_line_and_exit
+from lightning_tricks._errors import UsageError, one_line_and_exit
 from lightning_tricks._launcher_variables import check_launcher_variables
 from lightning_tricks.commands import COMMANDS, find
 
@@ -58,10 +58,13 @@ def run(args: list[str]) -> None:
 
 def main() -> None:
     """Entry point of `python -m lightning_tricks` and `lightning-tricks`: a mistake is one line and exit code 2."""
-    here = os.getcwd()
-    if not sys.flags.safe_path and not {"", here} & set(sys.path):
-        sys.path.insert(0, here)  # as `python -m` does; a console script's own folder stands there instead
     with one_line_and_exit():
+        try:
+            here = os.getcwd()
+        except FileNotFoundError:
+            raise UsageError("the current folder has been removed: go to another one") from None
+        if not sys.flags.safe_path and not {"", here} & set(sys.path):
+            sys.path.insert(0, here)  # as `python -m` does; a console script's own folder stands there instead
         run(sys.argv[1:])
 
 

@@ -1,6 +1,6 @@
 """The ready LightningModule: a decoder, its loss per token, and the mixins that own optimizer and clipping."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -27,7 +27,7 @@ from lightning_tricks.checkpoints.load_weights import architecture, check_archit
 from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, as_file, open_checkpoint
 from lightning_tricks.metrics import BitsPerByte, TokenLoss
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, TokenMeanMixin
-from lightning_tricks.mixins._plain_settings import build, from_plain
+from lightning_tricks.mixins._plain_settings import build, setting_of
 from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
 from lightning_tricks.models import Decoder, DecoderConfig
 from lightning_tricks.models.compile_choice import CompileChoice
@@ -103,7 +103,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             **kwargs: Any,
         ) -> None:
             super().__init__(**kwargs)
-            self.config = from_plain(decoder, DecoderConfig, "decoder")
+            self.config = setting_of(decoder, DecoderConfig, "decoder")
             self.base_config = self.config if self.mup is None else self.mup.base_config(self.config)
             self.activation_checkpointing = check_mode(activation_checkpointing)
             if compile_blocks not in (True, False, "auto"):
@@ -263,6 +263,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
 
     def token_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Loss in nats, summed, and number of the labels that count, of this rank's part; scalars on the device."""
+        _check_batch(batch)
         assert self.decoder is not None
         labels = batch["labels"]
         nats = self.decoder(batch["input_ids"], batch.get("document_ids"), labels=labels)
@@ -305,6 +306,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log-probability of each label given the tokens before it: (B, T) fp32, in nats, 0 where it does not count."""
+        _check_batch(batch)
         logits = self(batch["input_ids"], batch.get("document_ids")).float()
         assert self.decoder is not None
         labels = self.decoder.own_part(batch["labels"])
@@ -363,7 +365,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         """Refuse a checkpoint of another architecture or tokenizer, before any tensor is loaded."""
         super().on_load_checkpoint(checkpoint)
         self._check_origin(checkpoint, {"init_std", "zero_init_outputs"})  # which are for the first weights only
-        self._auto_compiled = checkpoint.get(_AUTO_COMPILED)
+        if self._trainer is not None:  # else another run begins, which chooses anew
+            self._auto_compiled = checkpoint.get(_AUTO_COMPILED)
 
     def check_weights(self, checkpoint: dict[str, Any]) -> None:
         """Refuse weights of another architecture or tokenizer for a new run; its sequences may be longer."""
@@ -375,3 +378,19 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         if hasattr(data, "check_tokenizer"):  # its own state is restored later, and by the same class of data only
             data.check_tokenizer(checkpoint)
         check_architecture(self.config, checkpoint, may_differ)
+
+
+def _check_batch(batch: Any) -> None:
+    """Refuse batches of another form, which the data may give."""
+    if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
+        keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+        raise UsageError(
+            f"LanguageModel got a batch that is a {type(batch).__name__}{keys}: let the data give dicts with "
+            "input_ids and labels"
+        )
+    ids, labels = batch["input_ids"], batch["labels"]
+    if ids.ndim != 2 or ids.shape != labels.shape:
+        raise UsageError(
+            f"LanguageModel got input_ids of shape {tuple(ids.shape)} and labels of shape {tuple(labels.shape)}: let "
+            "both be (rows, tokens)"
+        )

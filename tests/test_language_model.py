@@ -169,6 +169,25 @@ def test_the_first_weights_depend_on_the_seed_alone():
     assert not same_weights(first, third)
 
 
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ((torch.zeros(2, 8).long(),) * 2, "a batch that is a tuple: let the data give dicts with input_ids and labels"),
+        ({"input_ids": torch.zeros(2, 8).long()}, "a batch that is a dict of input_ids: let the data give dicts with"),
+        ({"input_ids": torch.zeros(8).long(), "labels": torch.zeros(8).long()}, r"input_ids of shape \(8,\) and"),
+        ({"input_ids": torch.zeros(2, 8).long(), "labels": torch.zeros(2, 7).long()}, r"labels of shape \(2, 7\): let"),
+    ],
+)
+def test_batches_of_another_form_are_refused_in_one_line(batch, words):
+    with pytest.raises(UsageError, match=rf"^LanguageModel got [^\n]*{words}"):
+        make().token_sums(batch)
+
+
+def test_a_decoder_that_is_no_config_is_refused():
+    with pytest.raises(UsageError, match=r"^decoder={'vocab_size': 32.*: give a DecoderConfig object, such as Llama"):
+        LanguageModel(SHAPE)
+
+
 def test_a_checkpoint_of_another_shape_is_refused_in_one_line(tmp_path):
     fit(make(), split(ragged(4), 2)).save_checkpoint(tmp_path / "a.ckpt")
     other = LanguageModel(Llama(**{**SHAPE, "d_model": 32}))
@@ -210,6 +229,9 @@ def test_auto_compiles_where_it_pays_and_a_resumed_run_goes_on_as_it_began(pays,
     fit(later, split(ragged(8), 2), max_steps=3, ckpt_path=tmp_path / "a.ckpt")
     assert asked == [4]
     assert compiled == (list(later.decoder.blocks) if pays else [])
+    other = LanguageModel.load_from_checkpoint(tmp_path / "a.ckpt", compile_blocks="auto", optimizer=sgd)
+    fit(other, split(ragged(8), 2))
+    assert asked == [4, 1]  # another run, for which it is measured anew
 
 
 def test_a_strategy_that_leaves_the_sharding_to_the_module_is_refused():

@@ -28,6 +28,35 @@ def to_plain(value: Any) -> Any:
     return {"class_path": type(value).__name__, "init_args": settings}
 
 
+def setting_of(value: Any, base: type, option: str) -> Any:
+    """An argument of a constructor, a `base` or its plain form; refuses anything else."""
+    found = from_plain(value, base, option)
+    if not isinstance(found, base):
+        example = next((cls for cls in subclasses(base) if not cls.__name__.startswith("_")), base).__name__
+        raise UsageError(f"{option}={shown(value)}: give a {base.__name__} object, such as {example}(...)")
+    return found
+
+
+def rules_of(rules: Any) -> list[ParamRule | LayerwiseLRDecay] | None:
+    """The argument `param_rules`, a list of rules or of their plain forms; refuses anything else."""
+    if rules is None:
+        return None
+    kinds = {cls.__name__: cls for cls in (ParamRule, LayerwiseLRDecay)}
+    found = []
+    for rule in rules if isinstance(rules, list | tuple) else [None]:
+        name = rule.get("class_path") if isinstance(rule, dict) else None
+        found.append(from_plain(rule, kinds.get(str(name), ParamRule), "param_rules"))
+        if not isinstance(found[-1], tuple(kinds.values())):
+            wrong = rules if rule is None else rule
+            raise UsageError(f"param_rules={shown(wrong)}: give a list of {' and '.join(kinds)} objects")
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value in a message: on one line, and not longer than that."""
+    return " ".join(repr(value).split())[:80]
+
+
 def from_plain(value: Any, base: type, option: str) -> Any:
     """The inverse of `to_plain` for a `base`, or lists and tuples of them; any other value is returned unchanged."""
     if type(value) in (list, tuple):
@@ -37,18 +66,6 @@ def from_plain(value: Any, base: type, option: str) -> Any:
     settings = value.get("init_args", {})
     nested = {name: from_plain(entry, Schedule, f"{option}.{name}") for name, entry in settings.items()}
     return build(value["class_path"], nested, base, option)
-
-
-def rules_from_plain(rules: Any) -> Any:
-    """The inverse of `to_plain` for a list of parameter rules."""
-    if not isinstance(rules, list):
-        return rules
-    kinds = {cls.__name__: cls for cls in (ParamRule, LayerwiseLRDecay)}
-    names = [rule.get("class_path") if isinstance(rule, dict) else None for rule in rules]
-    return [
-        from_plain(rule, kinds.get(str(name), ParamRule), "param_rules")
-        for rule, name in zip(rules, names, strict=True)
-    ]
 
 
 def build(name: str, settings: dict[str, Any], base: type, option: str) -> Any:

@@ -23,7 +23,7 @@ from lightning_tricks._trainer import (
 )
 from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
-from lightning_tricks.mixins._plain_settings import from_plain, rules_from_plain, to_plain
+from lightning_tricks.mixins._plain_settings import from_plain, rules_of, setting_of, shown, to_plain
 from lightning_tricks.optim import (
     ComposedOptimizer,
     LayerwiseLRDecay,
@@ -74,9 +74,10 @@ class OptimizerMixin(Mixin):
         **kwargs: for the next class in the bases.
 
     Raises:
-        UsageError: when training starts: see `build_optimizer` and `Schedule.check`; an optimizer that is known not to
-            work under the strategy or precision; a checkpoint that holds weights only, or the state of an optimizer of
-            another class; at load, weights of another MuP.
+        UsageError: a setting of another kind than these. When training starts: see `build_optimizer` and
+            `Schedule.check`; an optimizer that is known not to work under the strategy or precision; a callback that
+            adds parameters in mid-run; a checkpoint that holds weights only, or the state of an optimizer of another
+            class; at load, weights of another MuP.
 
     Source: see `default_adamw` and `decay_groups`.
     """
@@ -93,13 +94,18 @@ class OptimizerMixin(Mixin):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        if optimizer is not None and not callable(optimizer):
+            raise UsageError(
+                f"optimizer={shown(optimizer)}: give a function that makes it from the parameter "
+                "groups, such as `lambda groups: torch.optim.AdamW(groups, lr=3e-4)`"
+            )
         self.optimizer = optimizer
         self._missing_optimizer: str | None = None
-        self.schedule: Schedule | None = from_plain(schedule, Schedule, "schedule")
+        self.schedule: Schedule | None = schedule and setting_of(schedule, Schedule, "schedule")
         self.weight_decay = weight_decay
         self.decay_embeddings = decay_embeddings
-        self.param_rules: list[ParamRule | LayerwiseLRDecay] | None = rules_from_plain(param_rules)
-        self.mup: MuP | None = from_plain(mup, MuP, "mup")
+        self.param_rules: list[ParamRule | LayerwiseLRDecay] | None = rules_of(param_rules)
+        self.mup: MuP | None = mup and setting_of(mup, MuP, "mup")
         self._optimizer_class: str | None = None
         self._class_in_checkpoint: str | None = None
 
@@ -120,6 +126,12 @@ class OptimizerMixin(Mixin):
         if not getattr(trainer, "fast_dev_run", False):
             _check_length(trainer, datamodule, self, [curve for curve in (self.schedule, *curves) if curve is not None])
 
+    def setup(self, stage: str) -> None:
+        """Reset the state of an earlier fit, whose optimizer may have been another one."""
+        super().setup(stage)
+        if stage == "fit":
+            self._optimizer_class = self._class_in_checkpoint = None
+
     def configure_optimizers(self) -> Any:
         """The optimizer, and the schedule stepped once after each of its steps."""
         if self.optimizer is None and self._missing_optimizer is not None:
@@ -131,6 +143,7 @@ class OptimizerMixin(Mixin):
         settings = (self.weight_decay, self.decay_embeddings, self.param_rules, self.mup)
         optimizer = build_optimizer(self, self.optimizer, *settings)
         _refuse_for_run(optimizer, self.trainer, self)
+        _refuse_finetuning(self.trainer)
         for part in parts_of(optimizer):
             if getattr(part, "consume_grad", False):  # as heavyball's do by default
                 rank_zero_info(
@@ -248,6 +261,17 @@ def _refuse_for_run(optimizer: torch.optim.Optimizer, trainer: Any, module: Any)
     refuse_limits(optimizer, *places)
 
 
+def _refuse_finetuning(trainer: Any) -> None:
+    """Refuse callbacks that put further parameters into the optimizer during the run, such as BackboneFinetuning."""
+    for callback in trainer.callbacks:
+        if is_a(callback, "BaseFinetuning"):
+            raise UsageError(
+                f"{type(callback).__name__} adds parameters to the optimizer during training, and OptimizerMixin has "
+                "all of them from the start: leave it out, and hold layers back by a rule with a schedule of their own "
+                "(ParamRule.schedule), or freeze them in a first fit and not in a second one"
+            )
+
+
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
     """The name of an optimizer in checkpoints: its class, its package, and the optimizers that it is composed of.
 
@@ -288,8 +312,8 @@ class ScheduleLength(pl.Callback):
                     _refuse_unknown_length(trainer, trainer.lightning_module, scheduler.curves)
                 with _naming_option(trainer, total):
                     scheduler.set_total_steps(total)
-            never_loaded = pl_module.automatic_optimization and scheduler.last_epoch == 0
-            if never_loaded or not trainer.ckpt_path:
+            # not by its step: it is 0 also in a checkpoint of a run whose steps have all overflowed in fp16
+            if not scheduler.has_loaded and (pl_module.automatic_optimization or not trainer.ckpt_path):
                 scheduler.load_state_dict({"last_epoch": trainer.global_step})
             if trainer.ckpt_path:
                 _say_if_lr_jumps(trainer, scheduler)

@@ -59,7 +59,8 @@ class AdamWBF16State(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by `load_state_dict`, which has cast the averages to the dtype of the parameters."""
         super().__setstate__(state)
-        for held in self.state.values():
+        own = [param for group in self.param_groups for param in group["params"]]
+        for held in filter(None, map(self.state.get, own)):  # in a ComposedOptimizer, the state is that of all
             held.update({name: held[name].to(bfloat16) for name in _AVERAGES if name in held})
 
 

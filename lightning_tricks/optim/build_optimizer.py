@@ -73,11 +73,14 @@ def build_optimizer(
 
 def _built(optimizer: OptimizerFactory | None, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     try:
-        return (optimizer or default_adamw)(groups)
+        built = (optimizer or default_adamw)(groups)
     except UsageError:
         raise
     except ValueError as error:  # torch's own checks: "Invalid learning rate: -1.0"
         raise _refused(error) from error
+    if not hasattr(built, "param_groups"):
+        raise UsageError(f"optimizer: its function returns a {type(built).__name__}: let it return the optimizer alone")
+    return built
 
 
 def check_settings(optimizer: OptimizerFactory | None, mup: MuP | None = None) -> torch.optim.Optimizer | None:
@@ -89,20 +92,19 @@ def check_settings(optimizer: OptimizerFactory | None, mup: MuP | None = None) -
     tiny = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(1, 1)]), "head": nn.Linear(1, 1)})
     try:
         built = (optimizer or default_adamw)(decay_groups(tiny))
-    except ValueError as error:
-        if str(error).startswith("Invalid "):  # torch says so of settings; other errors may be due to the tiny module
+    except Exception as error:  # the optimizer may need other parameters; it is built again from the real module
+        if isinstance(error, ValueError) and str(error).startswith("Invalid "):  # torch says so of settings
             raise _refused(error) from error
-    except Exception:  # the optimizer may need other parameters; it is built again from the real module
         return None
-    else:
-        _refuse_own_decay(built)
-        refuse_tensor_lr(built)
-        for group in built.param_groups:
-            _scaled_lr(group)
-        for part in parts_of(built) if mup is not None else ():
-            rule_of(part)
-        return built
-    return None
+    if not isinstance(built, torch.optim.Optimizer):
+        return None  # refused when it is built from the real module
+    _refuse_own_decay(built)
+    refuse_tensor_lr(built)
+    for group in built.param_groups:
+        _scaled_lr(group)
+    for part in parts_of(built) if mup is not None else ():
+        rule_of(part)
+    return built
 
 
 def _refused(error: ValueError) -> UsageError:

@@ -40,6 +40,11 @@ def add_overflow(scaler: GradScaler, optimizer: Optimizer, found: Tensor) -> Non
         of_device.copy_(of_device.maximum(found.to(of_device.device)))
 
 
+def drop_unfinished(scaler: GradScaler) -> None:
+    """Forget the optimizers whose step an exception has cut short: a scaler that knows one cannot be pickled."""
+    scaler._per_optimizer_states.clear()
+
+
 @torch.no_grad()
 def unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
     """Divide the gradients of `optimizer` by the scale, in place, and note whether one was infinite or NaN on any rank.

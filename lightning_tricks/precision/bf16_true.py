@@ -83,7 +83,8 @@ class BF16True(AutocastPrecision):
         self.optimizer_state = optimizer_state
         self._strategy: Any = None
         self._seed = 0
-        self._steps: list[BF16Step] = []
+        self._steps: list[BF16Step] = []  # of each optimizer, during a fit
+        self._counts: list[int] = []  # steps of each optimizer, after a fit
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(update={self.update!r}, optimizer_state={self.optimizer_state!r})"
@@ -125,7 +126,7 @@ class BF16True(AutocastPrecision):
 
     def state_dict(self) -> dict[str, Any]:
         """The seed of the rounding, and the number of steps of each optimizer."""
-        return {"seed": self._seed, "steps": [step.steps for step in self._steps]}
+        return {"seed": self._seed, "steps": [step.steps for step in self._steps] or self._counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the rounding of another run."""
@@ -134,6 +135,7 @@ class BF16True(AutocastPrecision):
             step.seed, step.steps = self._seed + index, count
 
     def teardown(self) -> None:
-        """Give each optimizer back the step that it had."""
+        """Give each optimizer back the step that it had. After it, Trainer and plugin can be pickled."""
         for step in self._steps:
             step.remove()
+        self._counts, self._steps = [step.steps for step in self._steps], []

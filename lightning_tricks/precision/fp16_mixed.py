@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import trainer_of, unwrapped
-from lightning_tricks.optim.grad_scaler import has_overflowed, unscale
+from lightning_tricks.optim.grad_scaler import drop_unfinished, has_overflowed, unscale
 from lightning_tricks.precision.bf16_mixed import AutocastPrecision
 
 
@@ -171,6 +171,8 @@ class FP16Mixed(AutocastPrecision):
             self.scaler.load_state_dict(state)
 
     def teardown(self) -> None:
-        """Give the schedulers their frequencies back, and make a scale update that is due."""
+        """Give the schedulers their frequencies back, make a scale update that is due, and drop unfinished steps."""
         self._release_schedulers()
         self._update_scale()
+        if self.scaler is not None:
+            drop_unfinished(self.scaler)

@@ -70,6 +70,7 @@ class ScheduleLR(LRScheduler):
         # read once: float() of a learning rate on a GPU waits for the GPU
         self._peaks = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         super().__init__(optimizer)
+        self.has_loaded = False  # whether a state dict has set the step
         self.loaded_lr: float | None = None  # of the first group, in the optimizer's state that was loaded last
         # before any hook that puts the recipe's settings into the state
         optimizer.register_load_state_dict_pre_hook(lambda _, state: self._note_lr(state), prepend=True)
@@ -153,7 +154,7 @@ class ScheduleLR(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the step from `state_dict` and set the recipe's learning rates for it."""
-        self.last_epoch = state_dict["last_epoch"]
+        self.last_epoch, self.has_loaded = state_dict["last_epoch"], True
         self._apply()
 
     def follow(self, change: Callable[[Schedule], Schedule], total_steps: int | None) -> None:

@@ -141,7 +141,7 @@ with one_line_and_exit():
 """
     reads, writes = os.pipe()
     os.close(reads)
-    done = subprocess.run([sys.executable, "-c", code], stdout=writes, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([python(), "-c", code], stdout=writes, stderr=subprocess.PIPE, text=True)
     os.close(writes)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -157,6 +157,17 @@ def test_a_full_disk_is_one_line_of_any_command(capsys):
 def test_another_pipe_that_is_closed_keeps_its_traceback():
     with pytest.raises(BrokenPipeError), one_line_and_exit():
         raise BrokenPipeError
+
+
+def test_a_folder_that_has_been_removed_is_named_in_one_line(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(SystemExit) as stop:
+        door.main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: the current folder has been removed: go to another one\n"
 
 
 def test_what_the_user_cannot_mend_keeps_its_traceback(project, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from harness import processes, runs
 from harness.models import Small, batches
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -199,6 +200,41 @@ def test_a_mixin_behind_the_lightning_module_is_refused():
             pass
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"optimizer": "AdamW"}, "optimizer='AdamW': give a function that makes it from the parameter groups"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "optimizer=SGD .*: give a function that makes it from"),
+        ({"schedule": WarmupCosine}, "schedule=<class .*: give a Schedule object, such as "),
+        ({"schedule": 0.1}, "schedule=0.1: give a Schedule object, such as "),
+        (
+            {"param_rules": ParamRule("net")},
+            r"param_rules=ParamRule\(.*: give a list of ParamRule and LayerwiseLRDecay",
+        ),
+        ({"param_rules": [{"pattern": "net"}]}, r"param_rules={'pattern': 'net'}: give a list of ParamRule and"),
+        ({"mup": 256}, "mup=256: give a MuP object"),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused_in_one_line_when_the_module_is_built(settings, words):
+    with pytest.raises(UsageError, match=rf"^{words}[^\n]*$"):
+        Model(**settings)
+
+
+def test_a_function_that_returns_more_than_the_optimizer_is_refused():
+    with pytest.raises(UsageError, match="its function returns a tuple: let it return the optimizer alone"):
+        fit(Model(optimizer=lambda groups: (adamw()(groups), None)), 1)
+
+
+def test_a_callback_that_adds_parameters_during_training_is_refused():
+    class Whole(Model):
+        @property
+        def backbone(self):
+            return self.net[0]
+
+    with pytest.raises(UsageError, match="BackboneFinetuning adds parameters to the optimizer during training"):
+        runs.fit(Whole(), BackboneFinetuning(), data=DATA, max_steps=1)
+
+
 def test_fast_dev_run_trains_with_a_constant_learning_rate_whatever_the_schedule():
     model = Model(optimizer=adamw(0.5), schedule=WarmupCosine(warmup_steps=715))
     fit(model, 1000, fast_dev_run=2)
@@ -266,6 +302,13 @@ def test_a_resume_with_an_optimizer_of_another_class_is_refused_and_an_evaluatio
         fit(other, 10, resume=checkpoint)
     other.validation_step = other.training_step
     runs.trainer_with().validate(other, DATA, ckpt_path=checkpoint, verbose=False)
+
+
+def test_the_optimizer_of_an_earlier_fit_is_not_taken_for_that_of_a_later_one(checkpoint):
+    model = Model(optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    fit(model, 1)
+    model.optimizer = adamw(1.0)
+    assert fit(model, 6, resume=checkpoint).global_step == 6
 
 
 # ---- save_hyperparameters

@@ -18,6 +18,7 @@ from lightning_tricks._trainer.run_length import steps_of_epochs
 from lightning_tricks.callbacks import BatchSizeWarmup, ExactResume, TrainingProgressBar
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.mixins import OptimizerMixin
+from lightning_tricks.precision import FP16Mixed
 from lightning_tricks.schedules import WarmupConstant, WarmupCosine, WarmupLinear
 
 SCHEDULE = WarmupLinear(warmup_steps=1)
@@ -156,6 +157,20 @@ def test_a_run_without_a_schedule_goes_on_in_the_step_of_one(tmp_path):
     resumed = Model()
     fit(loader(8), resume=tmp_path / "step=5.ckpt", model=resumed, max_epochs=1)
     assert resumed.lrs == planned(8)[5:]
+
+
+def test_a_run_whose_steps_have_all_overflowed_so_far_resumes_at_the_start_of_its_schedule(tmp_path):
+    class Large(Model):
+        def training_step(self, batch, batch_idx):
+            return 64 * super().training_step(batch, batch_idx)
+
+    def run(resume=None, *callbacks):
+        plugin = FP16Mixed(init_scale=2.0**127)  # 64 times it is infinite until it is 2**121, after 6 steps
+        return fit(loader(10), *callbacks, resume=resume, model=Large(), max_epochs=1, plugins=[plugin])[1].lrs
+
+    lrs = run(None, ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1))
+    assert lrs == [planned(10)[0]] * 6 + planned(10)[:4]
+    assert run(tmp_path / "step=3.ckpt") == lrs[3:]
 
 
 def test_a_scheduler_of_the_modules_own_beside_ours_goes_its_way():

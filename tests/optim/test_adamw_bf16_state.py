@@ -74,13 +74,16 @@ def test_a_load_keeps_bf16_to_the_bit(kernel):
     assert second.state[weight]["step"].dtype == torch.float32
 
 
-def test_it_is_a_part_of_a_composed_optimizer(kernel):
+def test_in_a_composed_optimizer_a_load_leaves_the_averages_of_the_others_in_fp32(kernel):
     weight, bias = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
     groups = [{"params": [weight], "optimizer": "a"}, {"params": [bias], "optimizer": "b"}]
-    made = {"a": AdamWBF16State, "b": lambda own: torch.optim.SGD(own, lr=0.1)}
-    optimizer = ComposedOptimizer(groups, made)
+    optimizer = ComposedOptimizer(groups, {"a": AdamWBF16State, "b": torch.optim.AdamW})
+    bias.grad = torch.full((5,), 1.001)  # no bf16 value
+    optimizer.step()
+    before = optimizer.state[bias]["exp_avg"].clone()
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.state[weight]["exp_avg"].dtype == bfloat16
+    assert torch.equal(optimizer.state[bias]["exp_avg"], before)
 
 
 def test_weights_in_bf16_are_refused(kernel):

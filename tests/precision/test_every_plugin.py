@@ -1,6 +1,7 @@
 """What each plugin promises alike: foreign modules unchanged, bitwise resume, exchangeable checkpoints, FSDP2."""
 
 import functools
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ class Run(NamedTuple):
     tensors: dict[str, torch.Tensor]
     plugin_state: dict[str, Any]
     folder: Path
+    plugin: Any
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def alone(tmp_path_factory):
     def run(name: str) -> Run:
         model, plugin, folder = CausalLM(), PLUGINS[name]() if name else None, tmp_path_factory.mktemp("alone")
         trainer = train(model, plugin, epochs=3, folder=folder)
-        return Run(model.losses, tensors(trainer, model), plugin.state_dict() if plugin else {}, folder)
+        return Run(model.losses, tensors(trainer, model), plugin.state_dict() if plugin else {}, folder, plugin)
 
     return run
 
@@ -62,6 +64,12 @@ def test_a_hugging_face_llama_trains_unchanged(name, alone):
     assert in_fp32[-1] < 0.9 * in_fp32[0]
     assert found[-1] == pytest.approx(in_fp32[-1], rel=CLOSE)
     assert found != in_fp32, "the plugin did nothing"
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_after_a_fit_it_can_be_pickled_as_launchers_that_spawn_do(name, alone):
+    run = alone(name)
+    assert pickle.loads(pickle.dumps(run.plugin)).state_dict() == run.plugin_state
 
 
 @pytest.mark.parametrize("name", PLUGINS)

@@ -647,6 +647,17 @@ def test_weights_in_fp16_are_refused_by_name_but_not_for_validation_or_where_the
 # --- a plugin as an object
 
 
+def test_after_an_exception_in_the_middle_of_a_step_it_can_be_pickled():
+    class Fails(Model):
+        def on_before_optimizer_step(self, optimizer):
+            raise ArithmeticError
+
+    plugin = scaled()
+    with pytest.raises(ArithmeticError):
+        fit(Fails(), plugin)
+    assert pickle.loads(pickle.dumps(plugin)).state_dict() == plugin.state_dict()
+
+
 def test_it_survives_a_copy_and_a_pickle_and_says_what_it_is():
     plugin = scaled(growth_interval=7)
     fit(Model((1.0, INF)), plugin)

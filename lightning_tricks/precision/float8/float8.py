@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +91,7 @@ class Float8(pl.plugins.Precision):
         )
         self._gather_in_fp8 = recipe == "tensorwise" and not evaluate_in_bf16
         self._scales: Any = None  # a Scales, if FSDP2 gathers weights in fp8
-        self._skipped: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._skipped: dict[nn.Module, str] = {}  # layers that stay, with the reason
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(recipe={self.recipe!r}, base={self._base!r})"
@@ -122,6 +121,8 @@ class Float8(pl.plugins.Precision):
         self._refuse_device(module)
         self._convert(module)
         linears = choosing.named_linears(module)
+        # without those of another module, in an earlier fit
+        self._skipped = {layer: reason for layer, reason in self._skipped.items() if layer in linears.values()}
         if linears:
             choosing.refuse_unmatched(self.exclude, list(linears))
         self.fp8_layers = {name: layer for name, layer in linears.items() if self._is_mine(layer)}
