@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from benchmarks import machine
 from benchmarks.feed import write_tokens
+from lightning_tricks.accounting.peak_flops import available_cores
 from lightning_tricks.data import TokenData, open_shard, text_encoder
 from lightning_tricks.data.bpe import train_bpe
 from lightning_tricks.data.corpus import standard_library
@@ -137,7 +138,7 @@ def main() -> None:
     torch.set_num_threads(1)
     result: dict[str, Any] = {"benchmark": "data_speed", "machine": machine.describe(), "rounds": options.rounds}
     result["encoder_versions"] = {name: version(name) for name in ("tiktoken", "tokenizers")}
-    result["cpus"] = text_encoder._threads()
+    result["cpus"] = available_cores()
     result["loaders"] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

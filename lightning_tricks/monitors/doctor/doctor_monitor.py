@@ -94,7 +94,8 @@ class DoctorMonitor(pl.Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._history, self._restarts = History(), []
+        self._history = History()
+        self._restarts: list[int] = []
         self._before: dict[int, float] = {}  # the last losses of the checkpoint from which this fit goes on
         self._asked, self._ranks = 0, 0
         self._own_seconds: list[float] = []
