@@ -216,31 +216,6 @@ def build_a_recipe() -> None:
         load_recipe("--config", str(recipe), "--seed_everything=false")
 
 
-def load_fp8() -> None:
-    """Once for all processes: torchao and the part of the compiler that it imports take a second."""
-    from lightning_tricks.precision.float8.float8 import _load_linear
-
-    with contextlib.suppress(ImportError):
-        _load_linear()
-
-
-def trace_a_step() -> None:
-    """Once for all processes that trace a step without data: what torch looks up there at the first time."""
-    import torch
-
-    from lightning_tricks._find_modules import repeated_blocks
-    from lightning_tricks.models import Decoder, Llama
-    from lightning_tricks.parallel.memory_trace import TraceOptions, trace_step
-
-    ids = torch.zeros(2, 16, dtype=torch.long)
-    with torch.device("meta"):
-        decoder = Decoder(Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=16))
-    options = TraceOptions(
-        lambda module: module(ids, labels=ids), lambda module: torch.optim.AdamW(module.parameters())
-    )
-    trace_step(decoder, repeated_blocks(decoder), options)
-
-
 def become(request: Any, fds: list[int]) -> list[str]:
     """Take over the standard streams, the network, the environment and the folder of a proxy."""
     import ctypes
@@ -294,8 +269,6 @@ if __name__ == "__main__":
     if "lightning_tricks.cli" in sys.modules:
         measure_the_cpu()
         build_a_recipe()
-        load_fp8()
-        trace_a_step()
     gc.freeze()
     code = run(serve(str(own / "socket")))
     threading._shutdown()
