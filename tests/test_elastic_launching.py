@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -89,16 +90,49 @@ def tell(name: str, text: str) -> None:
     Path(f"{name}.part").rename(name)
 
 
-def agent(job: Job, host: int, port: int, nnodes: str = "1:4") -> None:
-    """torchrun on one host."""
-    hosts = json.dumps({"class_path": "test_elastic_launching.Hosts"})
-    job.start(
-        python(), "-m", "torch.distributed.run", "--nnodes", nnodes, "--nproc-per-node", "1", "--max-restarts", "9",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "toy",
-        "--rdzv-conf", "last_call_timeout=40,keep_alive_interval=1,keep_alive_max_attempt=10,is_host=0",
-        "-m", "lightning_tricks", "fit", "--config", "toy.yaml", "--resume=auto", "--elastic=true",
-        f"--trainer.callbacks+={hosts}", HOST=str(host), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-    )  # fmt: skip
+class Operator:
+    """Keeps a torchrun on each host, as Kubernetes keeps a pod: one that ends with an error is started again.
+
+    On a busy machine a torchrun gives up that has joined a rendezvous which the others have left meanwhile; the others
+    then wait for it.
+    """
+
+    def __init__(self, job: Job, port: int) -> None:
+        self.job, self.port = job, port
+        self.torchruns: dict[int, subprocess.Popen] = {}  # by the host
+
+    def start(self, host: int, nnodes: str = "1:4") -> None:
+        callback = json.dumps({"class_path": "test_elastic_launching.Hosts"})
+        self.job.start(
+            python(), "-m", "torch.distributed.run", "--nnodes", nnodes, "--nproc-per-node", "1", "--max-restarts", "9",
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "toy",
+            "--rdzv-conf", "last_call_timeout=40,keep_alive_interval=1,keep_alive_max_attempt=10,is_host=0",
+            "-m", "lightning_tricks", "fit", "--config", "toy.yaml", "--resume=auto", "--elastic=true",
+            f"--trainer.callbacks+={callback}", HOST=str(host), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        )  # fmt: skip
+        self.torchruns[host] = self.job.started[-1]
+
+    def lose(self, host: int) -> None:
+        """Take the host away, with its torchrun and its process."""
+        self.torchruns.pop(host).kill()
+        os.kill(int((self.job.folder / f"pid {host}").read_text()), signal.SIGKILL)
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = LIMIT) -> None:
+        deadline = time.time() + seconds
+        while not condition():
+            assert time.time() < deadline, self.job.out[-5000:]
+            for host, torchrun in list(self.torchruns.items()):
+                if torchrun.poll() not in (None, 0):
+                    self.start(host)
+            time.sleep(0.05)
+
+    def wait_for(self, *names: str) -> None:
+        """Until the run has told these files."""
+        self.wait_until(lambda: all((self.job.folder / name).exists() for name in names))
+
+    @property
+    def all_have_ended(self) -> bool:
+        return all(torchrun.poll() == 0 for torchrun in self.torchruns.values())
 
 
 def came(store: TCPStore) -> int:
@@ -108,36 +142,26 @@ def came(store: TCPStore) -> int:
     return len(pickle.loads(state).participants) if state.startswith(b"\x80") else 0
 
 
-def wait_for(job: Job, *names: str) -> None:
-    """Until the run has told these files."""
-    deadline = time.time() + LIMIT
-    while not all((job.folder / name).exists() for name in names):
-        assert time.time() < deadline, job.out[-5000:]
-        assert any(process.poll() is None for process in job.started), job.out[-5000:]
-        time.sleep(0.05)
-
-
 def four_two_four(job: Job) -> None:
     """The store is in this process. The torchruns that come first ask for four, so that the first start has four."""
     port = free_port()
     store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    operator = Operator(job, port)
     for host in (2, 3):
-        agent(job, host, port, "4:4")
-    deadline = time.time() + LIMIT
-    while came(store) < 2 and time.time() < deadline:
-        time.sleep(0.05)
+        operator.start(host, "4:4")
+    operator.wait_until(lambda: came(store) == 2)
     for host in (0, 1):
-        agent(job, host, port)
-    wait_for(job, "pid 2", "pid 3")
+        operator.start(host)
+    operator.wait_for("pid 2", "pid 3")
     (job.folder / "lost").touch()
-    for host, process in zip((2, 3), job.started, strict=False):
-        process.kill()
-        os.kill(int((job.folder / f"pid {host}").read_text()), signal.SIGKILL)
-    wait_for(job, "two are here")
+    for host in (2, 3):
+        operator.lose(host)
+    operator.wait_for("two are here")
     (job.folder / "back").touch()
     for host in (4, 5):
-        agent(job, host, port)
-    job.finish(2 * LIMIT)
+        operator.start(host)
+    operator.wait_until(lambda: operator.all_have_ended, 2 * LIMIT)
+    job.finish()
 
 
 def unbroken(job: Job) -> None:
@@ -274,7 +298,8 @@ def run_folder(job: Job) -> Path:
 
 def test_the_run_went_on_with_two_and_then_with_four_in_one_folder(jobs):
     job = jobs["elastic"]
-    assert job.codes == [-signal.SIGKILL, -signal.SIGKILL, 0, 0, 0, 0]
+    assert job.codes.count(-signal.SIGKILL) == 2
+    assert job.codes.count(0) == 4
     lines = map(json.loads, (run_folder(job) / NAME).read_text().splitlines())
     starts = [(line["start"], line["processes"], line["micro_batches"]) for line in lines if "start" in line]
     assert [start[1:] for start in starts] == [(4, 6), (2, 12), (4, 6), (4, 6)]

@@ -174,10 +174,12 @@ def serve(address: str) -> list[str]:
         if listener not in ready:
             continue
         proxy = listener.accept()[0]
-        length, fds, *_ = socket.recv_fds(proxy, 8, 4)
-        request = b""
-        while len(request) < int(length):
-            request += proxy.recv(int(length) - len(request))
+        request, fds = receive(proxy)
+        if not request:  # it was killed before it had asked for anything
+            proxy.close()
+            for fd in fds:
+                os.close(fd)
+            continue
         pid = os.fork()
         if pid == 0:
             for other in (listener, proxy, *proxies.values()):
@@ -188,6 +190,18 @@ def serve(address: str) -> list[str]:
         proxies[pid] = proxy
         with contextlib.suppress(OSError):  # it was killed meanwhile, which the loop will see
             proxy.sendall(b"%08d" % pid)
+
+
+def receive(proxy: socket.socket) -> tuple[bytes, list[int]]:
+    """The request of a proxy and its descriptors; empty if the proxy ends before all is sent."""
+    length, fds, *_ = socket.recv_fds(proxy, 8, 4)
+    request = b""
+    while len(request) < int(length or 0):
+        part = proxy.recv(int(length) - len(request))
+        if not part:
+            return b"", fds
+        request += part
+    return request, fds
 
 
 def remember_entry_points() -> None:
