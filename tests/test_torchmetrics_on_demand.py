@@ -7,7 +7,7 @@ from harness.preloaded import python
 LOAD = "import sys; from lightning_tricks._torchmetrics_on_demand import load_on_demand; load_on_demand()\n"
 HEAVY = "scipy matplotlib transformers torchmetrics.functional torchmetrics.classification"
 # torch, and the libraries that the whole package imports, once for all tests that import it
-LIBRARIES = ("torch", "scipy", "matplotlib.pyplot", "transformers")
+LIBRARIES = ("torch", "matplotlib.pyplot", "transformers")
 
 
 def lines(code: str, *imported: str) -> list[str]:

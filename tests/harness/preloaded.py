@@ -69,6 +69,9 @@ TORCH = ("torch",)  # of a server that imports nothing else
 IN_BOTH = ("torchmetrics", "torch._dynamo", "torch.distributed.fsdp")  # imported by either package of Lightning
 
 
+FAILED = "failed"  # in a server's folder: the error that ended it
+
+
 SHARED = "PRELOADED_SERVERS"  # the folder of servers that a parent process has started
 
 
@@ -86,6 +89,8 @@ def python(*imported: str) -> str:
         start(imported, folder=folder)
         shared = folder / name_of(imported)
     while not (shared / "socket").exists():
+        if (shared / FAILED).exists():
+            raise ImportError((shared / FAILED).read_text())
         select.select([], [], [], 0.02)
     return str(shared / "python")
 
@@ -139,7 +144,13 @@ def import_apart(wanted: dict[str, list[str]]) -> Path:
             own = other
             break
     for module in wanted[own]:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except BaseException as error:
+            new = Path(own, f"{FAILED}.part")
+            new.write_text(f"a server of {' '.join(wanted[own])} ended: {error!r}")
+            new.rename(new.with_suffix(""))
+            raise
     return Path(own)
 
 
