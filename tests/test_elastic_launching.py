@@ -121,8 +121,8 @@ class Operator:
         deadline = time.time() + seconds
         while not condition():
             assert time.time() < deadline, self.job.out[-5000:]
-            for host, torchrun in list(self.torchruns.items()):
-                if torchrun.poll() not in (None, 0):
+            for host, process in list(self.torchruns.items()):
+                if process.poll() not in (None, 0):
                     self.start(host)
             time.sleep(0.05)
 
@@ -132,7 +132,7 @@ class Operator:
 
     @property
     def all_have_ended(self) -> bool:
-        return all(torchrun.poll() == 0 for torchrun in self.torchruns.values())
+        return all(process.poll() == 0 for process in self.torchruns.values())
 
 
 def came(store: TCPStore) -> int:
