@@ -106,7 +106,7 @@ class Operator:
         self.job.start(
             python(), "-m", "torch.distributed.run", "--nnodes", nnodes, "--nproc-per-node", "1", "--max-restarts", "9",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "toy",
-            "--rdzv-conf", "last_call_timeout=40,keep_alive_interval=1,keep_alive_max_attempt=10,is_host=0",
+            "--rdzv-conf", "last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=10,is_host=0",
             "-m", "lightning_tricks", "fit", "--config", "toy.yaml", "--resume=auto", "--elastic=true",
             f"--trainer.callbacks+={callback}", HOST=str(host), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         )  # fmt: skip
