@@ -278,7 +278,7 @@ FOUR_ROWS = torch.randn(6, 4, 6, generator=torch.Generator().manual_seed(1), dty
 
 def lbfgs_in_two(rank: int, expected: dict) -> None:
     model = Small(6, 4, 2, optimizer=LBFGS, loss=squares).double()
-    fit(model, FSDP2Strategy(), 2, batches(FOUR_ROWS.chunk(2, 1)[rank]), gradient_clip_val=None)
+    fit(model, FSDP2Strategy(), 2, batches(FOUR_ROWS.chunk(2, 1)[rank]), max_steps=3, gradient_clip_val=None)
     for name, weight in whole(model).items():
         torch.testing.assert_close(weight, expected[name], msg=name)
     frozen = Small(6, 4, 2, optimizer=lambda parameters: LBFGS([*parameters, *frozen.net[0].parameters()]))
@@ -292,7 +292,7 @@ def lbfgs_in_two(rank: int, expected: dict) -> None:
 
 def test_lbfgs_searches_along_a_line_as_in_one_process_or_is_refused():
     model = Small(6, 4, 2, optimizer=LBFGS, loss=squares).double()
-    fit(model, data=batches(FOUR_ROWS), gradient_clip_val=None)
+    fit(model, data=batches(FOUR_ROWS), max_steps=3, gradient_clip_val=None)
     assert len(model.losses) > model.trainer.global_step * 4, "a step that searches asks for more losses"
     processes.run(lbfgs_in_two, whole(model))
 
@@ -384,6 +384,46 @@ def test_the_flops_of_a_foreign_module_are_counted_as_without_the_strategy(mode,
     strategy = FSDP2Strategy(activation_checkpointing=mode, compile_blocks=compiled)
     fit(model, strategy, 1, rows(), counts, max_steps=1)
     assert counts.found == alone.found
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        heads = self.up(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+        return x + self.down(nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2))
+
+
+class Divided(Small):
+    """Two blocks of which tensor ranks share the matrices and the heads."""
+
+    def __init__(self) -> None:
+        super().__init__(net=nn.Sequential(Attends(), Attends()), data=batches(torch.ones(1, 2, 6, 8)))
+
+    def parallel_plan(self):
+        return {"net.*.up": "colwise", "net.*.down": "rowwise"}
+
+
+def flops_of_two(rank: int) -> list:
+    nn.Module.compile = functools.partialmethod(nn.Module.compile, backend="eager")
+    counts = [runs.CountsFlops(), runs.CountsFlops()]
+    for compiled, count in enumerate(counts):
+        strategy = FSDP2Strategy(mesh=ParallelDims(tensor=2), compile_blocks=bool(compiled))
+        fit(Divided(), strategy, 2, None, count, max_steps=1)
+    return [count.found for count in counts]
+
+
+def test_a_tensor_rank_counts_its_half_of_the_products_in_compiled_blocks_too():
+    # forward: two matrices of 8 x 16 for 2 x 6 positions, four heads of width 4 for 6 x 6 pairs in two rows
+    linear, attention = 2 * 2 * 8 * 16 * 12, 2 * 2 * 4 * 4 * 36 * 2
+    first_gradient = 2 * 8 * 16 * 12  # the batch has none
+    count = 2 * (3 * linear + 3 * attention) - first_gradient
+    alone = runs.CountsFlops()
+    fit(Divided(), "auto", 1, None, alone, max_steps=1)
+    assert alone.found == (count, 0)
+    assert processes.run(flops_of_two) == [[(count // 2, 0)] * 2] * 2
 
 
 def test_a_module_without_repeated_blocks_is_gathered_at_once_and_says_so():
