@@ -82,7 +82,7 @@ def _without_memory(value: Any, gathered: set[str]) -> Any:
     element = torch.zeros((), dtype=dtype, device=value.device)
     axes = (value.device_mesh.mesh_dim_names or ()) if isinstance(value, DTensor) else ()
     kept = tuple(axis for axis in axes if axis not in gathered)
-    if not kept:
+    if not isinstance(value, DTensor) or not kept:
         return element.expand(value.shape).requires_grad_(value.requires_grad)
     mesh, placements = value.device_mesh[kept], [value.placements[axes.index(axis)] for axis in kept]
     shape, _ = compute_local_shape_and_global_offset(value.shape, mesh, placements)
