@@ -17,6 +17,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
+from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.parallel.shard import largest_group
 from lightning_tricks.precision import BF16Mixed
 from lightning_tricks.strategies import FSDP2Strategy
@@ -230,6 +231,72 @@ def test_a_second_fit_and_a_validation_take_the_shards_as_they_are():
     assert fresh.losses[0] == pytest.approx(alone.losses[0], rel=1e-6)
 
 
+def sharded_before(rank: int) -> None:
+    model = CausalLM()
+    model.validation_step = model.training_step
+    fit(model, FSDP2Strategy(), 2, rows(rank, 2), max_steps=1)
+    others = {
+        "FSDP2Strategy.reshard_after_forward=False: .* with True,": {"reshard_after_forward": False},
+        "FSDP2Strategy.activation_checkpointing=full: .* with none,": {"activation_checkpointing": "full"},
+        "FSDP2Strategy.compile_blocks=True: .* with False,": {"compile_blocks": True},
+        r"FSDP2Strategy.blocks=\('.*mlp',\): .* with None,": {"blocks": [".*mlp"]},
+        "FSDP2Strategy.mesh=replicate 2 x shard 1 on cpu: .* with shard 2 on cpu,": {"replicate_size": 2},
+        "FSDP2Strategy.mesh=shard 1 x tensor 2 on cpu: .* with shard 2 on cpu,": {"mesh": ParallelDims(tensor=2)},
+        "trainer.plugins=BF16Mixed: .* with Precision,": {"plugins": BF16Mixed()},
+    }
+    for line, given in others.items():
+        options = dict(given)
+        precision = {"plugins": options.pop("plugins")} if "plugins" in options else {}
+        with pytest.raises(UsageError, match=rf"^{line} and it stays so: give the same, or build the module anew$"):
+            fit(model, FSDP2Strategy(**options), 2, rows(rank, 2), max_steps=1, **precision)
+    assert len(model.losses) == 1
+    # what an earlier run has not settled, and what changes no result of an evaluation
+    fit(model, FSDP2Strategy(reduce_gradients="step"), 2, rows(rank, 2), max_steps=1)
+    strategy = FSDP2Strategy(reshard_after_forward=False)
+    trainer = runs.trainer_with(strategy=strategy, devices=2, use_distributed_sampler=False)
+    trainer.validate(model, rows(rank, 2), verbose=False)
+    assert len(model.losses) == 5
+
+
+def test_other_ways_to_shard_are_refused_where_an_earlier_run_has_sharded_the_module():
+    processes.run(sharded_before)
+
+
+def squares(module, batch):
+    return (module.net(batch) - 1).square().mean()
+
+
+class WithScalar(Small):
+    def __init__(self, *widths, **options):
+        super().__init__(*widths, **options)
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+LBFGS = functools.partial(torch.optim.LBFGS, lr=1, max_iter=4, line_search_fn="strong_wolfe")
+FOUR_ROWS = torch.randn(6, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def lbfgs_in_two(rank: int, expected: dict) -> None:
+    model = Small(6, 4, 2, optimizer=LBFGS, loss=squares).double()
+    fit(model, FSDP2Strategy(), 2, batches(FOUR_ROWS.chunk(2, 1)[rank]), max_steps=3, gradient_clip_val=None)
+    for name, weight in whole(model).items():
+        torch.testing.assert_close(weight, expected[name], msg=name)
+    frozen = Small(6, 4, 2, optimizer=lambda parameters: LBFGS([*parameters, *frozen.net[0].parameters()]))
+    frozen.net[0].requires_grad_(False)
+    for refused in (Small(6, 5, 2, optimizer=LBFGS), WithScalar(6, 4, 2, optimizer=LBFGS), frozen):
+        with pytest.raises(
+            UsageError, match=r"^LBFGS cannot join sharded parameters of which one is a scalar, [^\n]*$"
+        ):
+            fit(refused, FSDP2Strategy(), 2, gradient_clip_val=None)
+
+
+def test_lbfgs_searches_along_a_line_as_in_one_process_or_is_refused():
+    model = Small(6, 4, 2, optimizer=LBFGS, loss=squares).double()
+    fit(model, data=batches(FOUR_ROWS), max_steps=3, gradient_clip_val=None)
+    assert len(model.losses) > model.trainer.global_step * 4, "a step that searches asks for more losses"
+    processes.run(lbfgs_in_two, whole(model))
+
+
 def test_a_fit_may_follow_a_validation(monkeypatch):
     # as with NCCL; under gloo Lightning itself leaves inference mode out
     monkeypatch.setattr("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False)
@@ -317,6 +384,46 @@ def test_the_flops_of_a_foreign_module_are_counted_as_without_the_strategy(mode,
     strategy = FSDP2Strategy(activation_checkpointing=mode, compile_blocks=compiled)
     fit(model, strategy, 1, rows(), counts, max_steps=1)
     assert counts.found == alone.found
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        heads = self.up(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+        return x + self.down(nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2))
+
+
+class Divided(Small):
+    """Two blocks of which tensor ranks share the matrices and the heads."""
+
+    def __init__(self) -> None:
+        super().__init__(net=nn.Sequential(Attends(), Attends()), data=batches(torch.ones(1, 2, 6, 8)))
+
+    def parallel_plan(self):
+        return {"net.*.up": "colwise", "net.*.down": "rowwise"}
+
+
+def flops_of_two(rank: int) -> list:
+    nn.Module.compile = functools.partialmethod(nn.Module.compile, backend="eager")
+    counts = [runs.CountsFlops(), runs.CountsFlops()]
+    for compiled, count in enumerate(counts):
+        strategy = FSDP2Strategy(mesh=ParallelDims(tensor=2), compile_blocks=bool(compiled))
+        fit(Divided(), strategy, 2, None, count, max_steps=1)
+    return [count.found for count in counts]
+
+
+def test_a_tensor_rank_counts_its_half_of_the_products_in_compiled_blocks_too():
+    # forward: two matrices of 8 x 16 for 2 x 6 positions, four heads of width 4 for 6 x 6 pairs in two rows
+    linear, attention = 2 * 2 * 8 * 16 * 12, 2 * 2 * 4 * 4 * 36 * 2
+    first_gradient = 2 * 8 * 16 * 12  # the batch has none
+    count = 2 * (3 * linear + 3 * attention) - first_gradient
+    alone = runs.CountsFlops()
+    fit(Divided(), "auto", 1, None, alone, max_steps=1)
+    assert alone.found == (count, 0)
+    assert processes.run(flops_of_two) == [[(count // 2, 0)] * 2] * 2
 
 
 def test_a_module_without_repeated_blocks_is_gathered_at_once_and_says_so():

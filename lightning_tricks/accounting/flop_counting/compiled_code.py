@@ -21,7 +21,9 @@ from torch import Tensor, fx, nn
 from torch._dynamo import compiled_autograd, eval_frame
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -113,21 +115,38 @@ def _flops_of(graph: fx.GraphModule, inputs: list[Any]) -> GraphFlops:
     fake = FakeTensorMode(
         allow_fallback_kernels=False, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
     )
-    if not all(isinstance(value, Tensor) for value in inputs):
+    if not all(isinstance(value, Tensor | DeviceMesh) for value in inputs):
         raise CannotCount("its shapes depend on the values of a tensor")
-    leaves = [fake.from_tensor(value, static_shapes=True).detach() for value in inputs]
-    inputs = [leaf.requires_grad_(value.requires_grad) for leaf, value in zip(leaves, inputs, strict=True)]
+    inputs = [_without_data(value, fake) if isinstance(value, Tensor) else value for value in inputs]
     _refuse_unknown_code(graph)
     _checkpoint_for_real(graph)
+    if any(isinstance(value, DTensor) for value in inputs):
+        with fake:  # DTensors ask once for the shapes of results, in which nothing is computed
+            _run(graph, inputs, lambda: None)
     counter = FlopCounter(graph, without_data=True)
-    with fake, counter:
-        output = graph(*inputs)
+    before = (0, 0)
+
+    def after_forward() -> None:
+        nonlocal before
         before = counter.flops
-        ends = [end for end in tree_leaves(output) if isinstance(end, Tensor) and end.requires_grad]
-        if ends:
-            torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
+
+    with fake, counter:
+        _run(graph, inputs, after_forward)
     backward, recompute = (after - earlier for after, earlier in zip(counter.flops, before, strict=True))
     return GraphFlops(sum(before), backward, recompute, tuple(counter.uncounted))
+
+
+def _without_data(value: Tensor, fake: FakeTensorMode) -> Tensor:
+    return fake.from_tensor(value, static_shapes=True).detach().requires_grad_(value.requires_grad)
+
+
+def _run(graph: fx.GraphModule, inputs: list[Any], after_forward: Callable[[], None]) -> None:
+    """Forward and backward pass of a graph."""
+    output = graph(*inputs)
+    after_forward()
+    ends = [end for end in tree_leaves(output) if isinstance(end, Tensor) and end.requires_grad]
+    if ends:
+        torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
 
 
 def _refuse_unknown_code(graph: fx.GraphModule) -> None:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_flatten, tree_map
 
 
@@ -17,14 +19,16 @@ def whole(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callabl
 
     `fully_shard` gathers the weights in a hook, which the compiler cannot trace. No code of the module is run for the
     shell, and nothing of the module refers to it. Floating-point weights and arguments become fp32, as the policy for
-    mixed precision acts in a hook too; the number of FLOPs does not depend on it.
+    mixed precision acts in a hook too; the number of FLOPs does not depend on it. Of weights that tensor ranks share,
+    the shell has this rank's part, and the hooks that send what the ranks have computed.
     """
     module: Any = function.__self__  # type: ignore[attr-defined]
     parts = list(module.modules())
+    gathered = {axis for part in parts if isinstance(part, FSDPModule) for axis in _gathered_axes(part)}
     shells = {id(part): object.__new__(_plain_class(part)) for part in parts}
     for part in parts:
-        vars(shells[id(part)]).update(_state(part, shells))
-    args, kwargs = tree_map(_without_memory, (args, kwargs))
+        vars(shells[id(part)]).update(_state(part, shells, gathered))
+    args, kwargs = tree_map(partial(_without_memory, gathered=gathered), (args, kwargs))
     return MethodType(function.__func__, shells[id(module)]), args, kwargs  # type: ignore[attr-defined]
 
 
@@ -33,17 +37,24 @@ def _plain_class(part: nn.Module) -> Any:
     return type(part).__mro__[2] if isinstance(part, FSDPModule) else type(part)
 
 
-def _state(part: nn.Module, shells: dict[int, Any]) -> dict[str, Any]:
+def _gathered_axes(part: FSDPModule) -> tuple[str, ...]:
+    """The axes of the mesh over which FSDP2 shards or copies a module's parameters, which its hooks make whole."""
+    state: Any = part._get_fsdp_state()
+    group = state._fsdp_param_group
+    return () if group is None else group.mesh_info.mesh.mesh_dim_names or ()
+
+
+def _state(part: nn.Module, shells: dict[int, Any], gathered: set[str]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, value in vars(part).items():
         if name == "_modules":
             value = {key: shells[id(child)] if child is not None else None for key, child in value.items()}
         elif name == "_parameters":
-            value = {key: _whole_parameter(parameter) for key, parameter in value.items()}
+            value = {key: _whole_parameter(parameter, gathered) for key, parameter in value.items()}
         elif name == "_compiled_call_impl":
             value = None
         elif name[0] == "_" and "_hooks" in name and isinstance(value, OrderedDict):
-            value = OrderedDict()
+            value = OrderedDict((key, hook) for key, hook in value.items() if _sends_between_tensor_ranks(hook))
         elif isinstance(value, MethodType) and id(value.__self__) in shells:
             function: Any = value.__func__
             if function.__code__.co_qualname.startswith("register_fsdp_forward_method."):
@@ -54,16 +65,32 @@ def _state(part: nn.Module, shells: dict[int, Any]) -> dict[str, Any]:
     return state
 
 
-def _whole_parameter(parameter: Any) -> Any:
-    return None if parameter is None else nn.Parameter(_without_memory(parameter), parameter.requires_grad)
+def _sends_between_tensor_ranks(hook: Any) -> bool:
+    packages = ("torch.distributed.tensor.", "lightning_tricks.parallel.tensor")
+    return str(getattr(hook, "__module__", "")).startswith(packages)
 
 
-def _without_memory(value: Any) -> Any:
-    """A tensor of one element, expanded to the global shape of `value`; any other value as it is."""
+def _whole_parameter(parameter: Any, gathered: set[str]) -> Any:
+    return None if parameter is None else nn.Parameter(_without_memory(parameter, gathered), parameter.requires_grad)
+
+
+def _without_memory(value: Any, gathered: set[str]) -> Any:
+    """A tensor of one element, expanded to the shape of `value` over the gathered axes; any other value as it is."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or isinstance(value, DTensor)):
         return value
     dtype = torch.float32 if value.is_floating_point() else value.dtype
-    return torch.zeros((), dtype=dtype, device=value.device).expand(value.shape).requires_grad_(value.requires_grad)
+    element = torch.zeros((), dtype=dtype, device=value.device)
+    axes = (value.device_mesh.mesh_dim_names or ()) if isinstance(value, DTensor) else ()
+    kept = tuple(axis for axis in axes if axis not in gathered)
+    if not isinstance(value, DTensor) or not kept:
+        return element.expand(value.shape).requires_grad_(value.requires_grad)
+    mesh, placements = value.device_mesh[kept], [value.placements[axes.index(axis)] for axis in kept]
+    shape, _ = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+    stride = torch.empty(value.shape, device="meta").stride()
+    part = DTensor.from_local(
+        element.expand(shape), mesh, placements, run_check=False, shape=value.shape, stride=stride
+    )
+    return part.requires_grad_(value.requires_grad)
 
 
 class _Same:

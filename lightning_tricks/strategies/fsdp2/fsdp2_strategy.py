@@ -1,6 +1,6 @@
 """FSDP2 for any LightningModule in one line: blocks found, precision, checkpointing and compile in the right order."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +37,7 @@ from lightning_tricks.strategies.verify_together import check_together, verify_t
 from lightning_tricks.strategies.write_folder import FolderWriter
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_CHANGES_RESULTS = ("trainer.plugins", "FSDP2Strategy.mesh", "FSDP2Strategy.cpu_offload")
 
 
 class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
@@ -81,11 +82,11 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             divided by the tensor ranks.
 
     Raises:
-        UsageError: an unknown `activation_checkpointing`; sizes that do not multiply to the number of devices,
-            before any process waits; a pattern that matches nothing; parameters that FSDP2 cannot train (see
-            `refuse_unshardable`, `refuse_mixed_dtypes`), or made after sharding; ranks that have built different
-            modules; an optimizer that takes no DTensors; Lightning's fp16 with scalars or tensor ranks; under manual
-            optimization, see `GatherOnCall`.
+        UsageError: an unknown `activation_checkpointing`; a module that an earlier run has sharded in another way;
+            sizes that do not multiply to the number of devices, before any process waits; a pattern that matches
+            nothing; parameters that FSDP2 cannot train (see `refuse_unshardable`, `refuse_mixed_dtypes`), or made after
+            sharding; ranks that have built different modules; an optimizer that takes no DTensors; Lightning's fp16
+            with scalars or tensor ranks; under manual optimization, see `GatherOnCall`.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; Zhao et al. 2023,
         https://arxiv.org/abs/2304.11277.
@@ -131,6 +132,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.init_on_rank_0 = init_on_rank_0
         self.shards_modules = True  # tells a module that would otherwise shard itself
         self._tensor_ranks_unchecked = False
+        self._own_sharding: dict[str, tuple[Any, Any]] | None = None  # of the module that it has sharded
         self._folder_writer = FolderWriter(timedelta(seconds=timeout_seconds))
         self._until_teardown = ExitStack()
 
@@ -214,6 +216,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         shard.refuse_fsdp1(module)
         sharded = any(isinstance(part, fsdp.FSDPModule) for part in module.modules())  # by itself, or by an earlier fit
         if sharded:
+            self._refuse_other_sharding(module, trains=trainer.state.fn == "fit")
             self._waiting.forget(module)
         with nullcontext() if sharded else shard.attributes_kept(module):
             self._shard_and_fill(module, sharded)
@@ -273,6 +276,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         for step in _STEPS:
             if step != "training_step" or module._gather_on_call is None:
                 fsdp.register_fsdp_forward_method(module, step)
+        module._sharded_with = self._own_sharding = self._sharding
         if state is not None:
             state.scatter(module, self.root_device)
         rank_zero_info(layout_table(self.dims, made, self.options, module))
@@ -298,6 +302,40 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             reshard_after_forward=self.reshard_after_forward,
             **others,
         )
+
+    @property
+    def _sharding(self) -> dict[str, tuple[Any, Any]]:
+        """All that a module keeps of the run that has sharded it: by option, what is kept, and the value for a message.
+
+        Those of `_CHANGES_RESULTS` matter when the module is only evaluated, too.
+        """
+        plugin, options, dims = self.precision_plugin, self.options, self.dims
+        kept: dict[str, Any] = {
+            "mesh": f"{dims} on {self.root_device.type}",
+            "cpu_offload": self._offloads,
+            "blocks": None if self.blocks is None else tuple(self.blocks),
+            "reshard_after_forward": self.reshard_after_forward,
+            "activation_checkpointing": self.activation_checkpointing,
+            "compile_blocks": self.compile_blocks,
+            "sequence_parallel": self.sequence_parallel if dims.tensor > 1 else None,
+            "context_method": self.context_method if dims.context > 1 else None,
+        }
+        return {"trainer.plugins": (options.policy, type(plugin).__name__)} | {
+            f"FSDP2Strategy.{name}": (value, value) for name, value in kept.items()
+        }
+
+    def _refuse_other_sharding(self, module: Any, trains: bool) -> None:
+        """Refuse a module that an earlier run has sharded in another way, which this run would keep without a word."""
+        earlier = vars(module).get("_sharded_with", {})  # empty where the module shards itself
+        if earlier is self._own_sharding:
+            return
+        for option, (kept, value) in self._sharding.items():
+            before, value_before = earlier.get(option, (kept, value))
+            if kept != before and (trains or option in _CHANGES_RESULTS):
+                raise UsageError(
+                    f"{option}={value}: an earlier run has sharded this {type(module).__mro__[2].__name__} with "
+                    f"{value_before}, and it stays so: give the same, or build the module anew"
+                )
 
     @property
     def _module(self) -> Any:
@@ -374,9 +412,20 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             self._gather_on_call.refuse_gradients_of_whole_parameters()
         else:
             closure = self._waiting.then_summed(closure)
+        if isinstance(unwrapped(optimizer), torch.optim.LBFGS):
+            closure = self._then_averaged(closure)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         shard.drop_gathered(self._module)  # by a hook between the backward pass and the step that calls the module
         return output
+
+    def _then_averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that gives all ranks one loss: LBFGS decides by it whether it calls the closure again."""
+
+        def run() -> Any:
+            loss = closure()
+            return None if loss is None else super(FSDP2Strategy, self).reduce(loss.detach().clone(), reduce_op="mean")
+
+        return run
 
     @property
     def lightning_restore_optimizer(self) -> bool:
