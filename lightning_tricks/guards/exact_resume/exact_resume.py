@@ -98,7 +98,8 @@ class ExactResume(pl.Callback):
         self._random: list[dict[str, Any]] = []  # of the checkpoint's processes
         self._at_end: dict[str, Any] | None = None  # state of this process when training ended
         self._random_at_end: dict[str, Any] | None = None
-        self._counted_by = self._more_batches = 0  # batches of a loader, and how many to add if their size is another now
+        self._counted_by = 0  # batches of the loader that has done the most in this epoch
+        self._more_batches = 0  # to add to those done, where batches have another size now
         self._resumed_at = 0  # batches of the epoch that another process has trained
         self._has_trained = False  # a batch, in this fit
         self._random_to_set = False
