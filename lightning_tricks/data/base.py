@@ -81,7 +81,7 @@ def _wrong_id(stream: TokenStream, position: int, vocab_size: int, whose: str) -
 
 
 class Loader:
-    """Yields `batches[p]` for each position p in order, fetched ahead by workers and pinned if there is CUDA.
+    """Yields `batches[p]` for each position p in order, fetched ahead by workers and pinned for a CUDA device.
 
     Args:
         batches: the dataset.
@@ -89,14 +89,21 @@ class Loader:
             they are asked again before each batch.
         num_workers: processes that fetch; 0 fetches in this one. The batches and their order are the same.
         guard: refuses a batch before it is yielded.
+        trainer: whose device gets the batches. None: they are pinned if there is CUDA.
     """
 
     addressed_by_position = True  # ExactResume has nothing to do for a loader that says so
 
     def __init__(
-        self, batches: Batches, positions: Callable[[], Iterable[int]], num_workers: int, guard: IdGuard
+        self,
+        batches: Batches,
+        positions: Callable[[], Iterable[int]],
+        num_workers: int,
+        guard: IdGuard,
+        trainer: Any = None,
     ) -> None:
         self.batches, self.positions, self.num_workers, self.guard = batches, positions, num_workers, guard
+        self.trainer = trainer
 
     def __iter__(self) -> Iterator[Batch]:
         return self._load(self.positions())
@@ -105,11 +112,16 @@ class Loader:
         if self.num_workers:
             yield from self._from_workers(positions)
             return
-        pin = torch.cuda.is_available()
+        pin = self._pins()
         for position in positions:
             batch = self.batches[position]
             self.guard.check(self.batches, position, batch)
             yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin else batch
+
+    def _pins(self) -> bool:
+        """Whether batches are copied to a CUDA device."""
+        on_cuda = self.trainer is None or self.trainer.strategy.root_device.type == "cuda"
+        return on_cuda and torch.cuda.is_available()
 
     def _from_workers(self, positions: Iterable[int]) -> Iterator[Batch]:
         loader = DataLoader(
@@ -118,7 +130,7 @@ class Loader:
             # to no end: a DataLoader stops once its workers have fetched all up to the end that they knew
             sampler=positions.without_end() if isinstance(positions, Positions) else positions,
             num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=self._pins(),
             # its own generator: drawing the workers' seed must not move the run's random numbers
             generator=torch.Generator().manual_seed(0),
         )
@@ -245,7 +257,7 @@ class ShardData(pl.LightningDataModule):
                 return micro_batch_positions(0, ENDLESS, 1, self.micro_batch_size)
             return self._position.positions(self.trainer, order.windows)
 
-        return Loader(batches, positions, self.num_workers, self._guard)
+        return Loader(batches, positions, self.num_workers, self._guard, self.trainer)
 
     def micro_batches_in_pass(self, trainer: pl.Trainer) -> int:
         """Micro-batches of each process in one pass over the training data, an epoch where `max_epochs` counts."""
@@ -278,7 +290,7 @@ class ShardData(pl.LightningDataModule):
             rank=rank,
             world=world,
         )
-        return SizedLoader(batches, lambda: range(len(batches)), self.num_workers, self._guard)
+        return SizedLoader(batches, lambda: range(len(batches)), self.num_workers, self._guard, self.trainer)
 
     test_dataloader = predict_dataloader = val_dataloader
 

@@ -141,12 +141,26 @@ def places_for(checkpoint: Any) -> list[Path]:
     return [folder.parent / FILE, folder / FILE] if folder.name == "checkpoints" else [folder / FILE]
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The runs in a file, each with `run`, `processes` and `saves`; none if the file is missing or cannot be read."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return [
+            {"run": one["run"], **{name: [(a, b) for a, b in one[name]] for name in ("processes", "saves")}}
+            for one in (found, *found.get("other_runs", []))
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # missing, of another program, or cut off: then lost work counts as down time
+
+
 class History:
     """When the processes of a run ran and when they waited for saves: a small file, read after a kill.
 
+    Other runs that have saved to its folder keep their part of the file.
+
     Args:
         run: identifier of the run, so that another run's file is not taken for its own.
-        places: where the file may lie; the first of this run's is read.
+        places: where the file may lie; the first that has this run is read.
     """
 
     def __init__(self, run: str, places: Iterable[Path] = ()) -> None:
@@ -156,14 +170,11 @@ class History:
         self.saves: list[Interval] = []
         self._warn_once = WarnOnce()
         for path in places:
-            try:
-                found: dict[str, Any] = json.loads(path.read_text())
-                if found["run"] == run:
-                    self.earlier, self.saves = ([(a, b) for a, b in found[name]] for name in ("processes", "saves"))
+            for record in read_records(path):
+                if record["run"] == run:
+                    self.earlier, self.saves = record["processes"], record["saves"]
                     self.path = places_for(path)[0]  # the file of an earlier version moves
                     return
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # missing, of another program, or cut off: then lost work counts as down time
 
     def place_by(self, checkpoint: Any) -> None:
         """Choose the file's place by a checkpoint, unless it has one already or the checkpoint is not local."""
@@ -178,7 +189,8 @@ class History:
         """Replace the file, with this process in it. A kill leaves the old file; a full disk gives one warning."""
         if self.path is None or not self.path.parent.is_dir():
             return
-        content = {"run": self.run, "processes": [*self.earlier, process], "saves": self.saves}
+        content: dict[str, Any] = {"run": self.run, "processes": [*self.earlier, process], "saves": self.saves}
+        content["other_runs"] = [record for record in read_records(self.path) if record["run"] != self.run]
         part = self.path.with_name(f".{FILE}.part")
         try:
             part.write_text(json.dumps(content))
@@ -204,7 +216,7 @@ class GoodputMonitor(pl.Callback):
     time of day at which it was saved, so everything up to the start of the process that resumes it is lost work or down
     time. A small file in the run's folder, `goodput.json`, tells them apart: it says when each process ran. It is
     written with each save, on log steps 10 seconds or more apart, and at the end; without it, all of that time counts
-    as down time.
+    as down time. A new run in the folder of another one keeps what the file says of that one.
 
     Times are those of rank 0: if it waits for another rank, that is time of steps. The host's clock is read when the
     buffer has brought an interval's values, which waits for the device; nothing else waits. On a CUDA device, events

@@ -1,6 +1,7 @@
 """Write the predictions of `predict_step` to a file, batch by batch."""
 
 import json
+import math
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path, PurePath
@@ -19,7 +20,8 @@ def rows_of(prediction: Any) -> list[Any]:
 
     A dict, list or tuple with tensors gives rows of the same form. In it, a list beside the tensors has an entry for
     each row; a value without rows, such as a number, a text or a tensor without dimensions, is in each row. A list of
-    dicts gives a row for each dict. Anything else that `predict_step` may return is one row.
+    dicts gives a row for each dict. Anything else that `predict_step` may return is one row. NaN and infinities become
+    None.
 
     Raises:
         UsageError: the parts of a dict, list or tuple have different numbers of rows; a value that JSON cannot hold.
@@ -71,10 +73,13 @@ def _rows_if_any(value: Any) -> list[Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value in the types of JSON, with all of its numbers."""
+    """A value in the types of JSON, with all of its numbers; NaN and infinities, which JSON does not have, are None."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
-        return (value.double() if value.is_floating_point() and value.itemsize < 4 else value).tolist()
+        value = value.double() if value.is_floating_point() and value.itemsize < 4 else value
+        return value.tolist() if value.isfinite().all() else _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, Mapping):
         return {str(name): _plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -95,8 +100,9 @@ class PredictionWriter(pl.Callback):
     """Write what `predict_step` returns as JSON lines, a line for each row of each batch, and say where.
 
     `{"batch": 0, "row": 0, "prediction": ...}`, in the order of the data; with several predict loaders, it begins with
-    `"dataloader": 0`. `rows_of` says which rows a batch has; all numbers are written in full. With several processes
-    each writes its own rows, to `NAME-rank1.jsonl` and so on beside rank 0's. Nothing is kept in memory.
+    `"dataloader": 0`. `rows_of` says which rows a batch has; all numbers are written in full, and NaN and infinities,
+    which JSON does not have, as `null`. With several processes each writes its own rows, to `NAME-rank1.jsonl` and so
+    on beside rank 0's. Nothing is kept in memory.
 
     Args:
         output: the file; its name ends in `.jsonl`. An existing one is not replaced.

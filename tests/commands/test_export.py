@@ -18,6 +18,7 @@ from lightning_tricks import FSDP2Strategy, InitFrom, LanguageModel
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.stream_weights import stream_weights
+from lightning_tricks.checkpoints.write_file import is_locked, locked
 from lightning_tricks.commands.export import compare, load_alone
 from lightning_tricks.commands.export.model_card import figures_of_run
 from lightning_tricks.commands.generate import decoder_from_checkpoint
@@ -234,6 +235,30 @@ def test_a_folder_that_exists_and_wrong_options_are_one_line(tmp_path):
             export(given, tmp_path / output, *options)
         assert "\n" not in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_another_process_is_writing_is_one_line_and_stays(tmp_path):
+    path = save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt")
+    staging = tmp_path / ".out.exporting"
+    staging.mkdir()
+    (staging / "model.safetensors").write_text("half of it")
+    with locked(staging), pytest.raises(UsageError, match=r"out: another process is writing this folder: name"):
+        export(path, tmp_path / "out")
+    assert (staging / "model.safetensors").read_text() == "half of it"
+    export(path, tmp_path / "out")  # a killed process holds no lock
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "saved.ckpt"]
+
+
+def test_an_export_holds_its_folder_until_it_has_its_name(tmp_path, monkeypatch):
+    path, found = save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt"), []
+    ask = compare.ask_fresh_process
+
+    def look(staging, *args):
+        found.append(is_locked(staging))
+        return ask(staging, *args)
+
+    monkeypatch.setattr("lightning_tricks.commands.export.export.ask_fresh_process", look)
+    assert (is_locked(export(path, tmp_path / "out")), found) == (False, [True])
 
 
 def test_an_older_transformers_or_none_is_one_line(tmp_path, monkeypatch):

@@ -2,12 +2,13 @@
 
 import re
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from harness.models import Small
-from harness.runs import fit, trainer_with
+from harness.runs import On, fit, trainer_with
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data import ShardWriter, TextData, TokenData
@@ -249,3 +250,37 @@ def test_the_batches_are_the_same_for_any_number_of_workers_where_the_end_moves(
                 end = end_later
         rows.append(served)
     assert rows[0] == rows[1] == [batches[2 + n]["input_ids"].tolist() for n in range(end_later)]
+
+
+@pytest.mark.parametrize(("device", "pins"), [("cpu", False), ("cuda:0", True), (None, True)])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_where_there_is_cuda_batches_are_pinned_unless_the_trainer_has_another_device(
+    write_shard, monkeypatch, device, pins, num_workers
+):
+    pinned = []
+
+    def plain_loader(dataset, sampler, pin_memory, **_):
+        pinned.append(pin_memory)
+        return map(dataset.__getitem__, sampler)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(True) or tensor)
+    monkeypatch.setattr("lightning_tricks.data.base.DataLoader", plain_loader)
+    stream = TokenStream([write_shard(np.arange(200))])
+    batches = TrainBatches(stream, WindowOrder(len(stream), 8, 0), 1, None)
+    trainer = device and SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
+    assert len(list(Loader(batches, lambda: range(3), num_workers, IdGuard(), trainer))) == 3
+    assert any(pinned) == pins
+
+
+def test_a_run_on_the_cpu_pins_nothing_where_there_is_cuda(write_shard, monkeypatch):
+    path = str(write_shard(np.arange(200)))
+    data = TokenData(train=path, val=path, seq_len=8, micro_batch_size=2)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("pinned"))
+
+    validated = []
+    model = Small(loss=lambda module, batch: module.net[0].weight.sum())
+    model.validation_step = lambda batch, batch_idx: validated.append(batch_idx)
+    see_cuda = On(on_fit_start=lambda *_: monkeypatch.setattr(torch.cuda, "is_available", lambda: True))
+    fit(model, see_cuda, data=data, max_steps=2, limit_val_batches=1, val_check_interval=2)
+    assert validated

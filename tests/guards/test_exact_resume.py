@@ -15,6 +15,7 @@ from harness.models import Small
 from harness.processes import free_port, processes
 from harness.runs import On, trainer_with
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_tricks import ExactResume
@@ -375,6 +376,55 @@ def test_another_batch_size_goes_on_with_the_next_row(tmp_path):
     fit(tmp_path, DataLoader(rows, batch_size=4, shuffle=True), stop_at=4)
     rest, _ = fit(tmp_path, DataLoader(rows, batch_size=2, shuffle=True), ckpt_path=tmp_path / "step=3.ckpt")
     assert [batch for _, batch, _ in rest] == [batch for _, batch, _ in whole[6:]]
+
+
+class BeginsAgain(Counts):
+    """A loader that says where it is, and begins anew after its end."""
+
+    def __iter__(self):
+        while self.at < 3:
+            self.at += 1
+            yield torch.full((1, 4), float(self.at))
+        self.at = 0
+
+
+TWO_LOADERS = {  # the short one is at its end before the other one is asked for a batch; or ends before the other one
+    "min_size": lambda: [
+        DataLoader(Stream(4), batch_size=2),
+        DataLoader(list(range(9)), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    ],
+    "max_size": lambda: [BeginsAgain(), DataLoader(Rows(9), batch_size=2, shuffle=True)],
+    "max_size_cycle": lambda: [BeginsAgain(), DataLoader(Rows(9), batch_size=2, shuffle=True)],
+}
+
+
+@pytest.mark.parametrize("mode", TWO_LOADERS)
+def test_two_loaders_of_different_lengths_go_on_from_any_batch(tmp_path, mode):
+    def data():
+        return CombinedLoader(TWO_LOADERS[mode](), mode)
+
+    whole, _ = fit(tmp_path, data(), max_epochs=2)
+    for done in range(1, len(whole)):
+        rest, lines = fit(tmp_path / "rest", data(), ckpt_path=tmp_path / f"step={done}.ckpt", max_epochs=2)
+        assert (done, rest, lines) == (done, whole[done:], [])
+
+
+@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle"])
+def test_another_batch_size_of_two_loaders_counts_the_batches_of_the_longer_one(tmp_path, mode):
+    def data(size):
+        return CombinedLoader([DataLoader(list(range(rows)), batch_size=size) for rows in (16, 8)], mode)
+
+    fit(tmp_path, data(4))
+    rest, _ = fit(tmp_path, data(2), ckpt_path=tmp_path / "step=3.ckpt", accumulate_grad_batches=2)
+    second = ["None", "None"] if mode == "max_size" else ["tensor([4, 5])", "tensor([6, 7])"]
+    rows = [f"[tensor({pair}), {other}]" for pair, other in zip(([12, 13], [14, 15]), second, strict=True)]
+    assert [(number, batch) for number, batch, _ in rest] == [(7, rows[0]), (8, rows[1])]
+
+
+def test_another_batch_size_of_a_stream_without_a_state_is_refused_in_one_line(tmp_path):
+    fit(tmp_path, DataLoader(Stream(24), batch_size=4))
+    with pytest.raises(ValueError, match=r"batch_size=2: training loader 1 .* the checkpoint's run had batch_size=4: "):
+        fit(tmp_path, DataLoader(Stream(24), batch_size=2), ckpt_path=tmp_path / "step=3.ckpt")
 
 
 def test_a_save_within_a_step_brings_the_rows_of_the_step_again(tmp_path):

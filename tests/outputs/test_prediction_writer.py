@@ -1,6 +1,7 @@
 """PredictionWriter: each row of each batch is a line, and a file that exists is kept."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,11 +80,15 @@ def test_what_was_written_before_an_error_is_there(tmp_path):
         ([{"boxes": torch.zeros(2000)}, {"boxes": torch.ones(1)}], [{"boxes": [0] * 2000}, {"boxes": [1]}]),
         ([["a"], np.arange(3), np.float32(0.5)], [[["a"], [0, 1, 2], 0.5]]),
         ({1: Path("file"), 2: 1j}, [{"1": "file", "2": "1j"}]),
+        (torch.tensor([[1, math.nan], [math.inf, 2]]), [[1, None], [None, 2]]),
+        (torch.tensor([-math.inf, 0.5], dtype=torch.float16), [None, 0.5]),
+        ({"x": np.array([math.nan, 1]), "y": -math.inf}, [{"x": [None, 1], "y": None}]),
+        (np.float32("nan"), [None]),
     ],
 )  # fmt: skip
 def test_rows_of_a_batch(prediction, rows):
     assert rows_of(prediction) == rows
-    json.dumps(rows_of(prediction))
+    json.dumps(rows_of(prediction), allow_nan=False)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Write the folder of a checkpoint, have a fresh process compare it, and only then give it its name."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._writable import check_folder
 from lightning_tricks.checkpoints.stream_weights import StreamedWeights, stream_weights
+from lightning_tricks.checkpoints.write_file import is_locked, locked
 from lightning_tricks.commands.export.compare import (
     TEXT,
     ask_fresh_process,
@@ -101,8 +103,9 @@ def export(
     """Write `output`; see the command's help for the arguments.
 
     Raises:
-        UsageError: `output` exists; no checkpoint, or one of another module; a decoder or a tokenizer that no family of
-            transformers, or architecture of llama.cpp, can express; a folder that transformers loads otherwise.
+        UsageError: `output` exists, or another process is writing it; no checkpoint, or one of another module; a
+            decoder or a tokenizer that no family of transformers, or architecture of llama.cpp, can express; a folder
+            that transformers loads otherwise.
     """
     if output.exists():
         raise UsageError(f"export: output={output} exists: name another folder, or remove it first")
@@ -116,11 +119,7 @@ def export(
     tokenizer = None if record is None else _tokenizer(source, record)
     transformers_package()  # before minutes of writing
     vocabulary = _vocabulary(path, config, tokenizer) if form == "gguf" else None
-    staging = output.with_name(f".{output.name}.exporting")
-    if staging.exists():
-        shutil.rmtree(staging)  # of an export to `output` that was killed: no other program gives this hidden name
-    staging.mkdir(parents=True)
-    try:
+    with _staged(output) as staging:
         weights = _Weights(source, config, factor, dtype, _FORMATS[form])
         entries = weights.entries()
         parameters, word = sum(torch.Size(entry.shape).numel() for entry in entries), weights.dtype_word()
@@ -150,12 +149,26 @@ def export(
             compared=compared,
         )
         (staging / "README.md").write_text(card, encoding="utf-8")
-        staging.rename(output)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)  # made above, by this process
-        raise
     size = sum(file.stat().st_size for file in (output / staged.name for staged in files))
     print(f"{output}: {size / 2**30:,.3f} GiB of weights in {len(files)} file{'s' * (len(files) != 1)}")
+
+
+@contextmanager
+def _staged(output: Path) -> Iterator[Path]:
+    """Give a hidden folder to write to, which gets the name `output` at the end; an error inside deletes it."""
+    staging = output.with_name(f".{output.name}.exporting")
+    if is_locked(staging):
+        raise UsageError(f"export: output={output}: another process is writing this folder: name another one")
+    if staging.exists():
+        shutil.rmtree(staging)  # of an export to `output` that was killed: no other program gives this hidden name
+    staging.mkdir(parents=True)
+    with locked(staging):
+        try:
+            yield staging
+            staging.rename(output)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)  # made above, by this process
+            raise
 
 
 def _vocabulary(path: Path, config: DecoderConfig, tokenizer: SavedTokenizer | None) -> GGUFVocabulary:

@@ -80,8 +80,8 @@ class ExactResume(pl.Callback):
 
     Raises:
         UsageError: `reload_dataloaders_every_n_epochs` is set; on resume, the number of loaders is another one, or that
-            of the processes or workers of an IterableDataset, or `trainer.estimated_stepping_batches` was read before
-            the checkpoint was loaded.
+            of the processes or workers of an IterableDataset, or the batch size of one without a state, or
+            `trainer.estimated_stepping_batches` was read before the checkpoint was loaded.
     """
 
     def __init__(self) -> None:
@@ -98,6 +98,7 @@ class ExactResume(pl.Callback):
         self._random: list[dict[str, Any]] = []  # of the checkpoint's processes
         self._at_end: dict[str, Any] | None = None  # state of this process when training ended
         self._random_at_end: dict[str, Any] | None = None
+        self._counted_by = 0  # batches of the loader that has done the most in this epoch
         self._more_batches = 0  # to add to those done, where batches have another size now
         self._resumed_at = 0  # batches of the epoch that another process has trained
         self._has_trained = False  # a batch, in this fit
@@ -179,10 +180,9 @@ class ExactResume(pl.Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Where a run goes on at an epoch's start, restore the random state: this hook's draws came after the save."""
-        if self._random_to_set:
-            self._set_random_state()
-            self._random_to_set = False
-        if not self._has_trained:
+        self._fetched()
+        self._random_to_set = False
+        if not self._has_trained and not self._resumed_at:
             return  # a batch may have been fetched ahead
         self._resumed_at = 0
         for follower in self._followed:
@@ -204,6 +204,12 @@ class ExactResume(pl.Callback):
         for follower in self._followed:
             if follower is not None:
                 follower.places.forget_before(self._next_step())
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """End the passes of which no batch was asked for on resume, because another loader was at its end already."""
+        for follower in self._followed:
+            if isinstance(follower, Replay):
+                follower.end_pass()
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Keep the state for a checkpoint that is saved after `fit`, when Lightning has let its loaders go."""
@@ -291,7 +297,9 @@ class ExactResume(pl.Callback):
             now = describe(follower.loader, data_rank(self._trainer)[1])
             position, more = transfer(name, follower.loader, state, now)
             follower.go_on_from(position)
-            self._more_batches = more
+            batches = state["position"]["batches"]
+            if batches > self._counted_by:  # a shorter loader has ended, or begun again, and has counted fewer
+                self._counted_by, self._more_batches = batches, more
             cycles = 0 if position is None else position.cycles
         elif isinstance(follower, StatefulLoader) and "state" in state and same_ranks:
             follower.resumed, cycles = state, state.get("cycles", 0)

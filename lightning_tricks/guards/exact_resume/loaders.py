@@ -7,9 +7,11 @@ dropped, unless it has `state_dict` and `load_state_dict`. A loader of another k
 it has these two methods itself.
 """
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
@@ -112,10 +114,11 @@ class StatefulLoader(ServedLoader):
         self.places = Places(fetched)
         self.resumed: dict[str, Any] | None = None  # place from which the next iteration goes on
         self._cycles = 0  # passes that ended since the epoch began, of a loader that is shorter than another one
+        self._ended = False  # the last pass ran to its end
 
     def begin_epoch(self) -> None:
         """Forget the passes of the epoch before."""
-        self._cycles = 0
+        self._cycles, self._ended = 0, False
         self.places.begin_epoch()
 
     def place_before(self, batch: int) -> dict[str, Any]:
@@ -124,16 +127,20 @@ class StatefulLoader(ServedLoader):
 
     def next_epoch(self) -> dict[str, Any]:
         """The place from which the next epoch begins."""
-        return {**self._place(), "cycles": 0, "at_end": True}
+        return {**self._place(), "cycles": 0, "at_end": True, "ended": False}
 
     def _place(self) -> dict[str, Any]:
-        return {"state": self._loader.state_dict(), "cycles": self._cycles, "at_end": False}
+        state = self._loader.state_dict()
+        return {"state": state, "cycles": self._cycles, "at_end": False, "ended": self._ended}
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self.resumed = self.resumed, None
         if resumed is not None:
             self._loader.load_state_dict(resumed["state"])
             self._cycles = resumed.get("cycles", 0)
+            if resumed.get("ended"):  # CombinedLoader's max_size asks no more of it in this epoch
+                self._ended = True
+                return
         served = yield from self._pass()
         if not served and resumed is not None and resumed.get("at_end"):  # some loaders then have no batch left
             self._cycles = 0
@@ -141,14 +148,14 @@ class StatefulLoader(ServedLoader):
 
     def _pass(self) -> Generator[Any, None, int]:
         """Serve one pass; returns the number of batches."""
-        number = 0
+        number, self._ended = 0, False
         iterator = iter(self._loader)  # a loader may begin its pass, or go on from a state, no earlier than here
         while True:
             place = self._place()
             try:
                 batch = next(iterator)
             except StopIteration:
-                self._cycles += 1
+                self._cycles, self._ended = self._cycles + 1, True
                 return number
             self.places.add(place)
             number += 1
@@ -207,6 +214,13 @@ class Worker:
         seed_process(number_of(*self.key, *place), self.generators)
 
 
+class _NoRows:
+    """A dataset whose rows are empty."""
+
+    def __getitem__(self, index: Any) -> tuple[()]:
+        return ()
+
+
 class Replay:
     """Serves the batches of a loader and keeps their position.
 
@@ -239,6 +253,23 @@ class Replay:
         """Forget the passes of the epoch before."""
         self._ended, self.position = False, replace(self.position, cycles=0)
         self.places.begin_epoch()
+
+    def end_pass(self) -> None:
+        """End the pass from which the run was to go on, if no batch of its rest was asked for. It loads no row."""
+        if self.resumed is None or not self.resumed.batches:
+            return
+        start, self.resumed = self.resumed, None
+        self.position = start
+        self._set_state(start)
+        if is_iterable(self.loader):
+            return
+        inner, _ = self._inner_loader(replace(start, batches=0), ())
+        changes = {"dataset": _NoRows(), "collate_fn": len, "num_workers": 0, "timeout": 0, "pin_memory": False}
+        vars(inner).update(changes)
+        with own_randomness(0):
+            iterator = DataLoader.__iter__(inner)
+        ahead = self.loader.num_workers * (self.loader.prefetch_factor or 0)
+        deque(islice(iterator, start.batches + ahead), 0)  # generators draw what they have drawn in that pass
 
     def position_before(self, batch: int) -> Position:
         """The position before a batch of this epoch."""
@@ -273,9 +304,7 @@ class Replay:
     def _read(self, start: Position, load_state: bool) -> Iterator[tuple[Any, Position]]:
         """Pairs of a batch and the position after it. Unless `load_state`, the dataset's own state is at `start`."""
         loader, key = self.loader, (start.seed, self.rank, start.number)
-        set_sampler_state(loader, start.order)
-        if load_state and start.datasets is not None and not loader.num_workers:
-            loader.dataset.load_state_dict(start.datasets[0])  # type: ignore[attr-defined]
+        self._set_state(start, load_state)
         inner, number = self._inner_loader(start, key)
         generators = [] if self.stateful or loader.num_workers else generators_of(loader.dataset)
         with own_randomness(number_of(*key, "start")):
@@ -298,6 +327,11 @@ class Replay:
             if number > start.batches:
                 position = replace(position, batches=number)
                 yield batch, position
+
+    def _set_state(self, start: Position, load_state: bool = True) -> None:
+        set_sampler_state(self.loader, start.order)
+        if load_state and start.datasets is not None and not self.loader.num_workers:
+            self.loader.dataset.load_state_dict(start.datasets[0])  # type: ignore[attr-defined]
 
     def _inner_loader(self, start: Position, key: tuple[Any, ...]) -> tuple[DataLoader, int]:
         """The loader that makes the batches of a pass, and the number of the first one that it makes."""

@@ -207,7 +207,8 @@ def transfer(name: str, loader: DataLoader, saved: dict[str, Any], now: dict[str
         The position, None if the loader starts again; and the change in the number of batches that are done.
 
     Raises:
-        UsageError: for an IterableDataset, if the number of its processes or workers is another one.
+        UsageError: for an IterableDataset, if the number of its processes or workers is another one; without a state,
+            also if the size of its batches is.
     """
     position = Position(**saved["position"])
     if saved["rows"] is None and now["rows"] is None:
@@ -218,6 +219,12 @@ def transfer(name: str, loader: DataLoader, saved: dict[str, Any], now: dict[str
                     f"its own part, and the checkpoint's run had {option}={saved[key]}: set the same, or take "
                     "ExactResume out to start its data again"
                 )
+        if position.batches and position.datasets is None and saved["batch_size"] != now["batch_size"]:
+            raise UsageError(
+                f"batch_size={now['batch_size']}: {name} has an IterableDataset without a state, which is read again "
+                f"up to a batch, and the checkpoint's run had batch_size={saved['batch_size']}: set the same, or take "
+                "ExactResume out to start its data again"
+            )
     elif saved["rows"] != now["rows"]:
         say(name, f"its data had {saved['rows']} rows and now have {now['rows']}: they start again")
         return None, 0
