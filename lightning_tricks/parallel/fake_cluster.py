@@ -1,6 +1,7 @@
 """A cluster of any size on one machine: any rank's part of a module, and the collectives of a step, sent to nobody."""
 
 import gc
+import importlib
 import multiprocessing
 import threading
 import traceback
@@ -175,6 +176,7 @@ def at_once(acts: Sequence[Callable[[], T]]) -> list[T]:
         UsageError: that of the first call that raises one.
         RuntimeError: any other error, with its traceback.
     """
+    importlib.import_module("torch._dynamo")  # which takes a second, and each process would need it
     started = [_start(act) for act in acts]
     found = [_result(one) for one in started]
     for result in found:

@@ -135,7 +135,7 @@ def trace_step(module: nn.Module, blocks: Mapping[str, nn.Module], options: Trac
     """
     notes: list[str] = []
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # some optimizers compile their own step
+        stack.enter_context(nothing_compiled())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         materialize(module, torch.device("cpu"))
         for replacement in options.replaced:
@@ -181,6 +181,17 @@ def trace_step(module: nn.Module, blocks: Mapping[str, nn.Module], options: Trac
         if options.micro_batches == 1:
             _add_gradients_of_last_step(instants)
         return StepMemory(instants, tuple(dict.fromkeys(notes)), log.largest_on_host(), _steps_in_batches(optimizer))
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Run all code as it is written; torchao's optimizers compile each step, and torch's compiler loads slowly."""
+
+    def compiled(function: Any = None, **options: Any) -> Any:
+        return (lambda given: given) if function is None else function
+
+    with torch.compiler.set_stance("force_eager"), replaced(torch, "compile", compiled):
+        yield
 
 
 def _add_gradients_of_last_step(instants: dict[str, dict[str, int]]) -> None:

@@ -81,8 +81,8 @@ def test_what_context_ranks_send_for_a_token_is_the_sum_of_the_collectives(metho
 
 def test_ranks_that_would_send_different_things_are_refused_in_a_line():
     assert [view.rank for view in view_cluster(lambda: Decoder(CONFIG), DIMS, ParallelOptions(), loss)] == [0, 32, 63]
-    with pytest.raises(UsageError, match=r"rank 32 and rank 0 would wait for each other for ever: collective \d+ of a"):
-        view_cluster(lambda: Uneven(CONFIG), DIMS, ParallelOptions(), loss)
+    with pytest.raises(UsageError, match=r"rank 2 and rank 0 would wait for each other for ever: collective \d+ of a"):
+        view_cluster(lambda: Uneven(CONFIG), ParallelDims().of_world(4), ParallelOptions(), loss)
 
 
 def test_an_error_of_a_rank_is_that_of_the_caller():

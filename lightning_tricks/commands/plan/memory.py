@@ -26,7 +26,7 @@ from lightning_tricks.parallel.compiled_stand_in import load_partitioner
 from lightning_tricks.parallel.dims import Mesh
 from lightning_tricks.parallel.fake_cluster import at_once, fake_world
 from lightning_tricks.parallel.layout import Traffic, traffic
-from lightning_tricks.parallel.memory_trace import LINES, StepMemory, TraceOptions, trace_step
+from lightning_tricks.parallel.memory_trace import LINES, StepMemory, TraceOptions, nothing_compiled, trace_step
 from lightning_tricks.parallel.parallelize import parallelize
 from lightning_tricks.parallel.shard import local_bytes, to_meta
 
@@ -152,7 +152,7 @@ def _fill_tables(setup: RunSetup) -> None:
         return
     weight = nn.Parameter(torch.zeros(64, 64))
     weight.grad = torch.zeros_like(weight)
-    with torch.compiler.set_stance("force_eager"), suppress(Exception):  # it may want groups, or other shapes
+    with nothing_compiled(), suppress(Exception):  # it may want groups, or other shapes
         factory([weight]).step()
 
 

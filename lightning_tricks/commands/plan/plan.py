@@ -267,7 +267,9 @@ def plan_recipe(
         changes=(),
     )
     room = device.bytes - device.overhead
-    changes = changes_that_fit(setup, memory, room) if suggest and memory is not None and not plan.fits else ()
+    changes: tuple[Change, ...] = ()
+    if suggest and memory is not None and not plan.fits and room > 0:  # else nothing fits beside the overhead
+        changes = changes_that_fit(setup, memory, room)
     return dataclasses.replace(plan, warnings=warnings_of(plan), changes=changes)
 
 
