@@ -93,8 +93,8 @@ def tell(name: str, text: str) -> None:
 class Operator:
     """Keeps a torchrun on each host, as Kubernetes keeps a pod: one that ends with an error is started again.
 
-    On a busy machine a torchrun gives up that has joined a rendezvous which the others have left meanwhile; the others
-    then wait for it.
+    On a busy machine a torchrun may join a rendezvous that the others have left. It then waits a minute for their
+    address and ends with an error, and the others wait for it.
     """
 
     def __init__(self, job: Job, port: int) -> None:

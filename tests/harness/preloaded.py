@@ -242,10 +242,10 @@ def build_a_recipe() -> None:
 
 
 def name_no_methods() -> None:
-    """Leave out the name of the method in what torchrun records of a rendezvous, and records nowhere.
+    """Have torchrun record its rendezvous without the names of methods: for each it goes through all modules.
 
-    For it, torchrun looks through all modules: 0.2 s with as many as here, in which another host changes the state of
-    the rendezvous. On a busy machine a host then never joins.
+    With as many as here that takes 0.2 s, in which another host changes the state of the rendezvous. On a busy machine
+    a host then never joins.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
