@@ -114,7 +114,7 @@ def verify_resume(make: Callable[[], tuple[Any, Any, dict[str, Any]]], steps: in
     target = _target(make)
 
     def command(phase: Phase) -> list[str]:
-        return [sys.executable, "-m", _RECORDER, json.dumps(target | asdict(phase))]
+        return [sys.executable, "-P", "-m", _RECORDER, json.dumps(target | asdict(phase))]
 
     return compare_phases(command, steps)
 
