@@ -4,10 +4,9 @@
 is first used, so that `import lightning_tricks` costs nothing.
 """
 
+# No other imports: `python -m` still has the current folder first here, see `_import_path`.
 import importlib
 import os
-import warnings
-from typing import Any
 
 __version__ = "0.1.0"
 
@@ -23,12 +22,14 @@ _MODULE_OF = _modules_of_names()
 __all__ = [*_MODULE_OF, "__version__"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import the module of a public name when the name is first asked for."""
     if name not in _MODULE_OF:
         from lightning_tricks._suggest import RENAMED
 
         if name in RENAMED:
+            import warnings
+
             new, version = RENAMED[name]
             text = f"lightning_tricks.{name} is {new} now; the old name goes in version {version}"
             warnings.warn(text, FutureWarning, stacklevel=2)

@@ -1,7 +1,13 @@
 """Entry point of the command line: help, and commands that need no recipe, answer before torch is imported."""
 
-import os
 import sys
+
+from lightning_tricks._import_path import append_current_folder, leave_current_folder
+
+if __name__ == "__main__":  # `python -m` has put the current folder first: from here on, nothing is imported from it
+    leave_current_folder()
+
+import os
 import textwrap
 
 import lightning_tricks
@@ -45,6 +51,7 @@ def run(args: list[str]) -> None:
         if command.needs == "nothing":
             command.load().run(args[1:])
             return
+    append_current_folder()  # recipes name classes of it
     # To be set before torch loads its thread pool, whose threads spin while they wait for each other. On two cores,
     # of which another program wanted one, that made tiny.yaml 8 times slower; a hundredth of the spins, 2.6 times.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
@@ -60,11 +67,10 @@ def main() -> None:
     """Entry point of `python -m lightning_tricks` and `lightning-tricks`: a mistake is one line and exit code 2."""
     with one_line_and_exit():
         try:
-            here = os.getcwd()
+            os.getcwd()
         except FileNotFoundError:
             raise UsageError("the current folder has been removed: go to another one") from None
-        if not sys.flags.safe_path and not {"", here} & set(sys.path):
-            sys.path.insert(0, here)  # as `python -m` does; a console script's own folder stands there instead
+        leave_current_folder()  # for a console script too, where an empty entry of PYTHONPATH has put it first
         run(sys.argv[1:])
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from lightning_tricks._quote import error_line, say
+
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_READER = 141  # exit code of a program of a shell that SIGPIPE has ended: 128 + 13
 
@@ -33,7 +35,7 @@ def one_line_and_exit() -> Iterator[None]:
             raise
         _flush()
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(error_line(f"error: {error}"), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -45,7 +47,7 @@ def one_line_and_exit() -> Iterator[None]:
     except OSError as error:
         if (line := disk_full_line(error)) is None:
             raise
-        print(f"error: {line}", file=sys.stderr)
+        say(error_line(f"error: {line}"), file=sys.stderr)
         sys.exit(2)
 
 

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import printable
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
@@ -30,16 +31,24 @@ BACKEND = _choose()
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
     rank_zero_only: Any  # Lightning sets an attribute `rank` on this function, which its type does not have
 else:
     pl = importlib.import_module(_PACKAGES[BACKEND])
-    rank_zero_info, rank_zero_warn = pl.utilities.rank_zero_info, pl.utilities.rank_zero_warn
     rank_zero_only = pl.utilities.rank_zero_only
 
 Trainer = pl.Trainer
 Module = pl.LightningModule  # as short as this, the signature of most hooks fits on a line
+
+
+def rank_zero_info(*lines: str) -> None:
+    """Lightning's, with each text on a line of its own, whatever names of others stand in it."""
+    pl.utilities.rank_zero_info("\n".join(map(printable, lines)), stacklevel=5)
+
+
+def rank_zero_warn(*lines: str) -> None:
+    """Lightning's, as above."""
+    pl.utilities.rank_zero_warn("\n".join(map(printable, lines)), stacklevel=5)
 
 
 class WarnOnce:

@@ -48,6 +48,10 @@ def check_file(option: str, file: str | Path) -> None:
     """Refuse the path of a file that could not be written: a folder, or one in no folder or one as above."""
     path = Path(file)
     folder = path.absolute().parent
+    if path.is_symlink() and not str(path.absolute()).startswith("/dev/"):  # /dev/stdout is one
+        raise UsageError(
+            f"{option}={file}: this is a link to {os.path.realpath(path)}: name the file itself, or another"
+        )
     if path.is_dir():
         raise UsageError(f"{option}={file}: this is a folder: name a file in it")
     if not folder.is_dir():

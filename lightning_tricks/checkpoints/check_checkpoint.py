@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.folder_metadata import SHARDS_METADATA, read_metadata
+from lightning_tricks.checkpoints.inside import inside
 from lightning_tricks.checkpoints.record import DAMAGED_ARCHIVE, RECORD_FILE, damage, read_record
 
 TRAINER_STATE = "meta.pt"  # Lightning's file: everything but weights and optimizer state
@@ -132,7 +133,7 @@ def _check_folder(folder: Path) -> None:
             f"{folder} is a folder without a checkpoint: give the checkpoint itself, such as {folder}/last.ckpt"
         )
     for name, what in ((SHARDS_METADATA, "what its shards hold"), (TRAINER_STATE, "the Trainer's own state")):
-        if not (folder / name).is_file():
+        if not inside(folder, folder / name).is_file():
             raise UsageError(f"incomplete: {folder} has no {name} ({what}), so it was not written to its end")
     _check_record(folder)
     sizes: dict[str, int] = {}  # bytes that each file of shards must have at least

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.check_checkpoint import replaced_path
+from lightning_tricks.checkpoints.inside import is_inside
 from lightning_tricks.checkpoints.record import Record, read_record
 
 
@@ -78,6 +79,8 @@ def _candidate(path: Path, place: Path, folder: Path) -> Candidate:
         real = Path(os.path.realpath(place))
         if not real.exists():
             return Candidate(path, place, None, written, f"a link to {os.readlink(place)}, which is not there")
+        if not is_inside(folder, place):
+            return Candidate(path, place, None, written, f"a link to {real}, which is outside of its folder")
         link = place
         path = place = folder / real.name if real.parent == Path(os.path.realpath(folder)) else real
         written = place.stat().st_mtime_ns

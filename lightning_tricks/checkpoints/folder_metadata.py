@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.planner import ReadItem
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.inside import inside
 
 SHARDS_METADATA = ".metadata"  # torch's file: which tensor is in which file; written last by torch
 _DCP, _LEGACY = "torch.distributed.checkpoint", "torch.distributed._shard.sharded_tensor.metadata"
@@ -67,7 +68,7 @@ def read_metadata(folder: Path) -> Any:
     """
     path = folder / SHARDS_METADATA
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        metadata = _MetadataUnpickler(io.BytesIO(inside(folder, path).read_bytes())).load()
         files = {Path(item.relative_path) for item in metadata.storage_data.values()}
         keys = (metadata.planner_data or metadata.state_dict_metadata).keys() ^ metadata.state_dict_metadata.keys()
     except _RefusedError as error:
@@ -75,7 +76,7 @@ def read_metadata(folder: Path) -> Any:
             f"{path} asks for {error}, which no description of tensors needs and which may run any program: "
             "it was not opened; take a checkpoint that you trust"
         ) from None
-    except OSError:
+    except (OSError, UsageError):
         raise
     except Exception as error:  # a damaged pickle raises errors of any class
         raise UsageError(f"incomplete: {path} cannot be read ({type(error).__name__})") from None
@@ -84,6 +85,7 @@ def read_metadata(folder: Path) -> Any:
     for file in files:
         if file.is_absolute() or ".." in file.parts:
             raise UsageError(f"{path} names {file}, which is outside of the folder: take a checkpoint that you trust")
+        inside(folder, folder / file)
     return metadata
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
+from lightning_tricks.checkpoints.inside import inside
 from lightning_tricks.models import GPT2, Decoder, DecoderConfig, from_hf
 from lightning_tricks.models.hf_adapter import decoder_config, with_their_prefix
 
@@ -37,7 +38,7 @@ def read_config(folder: Path) -> DecoderConfig:
     Raises:
         UsageError: no `config.json` that can be read; a model that the decoder cannot be.
     """
-    return decoder_config_of(_json(folder / CONFIG), folder)
+    return decoder_config_of(_json(folder, CONFIG), folder)
 
 
 def decoder_config_of(given: Mapping[str, Any], folder: Path) -> DecoderConfig:
@@ -46,6 +47,10 @@ def decoder_config_of(given: Mapping[str, Any], folder: Path) -> DecoderConfig:
         return decoder_config(given)
     except UsageError as error:
         raise UsageError(f"{folder}: {error}") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:  # of a value of another type
+        raise UsageError(
+            f"{folder}: its config.json is none of transformers ({error}): take another copy of it"
+        ) from None
 
 
 def read_hf_folder(folder: Path, module: nn.Module | None) -> dict[str, Any]:
@@ -66,6 +71,7 @@ def read_hf_folder(folder: Path, module: nn.Module | None) -> dict[str, Any]:
         return {"state_dict": stored}
     prefix, decoder = found
     config = read_config(folder)
+    check_depth(config, stored, folder)
     if isinstance(config, GPT2) and isinstance(decoder.config, GPT2) and not decoder.config.bias:
         config = dataclasses.replace(config, bias=False)  # transformers keeps zeros for such a model
     try:
@@ -78,8 +84,11 @@ def read_hf_folder(folder: Path, module: nn.Module | None) -> dict[str, Any]:
         "state_dict": {prefix + name: tensor for name, tensor in state.items()},
         "decoder_config": {"class": type(config).__name__, **dataclasses.asdict(config)},  # type: ignore[call-overload]
     }
-    if (folder / TOKENIZER).is_file():
-        text = (folder / TOKENIZER).read_text(encoding="utf-8")
+    if tokenizer_file(folder).is_file():
+        try:
+            text = tokenizer_file(folder).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{folder / TOKENIZER} cannot be read ({error}): take another copy of it") from None
         content[_KEY] = {"tokenizer": {"name": str(folder), "sha256": "", "eot_id": None, "json": text}}
     return content
 
@@ -103,16 +112,17 @@ def open_weights(folder: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
     if (folder / _INDEX).is_file():
-        files = sorted({folder / name for name in _json(folder / _INDEX).get("weight_map", {}).values()})
+        names = _json(folder, _INDEX).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise UsageError(f"{folder / _INDEX} has no weight_map of tensors to files: take another copy of it")
+        files = sorted({folder / name for name in names.values()})
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UsageError(f"{folder} has no .safetensors: save the model again with save_pretrained of transformers")
     tensors: dict[str, Tensor] = {}
     for file in files:
-        if file.resolve().parent != folder.resolve() and not file.is_symlink():
-            raise UsageError(f"{folder}: its index names {file}, which is outside of it: take a folder that you trust")
-        if not file.is_file():
+        if not inside(folder, file).is_file():
             raise UsageError(f"incomplete: {folder} has no {file.name}, which its index names")
         try:
             with safe_open(file, framework="pt") as opened:
@@ -120,6 +130,15 @@ def open_weights(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise UsageError(f"damaged: {file} cannot be read ({error}): take another copy of it") from None
     return tensors
+
+
+def check_depth(config: DecoderConfig, stored: Mapping[str, Tensor], folder: Path) -> None:
+    """Refuse more blocks than there are tensors, before a decoder of that depth is built."""
+    if config.n_layers > len(stored):
+        raise UsageError(
+            f"{folder}: num_hidden_layers={config.n_layers} in config.json, and its files hold {len(stored)} tensors: "
+            "take another copy of it"
+        )
 
 
 def _check_tie(stored: Mapping[str, Tensor], config: DecoderConfig) -> None:
@@ -142,8 +161,14 @@ def _check_tie(stored: Mapping[str, Tensor], config: DecoderConfig) -> None:
         )
 
 
-def _json(file: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
+def tokenizer_file(folder: Path) -> Path:
+    """The path of a folder's tokenizer, there or not; refused where it is a link out of the folder."""
+    return inside(folder, folder / TOKENIZER)
+
+
+def _json(folder: Path, name: str) -> dict[str, Any]:
+    file = inside(folder, folder / name)
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(content, dict):
             return content

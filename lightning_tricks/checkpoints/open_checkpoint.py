@@ -4,6 +4,7 @@
 weights alone besides. Or a checkpoint is refused in one line that says why it cannot be opened.
 """
 
+import dataclasses
 import io
 import pickle
 import re
@@ -25,6 +26,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.averages import AVERAGES, with_average
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_bytes, check_checkpoint, no_weights
 from lightning_tricks.checkpoints.folder_metadata import SafePlanner, SafeReader, read_metadata
+from lightning_tricks.checkpoints.inside import inside
+from lightning_tricks.models import DecoderConfig
 
 Part = Literal["weights", "optimizers", "averages"]
 ALL: tuple[Part, ...] = ("weights", "optimizers", "averages")
@@ -37,6 +40,12 @@ AllocateTensor = Callable[[KeyPath, TensorStorageMetadata], Tensor]
 _UNREADABLE = (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError, ImportError)
 # What torch's reader of pickles and pickle itself say of bytes that are no pickle.
 _NO_PICKLE = re.compile(r"Unsupported operand \d+|invalid load key, '.*?'|pickle data was truncated")
+# The entries that Lightning, or this collection, reads.
+_TYPES: dict[str, type] = {
+    "state_dict": dict, "loops": dict, "callbacks": dict, "optimizer_states": list, "lr_schedulers": list,
+    "decoder_config": dict, "global_step": int, "epoch": int, "lightning_tricks": dict,
+}  # fmt: skip
+_BY_NAME = ("state_dict", "loops", "callbacks", "decoder_config")
 _OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 
@@ -82,7 +91,9 @@ def open_checkpoint(
         place = check_checkpoint(path)
         check_bytes(place, _store())
     if not parts:
-        state: dict[str, Any] = load_file(place / TRAINER_STATE if place.is_dir() else place, weights_only)
+        file = inside(place, place / TRAINER_STATE) if place.is_dir() else place
+        state: dict[str, Any] = load_file(file, weights_only)
+        check_types(state, path)
         return state
     if place.is_dir():
         if average is not None:
@@ -133,11 +144,41 @@ def check_content(checkpoint: Any, path: Any) -> None:
     """Refuse what torch can open but Lightning did not save: without weights, or the mark of Lightning's version."""
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise no_weights(path)
+    check_types(checkpoint, path)
     if "pytorch-lightning_version" not in checkpoint:
         raise UsageError(
             f"{path} lacks 'pytorch-lightning_version', so it is no whole checkpoint of Lightning: give the file "
             "that a run saved, unchanged"
         )
+
+
+def check_types(checkpoint: Any, path: Any) -> None:
+    """Refuse entries of other types than Lightning and this collection save, by the first one's name."""
+    if not isinstance(checkpoint, Mapping):
+        return
+    for name, kind in _TYPES.items():
+        value = checkpoint.get(name, kind())
+        entries = value if isinstance(value, Mapping) and name in _BY_NAME else {}
+        loops = [each for key, each in entries.items() if name == "loops" and str(key).endswith("_loop")]
+        if not (isinstance(value, kind) and all(isinstance(each, str) for each in entries)
+                and all(isinstance(each, dict) for each in loops)):  # fmt: skip
+            raise UsageError(f"damaged: {path}: its {name} is not what Lightning saves there: take another copy of it")
+    if "decoder_config" in checkpoint:
+        check_decoder(checkpoint["decoder_config"], len(checkpoint.get("state_dict", ())) or None, path)
+
+
+def check_decoder(settings: Mapping[str, Any], tensors: int | None, path: Any) -> None:
+    """Refuse the settings of no decoder, and more blocks than there are tensors, before any is built."""
+    fields = {name: value for name, value in settings.items() if name != "class"}
+    family = next((cls for cls in DecoderConfig.__subclasses__() if cls.__name__ == settings.get("class")), None)
+    if family is None or fields.keys() - {field.name for field in dataclasses.fields(family)}:  # type: ignore[arg-type]
+        return  # of a module with a decoder of its own, or of a later version: who builds it says so
+    try:
+        depth = family(**fields).n_layers
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"damaged: {path}: decoder_config: {error}") from None
+    if tensors is not None and depth > tensors:
+        raise UsageError(f"damaged: {path}: decoder_config: n_layers={depth}, and it holds {tensors} tensors")
 
 
 def refused_object(path: Any, error: pickle.UnpicklingError) -> UsageError:
@@ -171,7 +212,7 @@ def _read_folder(
     folder: Path, weights_only: bool | None, parts: Collection[Part], allocate: AllocateTensor | None
 ) -> dict[str, Any]:
     metadata = read_metadata(folder)
-    trainer_state = load_file(folder / TRAINER_STATE, weights_only)
+    trainer_state = load_file(inside(folder, folder / TRAINER_STATE), weights_only)
     paths: dict[str, KeyPath] = {key: tuple(path) for key, path in (metadata.planner_data or {}).items()}
     numbers = {key: int(found[1]) for key, path in paths.items() if (found := _OPTIMIZER.fullmatch(str(path[0])))}
     flat: dict[str, Any] = {}
@@ -186,6 +227,7 @@ def _read_folder(
     if weights is None:
         raise UsageError(f"{folder} holds no state_dict: it is a checkpoint of another program")
     checkpoint = {**trainer_state, "state_dict": weights}
+    check_types(checkpoint, folder)
     if AVERAGES in tree:
         checkpoint[AVERAGES] = tree[AVERAGES]
     if "lr_schedulers" in trainer_state:  # otherwise only the weights were saved

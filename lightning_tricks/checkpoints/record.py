@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.inside import inside
 
 try:
     from isal.isal_zlib import crc32
@@ -78,8 +79,9 @@ def read_record(path: Path) -> Record | None:
     Raises:
         UsageError: the record is damaged, or of a later version of the collection.
     """
+    file = inside(path, path / RECORD_FILE)
     try:
-        text = (path / RECORD_FILE).read_bytes() if path.is_dir() else _comment(path)
+        text = file.read_bytes() if path.is_dir() else _comment(path)
     except (*DAMAGED_ARCHIVE, OSError):
         return None
     if not text:
@@ -156,7 +158,7 @@ def damage(path: Path, record: Record | None, names: Mapping[str, int] | None = 
     else:
         checksums = record.checksums if names is None else names
     for name, expected in checksums.items():
-        file = path / name if name else path
+        file = inside(path, path / name) if name else path
         try:
             if not name:
                 found = _archive_damage(file, expected)

@@ -13,7 +13,13 @@ from lightning_tricks._find_modules import clean_name
 from lightning_tricks.checkpoints.averages import AVERAGES, average_entry, mixed
 from lightning_tricks.checkpoints.check_checkpoint import no_weights
 from lightning_tricks.checkpoints.folder_metadata import read_metadata
-from lightning_tricks.checkpoints.open_checkpoint import KeyPath, check_content, open_checkpoint, read_entries
+from lightning_tricks.checkpoints.open_checkpoint import (
+    KeyPath,
+    check_content,
+    check_decoder,
+    open_checkpoint,
+    read_entries,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,9 @@ def stream_weights(path: str | Path, average: str | None = None) -> StreamedWeig
     """
     rest = open_checkpoint(path, parts=(), weights_only=True)
     place = Path(path)
-    return _of_folder(place, rest, average) if place.is_dir() else _of_file(place, rest, average)
+    found = _of_folder(place, rest, average) if place.is_dir() else _of_file(place, rest, average)
+    check_decoder(rest.get("decoder_config", {}), len(found.shapes), path)
+    return found
 
 
 def _of_file(path: Path, checkpoint: dict[str, Any], average: str | None) -> StreamedWeights:

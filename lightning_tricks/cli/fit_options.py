@@ -75,17 +75,22 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_fit_options(args: Sequence[str], command: str | None, options: Any) -> None:
-    """Refuse these options among the words of another command, or together with a checkpoint to go on from."""
+    """Refuse these options among the words of another command, or together with a checkpoint to go on from.
+
+    Typed beside a recipe's `init_from`, `--ckpt_path` goes on with the run that has started there.
+    """
     typed = {arg.partition("=")[0].removeprefix("--") for arg in args if arg.startswith("--")}
     allowed = {"total_tokens"} if command in ("schedule", "plan", "check") else set()  # of a fit of that length
     for name in (FIT_OPTIONS.keys() & typed) - allowed if command not in ("fit", None) else ():
         start = "ckpt_path" in options and name in ("resume", "init_from")
         remedy = f"; {command} takes --ckpt_path FILE or last" if start else ""
         raise UsageError(f"--{name} is an option of fit{remedy}")
-    if {"init_from", "ckpt_path"} <= typed and _value("ckpt_path", args) != "none":
+    starts = {name: options.get(name) for name in ("init_from", "ckpt_path")}
+    goes_on = "ckpt_path" in typed and "init_from" not in typed  # a run that has begun with the recipe's init_from
+    if command in ("fit", None) and all(starts.values()) and starts["ckpt_path"] != "none" and not goes_on:
         raise UsageError(
-            f"init_from={_value('init_from', args)} and ckpt_path={_value('ckpt_path', args)}: --init_from starts a "
-            "new run from weights alone, --ckpt_path goes on with a run: give one of them"
+            f"init_from={starts['init_from']} and ckpt_path={starts['ckpt_path']}: init_from starts a new run from "
+            "weights alone, ckpt_path goes on with a run: give one of them"
         )
 
 
@@ -137,14 +142,3 @@ def settings_of_fit(options: Any, trainer: Mapping[str, Any]) -> dict[str, Any]:
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         settings["callbacks"] = [TotalTokens(options["total_tokens"]), *callbacks]
     return settings
-
-
-def _value(name: str, args: Sequence[str]) -> str:
-    """The value of an option on a command line, the last one counts."""
-    values = [""]
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
-        if arg == f"--{name}":
-            values.append(following)
-        elif arg.startswith(f"--{name}="):
-            values.append(arg.partition("=")[2])
-    return values[-1]

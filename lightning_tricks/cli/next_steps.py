@@ -1,12 +1,12 @@
 """Commands to type after a fit: evaluate the run, go on with it, write text, or try another learning rate."""
 
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from lightning_tricks._lightning import pl
+from lightning_tricks._quote import printable, shell_line, shell_word
 from lightning_tricks.callbacks import TotalTokens
 from lightning_tricks.checkpoints.find_checkpoint import Candidate
 from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, short
@@ -53,7 +53,7 @@ def _not_saved(trainer: Any, newest: Candidate | None) -> str | None:
     """The line for a run whose last step is not in the newest checkpoint, as far as is known."""
     if newest is None:
         return "No checkpoint was saved: there is nothing to evaluate or to go on from"
-    taken = f"the lines below take {short(newest.shown_path)}"
+    taken = f"the lines below take {printable(short(newest.shown_path))}"
     if newest.record is not None and newest.record.step < trainer.global_step:
         after = f"step {newest.record.step}, and the run ended at step {trainer.global_step}"
         return f"No checkpoint was saved after {after}: {taken}"
@@ -77,7 +77,7 @@ def _options_of_run(trainer: Any, options: Sequence[str], *dropped: str) -> list
 def go_on(trainer: Any, options: Sequence[str], checkpoint: str) -> str:
     """The line to print after a `fit` with these options that was stopped: how to go on to its end."""
     same = _options_of_run(trainer, options, *_START)
-    return f"Go on:       {program()} {shlex.join(['fit', *same, '--ckpt_path', short(checkpoint)])}"
+    return f"Go on:       {program()} {shell_line(['fit', *same, '--ckpt_path', short(checkpoint)])}"
 
 
 def _twice_as_long(trainer: Any, newest: Candidate) -> tuple[str, str]:
@@ -100,13 +100,13 @@ def next_steps(trainer: Any, options: Sequence[str], lr: float | None, resume: s
     found: list[str] = []
 
     def line(command: str, *added: str) -> str:
-        return f"{program()} {shlex.join([command, *_options_of_run(trainer, options, *_START, *_LENGTHS), *added])}"
+        return f"{program()} {shell_line([command, *_options_of_run(trainer, options, *_START, *_LENGTHS), *added])}"
 
     for logger in trainer.loggers:
         if isinstance(logger, pl.loggers.TensorBoardLogger):
             page = os.path.join(logger.log_dir, PAGE)
-            address = shlex.quote(short(page)) if os.path.isfile(page) else "http://localhost:6006"
-            folder = shlex.quote(short(logger.root_dir))
+            address = shell_word(short(page)) if os.path.isfile(page) else "http://localhost:6006"
+            folder = shell_word(short(logger.root_dir))
             found.append(f"TensorBoard: tensorboard --logdir {folder}   then open {address}")
     newest = _newest_of_run(trainer)
     if not_saved := _not_saved(trainer, newest):
@@ -116,13 +116,13 @@ def next_steps(trainer: Any, options: Sequence[str], lr: float | None, resume: s
         more = line("fit", "--ckpt_path", checkpoint, *_twice_as_long(trainer, newest))
         found += [f"Evaluate:    {line('validate', '--ckpt_path', checkpoint)}", f"Go on:       {more}"]
         if isinstance(trainer.lightning_module, LanguageModel) and getattr(trainer.datamodule, "tokenizer", None):
-            text = shlex.join(["generate", "--ckpt_path", checkpoint, "--prompt"])
+            text = shell_line(["generate", "--ckpt_path", checkpoint, "--prompt"])
             found.append(f'Write:       {program()} {text} "..."')
     if lr is not None:
         again = _options_of_run(trainer, options, "--ckpt_path", *_LENGTHS)
         other = "2e-3" if lr == 1e-3 else "1e-3"
         again += ["--ckpt_path", "none"] if trainer.ckpt_path or resume == "auto" else []
-        found.append(f"Try next:    {program()} {shlex.join(['fit', *again, '--model.optimizer.lr', other])}")
+        found.append(f"Try next:    {program()} {shell_line(['fit', *again, '--model.optimizer.lr', other])}")
     if program() in ("python -m lightning_tricks", "lightning-tricks"):  # not a script of the user's own
         found.append(f"             {program()} ls   lists the other recipes")
     return found

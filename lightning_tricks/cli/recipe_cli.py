@@ -20,6 +20,7 @@ from jsonargparse import Namespace, class_from_function
 from lightning_tricks._errors import UsageError, one_line_and_exit
 from lightning_tricks._exit import end_within
 from lightning_tricks._lightning import pl, rank_zero_info
+from lightning_tricks._quote import say
 from lightning_tricks.callbacks import PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli.before_launch import check_before_launch
@@ -264,7 +265,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
         except Preempted as stop:
             trainer: Any = self.trainer
             if trainer.is_global_zero and stop.checkpoint:
-                print(go_on(trainer, self._options(), stop.checkpoint), file=sys.stderr)
+                say(go_on(trainer, self._options(), stop.checkpoint), file=sys.stderr)
             raise
         finally:
             clear_choice()
@@ -313,7 +314,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
             return
         optimizer = (self.config["fit"]["model"].get("init_args") or {}).get("optimizer") or {}
         lr = (optimizer.get("init_args") or {}).get("lr")
-        print("", *next_steps(trainer, self._options(), lr, self.config["fit"].get("resume")), sep="\n")
+        say("", *next_steps(trainer, self._options(), lr, self.config["fit"].get("resume")))
 
 
 class _Untrained(RecipeCLI):

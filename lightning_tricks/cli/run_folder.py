@@ -28,6 +28,7 @@ from lightning_tricks._trainer import (
     trains_in_copies,
 )
 from lightning_tricks._writable import check_folders_of_run
+from lightning_tricks.checkpoints.inside import check_links
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, short
 from lightning_tricks.guards.preemption.preemption import Preempted
 
@@ -113,6 +114,7 @@ class RunFolder(pl.Callback):
             choose_version(logger, next_number)
         for folder in (_root(logger) / folder_name(chosen_version(logger)) for logger in loggers):
             if not self._make(folder):
+                check_links(folder)
                 self._before[folder] = _files(folder)
         if checkpoint and command == "fit" and version is not None:  # the checkpoints there are the run's own
             self._filters.enter_context(warnings.catch_warnings())

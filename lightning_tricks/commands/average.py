@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import say
 from lightning_tricks._writable import check_file
 from lightning_tricks.checkpoints.record import KEY
 from lightning_tricks.checkpoints.stream_weights import StreamedWeights, stream_weights
@@ -56,12 +57,12 @@ def run(args: list[str]) -> None:
     }
     write_file({**content, "state_dict": state}, output)
     for path, share, source in zip(paths, shares, sources, strict=True):
-        print(f"{path}: step {source.rest.get('global_step', '?')}, share {share:.4g}")
+        say(f"{path}: step {source.rest.get('global_step', '?')}, share {share:.4g}")
     for name in dict.fromkeys(name for source in sources for name in source.averages):
-        print(f"{name}: an average inside the checkpoints, left out: the weights that were trained are averaged")
+        say(f"{name}: an average inside the checkpoints, left out: the weights that were trained are averaged")
     for name in of_last:
-        print(f"{name}: whole numbers that differ: those of {paths[-1]}")
-    print(f"{output}: the average of {len(paths)} checkpoints, {len(state):,} tensors")
+        say(f"{name}: whole numbers that differ: those of {paths[-1]}")
+    say(f"{output}: the average of {len(paths)} checkpoints, {len(state):,} tensors")
 
 
 def shares_of(weights: str | None, count: int) -> list[float]:

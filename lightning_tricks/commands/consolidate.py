@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import say
 from lightning_tricks._writable import check_file
 from lightning_tricks.checkpoints import check_checkpoint, open_checkpoint, size_of_folder
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
@@ -37,13 +38,13 @@ def run(args: list[str]) -> None:
         return
     if not check_checkpoint(folder).is_dir():
         raise UsageError(f"{folder} is one file already")
-    print(f"{folder}: {size_of_folder(folder) / 2**30:,.3f} GiB, read to memory", flush=True)
+    say(f"{folder}: {size_of_folder(folder) / 2**30:,.3f} GiB, read to memory")
     checkpoint = open_checkpoint(folder)
     write_file(checkpoint, file)
     step, optimizers = checkpoint.get("global_step", "?"), len(checkpoint.get("optimizer_states", []))
     tensors = f"{len(checkpoint['state_dict']):,} tensors of the module"
-    print(f"{file}: step {step}, {tensors}, {optimizers} optimizer{'s' * (optimizers != 1)}")
+    say(f"{file}: step {step}, {tensors}, {optimizers} optimizer{'s' * (optimizers != 1)}")
     try:
         open_checkpoint(file, weights_only=True, verify=False)
     except UsageError as error:
-        print(f"note: {error}")
+        say(f"note: {error}")

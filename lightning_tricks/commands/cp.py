@@ -1,9 +1,11 @@
 """`cp`: copy a recipe that comes with the collection, to start from. Imports no torch."""
 
+import os
 import shutil
 from pathlib import Path
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import say
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks._writable import check_folder
 from lightning_tricks.commands import CommandParser
@@ -33,14 +35,14 @@ def run(args: list[str]) -> None:
     copies = [(part, target.parent / "parts" / part.name) for part in parts]
     copies = [(source, target), *(pair for pair in copies if not _same_file(*pair))]
     for _, copy in copies:
-        if copy.exists():
+        if os.path.lexists(copy):
             raise UsageError(f"{copy} exists: name another place, or remove it first")
     for folder in {copy.parent for _, copy in copies}:
         check_folder("cp: to", folder)
     for origin, copy in copies:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(origin, copy)
-        print(copy)
+        say(copy)
 
 
 def _same_file(one: Path, other: Path) -> bool:

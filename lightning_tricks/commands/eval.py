@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import say
 from lightning_tricks._writable import check_folder
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.generate import trained_model
@@ -39,7 +40,7 @@ def run(args: list[str]) -> None:
         results["config"] = {"checkpoint": str(path), **{name: getattr(options, name) for name in names}}
         results["lm_eval_version"] = version("lm_eval")
         options.output.write_text(json.dumps(results, indent=1, default=handle_non_serializable) + "\n", "utf-8")
-        print(options.output)
+        say(options.output)
 
 
 def _parse(args: list[str]) -> argparse.Namespace:

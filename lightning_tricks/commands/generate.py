@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import printable_lines, say
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import newest_whole
 from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, open_checkpoint
@@ -54,13 +55,13 @@ def run(args: list[str]) -> None:
         shown = ""
         for (text,) in continuations:
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character whose last bytes are still to come
-                print(text[len(shown) :], end="", flush=True)
+                print(_shown(text[len(shown) :]), end="", flush=True)
                 shown = text
-        print(text[len(shown) :])
+        print(_shown(text[len(shown) :]))
     else:
         *_, last = continuations
         for number, text in enumerate(last):
-            print(f"--- sample {number}\n{text}")
+            print(f"--- sample {number}\n{_shown(text)}")
 
 
 def _parse(args: list[str]) -> argparse.Namespace:
@@ -143,13 +144,18 @@ def newest_checkpoint() -> Path:
 
     found = newest_whole(folders, damage)
     for line in found.passed_over:
-        print(f"ckpt_path=last: passed over: {line}", file=sys.stderr)
+        say(f"ckpt_path=last: passed over: {line}", file=sys.stderr)
     if found.chosen is None:
         raise UsageError(
             f"ckpt_path=last: there is no whole checkpoint in {Path.cwd()} or the runs below it: give --ckpt_path FILE"
         )
-    print(f"ckpt_path=last: {found.chosen.shown_path}", file=sys.stderr)  # the text alone goes to stdout
+    say(f"ckpt_path=last: {found.chosen.shown_path}", file=sys.stderr)  # the text alone goes to stdout
     return found.chosen.place
+
+
+def _shown(text: str) -> str:
+    """What a model has written; on a terminal without escape sequences, which it may have learned."""
+    return "\t".join(map(printable_lines, text.split("\t"))) if sys.stdout.isatty() else text
 
 
 def decoder_from_checkpoint(checkpoint: dict[str, Any], path: Any = "the checkpoint") -> Decoder:

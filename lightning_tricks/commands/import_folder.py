@@ -1,8 +1,7 @@
 """`import`: a recipe that goes on training the model of a Hugging Face folder. Reads `config.json` and headers only."""
 
 import dataclasses
-import json
-import shlex
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,16 @@ import torch
 import yaml
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import printable, say, shell_word, yaml_text
 from lightning_tricks._writable import check_file
-from lightning_tricks.checkpoints.hf_folder import TOKENIZER, is_hf_folder, open_weights, read_config, read_hf_folder
+from lightning_tricks.checkpoints.hf_folder import (
+    check_depth,
+    is_hf_folder,
+    open_weights,
+    read_config,
+    read_hf_folder,
+    tokenizer_file,
+)
 from lightning_tricks.checkpoints.load_weights import matched
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.data.bpe import end_of_text, load_tokenizer, vocabulary_size
@@ -62,18 +69,18 @@ def run(args: list[str]) -> None:
     options = parser.parse_args(args)
     folder, output = Path(options.folder), Path(options.output)
     check_file("import: output", output)
-    if output.exists():
+    if os.path.lexists(output):
         raise UsageError(f"import: output={output} exists: name another file, or remove it first")
     if not is_hf_folder(folder):
         raise UsageError(f"import: {folder} has no config.json: give a folder that save_pretrained or export wrote")
     config = decoder_of_folder(folder)
     text = _of_base(options.config, folder, config) if options.config else _short(folder, config)
-    output.write_text(f"# Goes on with the weights of {folder}, by `import`.\n{text}", encoding="utf-8")
+    output.write_text(f"# Goes on with the weights of {printable(folder)}, by `import`.\n{text}", encoding="utf-8")
     count = sum(torch.Size(weight.shape).numel() for weight in hf_weights(config))
-    print(f"{folder}: {hf_family(config).class_name}, {count:,} parameters, as {_settings(config)}")
-    if not (folder / TOKENIZER).is_file():
+    say(f"{folder}: {hf_family(config).class_name}, {count:,} parameters, as {_settings(config)}")
+    if not tokenizer_file(folder).is_file():
         print("no tokenizer.json: set `data` to text with the tokenizer of the model, or to its token ids")
-    print(f"{output}\nNext: python -m lightning_tricks fit --config {shlex.quote(str(output))}")
+    say(output, f"Next: python -m lightning_tricks fit --config {shell_word(output)}")
 
 
 def decoder_of_folder(folder: Path) -> DecoderConfig:
@@ -83,7 +90,9 @@ def decoder_of_folder(folder: Path) -> DecoderConfig:
         UsageError: see `read_hf_folder`; the first weight that only one of the two has, or that has another shape.
     """
     config = read_config(folder)
-    biases = [tensor for name, tensor in open_weights(folder).items() if name.endswith(".bias") and tensor.dim() == 1]
+    stored = open_weights(folder)
+    check_depth(config, stored, folder)
+    biases = [tensor for name, tensor in stored.items() if name.endswith(".bias") and tensor.dim() == 1]
     if isinstance(config, GPT2) and not any(tensor.any() for tensor in biases):
         config = dataclasses.replace(config, bias=False)  # transformers' GPT-2 keeps zeros for a model without
     with torch.device("meta"):
@@ -94,9 +103,8 @@ def decoder_of_folder(folder: Path) -> DecoderConfig:
 
 def _settings(config: DecoderConfig) -> str:
     """The family and the settings that differ from its defaults, as a recipe has them."""
-    settings = _changed(config)
-    text = ", ".join(f"{name}: {json.dumps(value)}" for name, value in settings.items())
-    return f"{{class_path: {type(config).__name__}, init_args: {{{text}}}}}"
+    settings = {"class_path": type(config).__name__, "init_args": _changed(config)}
+    return yaml_text(settings, one_line=True)
 
 
 def _changed(config: DecoderConfig) -> dict[str, Any]:
@@ -109,18 +117,21 @@ def _changed(config: DecoderConfig) -> dict[str, Any]:
 
 def _short(folder: Path, config: DecoderConfig) -> str:
     data = "class_path: TextData\n  init_args: {"
-    if (folder / TOKENIZER).is_file():
+    if tokenizer_file(folder).is_file():
         check_tokenizer(folder, config)
-        data += f"tokenizer: {json.dumps(str(folder))}, "
+        data += f"tokenizer: {yaml_text(str(folder), one_line=True)}, "
     data += f"seq_len: {min(config.max_seq_len, _LONGEST_ROW)}, micro_batch_size: 8}}"
     return _SHORT.format(
-        folder=json.dumps(str(folder)), decoder=_settings(config), data=data, name=json.dumps(folder.resolve().name)
+        folder=yaml_text(str(folder), one_line=True),
+        decoder=_settings(config),
+        data=data,
+        name=yaml_text(folder.resolve().name, one_line=True),
     )
 
 
 def check_tokenizer(folder: Path, config: DecoderConfig) -> None:
     """Refuse a tokenizer without an end of text, or with more tokens than the model has."""
-    tokenizer = load_tokenizer(folder / TOKENIZER)
+    tokenizer = load_tokenizer(tokenizer_file(folder))
     end_of_text(tokenizer)
     if (size := vocabulary_size(tokenizer)) > config.vocab_size:
         raise UsageError(f"{folder}: its tokenizer has {size} tokens and its model {config.vocab_size}")
@@ -142,14 +153,14 @@ def _of_base(base: str, folder: Path, config: DecoderConfig) -> str:
     data = recipe.get("data")
     if isinstance(data, str):
         recipe["data"] = data = {"class_path": data}
-    if isinstance(data, dict) and (folder / TOKENIZER).is_file():
+    if isinstance(data, dict) and tokenizer_file(folder).is_file():
         check_tokenizer(folder, config)
         settings = data["init_args"] = data.get("init_args") or {}
         settings["tokenizer"] = str(folder)
         settings.pop("vocab_size", None)  # of a tokenizer to learn
         if isinstance(length := settings.get("seq_len"), int) and length > config.max_seq_len:
             settings["seq_len"] = config.max_seq_len
-    return str(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120))
+    return yaml_text(recipe) + "\n"
 
 
 def _read_whole(recipe: Path) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import say
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.compare_records import Difference, Record, first_differences
 from lightning_tricks.monitors.run_ledger.ledger_file import Ledger, read_ledger
@@ -227,12 +228,12 @@ def _print_diff(one: Ledger, other: Ledger, tolerance: float) -> bool:
     if not one.steps.keys() & other.steps.keys():
         raise UsageError(f"{one.path} has {_range(one)} and {other.path} {_range(other)}: they have no step in common")
     for name, each in (("A", one), ("B", other)):
-        print(f"{name}: {summary(each)}")
+        say(f"{name}: {summary(each)}")
         if each.broken:
             print(f"{name}: line {each.broken[0]} does not follow from the line before it: see `ledger check`")
     comparison = compare(one, other, tolerance)
     for line in comparison.lines():
-        print(line)
+        say(line)
     return comparison.differs
 
 
@@ -249,7 +250,7 @@ def summary(one: Ledger) -> str:
 
 def print_check(one: Ledger, tolerance: float) -> list[str]:
     """Print what is wrong with a ledger, or that nothing is; returns the lines on what is wrong."""
-    print(summary(one))
+    say(summary(one))
     if one.unfinished:
         print("the last line is unfinished: the run was killed while it was written, or is writing it now")
     problems = [*_broken(one), *_missing(one), *_unequal_copies(one)]
@@ -262,7 +263,7 @@ def print_check(one: Ledger, tolerance: float) -> list[str]:
             name = NAMES.get(different[0].part, different[0].part)
             problems.append(f"a repeated step is not as it was: {name} at step {different[0].step}")
     for problem in problems:
-        print(problem)
+        say(problem)
     if not problems:
         print("ledger check: every line follows from the line before" + (", repeated steps agree" * bool(one.repeated)))
     return problems

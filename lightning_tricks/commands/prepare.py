@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import say
 
 NAME = "prepare"
 HELP = "turn the recipe's text into token shards, and stop"
@@ -17,4 +18,4 @@ def run(model: Any, datamodule: Any, trainer: Any) -> None:
     datamodule.prepare_data()
     datamodule.setup("fit")
     if hasattr(datamodule, "data_summary"):
-        print(datamodule.data_summary())
+        say(datamodule.data_summary())

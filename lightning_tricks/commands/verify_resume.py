@@ -114,7 +114,7 @@ def verify_resume(make: Callable[[], tuple[Any, Any, dict[str, Any]]], steps: in
     target = _target(make)
 
     def command(phase: Phase) -> list[str]:
-        return [sys.executable, "-m", _RECORDER, json.dumps(target | asdict(phase))]
+        return [sys.executable, "-P", "-m", _RECORDER, json.dumps(target | asdict(phase))]
 
     return compare_phases(command, steps)
 
@@ -239,4 +239,5 @@ def _settings(phase: Phase) -> dict[str, Any]:
     recorder = {"class_path": f"{_RECORDER}.ResumeRecorder", "init_args": phase.recorder()}
     logger = {"class_path": "ResumingCSVLogger", "init_args": {"save_dir": phase.folder, "name": "log"}}
     trainer = {"logger": logger, "default_root_dir": phase.folder, "callbacks+": [recorder]}
-    return {"ckpt_path": phase.ckpt_path or "none", "trainer": trainer}
+    start = {"ckpt_path": phase.ckpt_path, "init_from": None} if phase.ckpt_path else {"ckpt_path": "none"}
+    return {**start, "trainer": trainer}

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
-from lightning_tricks.checkpoints.hf_folder import TOKENIZER, is_hf_folder
+from lightning_tricks.checkpoints.hf_folder import is_hf_folder, tokenizer_file
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.data.bpe import as_text_only, load_tokenizer
 
@@ -109,7 +109,7 @@ def open_tokenizer(option: str | None) -> tuple[Tokenizer | None, str]:
         return None, ""
     path = Path(option).expanduser()
     if is_hf_folder(path):
-        return load_tokenizer(path / TOKENIZER), str(path)
+        return load_tokenizer(tokenizer_file(path)), str(path)
     file = path / TRAINER_STATE if path.is_dir() else path
     if not zipfile.is_zipfile(file):
         return load_tokenizer(path), str(path)

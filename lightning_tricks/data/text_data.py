@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import say
 from lightning_tricks._writable import check_folder
 from lightning_tricks.data.base import ShardData
 from lightning_tricks.data.bpe import end_of_text, load_tokenizer, train_bpe, vocabulary_size
@@ -189,7 +190,7 @@ def _write_splits(corpus: Corpus, folder: Path, tokenizer: Tokenizer, threshold:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, file=sys.stderr)
 
 
 LARGEST_VOCABULARY = 2**24  # to learn: sixty times the largest of a published model

@@ -155,7 +155,7 @@ class OptimizerMixin(Mixin):
         self._optimizer_class = _name_of(optimizer)
         self._check_optimizer_class()
         self._refuse_missing_callback(optimizer)
-        rank_zero_info(f"{self._optimizer_class}\n{groups_table(optimizer.param_groups, lr=0.0)}")
+        rank_zero_info(str(self._optimizer_class), *groups_table(optimizer.param_groups, lr=0.0).split("\n"))
         lrs, decays = _curves_of_groups(self, optimizer)
         if getattr(self.trainer, "fast_dev_run", False):  # it has replaced max_steps by its own
             return {"optimizer": optimizer}

@@ -46,6 +46,7 @@ _GPT2 = {
     "blocks.{i}.mlp.down": "transformer.h.{i}.mlp.c_proj",
 }
 _CONV1D = ("c_attn", "c_proj", "c_fc")  # GPT-2's layers whose matrix is kept as (in, out)
+_LARGEST = 1 << 24  # of a size in config.json: above all models that there are, and a product of two is no overflow
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 
 
@@ -286,7 +287,9 @@ def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
     if kind not in _FAMILIES:
         raise UsageError(f"model_type={kind}: the decoder is one of {', '.join(_FAMILIES)}")
     family = _FAMILIES[kind]
-    for key, value in _needed(given, family):
+    if any(word != "full_attention" for word in given.get("layer_types") or ()):
+        raise UsageError(f"layer_types={given['layer_types']!r}: the decoder has 'full_attention' alone")
+    for key, value in _needed(family):
         if given.get(key, value) not in (value, None):
             raise UsageError(f"{key}={given[key]!r}: the decoder has {value!r} alone")
     key = "activation_function" if kind == "gpt2" else "hidden_act"
@@ -328,7 +331,7 @@ def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _needed(given: Mapping[str, Any], family: HFFamily) -> Iterator[tuple[str, Any]]:
+def _needed(family: HFFamily) -> Iterator[tuple[str, Any]]:
     """The settings that the decoder does not have, with the value at which they change nothing."""
     yield "quantization_config", None
     if family.names is _GPT2:
@@ -337,13 +340,14 @@ def _needed(given: Mapping[str, Any], family: HFFamily) -> Iterator[tuple[str, A
         return
     yield from ((key, False) for key in ("attention_bias", "mlp_bias", "use_sliding_window"))
     yield "partial_rotary_factor", 1.0
-    yield "layer_types", ["full_attention"] * given.get("num_hidden_layers", 0)
 
 
 def _sizes(given: Mapping[str, Any], **names: str) -> dict[str, Any]:
     for name in names.values():
-        if not isinstance(given.get(name), int):
+        if type(given.get(name)) is not int:
             raise UsageError(f"config.json says no {name}: take another copy of it")
+        if not 1 <= given[name] <= _LARGEST:
+            raise UsageError(f"config.json says {name}={given[name]}: take another copy of it")
     return {ours: given[theirs] for ours, theirs in names.items()}
 
 
@@ -353,7 +357,8 @@ def _rope_theta(given: Mapping[str, Any], kind: str) -> float:
     word = rope.get("rope_type", rope.get("type", "default"))
     if word != "default" or (kind == "apertus" and not rope and "rope_theta" not in given):
         raise UsageError(f"rope_type={word if rope else 'llama3'}: the decoder's rotary positions are not stretched")
-    return float(rope.get("rope_theta", given.get("rope_theta", 10000.0)))
+    theta = rope.get("rope_theta", given.get("rope_theta"))
+    return 10000.0 if theta is None else float(theta)
 
 
 # ---- muP

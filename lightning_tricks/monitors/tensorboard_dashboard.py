@@ -1,12 +1,10 @@
 """Lay out TensorBoard for a pretraining run: the charts to watch, the recipe, the planned curve and the result."""
 
 import contextlib
-import html
 import json
 import math
 import os
 import re
-import shlex
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,6 +15,7 @@ import yaml
 from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
 from lightning_tricks._lightning import BACKEND, Module, Trainer, pl
+from lightning_tricks._quote import html_text, markdown_block, markdown_text, say, shell_word, yaml_text
 from lightning_tricks._tensors import whole_numel
 from lightning_tricks._trainer import is_a, logging_step, run_length, shows_hp_metric
 from lightning_tricks.loggers.resuming_tensorboard_logger import ResumingTensorBoardLogger
@@ -79,7 +78,7 @@ def pinned_link(tags: Iterable[str], port: int = 6006) -> str:
 
 def redirect_page(address: str) -> str:
     """An HTML page that leads a browser to an address which is too long to print."""
-    target = html.escape(address)
+    target = html_text(address)
     return (
         f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={target}">\n'
         f'<title>TensorBoard</title><a href="{target}">The run in TensorBoard</a>, once TensorBoard is started\n'
@@ -119,7 +118,7 @@ def _sizes(root: Any) -> Iterator[tuple[int, bool]]:
 
 def table(values: Mapping[str, Any]) -> str:
     """`values` as a Markdown table."""
-    rows = (f"| {name} | {str(value).replace('|', '&#124;')} |".replace("\n", " ") for name, value in values.items())
+    rows = (f"| {markdown_text(name)} | {markdown_text(value)} |" for name, value in values.items())
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
@@ -139,7 +138,7 @@ def recipe_of(trainer: Any) -> tuple[str, Any] | None:
     for callback in trainer.callbacks:
         if hasattr(callback, "parser") and hasattr(callback, "config"):
             text = callback.parser.dump(callback.config, skip_none=False)  # as in config.yaml
-            return yaml.safe_dump(_given(yaml.safe_load(text)), sort_keys=False), callback.config.as_dict()
+            return yaml_text(_given(yaml.safe_load(text))) + "\n", callback.config.as_dict()
     return None
 
 
@@ -215,8 +214,8 @@ class TensorBoardDashboard(pl.Callback):
         if trainer.is_global_zero and not self._loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             print("TensorBoardDashboard: the Trainer has no TensorBoardLogger, so there is no dashboard")
         for logger in self._loggers:
-            page = shlex.quote(os.path.join(logger.log_dir, PAGE))
-            print(f"TensorBoard: tensorboard --logdir {shlex.quote(str(logger.root_dir))}   then open {page}")
+            page = shell_word(os.path.join(logger.log_dir, PAGE))
+            say(f"TensorBoard: tensorboard --logdir {shell_word(str(logger.root_dir))}   then open {page}")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Write the cards at the run's first step, and the layout an interval later: then the metrics are known."""
@@ -235,7 +234,9 @@ class TensorBoardDashboard(pl.Callback):
             file.write(redirect_page(pinned_link(tags)))
         recipe, hparams = recipe_of(trainer), dict(getattr(pl_module, "hparams", {}))
         text = [table(facts(trainer, pl_module)), *([table(hparams)] if hparams else [])]
-        writer.add_text("recipe", "\n\n".join([*text, *([f"```yaml\n{recipe[0]}\n```"] if recipe else [])]), step)
+        writer.add_text(
+            "recipe", "\n\n".join([*text, *([markdown_block(recipe[0].strip(), "yaml")] if recipe else [])]), step
+        )
         by_step = (
             each.scheduler for each in trainer.lr_scheduler_configs if (each.interval, each.frequency) == ("step", 1)
         )

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._quote import markdown_text, say
 from lightning_tricks._trainer import logging_step
 
 
@@ -39,11 +40,11 @@ class BranchLineage(pl.Callback):
         end = self.trunk_step + self.decay_steps
         if not trainer.is_global_zero:
             return
-        print(f"Branch: a decay of {self.decay_steps:,} steps, from step {self.trunk_step} to {end}, off {self.trunk}")
+        say(f"Branch: a decay of {self.decay_steps:,} steps, from step {self.trunk_step} to {end}, off {self.trunk}")
         for logger in trainer.loggers:
             write_text = getattr(getattr(logger, "experiment", None), "add_text", None)
             if write_text is not None:
-                rows = "\n".join(f"| {name} | {value} |" for name, value in self.state_dict().items())
+                rows = "\n".join(f"| {name} | {markdown_text(value)} |" for name, value in self.state_dict().items())
                 write_text("branch", f"| | |\n|---|---|\n{rows}", logging_step(trainer))
             elif hasattr(logger, "log_hyperparams"):
                 logger.log_hyperparams({f"branch/{name}": value for name, value in self.state_dict().items()})

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._quote import printable
 from lightning_tricks._trainer import is_a
 from lightning_tricks.models import Sampling
 from lightning_tricks.models.generate import continue_rows
@@ -84,7 +85,7 @@ class SampleText(pl.Callback):
         bar: Any = trainer.progress_bar_callback
         step = f"step {trainer.global_step}  " if trainer.state.fn == "fit" else ""  # an evaluation counts no steps
         for number, (prompt, text) in enumerate(zip(self.prompts, texts, strict=False)):
-            shown = "\n".join(f"    {line}" for line in f"{prompt}{text}".splitlines())
+            shown = "\n".join(f"    {printable(line)}" for line in f"{prompt}{text}".splitlines())
             (bar.print if bar is not None else print)(f"{step}sample {number}\n{shown}")
             loggers: list[Any] = [logger for logger in trainer.loggers if is_a(logger, "TensorBoardLogger")]
             for logger in loggers:

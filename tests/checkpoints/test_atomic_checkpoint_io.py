@@ -164,7 +164,7 @@ class Malicious:
 def test_a_malicious_pickle_is_refused_in_one_line_and_not_run(tmp_path, monkeypatch, place):
     path = tmp_path / "evil.ckpt" if place == "file" else "memory://evil.ckpt"
     with fsspec.open(path, "wb") as file:
-        torch.save({**checkpoint(), "callbacks": Malicious(tmp_path / "trace")}, file)
+        torch.save({**checkpoint(), "callback": Malicious(tmp_path / "trace")}, file)
     with pytest.raises(UsageError) as caught:
         AtomicCheckpointIO().load_checkpoint(path)
     remedy = "if you trust it, load with weights_only=False, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"

@@ -85,15 +85,6 @@ def test_the_console_script_finds_modules_of_the_working_folder(tmp_path):
     assert "class_path: mine.Mine" in done.stdout
 
 
-def test_the_console_script_adds_the_working_folder_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["/elsewhere"])
-    monkeypatch.setattr(sys, "argv", ["lightning-tricks", "--version"])
-    door.main()
-    door.main()
-    assert sys.path == [str(tmp_path), "/elsewhere"]
-
-
 def test_a_mistake_in_a_process_of_its_own_is_one_line(project):
     done = subprocess.run(
         [python(), "train.py", "fit", "--config", "mine.yaml", "--model.widht", "3"],

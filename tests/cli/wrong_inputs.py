@@ -274,6 +274,28 @@ ROWS = [
     command("prepare --config small.yaml --init_from x", "--init_from is an option of fit"),
     plain("--init_from a.ckpt --ckpt_path b.ckpt", "init_from=a.ckpt", "ckpt_path=b.ckpt", "give one of them"),
     plain("--init_from=a.ckpt --ckpt_path=b.ckpt", "init_from=a.ckpt", "ckpt_path=b.ckpt", "give one of them"),
+    edited(
+        "seed_everything: 0",
+        "seed_everything: 0\ninit_from: a.ckpt\nckpt_path: b.ckpt",
+        "init_from=a.ckpt and ckpt_path=b.ckpt",
+        "give one of them",
+    ),
+    command(
+        "fit --config plain.yaml --config from.yaml --config on.yaml",
+        "init_from=a.ckpt and ckpt_path=b.ckpt",
+        "give one of them",
+        files={"from.yaml": "init_from: a.ckpt\n", "on.yaml": "ckpt_path: b.ckpt\n"},
+    ),
+    command(
+        "fit --config plain.yaml --config on.yaml --init_from a.ckpt",
+        "init_from=a.ckpt and ckpt_path=b.ckpt",
+        files={"on.yaml": "ckpt_path: b.ckpt\n"},
+    ),
+    command(
+        "fit --config plain.yaml --config from.yaml --ckpt_path b.ckpt",
+        "ckpt_path=b.ckpt: there is no such file",
+        files={"from.yaml": "init_from: a.ckpt\n"},
+    ),
     plain("--resume auto --trainer.default_root_dir s3://bucket", "resume=auto: s3://bucket", "--ckpt_path ADDRESS"),
     command("prepare --config plain.yaml", "prepare: the recipe has no data"),
     option("--init_from no_such.ckpt", "init_from=no_such.ckpt", "no such file"),

@@ -33,7 +33,7 @@ PROXY = """#!/bin/sh
 ' '''
 import os, signal, socket, sys
 
-args = sys.argv[2:] if sys.argv[1] == "-u" else sys.argv[1:]
+args = sys.argv[2:] if sys.argv[1] in ("-u", "-P") else sys.argv[1:]
 if args[0] not in ("-m", "-c") and not os.path.isfile(args[0]):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])  # not a command line of ours
 import json

@@ -129,7 +129,7 @@ def test_the_link_pins_the_cards_and_does_not_smooth():
 
 
 def test_a_table_keeps_its_two_columns():
-    assert table({"a": "x|y", "b": "one\ntwo"}) == "| | |\n|---|---|\n| a | x&#124;y |\n| b | one two |"
+    assert table({"a": "x|y", "b": "one\ntwo"}) == "| | |\n|---|---|\n| a | x\\|y |\n| b | one\\\\ntwo |"
 
 
 def test_hyperparameters_are_flat_numbers_and_short_strings():

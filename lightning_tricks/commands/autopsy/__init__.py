@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import say
 from lightning_tricks._writable import check_file
 
 NAME = "autopsy"
@@ -56,6 +57,6 @@ def run(
         clip_algorithm=trainer.gradient_clip_algorithm,
         weights_only=weights_only,
     )
-    print(report.table(top))
+    say(*report.table(top).split("\n"))
     if json is not None:
         report.write(Path(json))

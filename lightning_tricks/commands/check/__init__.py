@@ -6,6 +6,7 @@ In the order of reading: `checks` (the list), `disk` (how much a run's checkpoin
 import sys
 from typing import Any
 
+from lightning_tricks._quote import say
 from lightning_tricks._writable import check_file
 
 NAME = "check"
@@ -37,7 +38,7 @@ def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, js
     if gpu is not None:
         find_gpu(gpu)
     results = run_checks(CHECKS, Checked(model, datamodule, trainer, gpu), print)
-    print(summary(results))
+    say(*summary(results).split("\n"))
     failed = any(result.failed for result in results)
     if json is not None:
         from json import dumps

@@ -1,11 +1,11 @@
 """A comparison as one HTML page without any other file, for light and dark screens."""
 
-import html
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from lightning_tricks._quote import html_text
 from lightning_tricks.commands.compare.compared_run import axis_text
 from lightning_tricks.commands.compare.comparison import Comparison
 from lightning_tricks.commands.compare.curves import Curve, limits, run_curves
@@ -27,8 +27,8 @@ _TICKS = 5
 
 def page(found: Comparison, left_out: Sequence[str]) -> str:
     """The page."""
-    lines = "".join(f'<p class="verdict">{html.escape(line)}</p>' for line in verdicts(found))
-    told = "".join(f"<li>{html.escape(line)}</li>" for line in notes(found, left_out))
+    lines = "".join(f'<p class="verdict">{html_text(line)}</p>' for line in verdicts(found))
+    told = "".join(f"<li>{html_text(line)}</li>" for line in notes(found, left_out))
     settings = settings_table(found)
     parts = [
         lines,
@@ -44,7 +44,7 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
     ]
     runs = f"{len(found.runs)} runs, {len(found.groups)} group{'s' * (len(found.groups) > 1)}"
     return _PAGE.format(
-        title=html.escape(f"compare: {runs}"),
+        title=html_text(f"compare: {runs}"),
         light=_colors(LIGHT),
         dark=_colors(DARK),
         strokes="\n".join(
@@ -67,14 +67,14 @@ def _class(group: int) -> str:
 
 def _table(table: Table, swatches: bool = False, single: bool = False) -> str:
     head, *rows = table
-    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    cells = "".join(f"<th>{html_text(cell)}</th>" for cell in head)
     body = []
     for number, row in enumerate(rows):
         swatch = f'<i class="{_class(number)}"></i>' if swatches and not single else ""
         first, *others = row
         body.append(
-            f"<tr><th>{swatch}{html.escape(first)}</th>"
-            + "".join(f"<td>{html.escape(cell)}</td>" for cell in others)
+            f"<tr><th>{swatch}{html_text(first)}</th>"
+            + "".join(f"<td>{html_text(cell)}</td>" for cell in others)
             + "</tr>"
         )
     return f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
@@ -85,7 +85,7 @@ def _legend(found: Comparison) -> str:
         names = [f"{group.letter}: {', '.join(run.name for run in group.runs)}" for group in found.groups]
     else:
         names = [run.name for run in found.groups[0].runs]
-    items = (f'<span><i class="{_class(n)}"></i>{html.escape(name)}</span>' for n, name in enumerate(names))
+    items = (f'<span><i class="{_class(n)}"></i>{html_text(name)}</span>' for n, name in enumerate(names))
     return f'<p class="legend">{"".join(items)}</p>'
 
 
@@ -95,7 +95,7 @@ def _figure(found: Comparison, axis: str) -> str:
     if axis not in ("steps", "hours") and (each := found.amount_of_step(axis)) is not None:
         caption += f", {human(each)} a step in all runs"
     drawn = plot(run_curves(found, axis), axis == "hours")
-    return f"<figure><figcaption>{html.escape(caption)}</figcaption>{drawn}</figure>"
+    return f"<figure><figcaption>{html_text(caption)}</figcaption>{drawn}</figure>"
 
 
 def plot(curves: list[Curve], small: bool = False) -> str:
@@ -131,7 +131,7 @@ def plot(curves: list[Curve], small: bool = False) -> str:
     for curve in curves:
         points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(curve.x, curve.y, strict=True))
         name = f"{curve.label}: {curve.y[-1]:.4f} at the end"
-        parts.append(f'<polyline class="{_class(curve.group)}" points="{points}"><title>{html.escape(name)}</title>')
+        parts.append(f'<polyline class="{_class(curve.group)}" points="{points}"><title>{html_text(name)}</title>')
         parts.append("</polyline>")
     return "".join([*parts, "</svg></svg>"])
 

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lightning_tricks._quote import printable
 from lightning_tricks.commands.compare.compared_run import Group, axis_text
 from lightning_tricks.commands.compare.comparison import LEVEL, Comparison, Row
 from lightning_tricks.commands.compare.statistics import Interval
@@ -192,7 +193,9 @@ def text(found: Comparison, left_out: Sequence[str], curves: Sequence[str] = ())
 
 
 def _filled(line: str) -> str:
-    return textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    return textwrap.fill(
+        printable(line), _WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
 
 
 def notes(found: Comparison, left_out: Sequence[str]) -> Iterator[str]:

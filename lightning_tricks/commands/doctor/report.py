@@ -1,6 +1,5 @@
 """The findings of a run as text, as JSON and as one HTML page with a plot for each."""
 
-import html
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_tricks._quote import html_text, printable
 from lightning_tricks.monitors.doctor.finding import Finding
 from lightning_tricks.monitors.doctor.run_log import RunLog, Series
 
@@ -73,7 +73,7 @@ class Report:
             ]
         if line := self._not_looked_for():
             lines.append(line)
-        return "\n".join([*lines, self._verdict()])
+        return "\n".join(map(printable, [*lines, self._verdict()]))
 
     def record(self) -> dict[str, Any]:
         """The report for JSON."""
@@ -87,26 +87,26 @@ class Report:
 
     def html(self) -> str:
         """One page without any other file."""
-        head, *unread = map(html.escape, self._head())
+        head, *unread = map(html_text, self._head())
         parts = [f"<p>{line}</p>" for line in unread] + [self._section(finding) for finding in self.found]
         if line := self._not_looked_for():
-            parts.append(f"<p>{html.escape(line)}</p>")
+            parts.append(f"<p>{html_text(line)}</p>")
         return _PAGE.format(
-            title=head, verdict=html.escape(self._verdict()), parts="\n".join(parts), width=_WIDTH, height=_HEIGHT
+            title=head, verdict=html_text(self._verdict()), parts="\n".join(parts), width=_WIDTH, height=_HEIGHT
         )
 
     def _section(self, finding: Finding) -> str:
         rows = (
             ("evidence", finding.evidence), (f"cause ({finding.status})", finding.cause), ("remedy", finding.remedy),
         )  # fmt: skip
-        table = "".join(f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in rows)
+        table = "".join(f"<tr><th>{name}</th><td>{html_text(text)}</td></tr>" for name, text in rows)
         pictures = [
-            f"{plot(self.log.metrics[name], finding.steps)}<figcaption>{html.escape(name)}</figcaption>"
+            f"{plot(self.log.metrics[name], finding.steps)}<figcaption>{html_text(name)}</figcaption>"
             for name in finding.metrics
             if name in self.log.metrics
         ]
         plots = "".join(f"<figure>{picture}</figure>" for picture in pictures)
-        color, title = _COLORS[finding.severity], html.escape(finding.symptom.replace("_", " "))
+        color, title = _COLORS[finding.severity], html_text(finding.symptom.replace("_", " "))
         head = f'<h2 style="color:{color}">{finding.severity}: {title}</h2>'
         return f"<section>{head}<table>{table}</table>{plots}</section>"
 

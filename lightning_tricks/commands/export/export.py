@@ -1,5 +1,6 @@
 """Write the folder of a checkpoint, have a fresh process compare it, and only then give it its name."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import printable, say
 from lightning_tricks._writable import check_folder
 from lightning_tricks.checkpoints.stream_weights import StreamedWeights, stream_weights
 from lightning_tricks.checkpoints.write_file import is_locked, locked
@@ -107,7 +109,7 @@ def export(
             decoder or a tokenizer that no family of transformers, or architecture of llama.cpp, can express; a folder
             that transformers loads otherwise.
     """
-    if output.exists():
+    if os.path.lexists(output):
         raise UsageError(f"export: output={output} exists: name another folder, or remove it first")
     check_folder("export: output", output.absolute().parent)
     path = newest_checkpoint() if ckpt_path == "last" else Path(ckpt_path)
@@ -126,14 +128,14 @@ def export(
         if vocabulary is not None:
             name, target = f"llama.cpp's {gguf_architecture(config)}", llama_cpp_target(gguf_architecture(config))
             files = [staging / FILE]
-            write_gguf(entries, config, vocabulary, output.name, files[0])
+            write_gguf(entries, config, vocabulary, printable(output.name), files[0])
         else:
             name, target = family.class_name, transformers_target(family.class_name, tokenizer is not None)
             files = write_weights(entries, staging, file_bytes)
             write_settings(config, entries[0].dtype, None if tokenizer is None else tokenizer.eot_id, staging)
             if tokenizer is not None and record is not None:
                 write_tokenizer(record, tokenizer, config.max_seq_len, staging)
-        print(f"{path}: {len(entries)} tensors, {parameters:,} parameters, as {name} in {word}")
+        say(f"{path}: {len(entries)} tensors, {parameters:,} parameters, as {name} in {word}")
         if tokenizer is None:
             print("no tokenizer: the checkpoint holds none, as its data knew none: transformers gets token ids alone")
         compared = _compare(staging, weights, base, tokenizer)
@@ -150,7 +152,7 @@ def export(
         )
         (staging / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in (output / staged.name for staged in files))
-    print(f"{output}: {size / 2**30:,.3f} GiB of weights in {len(files)} file{'s' * (len(files) != 1)}")
+    say(f"{output}: {size / 2**30:,.3f} GiB of weights in {len(files)} file{'s' * (len(files) != 1)}")
 
 
 @contextmanager
@@ -159,6 +161,8 @@ def _staged(output: Path) -> Iterator[Path]:
     staging = output.with_name(f".{output.name}.exporting")
     if is_locked(staging):
         raise UsageError(f"export: output={output}: another process is writing this folder: name another one")
+    if staging.is_symlink():
+        raise UsageError(f"export: output={output}: {staging} is a link: remove it, or name another folder")
     if staging.exists():
         shutil.rmtree(staging)  # of an export to `output` that was killed: no other program gives this hidden name
     staging.mkdir(parents=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks._quote import markdown_block, markdown_code, markdown_text
+
 _FIGURES = {"val/loss": "validation loss", "val/bits_per_byte": "validation bits/byte"}
 _LOAD_GGUF = """```sh
 llama-completion -m model.gguf -p "def " -n 32 -no-cnv
@@ -123,16 +125,16 @@ def model_card(
     rows = [
         target.model,
         f"| parameters | {parameters:,} in {dtype} |",
-        f"| step | {checkpoint.get('global_step', 'unknown')} |",
+        f"| step | {markdown_text(checkpoint.get('global_step', 'unknown'))} |",
     ]
     if "samples" in data and "seq_len" in data:
         rows.append(f"| training tokens | {data['samples'] * data['seq_len']:,} |")
     for key, word in (("data", "training data"), ("content", "hash of the data's content")):
         if key in data:
-            rows.append(f"| {word} | `{data[key]}` |")
-    rows += [f"| weights | the average `{average}` |"] if average else []
+            rows.append(f"| {word} | {markdown_code(data[key])} |")
+    rows += [f"| weights | the average {markdown_code(average)} |"] if average else []
     own = checkpoint.get("lightning_tricks", {})
-    rows += [f"| averaged | `{path}`, share {share:.4g} |" for path, share in own.get("average_of", [])]
+    rows += [f"| averaged | {markdown_code(path)}, share {share:.4g} |" for path, share in own.get("average_of", [])]
     if figures is not None:
         whose = f"at step {figures.step}, of " + (
             f"the average {figures.average}" if figures.average else "the weights"
@@ -141,7 +143,7 @@ def model_card(
     recipe = own.get("recipe")
     parts = [
         f"---\nlibrary_name: {target.library}\npipeline_tag: text-generation\n---",
-        f"# {name}",
+        f"# {markdown_text(name)}",
         f"A language model, trained with lightning_tricks and exported for {target.words}.",
         "\n".join(["| | |", "|---|---|", *rows]),
         *(
@@ -154,7 +156,7 @@ def model_card(
         target.how_to_load,
     ]
     if recipe:
-        parts += ["## Recipe", f"```yaml\n{recipe.strip()}\n```"]
+        parts += ["## Recipe", markdown_block(recipe.strip(), "yaml")]
     return "\n\n".join(parts) + "\n"
 
 

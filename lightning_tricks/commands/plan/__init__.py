@@ -7,6 +7,7 @@ In the order of reading: `setup` (what the recipe says), `memory` (the step, tra
 import sys
 from typing import Any
 
+from lightning_tricks._quote import say
 from lightning_tricks._writable import check_file
 from lightning_tricks.accounting.gpus import NETWORK_GBITS
 
@@ -67,7 +68,7 @@ def run(
         model, datamodule, trainer, gpu=gpu, devices=devices, nodes=nodes, mfu=mfu, price=price,
         network_gbits=network_gbits, gpu_memory_gb=gpu_memory_gb, peak_tflops=peak_tflops, link_gb=link_gb,
     )  # fmt: skip
-    print(report(plan, scaling))
+    say(*report(plan, scaling).split("\n"))
     if json is not None:
         from json import dumps
         from pathlib import Path

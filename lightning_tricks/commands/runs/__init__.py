@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import printable
 from lightning_tricks._writable import check_file
 from lightning_tricks.commands import CommandParser
 
@@ -64,6 +65,7 @@ def _write(file: str | None, text: str) -> None:
 def _csv(rows: list[dict[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer.writerow({name: printable(name) for name in rows[0]})
+    for row in rows:  # names of others stay on their line
+        writer.writerow({name: printable(value) if isinstance(value, str) else value for name, value in row.items()})
     return text.getvalue()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import printable
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.commands.runs.read_run import Run, is_run, read_run
 
@@ -123,6 +124,7 @@ def shortened(text: str, longest: int) -> str:
 
 def lines_of(table: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
     """The rows of a table as lines; columns in `left` begin at the left."""
+    table = [[printable(cell) for cell in row] for row in table]  # of names that are not ours
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     return [
         "  ".join(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import say
 from lightning_tricks._writable import check_file
 from lightning_tricks.commands import Recipe
 
@@ -77,7 +78,7 @@ def run(
     )
     if files:
         draw_picture(plans, files, axis=x, constant=constant, present=present, dark=dark)
-        print("drawn: " + ", ".join(map(str, files)))
+        say("drawn: " + ", ".join(map(str, files)))
 
 
 def _planned_against(recipe: Recipe) -> Any:

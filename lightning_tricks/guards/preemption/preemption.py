@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning_tricks._device_waits import lies_on_host
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._quote import say
 from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import (
     batch_progress,
@@ -249,7 +250,7 @@ class Preemption(pl.Callback):
             Reason.CTRL_C: "by Ctrl-C",
         }[self._reason]
         where = _where(trainer.global_step, str(self._checkpoint))
-        print(f"\nStopped {why} after step {trainer.global_step}{where}", file=sys.stderr, flush=True)
+        say("", f"Stopped {why} after step {trainer.global_step}{where}", file=sys.stderr)
         job = job_id(os.environ)
         if self._reason in (Reason.REQUEUE, Reason.TIME_LIMIT) and _requeues(trainer) and job is not None:
             print(requeue(job), file=sys.stderr, flush=True)

@@ -30,6 +30,7 @@ from typing import Any
 
 from lightning_tricks._exit import call_before_exit
 from lightning_tricks._process import Process, this_process
+from lightning_tricks._quote import printable_lines
 from lightning_tricks._trainer import RunningCall
 
 CONNECT_SECONDS = 60.0  # how long a rank tries to reach rank 0
@@ -453,7 +454,7 @@ def died_by(error: Exception, process: Process) -> bool:
 def say(text: str) -> None:
     """Print where errors go, at once and in one piece, because all ranks may print at the same moment."""
     with suppress(OSError, ValueError):
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(printable_lines(text) + "\n")
         sys.stderr.flush()
 
 

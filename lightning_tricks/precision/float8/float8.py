@@ -135,7 +135,7 @@ class Float8(pl.plugins.Precision):
         self._scales = linear.Scales(gathered) if gathered else None
         sizes = {name: layer.out_features * layer.in_features for name, layer in linears.items()}
         self.converted_share = sum(sizes[name] for name in self.fp8_layers) / sum(sizes.values())
-        rank_zero_info(self._summary(linears, len(gathered)))
+        rank_zero_info(*self._summary(linears, len(gathered)).split("\n"))
         return module
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:

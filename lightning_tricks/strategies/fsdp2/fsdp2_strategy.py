@@ -279,7 +279,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         module._sharded_with = self._own_sharding = self._sharding
         if state is not None:
             state.scatter(module, self.root_device)
-        rank_zero_info(layout_table(self.dims, made, self.options, module))
+        rank_zero_info(*layout_table(self.dims, made, self.options, module).split("\n"))
         self._tensor_ranks_unchecked = self.dims.tensor > 1
 
     @property
