@@ -1,4 +1,7 @@
-"""The dtype in which a linear layer works on a tensor; the shard of a tensor on this rank, and its size as a whole."""
+"""Tensors of a batch; the dtype in which a linear layer works; the shard of a tensor here, and its size as a whole."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +26,11 @@ def autocasts(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """The floating type with the most digits that a device has: Apple's GPUs have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, in the same memory; any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -42,3 +50,19 @@ def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     mesh, placements = tensor.device_mesh, tensor.placements
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """The dense tensors in any nesting of mappings, sequences and objects with attributes."""
+    if isinstance(batch, Tensor):
+        batch = local(batch)
+        if batch.layout == torch.strided and not batch.is_nested and batch.numel():
+            yield batch
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from tensors_in(part)
+    elif isinstance(batch, list | tuple):
+        for part in batch:
+            yield from tensors_in(part)
+    elif hasattr(batch, "__dict__") and not isinstance(batch, type):
+        yield from tensors_in(vars(batch))

@@ -75,7 +75,6 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     decoder: Decoder | None
     token_loss: TokenLoss
     bits_per_byte: BitsPerByte
-    _buffer: MetricBuffer | None
 
     if TYPE_CHECKING:  # `**kwargs` spelt out, for type checkers and editors; the defaults stand in OptimizerMixin alone
 
@@ -112,7 +111,6 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             self._auto_compiled = None  # what `auto` has chosen for this run
             self.decoder = None
             self.token_loss, self.bits_per_byte = TokenLoss(), BitsPerByte()
-            self._buffer = None
 
     def configure_callbacks(self) -> list["pl.Callback"]:
         """The monitors of every pretraining run, and what its optimizer needs, unless the Trainer has them already."""
@@ -219,7 +217,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def setup(self, stage: str) -> None:
         """Refuse data that does not fit the decoder, before anything runs."""
         super().setup(stage)
-        self._buffer = MetricBuffer.of(self.trainer) if stage == "fit" else None
+        if stage == "fit":
+            MetricBuffer.of(self.trainer).step_loss().log()
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self._check_sizes(data)
         if hasattr(data, "check_ids"):
@@ -272,8 +271,6 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that the step's gradient is that of the mean over all its tokens."""
         nats, tokens = self.token_sums(batch)
-        if self._buffer is not None:
-            self._buffer.record_mean("train/loss", nats, tokens)
         return self.token_mean(nats, tokens, capacity=batch["labels"].numel())
 
     def on_validation_epoch_start(self) -> None:

@@ -20,6 +20,7 @@ from lightning_tricks._trainer.loop import go_on_with_next_epoch as go_on_with_n
 from lightning_tricks._trainer.loop import hook_at_epoch_end as hook_at_epoch_end
 from lightning_tricks._trainer.loop import is_accumulating as is_accumulating
 from lightning_tricks._trainer.loop import is_restarting as is_restarting
+from lightning_tricks._trainer.loop import logged_in_training as logged_in_training
 from lightning_tricks._trainer.loop import logging_step as logging_step
 from lightning_tricks._trainer.loop import plateau_updates as plateau_updates
 from lightning_tricks._trainer.loop import reopen_epoch as reopen_epoch

@@ -160,6 +160,14 @@ def set_callback_metrics(trainer: Any, metrics: dict[str, Any]) -> None:
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
+def logged_in_training(trainer: Any) -> set[str]:
+    """Names of the metrics that the module has logged in training by `self.log`, and callbacks by theirs.
+
+    Read from `_ResultCollection` and `_Metadata` (trainer/connectors/logger_connector/result.py).
+    """
+    return {one.meta.name for one in trainer.fit_loop.epoch_loop._results.values()}
+
+
 def epoch_means(trainer: Any) -> set[str]:
     """Names of the metrics of training that are reduced over an epoch, of those logged so far in this epoch.
 

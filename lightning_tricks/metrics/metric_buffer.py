@@ -12,8 +12,16 @@ from torch import Tensor
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_warn
 from lightning_tricks._on_exception import only_warn
-from lightning_tricks._trainer import LastStep, is_accumulating, is_alone, logging_step, steps_between_saves
+from lightning_tricks._trainer import (
+    LastStep,
+    is_accumulating,
+    is_alone,
+    logged_in_training,
+    logging_step,
+    steps_between_saves,
+)
 from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_over_ranks, not_finite_line, to_host
+from lightning_tricks.metrics.step_loss import StepLoss
 
 OverRanks = Literal["sum", "max"]
 SAVE_SECONDS = 1.0  # least time between two `logger.save()`, which waits for the disk; Lightning calls it at the end
@@ -62,6 +70,7 @@ class MetricBuffer(pl.Callback):
         self._derived: list[Callable[[list[Row]], Mapping[str, float]]] = []
         self._warn_once = WarnOnce()
         self._answered: tuple[int, bool] | None = None
+        self._step_loss: StepLoss | None = None  # once somebody asks for it
         self.failed = False
         self._last_step = LastStep()
 
@@ -158,6 +167,12 @@ class MetricBuffer(pl.Callback):
         self._some_ranks.update(names)
         self.record_all(tuple(names), torch.stack(values), "max")  # equally many on each rank, for the collective
 
+    def step_loss(self) -> StepLoss:
+        """The fit's loss of each step, measured from now on. Call it in `setup` or `on_fit_start`, on every rank."""
+        if self._step_loss is None:
+            self._step_loss = StepLoss(self._trainer)
+        return self._step_loss
+
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """Inside the `with`, values replace those of the running step under the same names, parts of means too."""
@@ -198,6 +213,17 @@ class MetricBuffer(pl.Callback):
         """Begin to count the steps of each batch."""
         self._last_step.begin(trainer)
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        """A micro-batch of the step's loss begins."""
+        if self._step_loss is not None:
+            self._step_loss.open(self._current)
+            self._step_loss.begin_batch(batch)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
+        """Take the micro-batch into the step's loss."""
+        if self._step_loss is not None:
+            self._step_loss.add(pl_module, loss, self._current)
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Close the step's row, and the interval if this step ends it."""
         if is_accumulating(trainer):
@@ -211,6 +237,8 @@ class MetricBuffer(pl.Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Flush, at the run's end too: EarlyStopping and ModelCheckpoint, which come next, may look at the values."""
         self.flush()
+        if self._step_loss is not None:
+            self._step_loss.drop(self._current)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Flush."""
@@ -239,6 +267,10 @@ class MetricBuffer(pl.Callback):
         self._forget()
 
     def _close_step(self) -> None:
+        if self._step_loss is not None and self._current:
+            self._step_loss.close(self._current)
+        if not self._every:
+            self._current = Row()
         if self._current:
             self._current.step = logging_step(self._trainer)
             self._current.wall_time = time.time()
@@ -251,6 +283,8 @@ class MetricBuffer(pl.Callback):
             return
         rows, self._finished = self._finished, []
         self._read(rows)
+        if self._step_loss is not None:
+            self._step_loss.read(rows, logged_in_training(self._trainer))
         for derive in self._derived:
             rows[-1].values.update(derive(rows))
         logged = self._trainer.callback_metrics if self._answered == (logging_step(self._trainer), True) else {}

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_tricks._tensors import widest
+
 
 def add(total: Tensor, value: Tensor) -> Tensor:
     """Add a scalar of any floating type to a sum that is held as two numbers: the rounded sum, and its rounding error.
@@ -37,11 +39,6 @@ def add_all(totals: Tensor) -> Tensor:
     for rounded, left in totals[1:]:
         total = add(add(total, rounded), left)
     return total
-
-
-def widest(device: torch.device) -> torch.dtype:
-    """The floating type with the most digits that a device has: Apple's GPUs have no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class SumRatio(Metric):

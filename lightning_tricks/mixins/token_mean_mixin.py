@@ -33,6 +33,11 @@ class TokenMeanMixin(Mixin):
         self._capacity = self._batch_sums = self._step_sums = None
         self._scaled = True
 
+    @property
+    def loss_sums(self) -> tuple[Tensor, Tensor] | None:
+        """Nats and tokens of the micro-batch whose backward pass comes next: what counts in the loss of the step."""
+        return self._batch_sums
+
     def token_mean(self, nats: Tensor, tokens: Tensor, capacity: int) -> Tensor:
         """The loss for `training_step` to return; call it once in each.
 

@@ -21,6 +21,7 @@ from lightning_tricks._trainer import is_a, logging_step, run_length, shows_hp_m
 from lightning_tricks.loggers.resuming_tensorboard_logger import ResumingTensorBoardLogger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
+from lightning_tricks.metrics.step_loss import LOGGED
 from lightning_tricks.schedules import ScheduleLR, chosen_steps, planned_groups
 
 PAGE = "dashboard.html"
@@ -190,7 +191,8 @@ class TensorBoardDashboard(pl.Callback):
     nothing else: the curves are those that the monitors and your module log.
 
     Args:
-        train_loss: name under which the training loss is logged.
+        train_loss: name under which the training loss is logged, by the module; `train/loss` else by the dashboard, see
+            `StepLoss`.
         val_loss: name under which the validation loss is logged.
     """
 
@@ -210,7 +212,10 @@ class TensorBoardDashboard(pl.Callback):
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         self._clip = trainer.gradient_clip_val if by_norm and found else None
         self._result, self._started, self._laid_out = None, False, False
-        MetricBuffer.of(trainer).at_flush(self._clip_line)
+        buffer = MetricBuffer.of(trainer)
+        buffer.at_flush(self._clip_line)
+        if self.train_loss == LOGGED:
+            buffer.step_loss().log()
         if trainer.is_global_zero and not self._loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             print("TensorBoardDashboard: the Trainer has no TensorBoardLogger, so there is no dashboard")
         for logger in self._loggers:

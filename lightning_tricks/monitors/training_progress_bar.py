@@ -9,6 +9,8 @@ from typing import Any
 
 from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._trainer import is_accumulating, logging_step, run_length
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.metrics.step_loss import LOGGED
 
 
 def human(value: float) -> str:
@@ -45,7 +47,7 @@ def _loss(value: float) -> str:
 # for each part of the line: the metrics that it may show, with their formats; the first that was logged is shown
 Parts = tuple[dict[str, Callable[[float], str]], ...]
 TRAIN: Parts = (
-    dict.fromkeys(("train/loss", "train_loss", "loss"), _loss),
+    dict.fromkeys((LOGGED, "train_loss", "loss"), _loss),
     dict.fromkeys(("train/grad_norm", "train/grad_norm/0"), lambda value: f"norm {decimals(value, 3)}"),
     dict.fromkeys(("train/lr", "train/lr/0"), lambda value: f"lr {value:.1e}"),
     {
@@ -64,17 +66,18 @@ VALIDATION: Parts = (
 
 def shown(metrics: Mapping[str, Any], parts: Parts) -> list[str]:
     """The parts that have a value. A tensor on a device is read from it."""
-    found = ((next((name for name in part if name in metrics), None), part) for part in parts)
+    found = ((next((name for name in part if metrics.get(name) is not None), None), part) for part in parts)
     return [part[name](float(metrics[name])) for name, part in found if name is not None]
 
 
 class TrainingProgressBar(pl.callbacks.ProgressBar):
     """Print one line every `log_every_n_steps`, redrawn on a terminal, kept in a log file. Never changes training.
 
-    Shows what the monitors and the module logged by then: loss, gradient norm, lr, tokens/s (or samples/s), MFU and
-    memory, each where it has a value, and the time left: the steps until `max_steps` or `max_epochs` at the pace since
-    the line before, without validation. A redrawn line ends at the terminal's edge. The device is read for these lines
-    only, and only for values that the module logged with `self.log`: those of the monitors are on the host by then.
+    Shows the loss of the step over all its micro-batches and ranks, see `StepLoss`, and what the monitors logged by
+    then: gradient norm, lr, tokens/s (or samples/s), MFU and memory, each where it has a value. Then the time left: the
+    steps until `max_steps` or `max_epochs` at the pace since the line before, without validation. A redrawn line ends
+    at the terminal's edge. The device is read for these lines only, and only for values that the module logged with
+    `self.log`: the others are on the host by then.
     With `log_every_n_steps=0` there is only the line of each validation.
     """
 
@@ -100,6 +103,12 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         if self._enabled:
             print(("\r\x1b[2K" if self._redraw else "") + line, end=end, flush=True)
             self._open = not end
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Ask for the loss of each step."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._loss = MetricBuffer.of(trainer).step_loss()
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Start the clock, and forget an earlier run."""
@@ -169,7 +178,8 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
             return
         step, total = trainer.global_step, self._total or 0
         position = f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"
-        line = "  ".join([position, *shown(trainer.callback_metrics, TRAIN), *self._time_left(step, total)])
+        metrics = {**trainer.callback_metrics, LOGGED: self._loss.latest}
+        line = "  ".join([position, *shown(metrics, TRAIN), *self._time_left(step, total)])
         last = step == total
         if self._redraw and not last:
             line = line[: shutil.get_terminal_size().columns - 1]  # what wraps cannot be redrawn

@@ -114,16 +114,22 @@ def test_a_ratio_raises_the_limit_to_so_many_times_the_largest_value():
 @pytest.mark.parametrize(
     ("losses", "norm", "overflows", "within"),
     [
-        ([6.0, 10.0], 2.0, False, True),  # 16 / 8 is the limit
-        ([6.0, 10.1], 2.0, False, False),
-        ([6.0, 10.0], 2.1, False, False),
-        ([6.0, 10.0], math.inf, False, False),
-        ([6.0, 10.0], math.inf, True, True),  # the scaler's to skip
-        ([6.0, math.nan], math.inf, True, False),
+        ([1.5, 2.5], 2.0, False, True),  # their mean is the limit
+        ([1.5, 2.6], 2.0, False, False),
+        ([1.5, 2.5], 2.1, False, False),
+        ([1.5, 2.5], math.inf, False, False),
+        ([1.5, 2.5], math.inf, True, True),  # the scaler's to skip
+        ([1.5, math.nan], math.inf, True, False),
         ([], 2.0, False, True),
     ],
 )
-def test_a_scaled_loss_is_judged_without_its_scale(losses, norm, overflows, within):
-    limits, scale = torch.tensor([2.0, 2.0]), torch.tensor(8.0)
-    judged = Judgement([torch.tensor(loss) for loss in losses], torch.tensor(norm), limits, scale, overflows)
+def test_the_mean_over_the_micro_batches_is_judged(losses, norm, overflows, within):
+    parts = [(torch.tensor(loss), torch.ones(())) for loss in losses]
+    judged = Judgement(parts, torch.tensor(norm), torch.tensor([2.0, 2.0]), False, overflows)
     assert bool(judged.good) is within
+
+
+def test_a_step_in_which_nothing_counts_has_the_loss_0_and_does_not_enter_the_window():
+    nothing = [(torch.tensor(0.0), torch.tensor(0))] * 2
+    judged = Judgement(nothing, torch.tensor(1.0), torch.tensor([2.0, 2.0]), False, False)
+    assert (judged.values.tolist(), bool(judged.good), bool(judged.counted)) == ([0.0, 1.0], True, False)

@@ -184,8 +184,7 @@ def test_after_a_failure_the_last_lines_hold_rank_0_alone(two):
     clean, failed = read_ledger(two / "clean").steps, read_ledger(two / "fails").steps
     assert list(failed) == [0, 1]
     for step in failed:
-        assert failed[step]["loss"] == [clean[step]["loss"][0], None]
-        assert failed[step]["batch"] is None
+        assert failed[step]["loss"] is failed[step]["batch"] is None
         assert failed[step]["samples"] == clean[step]["samples"]
     assert not diff(two / "clean", two / "fails").differs
 
@@ -233,4 +232,4 @@ def test_a_line_holds_what_ranks_share_once(clean, two):
         line = read_ledger(folder).steps[1]
         assert isinstance(line["weights"], str)
         assert json.loads(json.dumps(line["samples"])) == [[ROWS, 2 * ROWS - 1]]
-    assert len(read_ledger(two / "clean").steps[1]["loss"]) == 2
+    assert isinstance(read_ledger(two / "clean").steps[1]["loss"], float)  # one, although dropout differs by rank

@@ -28,8 +28,9 @@ class Model(pl.LightningModule):
         self.layer = torch.nn.Linear(4, 1)
 
     def training_step(self, batch, batch_idx):
-        self.log("train_loss", float(self.global_step + 1))
-        return self.layer(batch[0]).mean()
+        self.log("train_loss", -1.0)  # a number of the module's own: the line has the loss of the step
+        mean = self.layer(batch[0]).mean()
+        return mean - mean.detach() + self.global_step + 1
 
     def validation_step(self, batch, batch_idx):
         self.log("val/loss", 7.0)
@@ -96,12 +97,12 @@ def test_prints_one_line_an_interval_with_that_steps_own_values(capsys):
 def test_a_module_that_logs_nothing_has_its_steps_all_the_same(capsys):
     class Silent(Model):
         def training_step(self, batch, batch_idx):
-            return self.layer(batch[0]).mean()
+            return self.layer(batch[0]).mean() * 0 + 3
 
     run(TrainingProgressBar(), model=Silent())
     lines = steps(capsys.readouterr().out)
     assert [line.split("  ")[0] for line in lines] == ["step 2/6 (33%)", "step 4/6 (67%)", "step 6/6 (100%)"]
-    assert all(re.fullmatch(r"step \S+ \S+  ETA \d:\d\d:\d\d", line) for line in lines)
+    assert all(re.fullmatch(r"step \S+ \S+  loss 3\.0000  ETA \d:\d\d:\d\d", line) for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ class Manual(Model):
     def training_step(self, batch, batch_idx):
         for optimizer in self.optimizers():
             optimizer.zero_grad()
-            self.manual_backward(self.layer(batch[0]).mean())
+            self.manual_backward(self.layer(batch[0]).mean() * 0 + 1.5)
             optimizer.step()
 
     def configure_optimizers(self):
@@ -314,7 +315,10 @@ def test_without_a_known_end_there_is_no_time_left(capsys):
 
 def test_with_manual_optimization_the_last_epoch_tells_no_step(capsys):
     run(TrainingProgressBar(), model=Manual(), max_steps=-1, max_epochs=1, val_check_interval=20, log_every_n_steps=10)
-    assert [line.split("  ") for line in steps(capsys.readouterr().out)] == [["step 20"], ["step 40"]]
+    assert [line.split("  ") for line in steps(capsys.readouterr().out)] == [
+        ["step 20", "loss 3.0000"],
+        ["step 40", "loss 3.0000"],
+    ]
 
 
 # ---- the terminal
@@ -397,7 +401,7 @@ def test_the_device_is_read_for_the_printed_lines_only(capsys, monkeypatch):
 
 
 def test_a_disabled_bar_is_silent_and_reads_nothing(capsys, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "__float__", lambda self: pytest.fail("read"))
+    monkeypatch.setattr(training_progress_bar, "shown", lambda *_: pytest.fail("read"))
     bar = TrainingProgressBar()
     bar.disable()
     run(bar, val_check_interval=20)

@@ -5,6 +5,7 @@ loss is NaN in one step where a guard must skip it, and far too high in two step
 """
 
 import logging
+import math
 import os
 import shutil
 import signal
@@ -45,13 +46,18 @@ from lightning_tricks import (
     StepGuard,
     TailAverage,
     TokenData,
+    TokenMeanMixin,
     TotalTokens,
     WarmupConstant,
     WarmupStableDecay,
 )
+from lightning_tricks._random_state import gather
+from lightning_tricks._trainer import data_rank
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.commands.ledger import compare
 from lightning_tricks.guards.preemption.preemption import Preempted
+from lightning_tricks.metrics.metric_buffer import MetricBuffer
+from lightning_tricks.metrics.step_loss import LOSS
 from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
 
 ROWS, LENGTH, STEPS = 4, 8, 10
@@ -72,12 +78,18 @@ class EmbeddingNorm(nn.Linear):
     """A hidden matrix, whatever its class is called."""
 
 
-class Model(GradientClippingMixin, OptimizerMixin, pl.LightningModule):
-    """A next-token model of a user, with a convolution and BatchNorm."""
+class Model(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.LightningModule):
+    """A next-token model of a user, with a convolution and BatchNorm.
 
-    def __init__(self, dropout: float, poisoned: bool, **kwargs: Any) -> None:
+    Args:
+        tokens: that count. `all`: it returns the mean loss of its rows. `ragged`: the mean of the labels that count is
+            TokenMeanMixin's; `none on one rank`: of a third of the steps, the last rank has none.
+    """
+
+    def __init__(self, dropout: float, poisoned: bool, tokens: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.poisoned = poisoned
+        self.poisoned, self.tokens = poisoned, tokens
+        self.sums: list[tuple[int, float, float]] = []  # of each micro-batch: step, sum of the losses, their number
         self.embedding = nn.Embedding(64, 16)
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -110,12 +122,29 @@ class Model(GradientClippingMixin, OptimizerMixin, pl.LightningModule):
         ids, labels = (batch["input_ids"], batch["labels"]) if isinstance(batch, dict) else batch.unbind(1)
         return nn.functional.cross_entropy(self(ids).float().flatten(0, 1), labels.flatten())
 
+    def _nats(self, batch: Any, step: int) -> tuple[Tensor, Tensor, int]:
+        """Summed loss and number of the labels that count; and of all labels."""
+        ids, labels = (batch["input_ids"], batch["labels"]) if isinstance(batch, dict) else batch.unbind(1)
+        last = self.trainer.strategy.dims.data_ranks - 1 if self.trainer.world_size > 1 else 0
+        kept = labels % 3 > 0
+        if self.tokens == "none on one rank" and step % 3 == 1 and data_rank(self.trainer)[0] == last:
+            kept = torch.zeros_like(kept)
+        labels = labels.masked_fill(~kept, -100)
+        nats = nn.functional.cross_entropy(self(ids).float().flatten(0, 1), labels.flatten(), reduction="sum")
+        return nats, kept.sum(), labels.numel()
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss, step = self._loss(batch), self.trainer.global_step
-        if step == NOT_FINITE and self.poisoned:
-            loss = loss * float("nan")
-        if step in TOO_HIGH:
-            loss = loss * 30
+        step = self.trainer.global_step
+        factor = 30.0 if step in TOO_HIGH else 1.0
+        factor = float("nan") if step == NOT_FINITE and self.poisoned else factor
+        if self.tokens == "all":
+            loss = self._loss(batch) * factor
+            rows = len(batch["labels"] if isinstance(batch, dict) else batch)
+            self.sums.append((step, loss.item() * rows, rows))
+        else:
+            nats, counted, capacity = self._nats(batch, step)
+            loss = self.token_mean(nats * factor, counted, capacity)
+            self.sums.append((step, nats.item() * factor, counted.item()))
         self.losses.append((step, loss.item()))
         return loss
 
@@ -167,6 +196,40 @@ class AskToDecay(pl.Callback):
         file = Path(trainer.default_root_dir, "decay")
         if trainer.global_step == ASKED_TO_DECAY and trainer.is_global_zero and not file.exists():
             file.write_text("5")
+
+
+class LossesByHand(pl.Callback):
+    """What `StepLoss` has for each step, beside the value from the sums that each rank's module has noted."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.read: dict[int, float] = {}
+        buffer = MetricBuffer.of(trainer)
+        buffer.step_loss()
+        buffer.at_flush(self._keep)
+
+    def _keep(self, rows: list[Any]) -> dict[str, float]:
+        self.read |= {row.step: row.values[LOSS] for row in rows if LOSS in row.values}
+        return {}
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.by_hand: dict[int, float] = {}
+        everyones = gather(pl_module.sums)
+        for step in sorted({step for step, _, _ in everyones[0]}):
+            own = [part for ranks in everyones for part in ranks if part[0] == step]
+            if count := sum(number for _, _, number in own):
+                self.by_hand[step] = sum(total for _, total, _ in own) / count
+
+    def differences(self) -> list[str]:
+        """fp32 rounds each of a handful of numbers, and so does the division by the number of micro-batches."""
+        steps = self.read.keys() & self.by_hand.keys()
+        if missing := self.by_hand.keys() - steps:
+            return [f"loss: none at steps {sorted(missing)}"]
+        return [
+            f"loss of step {step}: {self.read[step]} and by hand {self.by_hand[step]}"
+            for step in sorted(steps)
+            if not math.isclose(self.read[step], self.by_hand[step], rel_tol=1e-5)
+            and not (math.isnan(self.read[step]) and math.isnan(self.by_hand[step]))
+        ]
 
 
 class Ends(pl.Callback):
@@ -225,7 +288,7 @@ def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
         else pl.callbacks.ModelCheckpoint(**saving, filename="{step}", save_top_k=-1, save_last="link")
     )
     ours = [make() for name, make in makers.items() if row[name]]
-    return [*ours, saver, Poison(), Ends(), *([AskToDecay()] if row["DecayOnDemand"] else [])]
+    return [*ours, saver, Poison(), LossesByHand(), Ends(), *([AskToDecay()] if row["DecayOnDemand"] else [])]
 
 
 def data_of(row: dict[str, Any], tokens: Path, as_ranks: bool) -> dict[str, Any]:
@@ -237,7 +300,10 @@ def data_of(row: dict[str, Any], tokens: Path, as_ranks: bool) -> dict[str, Any]
         options = {"train": str(tokens / "train.bin"), "val": str(tokens / "val.bin"), "vocab_size": 64}
         return {"datamodule": TokenData(**options, seq_len=LENGTH, micro_batch_size=ROWS)}
     generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(0, 64, (60, 2, LENGTH), generator=generator)
+    # an epoch of 16 micro-batches, or of 15: the last window of two is short
+    ranks = 1 if as_ranks else LAYOUTS[row["layout"]].data_ranks
+    batches = 15 if row["windows"] == "short last one" else 16
+    ids = torch.randint(0, 64, (batches * ROWS * ranks, 2, LENGTH), generator=generator)
     order: Any = {"sampler": DistributedSampler(ids, 1, 0)} if as_ranks else {"shuffle": True}
     return {
         "train_dataloaders": DataLoader(ids, batch_size=ROWS, **order),
@@ -262,7 +328,8 @@ def fit(
     if row["DecayOnDemand"]:
         schedule = WarmupStableDecay(warmup_steps=2, decay_fraction=0.2)
     remembers = row["SafeCheckpoint"] or row["ExactResume"]  # the random state
-    model = Model(0.1 if remembers else 0.0, row["StepGuard"], optimizer=optimizer_of(row), schedule=schedule)
+    options = {"tokens": row["tokens"], "schedule": schedule}
+    model = Model(0.1 if remembers else 0.0, row["StepGuard"], **options, optimizer=optimizer_of(row))
     plugins: list[Any] = {"fp32": [], "BF16True": [BF16True()], "FP16Mixed": [FP16Mixed(init_scale=1024.0)]}[
         row["precision"]
     ]
@@ -426,6 +493,8 @@ def run_row(row: dict[str, Any], folder: Path, tokens: Path) -> tuple[list[str],
     step = ends_of(again).first_step
     found = different("end", state_of(model, trainer), state_of(resumed, again))
     found += different("curves", curves_from(step, model, trainer), curves_from(step, resumed, again))
+    for each in (trainer, again):
+        found += next(one for one in each.callbacks if isinstance(one, LossesByHand)).differences()
     found += not_finite("end", state_of(model, trainer)) if row["StepGuard"] else []
     by_hand = groups_by_hand(dict(model.named_parameters()), row["optimizer"] == "MuonAdamW")
     found += different("groups", by_hand, groups_of(trainer.optimizers[0]))

@@ -9,25 +9,21 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._refusals import refuse
 from lightning_tricks._samples import in_words as samples_in_words
 from lightning_tricks._samples import step_samples
-from lightning_tricks._trainer import enabled_scaler, is_accumulating, logging_step, validation_follows
+from lightning_tricks._trainer import is_accumulating, logging_step, validation_follows
 from lightning_tricks.guards.preemption.preemption import save
 from lightning_tricks.guards.spike_rollback.earlier_states import SavedStates, SnapshotRing, folders_of
 from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector
 from lightning_tricks.guards.step_guard.step_guard import StepGuard, refuse_lbfgs
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
-from lightning_tricks.optim.grad_scaler import loss_scale
+from lightning_tricks.metrics.step_loss import LOSS
 
 _LEAST = {"patience_steps": 1, "window_steps": 4, "snapshot_every_n_steps": 1, "keep_snapshots": 0, "max_rollbacks": 1}
-_LOSS, _RANKS = "_spike_rollback/loss", "_spike_rollback/ranks"  # in the buffer: sums over ranks
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,6 @@ class SpikeRollback(pl.Callback):
         self._rollbacks: list[Rollback] = []
         self._detector = SpikeDetector(self.patience_steps, self.sigmas, self.window_steps)
         self._ring, self._copied_at = SnapshotRing(self.keep_snapshots), 0
-        self._loss: Tensor | None = None  # of the running step, as far as it is done
         self._within_step = False
         self._begun: dict[int, int] = {}  # by logging step, `trainer.global_step` before it, of the steps not read yet
         self._read_up_to = -1  # logging step
@@ -146,8 +141,7 @@ class SpikeRollback(pl.Callback):
         self._reset()
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._judge)
-        self._scaler = enabled_scaler(trainer.precision_plugin)
-        self._no_loss = torch.zeros(2, device=trainer.strategy.root_device)  # and of no rank
+        self._buffer.step_loss()
 
     def _refuse(self, trainer: Any) -> None:
         if not trainer.log_every_n_steps:
@@ -195,23 +189,14 @@ class SpikeRollback(pl.Callback):
             self._roll_back(trainer, pl_module)
         self._within_step = True
         self._begun[logging_step(trainer)] = trainer.global_step
-        self._buffer.record_all((_LOSS, _RANKS), self._no_loss, "sum")  # until there is one: every rank must record
-
-    def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
-        """Add the loss, which the Trainer has divided by the number of micro-batches, and fp16 has multiplied."""
-        scale = None if self._scaler is None else loss_scale(self._scaler)
-        loss = loss.detach().to(self._no_loss)
-        loss = loss if scale is None else loss / scale.to(loss.device)
-        self._loss = loss if self._loss is None else self._loss + loss
-        self._buffer.record_all((_LOSS, _RANKS), torch.stack([self._loss, torch.ones_like(self._loss)]), "sum")
 
     def _judge(self, rows: list[Row]) -> dict[str, float]:
-        """Judge the losses of an interval: the mean over the ranks that had one."""
+        """Judge the losses of an interval."""
         self._read_up_to = rows[-1].step
         for row in rows:
-            step, ranks = self._begun.get(row.step), row.values.get(_RANKS, 0)
-            if step is not None and ranks:
-                self._detector.take(step, row.values[_LOSS] / ranks)
+            step = self._begun.get(row.step)
+            if step is not None and LOSS in row.values:
+                self._detector.take(step, row.values[LOSS])
         self._begun = {row: step for row, step in self._begun.items() if row > self._read_up_to}
         follows = self._detector.spiking and len(self._rollbacks) < self.max_rollbacks and not self._buffer.failed
         return {"guard/rollbacks": float(len(self._rollbacks) + follows)}
@@ -220,7 +205,7 @@ class SpikeRollback(pl.Callback):
         """Behind a step whose loss has been read, roll back or copy the state if it is time; save after a rollback."""
         if is_accumulating(trainer):
             return
-        self._loss, self._within_step = None, False
+        self._within_step = False
         is_time = trainer.global_step - self._copied_at >= self.snapshot_every_n_steps
         if self._detector.spiking:
             self._buffer.flush()  # StepGuard and we know of the last step then
@@ -308,7 +293,7 @@ class SpikeRollback(pl.Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Drop micro-batches that no optimizer step followed."""
-        self._loss, self._within_step = None, False
+        self._within_step = False
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Free the copies."""

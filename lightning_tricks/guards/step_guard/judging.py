@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed import ReduceOp, all_reduce
 from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks._samples import in_words
 from lightning_tricks.metrics.row import Row
+from lightning_tricks.metrics.step_loss import Part
 
 SAME, RETRIED, OUT_AGAIN = 1.0, 2.0, 3.0  # results of a step that was computed again
 _RECHECKS = {
@@ -126,32 +128,35 @@ class OutlierWindow:
 
 
 class Judgement:
-    """The loss and the gradient norm of one step of this rank, and which of them are within bounds.
+    """The loss and the gradient norm of one step, and which of them are within bounds.
 
     Args:
-        losses: of the step's micro-batches, 0-dim tensors whose sum is the step's loss; none of them: it counts as 0.
+        parts: of this rank's micro-batches, sum and count of their losses, see `StepLoss`. Where nothing counts on any
+            rank, the loss is 0.
         norm: of all gradients before the clip, a 0-dim tensor on any device.
         limits: (2,) largest loss and largest norm, both finite: NaN and infinity are within none.
-        scale: by which the losses were multiplied, a 0-dim tensor; None for 1.
+        several: whether there are other ranks, whose parts count as well: every rank must call. No wait.
         overflows: whether a norm that is not finite is an overflow of fp16, which a scaler or DeepSpeed skips itself.
 
     Attributes:
-        values: (2,) loss and norm, in fp32.
+        values: (2,) loss and norm, of the limits' dtype.
         within: (2,) bool, of each.
         good: 0-dim bool, whether both are.
+        counted: 0-dim bool, whether anything counts in the loss.
         finite: 0-dim bool, whether the norm is, where one that is not does not make the step bad; else None.
     """
 
-    def __init__(
-        self, losses: Sequence[Tensor], norm: Tensor, limits: Tensor, scale: Tensor | None, overflows: bool
-    ) -> None:
-        device = limits.device
-        self._computed = torch.stack([_fp32(number, device) for number in (*losses, norm)])
-        self.values, self.limits = self._computed, limits
-        if len(losses) != 1 or scale is not None:
-            loss = self._computed[:-1].sum() / (1.0 if scale is None else scale.to(device))
-            self.values = torch.stack([loss, self._computed[-1]])
+    def __init__(self, parts: Sequence[Part], norm: Tensor, limits: Tensor, several: bool, overflows: bool) -> None:
+        self._computed = torch.stack([_like(limits, number) for number in (norm, *chain(*parts))])
+        own = self._computed[1:].view(-1, 2).sum(0) if len(parts) != 1 else self._computed[1:]
+        sums = own
+        if several:
+            sums = own.clone()
+            all_reduce(sums)
+        self.counted = sums[1] > 0
+        self.values, self.limits = torch.stack([_mean(sums), self._computed[0]]), limits
         self.within = self.values <= limits
+        self._own_is_within = _mean(own) <= limits[0] if several else self.within[0]
         self.finite = self.values[1].isfinite() if overflows else None
         if self.finite is not None:
             self.within[1] |= ~self.finite & self.within[0]
@@ -159,23 +164,29 @@ class Judgement:
 
     def same_bits(self, other: "Judgement") -> Tensor:
         """Whether another computation of the step gave the same bits of each loss and of the norm: 0-dim bool."""
-        return (self._computed.view(torch.int32) == other._computed.view(torch.int32)).all()
+        bits = torch.int32 if self._computed.dtype == torch.float32 else torch.int64
+        return (self._computed.view(bits) == other._computed.view(bits)).all()
 
     def out_of_bounds(self, rank: int) -> tuple[Tensor, Tensor]:
         """For the report, where the largest value over all ranks shows what was out of bounds on any of them.
 
         Returns:
-            rank + 1, 0-dim, or 0 if the step is within bounds here; (2, 2) values and limits, of which those within
-            bounds are -inf, and values that are not finite are inf.
+            rank + 1, 0-dim, or 0 if the mean of this rank's own losses is within bounds; (2, 2) values and limits, of
+            which those within bounds are -inf, and values that are not finite are inf.
         """
-        values = self.values.to(self.limits.dtype).nan_to_num(math.inf, math.inf, math.inf)
+        values = self.values.nan_to_num(math.inf, math.inf, math.inf)
         out = torch.where(self.within, -math.inf, torch.stack([values, self.limits]))
-        return torch.where(self.good, 0.0, rank + 1.0), out
+        return torch.where(self.good | self._own_is_within, 0.0, rank + 1.0), out
 
 
-def _fp32(number: Tensor, device: torch.device) -> Tensor:
+def _like(limits: Tensor, number: Tensor) -> Tensor:
     # asked first, because `to` takes time also where it changes nothing
-    return number if number.dtype == torch.float32 and number.device == device else number.to(device, torch.float32)
+    same = number.dtype == limits.dtype and number.device == limits.device
+    return number if same else number.to(limits.device, limits.dtype)
+
+
+def _mean(sums: Tensor) -> Tensor:
+    return sums[0] / sums[1].clamp(min=1)
 
 
 def any_rank(flag: Tensor, several: bool) -> Tensor:

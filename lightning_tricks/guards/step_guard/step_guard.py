@@ -42,7 +42,7 @@ from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, skips_on_device
-from lightning_tricks.optim.grad_scaler import add_overflow, is_scaled, loss_scale
+from lightning_tricks.optim.grad_scaler import add_overflow, is_scaled
 from lightning_tricks.optim.keep_settings_on_load import layers_of, parts_of
 
 
@@ -95,8 +95,9 @@ class StepGuard(pl.Callback):
     they were before it.
 
     Out of bounds is a value that is NaN or infinite, or that exceeds the mean of the last `window_steps` accepted steps
-    by more than `sigmas` standard deviations. Skipped steps never enter that mean. Each rank judges its own loss, and
-    the norm of all gradients before the clip; a step that one rank rejects is skipped by all. The schedule, the data
+    by more than `sigmas` standard deviations. Skipped steps never enter that mean. Judged are the loss of the step over
+    all ranks, see `StepLoss`, and the norm of all gradients before the clip; a step that one rank rejects is skipped by
+    all. The schedule, the data
     and the step counters go on. Each skipped step is named in one line at the next log step, with its values, its limit
     and the sample positions of its batch; `guard/skipped_steps` is the number since the run began.
 
@@ -159,7 +160,6 @@ class StepGuard(pl.Callback):
         """Reset the state that belongs to one fit."""
         self._buffers: KeptBuffers | None = None  # from the start of training on
         self._windows: list[OutlierWindow] = []  # of each optimizer
-        self._losses: list[Tensor] = []  # of the micro-batches since the last optimizer step
         self._micro_batches: list[tuple[Any, int, dict[str, Any]]] = []  # of the step, each with the random state
         self._skipped = SkippedSteps(self.max_skipped_steps)
 
@@ -178,6 +178,8 @@ class StepGuard(pl.Callback):
         self._over_ranks: OverRanks | None = "max" if facts.world > 1 else None
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._report)
+        self._loss = self._buffer.step_loss()
+        self._loss.keep()
         device = trainer.strategy.root_device
         settings = (0.0, self.norm_ratio), self.window_steps, self.active_after_steps, self.sigmas, device
         self._windows = [OutlierWindow(*settings) for _ in trainer.optimizers]
@@ -205,7 +207,7 @@ class StepGuard(pl.Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Keep the buffers, and what is needed to compute the step again."""
         self._batch_idx = batch_idx
-        if not self._losses:  # else it is a further micro-batch of a step
+        if not self._loss.pending:  # else it is a further micro-batch of a step
             self._micro_batches = []
             if self._buffers is not None:
                 self._buffers.save()
@@ -213,10 +215,9 @@ class StepGuard(pl.Callback):
             self._micro_batches.append((batch, batch_idx, random_state()))
 
     def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
-        """Keep the loss, which the Trainer has divided by the number of micro-batches; stop after too many skips."""
+        """Stop after too many skips."""
         if self._skipped.reason_to_stop:  # not before: when a batch starts, SpikeRollback may bring the run back
             raise UsageError(self._skipped.reason_to_stop)
-        self._losses.append(loss.detach())
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Judge the step after its clip, which comes next; in manual optimization at once."""
@@ -282,6 +283,7 @@ class StepGuard(pl.Callback):
         if self._buffers is not None:
             self._buffers.put_back(skip)
         accepted = skip == 0 if several else used.good
+        accepted = accepted & used.counted
         has_new_limits = window.accept(used.values, accepted if used.finite is None else accepted & used.finite)
         batch = Batch(step_samples(trainer), trainer.current_epoch, self._batch_idx)
         names = self._skipped.note(logging_step(trainer), index, skip, judged, batch)
@@ -303,10 +305,16 @@ class StepGuard(pl.Callback):
         """
         if self._buffers is not None:
             self._buffers.put_back(skip)
-        after, states = random_state(), iter([state for _, _, state in self._micro_batches])
+        after, again = random_state(), iter(self._micro_batches)
+
+        def begin() -> None:
+            batch, _, state = next(again)
+            set_random_state(state)
+            self._loss.begin_batch(batch)
+
         batches = [(batch, batch_idx) for batch, batch_idx, _ in self._micro_batches]
         with self._buffer.replacing(), replaced(pl_module, "log", _no_log), replaced(pl_module, "log_dict", _no_log):
-            repeat_micro_batches(trainer, batches, optimizer, lambda: set_random_state(next(states)))
+            repeat_micro_batches(trainer, batches, optimizer, begin)
         set_random_state(after)
         return self._judgement(clip(), limits)
 
@@ -321,17 +329,11 @@ class StepGuard(pl.Callback):
             self._buffer.record(names.rank, rank, self._over_ranks)
 
     def _judgement(self, norm: Tensor, limits: Tensor) -> Judgement:
-        losses, self._losses = self._losses, []
-        scale = None if self._scaler is None else loss_scale(self._scaler)
-        return Judgement(losses, norm, limits, scale, overflows=self._others_skip)
+        return Judgement(self._loss.take(), norm, limits, self._over_ranks is not None, overflows=self._others_skip)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Put back the module's and the optimizer's attributes."""
         self._replacements.close()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Drop micro-batches that no optimizer step followed."""
-        self._losses = []
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Put back the module's and the optimizer's attributes."""

@@ -12,6 +12,7 @@ from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl
 from lightning_tricks._trainer import is_accumulating, logging_step
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
+from lightning_tricks.metrics.step_loss import LOGGED, LOSS
 from lightning_tricks.monitors.doctor.finding import MIN_POINTS, Finding
 from lightning_tricks.monitors.doctor.loss_symptoms import RESTORE_POINTS
 from lightning_tricks.monitors.doctor.run_log import ROLES, RunLog, Series, check_roles
@@ -70,8 +71,9 @@ class DoctorMonitor(pl.Callback):
     when a loss is not finite, and at the end. A warning names the symptom, its evidence, the likely cause and the
     remedy; notes are left to the command.
 
-    It reads values that are on the host already: each interval's from the MetricBuffer, those of `self.log` on log
-    steps and after validations, when Lightning reads them too. It records `doctor/findings`, the number of findings
+    It reads values that are on the host already: each interval's from the MetricBuffer, the loss as `StepLoss` has it,
+    and those of `self.log` after validations, when Lightning reads them too. It logs `train/loss` where the module does
+    not, and records `doctor/findings`, the number of findings
     above a note; in the first step of a resumed run `doctor/optimizer_step`, the steps that an optimizer of Adam's
     kind has counted; and with 2 to 64 processes `ranks/<n>/own_seconds`, the mean time on the host from the end of the
     batch before to the backward pass. A checkpoint holds the last 20 losses, to see a jump after the restore.
@@ -109,6 +111,9 @@ class DoctorMonitor(pl.Callback):
         if stage == "fit":
             self._trainer: Any = trainer
             self._buffer = MetricBuffer.of(trainer)
+            self._has_own_loss = "loss" in (self.names or {})
+            if not self._has_own_loss:
+                self._buffer.step_loss().log()
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Note the settings, and the losses before a resume."""
@@ -185,10 +190,12 @@ class DoctorMonitor(pl.Callback):
         sick = False
         for row in rows:
             for name, value in row.values.items():
+                if name == LOSS and not self._has_own_loss:
+                    name = LOGGED  # also where the module logs another number under this name
                 if not name.startswith("_"):
                     self._history.add(name, row.step, value)
                     sick |= name in ROLES["loss"] and not math.isfinite(value)
-        if not self._buffer.failed and self._buffer.is_log_step():
+        if self._has_own_loss and not self._buffer.failed and self._buffer.is_log_step():
             sick |= not math.isfinite(self._note_logged("loss", rows[-1].step))
         done = rows[-1].step + 1
         if not sick and (done < MIN_POINTS or done < GROWTH * self._asked):

@@ -1,7 +1,7 @@
 """Write one line a step about data, random state, loss and weights, by which `ledger diff` compares two runs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,7 @@ from lightning_tricks._trainer import is_accumulating, logging_step
 from lightning_tricks._trainer.run_facts import RunFacts, run_facts
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
+from lightning_tricks.metrics.step_loss import LOSS
 from lightning_tricks.monitors.run_ledger.ledger_file import NAME, LedgerFile
 from lightning_tricks.monitors.run_ledger.sums import (
     MODULUS,
@@ -30,7 +31,7 @@ from lightning_tricks.monitors.run_ledger.sums import (
     torch_random_sum,
 )
 
-_DONE, _LOSS = "_ledger/done", "_ledger/loss"
+_DONE = "_ledger/done"
 
 
 class RankValues(NamedTuple):
@@ -39,18 +40,22 @@ class RankValues(NamedTuple):
     batch: int | None
     torch_random: int
     other_random: int
-    loss: float | None
     weights: int | None
 
 
 def step_line(
-    step: int, samples: list[tuple[int, int]] | None, ranks: Sequence[RankValues | None], counted: Sequence[int]
+    step: int,
+    samples: list[tuple[int, int]] | None,
+    loss: float | None,
+    ranks: Sequence[RankValues | None],
+    counted: Sequence[int],
 ) -> dict[str, Any]:
     """The line of a step, without its chain.
 
     Args:
         step: 0 for the first optimizer step, as the logs count.
         samples: first and last position of each run of consecutive samples, of all ranks.
+        loss: of the step, over all ranks; None where it is not known.
         ranks: the values of each rank; None for a rank that could not be asked.
         counted: the ranks whose batches together are the global batch, each row once.
     """
@@ -63,7 +68,7 @@ def step_line(
         "batch": _hex(batch, 16),
         "torch_random": _once([_hex(rank and rank.torch_random, 8) for rank in ranks]),
         "other_random": _once([_hex(rank and rank.other_random, 8) for rank in ranks]),
-        "loss": _once([_number(rank and rank.loss) for rank in ranks]),
+        "loss": _number(loss),
         "weights": _once([_hex(rank and rank.weights, 16) for rank in ranks]),
     }
 
@@ -106,7 +111,7 @@ class RunLedger(pl.Callback):
       micro-batches;
     - `torch_random`, `other_random`: checksums of each rank's random state after the step: torch's on CPU and CUDA;
       NumPy's and Python's;
-    - `loss`: each rank's loss, the mean over its micro-batches, with all its digits;
+    - `loss`: the loss of the step over all micro-batches and ranks, see `StepLoss`, with all its digits;
     - `weights`: a sum over the bits of a part of each rank's weights after the step; each step sums the next part.
 
     Sums are of integers modulo 2**64, so that no flipped bit is lost in rounding. A value that is the same on all ranks
@@ -115,7 +120,8 @@ class RunLedger(pl.Callback):
     removed. Each line ends in a checksum over itself and the line before, which `ledger check` follows.
 
     Nothing waits for the device between log steps: the values go with the MetricBuffer, and rank 0 writes an interval's
-    lines at once. After an exception in a run of several processes, the last lines hold the values of rank 0 alone.
+    lines at once. After an exception in a run of several processes, the last lines hold the values of rank 0 alone, and
+    no loss.
 
     Under FSDP1 and DeepSpeed ZeRO 3, which hold no parameter whole, the lines have no `weights`.
 
@@ -148,7 +154,6 @@ class RunLedger(pl.Callback):
         self._counted: list[int] = []  # ranks whose batches make the global batch
         self._batch = BatchSum()
         self._steps: dict[int, _Step] = {}
-        self._losses: list[Tensor] = []  # of the micro-batches of the running step
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the buffer; refuse a second ledger in the same file."""
@@ -164,11 +169,12 @@ class RunLedger(pl.Callback):
             rank_zero_warn("RunLedger writes nothing with log_every_n_steps=0: give the Trainer 1 or more")
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._write)
+        if not self._off:
+            self._buffer.step_loss()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Forget micro-batches that no optimizer step followed."""
         self._steps.pop(logging_step(trainer), None)
-        self._losses = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Sum the batch; before the first one, write the line `start`."""
@@ -185,22 +191,13 @@ class RunLedger(pl.Callback):
         step.batch.append(sums)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Keep the loss; after the step, sum random state and weights."""
-        if self._off:
+        """After the step, sum random state and weights."""
+        if self._off or is_accumulating(trainer):
             return
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._losses.append(loss.detach())
-        if is_accumulating(trainer):
-            return
-        losses, self._losses = self._losses, []
         device, number = trainer.strategy.root_device, logging_step(trainer)
         step = self._steps[number]
         step.random = torch_random_sum(device), other_random_sum()
         self._buffer.record(_DONE, 1.0)  # so that the step has a row
-        if losses:
-            # Lightning has divided each by their number; float32 losses are added without rounding
-            self._buffer.record(_LOSS, losses[0] if len(losses) == 1 else _added(losses))
         if self._weights is not None:
             step.weights = self._weights.of_part(number % self._weights.parts, device)
 
@@ -271,34 +268,31 @@ class RunLedger(pl.Callback):
             return {}
         assert self._facts is not None
         steps = [self._steps.pop(row.step) for row in rows]
-        everyones = self._gather(self._own_values(rows, steps, self._facts))
+        everyones = self._gather(self._own_values(steps, self._facts))
         if self._file is not None:
             silent = [None] * (self._facts.world - len(everyones))
-            lines = zip(rows, steps, zip(*everyones, strict=True), strict=True)
+            losses = [None if silent else row.values.get(LOSS) for row in rows]  # of rank 0 alone, after a failure
+            lines = zip(rows, steps, losses, zip(*everyones, strict=True), strict=True)
             self._file.append(
-                step_line(row.step, step.samples, [*ranks, *silent], self._counted) for row, step, ranks in lines
+                step_line(row.step, step.samples, loss, [*ranks, *silent], self._counted)
+                for row, step, loss, ranks in lines
             )
         return {}
 
     @staticmethod
-    def _own_values(rows: list[Row], steps: list[_Step], facts: RunFacts) -> list[RankValues]:
+    def _own_values(steps: list[_Step], facts: RunFacts) -> list[RankValues]:
         """The values of this rank; reads the device once."""
         waiting = [own for step in steps for own in (*chain(*step.batch), step.weights) if own is not None]
         numbers = iter(read(waiting))
         found = []
-        for row, step in zip(rows, steps, strict=True):
+        for step in steps:
             sums = [sum(next(numbers) for _ in of_tensors) for of_tensors in step.batch]
             batch = step_sum(sums, step.rows, facts.data_rank, facts.data_ranks) if any(step.batch) else None
             weights = None if step.weights is None else next(numbers)
-            found.append(RankValues(batch, *step.random, row.values.get(_LOSS), weights))
+            found.append(RankValues(batch, *step.random, weights))
         return found
 
 
 def _place(path: str | None, trainer: Any) -> Path:
     """Where a ledger is written; every rank must call, as the Trainer broadcasts `log_dir`."""
     return Path(path or Path(trainer.log_dir or trainer.default_root_dir, NAME))
-
-
-def _added(losses: list[Tensor]) -> Tensor:
-    together = torch.stack(losses)
-    return (together if together.device.type == "mps" else together.double()).sum()  # mps has no float64

@@ -15,7 +15,7 @@ import math
 import random
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._find_modules import clean_name
-from lightning_tricks._tensors import local
+from lightning_tricks._tensors import local, tensors_in
 
 MODULUS = 2**64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -88,22 +88,6 @@ def read(sums: Sequence[Tensor]) -> list[int]:
         for place, number in zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True):
             numbers[place] = number % MODULUS
     return numbers
-
-
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """The dense tensors in any nesting of mappings, sequences and objects with attributes."""
-    if isinstance(batch, Tensor):
-        batch = local(batch)
-        if batch.layout == torch.strided and not batch.is_nested and batch.numel():
-            yield batch
-    elif isinstance(batch, Mapping):
-        for part in batch.values():
-            yield from tensors_in(part)
-    elif isinstance(batch, list | tuple):
-        for part in batch:
-            yield from tensors_in(part)
-    elif hasattr(batch, "__dict__") and not isinstance(batch, type):
-        yield from tensors_in(vars(batch))
 
 
 def tensor_sum(tensor: Tensor, number: int = 0) -> Tensor:
