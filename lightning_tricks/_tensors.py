@@ -1,5 +1,7 @@
 """The dtype in which a linear layer works on a tensor; the shard of a tensor on this rank, and its size as a whole."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,16 @@ def autocasts(device: str) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, in the same memory; any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def where_read(value: Tensor, tensors: Iterable[Tensor]) -> Tensor:
+    """A 0-dim `value` where an operation on `tensors` can read it: on the host if one of them lies there.
+
+    A copy to the host has ended when this returns. Code that copies without a wait, as torch's fused optimizers and its
+    GradScaler do, would read there what has not arrived.
+    """
+    devices = [tensor.device for tensor in tensors]
+    return value.to(min(devices, key=lambda device: device.type != "cpu", default=value.device))
 
 
 def whole_numel(parameter: Tensor) -> int:
