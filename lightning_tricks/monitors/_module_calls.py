@@ -65,7 +65,7 @@ class ModuleWatch:
 
         def see(*call: Any) -> None:
             if self.is_open and name not in self.found:
-                with torch.no_grad():
+                with measuring_in_forward():
                     measured = measure(*call)
                 if measured is not None:
                     self.found[name] = measured
@@ -80,6 +80,23 @@ class ModuleWatch:
         """Leave the model as it was."""
         self.is_open, self._attach = False, None
         self.hooks.close()
+
+
+@contextmanager
+def measuring_in_forward() -> Iterator[None]:
+    """No gradients in the middle of a forward pass, with the weights that autocast has cast left as they are.
+
+    Not `torch.no_grad`: the release after Lightning 2.6 replaces it in a forward pass by one that forgets these casts,
+    so that a layer that runs again has two, whose gradients are added up with another rounding. In torch before 2.13 a
+    weight that is cast here first has no gradient: it must not become the cast of the layer's own run.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.autograd.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 def outside_compiled(root: nn.Module, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
