@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from lightning_tricks._errors import UsageError
+
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a linear layer's output for the input `x`: autocast's dtype, or without autocast that of `x`.
@@ -54,3 +56,15 @@ def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     mesh, placements = tensor.device_mesh, tensor.placements
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def refuse_second_derivative(function: str, remedy: str) -> None:
+    """Called in the `backward` of an `autograd.Function` whose result no derivative can be taken of.
+
+    torch's `once_differentiable` does not do: `autograd.grad` goes past it, and takes such a derivative for zero.
+
+    Raises:
+        UsageError: the backward pass makes a graph.
+    """
+    if torch.is_grad_enabled():
+        raise UsageError(f"create_graph=True: {function} has no second derivative: {remedy}")

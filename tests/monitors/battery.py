@@ -557,8 +557,8 @@ ALONE = [clips_by_norm, own_methods, fails_and_fits_again]
 # With all monitors at once; with each alone only where these are seen to change something.
 TOGETHER = [
     module_clips_itself, two_optimizers_by_hand, accumulates_with_a_short_last_window, clips_by_value,
-    own_methods_by_hand, sparse_gradients, real_beside_complex, recomputes_in_bf16, runs_blocks_twice_in_bf16, never_logs,
-    compiled_blocks, compiled_network, compiled_module, scales_the_loss, fails_by_hand_and_fits_again,
+    own_methods_by_hand, sparse_gradients, real_beside_complex, recomputes_in_bf16, runs_blocks_twice_in_bf16,
+    never_logs, compiled_blocks, compiled_network, compiled_module, scales_the_loss, fails_by_hand_and_fits_again,
 ]  # fmt: skip
 SEVERAL_FITS = [fails_and_fits_again, fails_by_hand_and_fits_again, fits_three_times]
 
