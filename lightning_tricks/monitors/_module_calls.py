@@ -106,7 +106,7 @@ def outside_compiled(root: nn.Module, found: dict[str, nn.Module]) -> dict[str, 
     """
     # a compiled root gives the empty prefix, with which every name starts
     compiled = tuple(clean_name(f"{name}.").lstrip(".") for name, part in root.named_modules() if _is_compiled(part))
-    return {name: module for name, module in found.items() if not name.startswith(compiled)}
+    return {name: module for name, module in found.items() if not (name.startswith(compiled) or _is_script(module))}
 
 
 def outermost_compiled(root: nn.Module) -> list[nn.Module]:
@@ -173,4 +173,8 @@ def _is_compiled_in_place(module: nn.Module) -> bool:
 
 def _is_compiled(module: nn.Module) -> bool:
     wrapped = "_orig_mod" in module._modules  # by `torch.compile(module)`
-    return wrapped or _is_compiled_in_place(module) or compiled_steps(module) is not None
+    return wrapped or _is_script(module) or _is_compiled_in_place(module) or compiled_steps(module) is not None
+
+
+def _is_script(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)  # it takes no hooks
