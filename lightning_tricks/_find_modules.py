@@ -138,7 +138,8 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     """The module inside the wrappers of compile, checkpointing and FSDP."""
-    inner = next((module._modules[name] for name in _WRAPPED if module._modules.get(name) is not None), None)
+    children = dict(module.named_children())
+    inner = next((children[name] for name in _WRAPPED if name in children), None)
     return module if inner is None else _unwrapped(inner)
 
 

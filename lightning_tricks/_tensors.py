@@ -1,10 +1,12 @@
 """Tensors of a batch; the dtype in which a linear layer works; the shard of a tensor here, and its size as a whole."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_tricks._errors import UsageError
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -34,6 +36,16 @@ def widest(device: torch.device) -> torch.dtype:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, in the same memory; any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def where_read(value: Tensor, tensors: Iterable[Tensor]) -> Tensor:
+    """A 0-dim `value` where an operation on `tensors` can read it: on the host if one of them lies there.
+
+    A copy to the host has ended when this returns. Code that copies without a wait, as torch's fused optimizers and its
+    GradScaler do, would read there what has not arrived.
+    """
+    devices = [tensor.device for tensor in tensors]
+    return value.to(min(devices, key=lambda device: device.type != "cpu", default=value.device))
 
 
 def whole_numel(parameter: Tensor) -> int:
@@ -66,3 +78,15 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
     elif hasattr(batch, "__dict__") and not isinstance(batch, type):
         yield from tensors_in(vars(batch))
+
+
+def refuse_second_derivative(function: str, remedy: str) -> None:
+    """Called in the `backward` of an `autograd.Function` whose result no derivative can be taken of.
+
+    torch's `once_differentiable` does not do: `autograd.grad` goes past it, and takes such a derivative for zero.
+
+    Raises:
+        UsageError: the backward pass makes a graph.
+    """
+    if torch.is_grad_enabled():
+        raise UsageError(f"create_graph=True: {function} has no second derivative: {remedy}")

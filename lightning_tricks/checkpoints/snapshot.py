@@ -153,6 +153,8 @@ class _Copies:
             buffers.restart()
 
     def of(self, tensor: Tensor) -> Tensor:
+        if tensor.is_nested or tensor.is_mkldnn:
+            return tensor.detach().clone().to("cpu")
         if hasattr(tensor, "__tensor_flatten__"):  # torch's protocol of wrappers, such as DTensor
             names, context = tensor.__tensor_flatten__()
             parts = {name: getattr(tensor, name) for name in names}  # of a DTensor also its mesh, since torch 2.13

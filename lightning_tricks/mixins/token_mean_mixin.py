@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._refusals import refuse
-from lightning_tricks._tensors import local
+from lightning_tricks._tensors import local, where_read
 from lightning_tricks._trainer import is_accumulating, loss_ranks, weights_layout
 from lightning_tricks.mixins._base import Mixin
 
@@ -105,8 +105,9 @@ class TokenMeanMixin(Mixin):
             strategy.scale_gradients(factor)
         else:
             gradients = [local(p.grad) for p in self.parameters() if p.grad is not None]  # DTensors shard by shard
-            if gradients:
-                torch._foreach_mul_(gradients, factor)  # on the device: the host does not read the factor
+            for device in dict.fromkeys(gradient.device for gradient in gradients):  # offloaded ones are on the host
+                own = [gradient for gradient in gradients if gradient.device == device]
+                torch._foreach_mul_(own, where_read(factor, own))  # the host reads the factor only for its own
 
     def _splits(self) -> int:
         return self.trainer.accumulate_grad_batches * loss_ranks(self.trainer)

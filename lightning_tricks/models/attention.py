@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks.models.decoder_config import DecoderConfig
@@ -30,15 +29,19 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
-        x, weight, _ = inputs
+        x, weight, ctx.eps = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(x, weight, output[1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         width = x.shape[-1]
+        if torch.is_grad_enabled():  # somebody takes a second derivative: the same in operations that have one
+            scale = x.square().mean(-1, keepdim=True).add(ctx.eps).rsqrt()
+            normed, scaled = x * scale, grad * weight
+            grad_x = scale * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+            return grad_x, (grad * normed).reshape(-1, width).sum(0), None
         rows, grad, scale = x.reshape(-1, width), grad.reshape(-1, width), scale.reshape(-1)
         grad_rows = grad * rows
         grad_weight = grad_rows.mT.mv(scale)  # autocast leaves `mv` in fp32

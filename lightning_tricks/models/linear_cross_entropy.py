@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_tricks._tensors import matmul_dtype
+from lightning_tricks._tensors import matmul_dtype, refuse_second_derivative
 from lightning_tricks.parallel.tensor import local_rows
 
 ROWS_ON_CPU = 256  # tokens in a slice, which the cache holds
@@ -114,6 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_cross_entropy", "take torch's cross_entropy of the logits")
         grad_x, grad_weight = ctx.saved_tensors
         # of one dimension, so that the product is computed in fp32: 1 / tokens in bf16 would be wrong by up to 0.4 %
         scaled = torch.mul(grad_x, grad.float().view(1), out=torch.empty_like(grad_x))
@@ -131,7 +132,7 @@ def linear_cross_entropy(
     """Sum over tokens of -log softmax(x @ weight.T)[label], in nats.
 
     The forward pass computes the gradient too, slice by slice, so no logits are kept or computed twice. Products run
-    in the dtype of `x`, or in autocast's; the softmax and the sums in fp32.
+    in the dtype of `x`, or in autocast's; the softmax and the sums in fp32. It has no second derivative.
 
     Args:
         x: (N, d) features.
@@ -145,6 +146,9 @@ def linear_cross_entropy(
 
     Returns:
         Scalar fp32 tensor.
+
+    Raises:
+        UsageError: in a backward pass with `create_graph=True`.
 
     Source: Liger Kernel (Hsu et al. 2024), src/liger_kernel/ops/fused_linear_cross_entropy.py of
     https://github.com/linkedin/Liger-Kernel, which does the same in Triton.

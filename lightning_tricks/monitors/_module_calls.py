@@ -65,7 +65,7 @@ class ModuleWatch:
 
         def see(*call: Any) -> None:
             if self.is_open and name not in self.found:
-                with torch.no_grad():
+                with measuring_in_forward():
                     measured = measure(*call)
                 if measured is not None:
                     self.found[name] = measured
@@ -82,6 +82,23 @@ class ModuleWatch:
         self.hooks.close()
 
 
+@contextmanager
+def measuring_in_forward() -> Iterator[None]:
+    """No gradients in the middle of a forward pass, with the weights that autocast has cast left as they are.
+
+    Not `torch.no_grad`: the release after Lightning 2.6 replaces it in a forward pass by one that forgets these casts,
+    so that a layer that runs again has two, whose gradients are added up with another rounding. In torch before 2.13 a
+    weight that is cast here first has no gradient: it must not become the cast of the layer's own run.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.autograd.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
 def outside_compiled(root: nn.Module, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """The members of `found`, submodules of `root` by name, that lie in no other module that is compiled.
 
@@ -89,7 +106,7 @@ def outside_compiled(root: nn.Module, found: dict[str, nn.Module]) -> dict[str, 
     """
     # a compiled root gives the empty prefix, with which every name starts
     compiled = tuple(clean_name(f"{name}.").lstrip(".") for name, part in root.named_modules() if _is_compiled(part))
-    return {name: module for name, module in found.items() if not name.startswith(compiled)}
+    return {name: module for name, module in found.items() if not (name.startswith(compiled) or _is_script(module))}
 
 
 def outermost_compiled(root: nn.Module) -> list[nn.Module]:
@@ -156,4 +173,8 @@ def _is_compiled_in_place(module: nn.Module) -> bool:
 
 def _is_compiled(module: nn.Module) -> bool:
     wrapped = "_orig_mod" in module._modules  # by `torch.compile(module)`
-    return wrapped or _is_compiled_in_place(module) or compiled_steps(module) is not None
+    return wrapped or _is_script(module) or _is_compiled_in_place(module) or compiled_steps(module) is not None
+
+
+def _is_script(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)  # it takes no hooks

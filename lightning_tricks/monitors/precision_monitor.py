@@ -15,7 +15,12 @@ from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer import enabled_scaler, is_accumulating
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
-from lightning_tricks.monitors._module_calls import ModuleWatch, before_calls, outermost_compiled
+from lightning_tricks.monitors._module_calls import (
+    ModuleWatch,
+    before_calls,
+    measuring_in_forward,
+    outermost_compiled,
+)
 from lightning_tricks.optim.grad_scaler import loss_scale
 
 AMAX = ("input_amax", "weight_amax")
@@ -51,7 +56,7 @@ def run_uncompiled(
             args, kwargs = _cast_inputs(part, args, kwargs)
     cuda = sorted({tensor.device.index for tensor in inner.parameters() if tensor.device.type == "cuda"})
     with (
-        torch.no_grad(),
+        measuring_in_forward(),
         torch.random.fork_rng(cuda),
         torch.compiler.set_stance("force_eager"),  # for what is compiled inside
         _evaluating(inner, keep_mode),
@@ -180,7 +185,7 @@ class Fp8Watch:
             return
         for name, layer in layers.items():
             if layer in (module, module._modules.get("_orig_mod")):  # the layer itself is compiled
-                with torch.no_grad():
+                with measuring_in_forward():
                     if (stats := self._stats(layer, args, kwargs)) is not None:
                         self._watch.found[name] = stats
                 return

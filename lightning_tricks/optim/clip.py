@@ -15,7 +15,8 @@ from lightning_tricks._errors import UsageError
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
     """Scale the gradients of `parameters` in place so that their joint L2 norm is at most `max_norm`.
 
-    The same arithmetic as `torch.nn.utils.clip_grad_norm_`. torch's function refuses to mix plain tensors, DTensors of
+    The same arithmetic as `torch.nn.utils.clip_grad_norm_`, but for bf16 and fp16 gradients: their norm is computed and
+    kept in fp32, where torch rounds it to their dtype. torch's function refuses to mix plain tensors, DTensors of
     several meshes and sparse gradients (`nn.Embedding(sparse=True)`); this one does not. Shards are summed across
     ranks, so every rank must call. If the norm is infinite or NaN, clipped gradients become 0 or NaN, as in torch.
 
@@ -24,7 +25,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
         max_norm: the largest norm allowed, above 0; None to measure only. Usual: 1.0.
 
     Returns:
-        The norm before clipping, a 0-dim tensor on the gradients' device; 0 without any gradient.
+        The norm before clipping, a 0-dim tensor on the gradients' device, at least in fp32; 0 without any gradient.
 
     Raises:
         UsageError: max_norm is 0, negative or NaN.
@@ -38,7 +39,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     if not with_grad:
         return torch.zeros((), device=parameters[0].device if parameters else None)
     meshes = _by_mesh(with_grad)
-    norms = [_full(torch.nn.utils.get_total_norm([_summed(p) for p in group])) for group in meshes]
+    norms = [_full(torch.linalg.vector_norm(_norms([_summed(p) for p in group]))) for group in meshes]
     norm = norms[0]
     if len(norms) > 1:
         norm = torch.linalg.vector_norm(torch.stack([other.to(norm.device) for other in norms]))
@@ -91,7 +92,7 @@ def grad_norms_of(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     device = with_grad[0].device
     squares = torch.zeros(len(parts), device=device)
     for group in _by_mesh(with_grad):
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm([_summed(p) for p in group])])
+        norms = _norms([_summed(p) for p in group]).float()
         index = torch.tensor([part_of[id(p)] for p in group]).to(device, non_blocking=True)
         squares.index_add_(0, index, _full(norms).to(device).square())
     return squares.sqrt()
@@ -135,6 +136,16 @@ def _summed(parameter: Any) -> Tensor:
         index = index * size + more
     # not `coalesce()`, which waits for the device to count the indices: rows are added up where their index is first
     return torch.zeros_like(values).index_add_(0, torch.searchsorted(index.sort().values, index), values)
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """The norm of each tensor on the first one's device: (n,), in fp32 for numbers of half precision."""
+    norms: dict[int, Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors}:
+        own = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
+        norms |= zip(own, torch._foreach_norm([tensors[index] for index in own], dtype=wide), strict=True)
+    return torch.stack([norms[index].to(tensors[0].device) for index in range(len(tensors))])
 
 
 def _dense(parameter: Any) -> Any:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_tricks._tensors import local
+from lightning_tricks._replaced import replaced
+from lightning_tricks._tensors import local, where_read
 
 
 def loss_scale(scaler: GradScaler) -> Tensor | None:
@@ -51,7 +52,8 @@ def unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
 
     The same as `scaler.unscale_`, for DTensors too: torch's method asks only the ranks of the first gradient's mesh,
     and fails on plain gradients beside sharded ones. Here each rank looks at its own shards and, if any parameter is
-    sharded, all ranks agree, so every rank must call. Idempotent until the scaler's update. No wait for the device.
+    sharded, all ranks agree, so every rank must call. Idempotent until the scaler's update. No wait for the
+    device, except for gradients on the host.
 
     Args:
         scaler: has scaled a loss, and is enabled.
@@ -65,9 +67,12 @@ def unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = any(hasattr(parameter, "to_local") for parameter in parameters)
     owner: Any = SimpleNamespace(param_groups=[{"params": _own_shards(parameters)}]) if sharded else optimizer
-    scaler.unscale_(owner)
-    state, scale = scaler._per_optimizer_states.pop(id(owner)), loss_scale(scaler)
-    assert scale is not None  # unscale_ has divided by it
+    scale = loss_scale(scaler)
+    assert scale is not None  # it has scaled a loss
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    with replaced(scaler, "_scale", where_read(scale, gradients)):  # torch copies it to the host without a wait
+        scaler.unscale_(owner)
+    state = scaler._per_optimizer_states.pop(id(owner))
     found = torch.zeros_like(scale)
     for of_device in state["found_inf_per_device"].values():
         found += of_device.to(found.device, non_blocking=True)

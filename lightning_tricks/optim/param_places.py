@@ -117,7 +117,7 @@ def _before_hooks(name: str, owner: nn.Module) -> tuple[str, bool]:
     parameter is its scale.
     """
     base, _, suffix = name.rpartition("_")
-    parameters = owner._parameters
+    parameters = dict(owner._parameters.items())
     if base and parameters.get(base) is None:
         if suffix in ("g", "v") and {f"{base}_g", f"{base}_v"} <= parameters.keys():
             return base, suffix == "g"
@@ -128,9 +128,9 @@ def _before_hooks(name: str, owner: nn.Module) -> tuple[str, bool]:
 
 def weight_of(layer: nn.Module, name: str = "weight") -> Parameter | None:
     """The parameter behind `layer.weight`, without computing the weight; None where there is none."""
-    if (param := layer._parameters.get(name)) is not None:
+    if name in layer._parameters and (param := layer._parameters[name]) is not None:  # a ScriptModule's has no `get`
         return param
-    if isinstance(originals := layer._modules.get("parametrizations"), nn.ModuleDict):
+    if isinstance(originals := getattr(layer, "parametrizations", None), nn.ModuleDict):
         own = originals._modules.get(name)
         found = {key: param for key, param in own._parameters.items() if param is not None} if own is not None else {}
         return found[_direction(found)] if found else None

@@ -261,7 +261,7 @@ def _role(place: Place) -> Role:
 def _normalizes(layer: nn.Module) -> bool:
     """Whether a layer that is not torch's looks like a norm: an epsilon, and nothing to train but scale and shift."""
     has_epsilon = any(isinstance(getattr(layer, name, None), float) for name in _EPSILONS)
-    return has_epsilon and _SCALES.issuperset(layer._parameters) and not any(True for _ in layer.children())
+    return has_epsilon and _SCALES.issuperset(layer._parameters.keys()) and not any(True for _ in layer.children())
 
 
 def _is_leaf(place: Place) -> bool:

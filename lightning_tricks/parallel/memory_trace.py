@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_tricks._replaced import replaced
-from lightning_tricks._tensors import local
+from lightning_tricks._tensors import local, refuse_second_derivative
 from lightning_tricks.accounting.fast_bf16 import has_fast_bf16
 from lightning_tricks.parallel.compiled_stand_in import stand_in_for_compiled
 from lightning_tricks.parallel.shard import materialize
@@ -269,6 +269,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("rms_norm in a trace of the memory", "measure such a step on the GPU itself")
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 

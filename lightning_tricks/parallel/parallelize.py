@@ -13,7 +13,7 @@ from lightning_tricks._find_modules import match_modules, repeated_blocks
 from lightning_tricks.parallel.context import ContextParallel, Method
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.shard import largest_group, refuse_unshardable, shard_module
-from lightning_tricks.parallel.tensor import check_divisible, divide, divides_sequences, named_by, plan_of
+from lightning_tricks.parallel.tensor import check_divisible, check_plan, divide, divides_sequences, named_by, plan_of
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,19 @@ def parallelize(module: nn.Module, mesh: Mesh, options: ParallelOptions) -> Para
     refuse_unshardable(module, blocks)
     elements = sum(parameter.numel() for parameter in module.parameters())
     gathered = largest_group(module, blocks.values())
-    if options.convert is not None:
-        options.convert(module)
     plan = plan_of(module) if dims.tensor > 1 else {}
     sequence_parallel = options.sequence_parallel and divides_sequences(plan)
+    if dims.tensor > 1:
+        check_plan(module, plan, dims.tensor, sequence_parallel)
+    in_context = _with_context(module) if dims.context > 1 else []
+    # nothing is refused below, where the module changes
+    if options.convert is not None:
+        options.convert(module)
     if dims.tensor > 1:
         divide(module, plan, mesh.tensor, sequence_parallel)
     if dims.context > 1:
         context = ContextParallel(mesh.context, mesh.device_mesh.device_type, options.context_method)
-        for part in _with_context(module):
+        for part in in_context:
             part.set_context_parallel(context)
     for block in blocks.values():
         checkpoint_block(block, options.activation_checkpointing)

@@ -153,32 +153,59 @@ def divide(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, sequenc
     Values must be equal on all ranks of `mesh`; meta tensors stay meta. Tied parameters stay tied.
 
     Args:
-        module: any; its layers keep their names and classes.
+        module: any for which `check_plan` has raised nothing; its layers keep their names and classes.
         plan: of `plan_of`.
         mesh: of one axis, `Mesh.tensor`.
         sequence_parallel: divide also the rows between the matrices, where the plan says how.
 
-    Raises:
-        UsageError: see `named_by` and `check_divisible`; tied parameters that the plan divides differently; with
-            sequence parallelism, a parameter that the plan does not name, whose gradient would be that of a part.
-
     Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022 (sequence parallelism),
         https://arxiv.org/abs/2205.05198.
     """
-    named = named_by(plan, module)
-    check_divisible(named, module, mesh.size())
     ties = _ties(module)
-    for part, word in named.values():
+    for part, word in named_by(plan, module).values():
         if style := _style(word, sequence_parallel):
             parallelize_module(part, mesh, style, src_data_rank=None)
-    _tie_again(ties)
+    for owners in ties:
+        first, name = owners[0]
+        for part, other in owners[1:]:
+            part._parameters[other] = first._parameters[name]
+
+
+def check_plan(module: nn.Module, plan: Mapping[str, str], parts: int, sequence_parallel: bool) -> None:
+    """Refuse what `divide` cannot do, while the module is as it was: the user may try again with other options.
+
+    Raises:
+        UsageError: see `named_by` and `check_divisible`; tied parameters that the plan divides differently; with
+            sequence parallelism, a parameter that the plan does not name, whose gradient would be that of a part.
+    """
+    named = named_by(plan, module)
+    check_divisible(named, module, parts)
+    words = dict(named.values())
+    for owners in _ties(module):
+        if len({_placement_by(words.get(part), sequence_parallel) for part, _ in owners}) > 1:
+            kinds = ", ".join(type(part).__name__ for part, _ in owners)
+            raise UsageError(
+                f"mesh.tensor: one parameter of {kinds} is divided in different ways by the plan: give both layers "
+                "words that divide it alike, such as embedding_rowwise and vocabulary"
+            )
     if sequence_parallel:
-        for name, parameter in module.named_parameters():
-            if not isinstance(parameter, DTensor):
+        inside = tuple(f"{name}." for name, (_, word) in named.items() if word != "gather_sequence")
+        for name, _ in module.named_parameters():
+            if not name.startswith(inside):
                 raise UsageError(
                     f"sequence_parallel: the plan does not name the module of '{name}', which would see a part of each "
                     "row: name it, or set sequence_parallel to false"
                 )
+
+
+def _placement_by(word: str | None, sequence_parallel: bool) -> Placement | None:
+    """How a word divides a weight; None where it stays a plain tensor."""
+    if word in _DIVIDES_ROWS:
+        return Shard(0)
+    if word in _DIVIDES_COLUMNS:
+        return Shard(1)
+    is_plain = word in (None, "gather_sequence") or (word == "sequence_parallel" and not sequence_parallel)
+    return None if is_plain else Replicate()
 
 
 def _style(word: str, sequence_parallel: bool) -> ParallelStyle | None:
@@ -210,16 +237,22 @@ class _Embedding(RowwiseParallel):
     A compiled block that gets a result still on its way computes a wrong gradient of the embedding, in silence.
     """
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    def _prepare_input_fn(  # type: ignore[override]
+        self, input_layouts: Any, desired: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        (placement,), length = output_layouts, outputs.shape[-2]
+        (placement,), length = self.output_layouts, inputs[0].shape[-1]
+        # refused here: from the look-up on torch keeps a mask, on which the next run in this process would fail
         if placement.is_shard() and length % device_mesh.size():
             raise UsageError(
                 f"sequence_parallel: {length} tokens of a row are no multiple of mesh.tensor={device_mesh.size()}: "
                 "take another length, or set sequence_parallel to false"
             )
+        return RowwiseParallel._prepare_input_fn(input_layouts, desired, mod, inputs, device_mesh)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
         return outputs.redistribute(placements=output_layouts).to_local()
 
 
@@ -298,20 +331,6 @@ def _ties(module: nn.Module) -> list[list[_Owner]]:
     return [found for found in owners.values() if len(found) > 1]
 
 
-def _tie_again(ties: list[list[_Owner]]) -> None:
-    for owners in ties:
-        parameters: list[Any] = [part._parameters[name] for part, name in owners]
-        placements = {getattr(parameter, "placements", None) for parameter in parameters}
-        if len(placements) > 1:
-            kinds = ", ".join(type(part).__name__ for part, _ in owners)
-            raise UsageError(
-                f"mesh.tensor: one parameter of {kinds} is divided in different ways by the plan: give both layers "
-                "words that divide it alike, such as embedding_rowwise and vocabulary"
-            )
-        for part, name in owners[1:]:
-            part._parameters[name] = parameters[0]
-
-
 def activations_sent(module: nn.Module, plan: Mapping[str, str]) -> int:
     """Elements of activations and their gradients that the tensor ranks send for a token of a micro-batch, in theory.
 
@@ -360,35 +379,55 @@ def refuse_other_losses(loss: Tensor, mesh: DeviceMesh) -> None:
         )
 
 
-def refuse_partial_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse a plan under which a parameter that it leaves whole gets a gradient of a part of its work.
+class PartialGradients:
+    """Refuses a plan under which a parameter that it leaves whole gets a gradient of a part of its work.
 
-    Each tensor rank then has another gradient, and trains another value. Every rank must call, after a backward pass.
+    Each tensor rank then has another gradient, and trains another value. A gradient that is zero says nothing: behind
+    an output projection that starts at zero all are, in the first step. So a parameter is compared until its gradient
+    was once not zero: after the 1st, 2nd, 4th, 8th ... call, so that one that is never used costs nothing in the end.
+    Each comparison waits for the device.
 
     Args:
-        module: divided, with gradients.
+        module: divided.
         mesh: the tensor ranks.
-
-    Raises:
-        UsageError: on all ranks, naming the first such parameter.
     """
-    names, norms = [], []
-    for name, parameter in module.named_parameters():
-        axes = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
-        if parameter.grad is not None and TENSOR_AXIS not in axes:
-            names.append(name)
-            norms.append(torch.linalg.vector_norm(local(parameter.grad).double()))
-    if not norms:
-        return
-    least, most = _extremes(torch.stack(norms), mesh)
-    differ = ((most - least) > 1e-3 * most).tolist()
-    for name, is_partial in zip(names, differ, strict=True):
-        if is_partial:
-            raise UsageError(
-                f"mesh.tensor: '{name}' has another gradient on each tensor rank: it is applied to a part of its input "
-                f"and the plan does not say so (add '{name.rpartition('.')[0]}': 'replicated_with_grad_allreduce'), or "
-                "a hook seeds each of these ranks differently (take the same seed)"
-            )
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._module, self._mesh, self._calls = module, mesh, 0
+        self._unseen = [
+            name
+            for name, parameter in module.named_parameters()
+            if TENSOR_AXIS not in (getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ())
+        ]
+
+    def refuse(self) -> None:
+        """Called after each backward pass that ends a step, by every rank.
+
+        Raises:
+            UsageError: on all ranks, naming the first such parameter.
+        """
+        self._calls += 1
+        if not self._unseen or self._calls & (self._calls - 1):  # not a power of two
+            return
+        parameters = dict(self._module.named_parameters())
+        norms = [_norm_of_gradient(parameters[name]) for name in self._unseen]
+        least, most = _extremes(torch.stack(norms), self._mesh)
+        differ, seen = torch.stack([(most - least) > 1e-3 * most, most > 0]).tolist()
+        for name, is_partial in zip(self._unseen, differ, strict=True):
+            if is_partial:
+                raise UsageError(
+                    f"mesh.tensor: '{name}' has another gradient on each tensor rank: it is applied to a part of its "
+                    f"input and the plan does not say so (add '{name.rpartition('.')[0]}': "
+                    "'replicated_with_grad_allreduce'), or a hook seeds each of these ranks differently (take the same "
+                    "seed)"
+                )
+        self._unseen = [name for name, was_seen in zip(self._unseen, seen, strict=True) if not was_seen]
+
+
+def _norm_of_gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros((), dtype=torch.float64, device=parameter.device)
+    return torch.linalg.vector_norm(local(parameter.grad).double())
 
 
 def _extremes(own: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:

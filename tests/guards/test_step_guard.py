@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness.offloaded import on_device
 from harness.processes import run
 from harness.runs import On, Run, decoding, fit, same, same_training, trainer_with
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from lightning_tricks import (
     StepGuard,
 )
 from lightning_tricks._errors import UsageError
+from lightning_tricks.guards.step_guard.step_guard import skipping
+from lightning_tricks.optim import ComposedOptimizer, Muon
 
 STEPS, BAD = 12, 7
 EARLY = {"window_steps": 8, "active_after_steps": 4}
@@ -327,6 +330,29 @@ def train_as_rank(rank: int, spoilt: str, strategy: Any) -> None:
 )
 def test_a_step_that_one_rank_rejects_is_skipped_by_all(spoilt, strategy):
     run(train_as_rank, spoilt, strategy)
+
+
+ON_THE_HOST: dict[str, Any] = {
+    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "Muon": lambda params: Muon(params, lr=0.1),
+    "fused AdamW of several": lambda params: ComposedOptimizer(
+        [{"params": params}], {"adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True)}, default="adamw"
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", ON_THE_HOST)
+@pytest.mark.parametrize("skip", [0.0, 1.0])
+def test_a_verdict_on_the_device_decides_about_gradients_on_the_host(optimizer, skip):
+    """As under FSDP2 with cpu_offload."""
+    weight = nn.Parameter(torch.ones(4, 4))
+    weight.grad = torch.ones(4, 4)
+    made = ON_THE_HOST[optimizer]([weight])
+    with skipping(made, None, on_device(skip)):
+        made.step()
+    assert bool((weight == 1).all()) == bool(skip)
+    assert bool(weight.isfinite().all())
 
 
 def window_state(guard: StepGuard) -> Any:

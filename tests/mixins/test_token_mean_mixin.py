@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from harness import processes, runs
 from harness.models import batches
+from harness.offloaded import on_device
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.mixins import TokenMeanMixin
@@ -55,6 +56,19 @@ def test_two_ragged_ranks_with_accumulation_take_the_step_of_one_process():
     for weight, mean in processes.run(one_of_two):
         torch.testing.assert_close(weight, whole, rtol=1e-6, atol=1e-7)
         assert mean == pytest.approx(whole_mean, rel=1e-6)
+
+
+def test_gradients_on_the_host_are_scaled_by_tokens_that_were_counted_on_the_device():
+    """As under FSDP2 with cpu_offload: 12 of capacity x 2 micro-batches by 4 tokens are a factor of 6."""
+    model = Foreign()
+    reduce = lambda value, reduce_op: value  # noqa: E731
+    model._trainer = SimpleNamespace(  # type: ignore[assignment]
+        accumulate_grad_batches=2, world_size=1, strategy=SimpleNamespace(reduce=reduce)
+    )
+    model._capacity, model._step_sums = 12, (on_device(1.0), on_device(4.0))
+    model.table.weight.grad = torch.ones(6, 5)
+    model._scale()
+    assert torch.equal(model.table.weight.grad, torch.full((6, 5), 6.0))
 
 
 class Counter(TokenMeanMixin, pl.LightningModule):

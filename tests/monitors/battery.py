@@ -16,6 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -77,11 +78,11 @@ class Net(nn.Module):
         self.embed = nn.Embedding(32, 8, sparse=sparse)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(8, 32)
-        self.recomputes = False
+        self.recomputes, self.rounds = False, 1
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        for block in self.blocks:
+        for block in [*self.blocks] * self.rounds:
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         return self.head(x)
 
@@ -291,6 +292,28 @@ class ScalesAndMultipliesInFp8(MixedPrecision):
         return dict(zip(names, (x.amax(), layer.weight.amax(), x.amin(), layer.weight.amin()), strict=True))
 
 
+class NoGradThatClears(torch.autograd.no_grad):
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.clear_autocast_cache()
+
+
+class CastsOnce(MixedPrecision):
+    """`bf16-mixed` as of the release after Lightning 2.6.
+
+    A weight is cast once in a step, and `torch.no_grad` is replaced in it by one that forgets the weights that were
+    cast (https://github.com/Lightning-AI/pytorch-lightning/pull/21616).
+    """
+
+    def __init__(self) -> None:
+        super().__init__("bf16-mixed", "cpu")
+
+    @contextlib.contextmanager
+    def forward_context(self) -> Any:
+        with torch.autocast("cpu", torch.bfloat16), mock.patch.object(torch, "no_grad", NoGradThatClears):
+            yield
+
+
 # ---------------------------------------------------------------------------------------------------------- the record
 
 
@@ -467,6 +490,13 @@ def recomputes_in_bf16(trial: Trial) -> None:
     trial.fit(module, precision="bf16-mixed", gradient_clip_val=0.5)
 
 
+def runs_blocks_twice_in_bf16(trial: Trial) -> None:
+    """The gradients of a block's weight are added up in bf16 if both runs share one cast, else in fp32."""
+    module = Model()
+    module.net.rounds = 2
+    trial.fit(module, plugins=[CastsOnce()], gradient_clip_val=0.5)
+
+
 def never_logs(trial: Trial) -> None:
     trial.fit(Model(), log_every_n_steps=0, gradient_clip_val=0.5)
 
@@ -527,8 +557,8 @@ ALONE = [clips_by_norm, own_methods, fails_and_fits_again]
 # With all monitors at once; with each alone only where these are seen to change something.
 TOGETHER = [
     module_clips_itself, two_optimizers_by_hand, accumulates_with_a_short_last_window, clips_by_value,
-    own_methods_by_hand, sparse_gradients, real_beside_complex, recomputes_in_bf16, never_logs, compiled_blocks,
-    compiled_network, compiled_module, scales_the_loss, fails_by_hand_and_fits_again,
+    own_methods_by_hand, sparse_gradients, real_beside_complex, recomputes_in_bf16, runs_blocks_twice_in_bf16,
+    never_logs, compiled_blocks, compiled_network, compiled_module, scales_the_loss, fails_by_hand_and_fits_again,
 ]  # fmt: skip
 SEVERAL_FITS = [fails_and_fits_again, fails_by_hand_and_fits_again, fits_three_times]
 

@@ -56,6 +56,23 @@ def test_it_is_torchs_clip_bit_for_bit(values, limit):
     assert all(torch.equal(a, b) for a, b in zip(grads(ours), grads(theirs), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_norm_of_gradients_of_half_precision_is_not_rounded(dtype):
+    """1025 ones have the norm 32.0156: bf16 knows 32 and 32.25, fp16 32 and 32.03. Rounded, both would be another."""
+    ones, more = torch.ones(1025, dtype=dtype), torch.ones(1, dtype=torch.float32)
+    params = parameters(ones, more)
+    for norm in (clip_grad_norm(params[:1], None), grad_norms_of([params[:1]])[0]):
+        assert norm.dtype == torch.float32
+        assert norm.item() == pytest.approx(1025**0.5, rel=1e-6)
+    assert clip_grad_norm(params, 1026**0.5 / 2).item() == pytest.approx(1026**0.5, rel=1e-6)
+    assert [grad.dtype for grad in grads(params)] == [dtype, torch.float32]
+    assert grads(params)[0].tolist() == pytest.approx([0.5] * 1025, rel=1e-6)
+
+
+def test_the_norm_of_fp16_gradients_does_not_overflow_where_none_of_them_has():
+    assert clip_grad_norm(parameters(torch.full((4,), 60000.0, dtype=torch.float16)), None).item() == 120000.0
+
+
 def test_parameters_without_a_gradient_count_for_nothing_and_an_iterator_will_do():
     params = [*parameters([3.0], [4.0]), torch.nn.Parameter(torch.ones(2))]
     assert clip_grad_norm(iter(params), 1.0).item() == 5.0

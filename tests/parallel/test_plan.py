@@ -10,6 +10,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local
 from lightning_tricks.models import GPT2, Decoder, Llama
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
+from lightning_tricks.parallel import tensor
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.fake_cluster import fake_world
 from lightning_tricks.parallel.parallelize import ParallelOptions, check_module, parallelize
@@ -98,6 +99,51 @@ def test_with_sequence_parallelism_a_parameter_that_the_plan_forgets_is_refused(
     with pytest.raises(UsageError, match=r"sequence_parallel: the plan does not name the module of 'norm\.weight'"):
         divided(Planned({**plan, "": "gather_sequence"}))
     divided(Planned({**plan, "": "gather_sequence"}), sequence_parallel=False)
+
+
+def test_after_a_refusal_its_advice_works_in_the_same_process():
+    two, llama = ParallelDims(tensor=2).of_world(2), Llama(vocab_size=64, d_model=32, n_layers=1, n_heads=4)
+    with fake_world(0, 2):
+        mesh = Mesh.of(two, "cpu")
+        model = Decoder(llama)
+        parallelize(model, mesh, ParallelOptions())
+        with pytest.raises(
+            UsageError, match=r"sequence_parallel: 5 tokens of a row are no multiple of mesh\.tensor=2: .*"
+        ):
+            model(torch.arange(10).view(2, 5))
+        model = Decoder(llama)
+        parallelize(model, mesh, ParallelOptions(sequence_parallel=False))
+        assert model(torch.arange(40, 50).view(2, 5)).shape == (2, 5, 64)
+
+
+@pytest.mark.parametrize("forgotten", ["norm", "down"])
+def test_a_plan_that_is_refused_leaves_the_module_as_it_was(forgotten):
+    plan = {"up": "colwise", "down": "rowwise", "": "gather_sequence"}
+    module = Planned({name: word for name, word in plan.items() if name != forgotten})
+    before = dict(module.named_parameters())
+    with pytest.raises(UsageError, match="sequence_parallel: the plan does not name the module of"):
+        divided(module, convert=lambda part: setattr(part, "up", nn.Linear(1, 1)))
+    assert all(before[name] is parameter for name, parameter in module.named_parameters())
+
+
+def test_a_gradient_is_compared_until_it_was_not_zero_and_ever_more_rarely(monkeypatch):
+    compared = []
+
+    def extremes(own, mesh):
+        compared.append(len(own))
+        return own, own
+
+    monkeypatch.setattr(tensor, "_extremes", extremes)
+    module: Any = nn.ModuleDict({"used": nn.Linear(1, 1, bias=False), "late": nn.Linear(1, 1, bias=False)})
+    module["never"] = nn.Linear(1, 1, bias=False)
+    check = tensor.PartialGradients(module, mesh=None)
+    for step in range(1, 17):
+        module["used"].weight.grad = torch.ones(1, 1)
+        module["late"].weight.grad = torch.full((1, 1), float(step >= 3))
+        before = len(compared)
+        check.refuse()
+        assert (len(compared) > before) == (step in (1, 2, 4, 8, 16))
+    assert compared == [3, 2, 2, 1, 1]
 
 
 def test_a_parameter_of_two_layers_stays_one_or_is_refused():

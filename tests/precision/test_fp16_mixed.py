@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import runs
 from harness.models import Decoding, Small, batches
+from harness.offloaded import on_device
 from harness.processes import run
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -21,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, Se
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.mixins import GradientClippingMixin
+from lightning_tricks.optim.grad_scaler import unscale
 from lightning_tricks.precision import BF16Mixed, FP16Mixed
 from lightning_tricks.schedules import ScheduleLR, WarmupLinear
 
@@ -676,3 +678,21 @@ def test_the_scaler_moves_to_the_device_of_the_model(monkeypatch):
     assert plugin.scaler._device == "cpu"
     assert plugin.scaler.scale(torch.ones(())).device.type == "cpu"
     assert plugin.state_dict() == {"scale": 1024.0, "_growth_tracker": 2, "skipped_steps": 0}
+
+
+def test_gradients_on_the_host_are_divided_by_a_scale_that_has_arrived_there(monkeypatch):
+    """As under FSDP2 with cpu_offload, where the scale lies on the device: torch copies it without a wait."""
+    weight = nn.Parameter(torch.zeros(3))
+    weight.grad = torch.ones(3)
+    scaler, seen = torch.amp.GradScaler("cpu"), []
+
+    def unscale_(optimizer):
+        seen.append(scaler._scale)
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {}
+
+    monkeypatch.setattr(scaler, "unscale_", unscale_)
+    scaler._scale = there = on_device(4.0)
+    unscale(scaler, sgd([weight]))
+    assert type(seen[0]) is torch.Tensor
+    assert seen[0] == 4
+    assert scaler._scale is there

@@ -100,12 +100,14 @@ class Mlp(nn.Module):
 class Foreign(pl.LightningModule):
     """Blocks that are not ours, with a plan of a few lines."""
 
-    def __init__(self, forgets: bool = False) -> None:
+    def __init__(self, forgets: bool = False, zero_head: bool = False) -> None:
         super().__init__()
         self.forgets = forgets
         self.embed = nn.Embedding(VOCABULARY, 32)
         self.blocks = nn.ModuleList(Mlp() for _ in range(2))
         self.head = nn.Linear(32, VOCABULARY)
+        if zero_head:
+            nn.init.zeros_(self.head.weight)
 
     def parallel_plan(self) -> dict[str, str]:
         plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output"}
@@ -148,6 +150,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "built late": BuiltLate,
     "foreign": Foreign,
     "forgets": lambda: Foreign(forgets=True),
+    "forgets, from zero": lambda: Foreign(forgets=True, zero_head=True),
     "own rows": OwnRows,
 }
 

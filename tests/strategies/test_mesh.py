@@ -32,6 +32,9 @@ TWO = {
     "tensor, a plan that forgets": Case(
         "forgets", TENSOR, says="'blocks.0.scale.weight' has another gradient on each tensor rank"
     ),
+    "tensor, a plan that forgets, behind a head of zeros": Case(
+        "forgets, from zero", TENSOR, says="'blocks.0.scale.weight' has another gradient on each tensor rank"
+    ),
     "tensor, rows of each process": Case("own rows", TENSOR, says="the ranks that share matrices have losses from "),
     "tensor, compiled": Case("llama", TENSOR, {"compile_blocks": True, "activation_checkpointing": "selective"}),
     "tensor, compiled and run again": Case(

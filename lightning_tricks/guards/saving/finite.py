@@ -31,7 +31,7 @@ def finite_buffers(module: nn.Module) -> set[str]:
     saved = {
         f"{prefix}.{name}" if prefix else name
         for prefix, owner in module.named_modules()
-        for name in owner._buffers.keys() - owner._non_persistent_buffers_set
+        for name in {*owner._buffers.keys()} - owner._non_persistent_buffers_set  # of a ScriptModule a list
     }
     floating = {
         name: buffer
@@ -61,12 +61,23 @@ def _parts(numbers: Iterable[Tensor]) -> list[Tensor]:
     """The numbers on this rank, each as a real tensor that has a norm."""
     parts = []
     for number in numbers:
-        part = local(getattr(number, "ds_tensor", number)).detach()
-        if part.is_sparse:
-            part = part.coalesce().values()
-        if part.is_complex():
-            part = torch.view_as_real(part)
-        if not part.is_floating_point() or part.numel() == 0:
+        if is_lazy(number):  # it has none yet
             continue
-        parts.append(part.float() if part.itemsize == 1 else part)
+        whole = local(getattr(number, "ds_tensor", number)).detach()
+        for part in whole.unbind() if whole.is_nested else [_strided(whole)]:
+            if part.is_complex():
+                part = torch.view_as_real(part)
+            # no number of four bits is infinite, and torch computes with none
+            if not part.is_floating_point() or part.numel() == 0 or part.dtype == torch.float4_e2m1fn_x2:
+                continue
+            parts.append(part.float() if part.itemsize == 1 else part)
     return parts
+
+
+def _strided(part: Tensor) -> Tensor:
+    """The numbers of a tensor of any layout."""
+    if part.is_mkldnn:
+        return part.to_dense()
+    if part.layout == torch.strided:
+        return part
+    return (part.coalesce() if part.is_sparse else part).values()

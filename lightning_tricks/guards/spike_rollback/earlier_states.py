@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from lightning_tricks._errors import UsageError
@@ -21,6 +22,7 @@ from lightning_tricks.checkpoints.find_checkpoint import Candidate, candidates, 
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.snapshot import HostBuffers, snapshot
 from lightning_tricks.guards.saving.finite import not_finite, numbers_of
+from lightning_tricks.guards.step_guard.kept_buffers import can_be_copied
 from lightning_tricks.optim.keep_settings_on_load import layers_of
 from lightning_tricks.parallel.shard import drop_gathered
 
@@ -125,7 +127,8 @@ class SnapshotRing:
 
 def _tensors(pl_module: Any) -> dict[str, Tensor]:
     drop_gathered(pl_module)
-    return {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
+    tensors = {name: tensor for name, tensor in pl_module.named_parameters() if not is_lazy(tensor)}  # has no values
+    return {**tensors, **{name: tensor for name, tensor in pl_module.named_buffers() if can_be_copied(tensor)}}
 
 
 def _settings(optimizer: Any) -> list[dict[str, Any]]:
@@ -199,12 +202,14 @@ def _into(now: Any, saved: Any, device: torch.device) -> Any:
 
 
 def _size(tree: Any) -> int:
-    """Bytes of the memory in which the tensors of a tree lie, each counted once."""
+    """Bytes of the memory in which the tensors of a tree lie, each counted once; of other layouts as if dense."""
     storages: dict[int, int] = {}
 
     def count(value: Any) -> None:
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
             storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, Tensor):
+            storages[id(value)] = value.numel() * value.itemsize
 
     tree_map(count, tree)
     return sum(storages.values())

@@ -65,7 +65,7 @@ class KeptBuffers:
         changing = {
             buffer.layer
             for name, buffer in found.items()
-            if name not in first or not torch.equal(buffer.values(), first[name])
+            if name not in first or not torch.equal(_bytes(buffer.values()), _bytes(first[name]))
         }
         for name, buffer in found.items():
             if buffer.layer not in changing:
@@ -94,7 +94,8 @@ class _Buffer:
 
     @property
     def tensor(self) -> Any:
-        return self.place.get(self.name)
+        # that of a ScriptModule has no `get`
+        return self.place[self.name] if self.name in self.place else None  # noqa: SIM401
 
     def values(self) -> Tensor:
         """This process's numbers, in the same memory, of which autograd knows nothing.
@@ -116,7 +117,7 @@ class _Constant:
 
     def is_written(self) -> bool:
         buffer, tensor = self.buffer, self.tensor
-        return tensor._version != self.version or buffer.place.get(buffer.name) is not tensor
+        return tensor._version != self.version or buffer.tensor is not tensor
 
 
 class _Copies:
@@ -195,6 +196,11 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_([targets[index] for index in chosen], [sources[index] for index in chosen])
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's numbers: torch compares some dtypes in no other way."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def _like(tensor: Tensor, words: Tensor) -> Tensor:
     """The memory `words` as a tensor of the shape and dtype of another one."""
     return words.view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
@@ -205,12 +211,13 @@ def _buffers_of(module: nn.Module) -> dict[str, _Buffer]:
     found = {}
     for layer, owner in module.named_modules():
         for name, tensor in owner._buffers.items():
-            if tensor is not None and _can_be_copied(tensor):
+            if tensor is not None and can_be_copied(tensor):
                 found[f"{layer}.{name}"] = _Buffer(layer, owner._buffers, name)
     return found
 
 
-def _can_be_copied(tensor: Tensor) -> bool:
+def can_be_copied(tensor: Tensor) -> bool:
+    """Whether a buffer can be written from a copy; see `KeptBuffers`."""
     if is_lazy(tensor) or tensor.is_inference() or tensor.layout != torch.strided or tensor.is_nested:
         return False
     part = local(tensor)

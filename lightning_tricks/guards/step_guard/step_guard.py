@@ -18,6 +18,7 @@ from lightning_tricks._random_state import gather, random_state, set_random_stat
 from lightning_tricks._refusals import refuse
 from lightning_tricks._replaced import replaced
 from lightning_tricks._samples import step_samples
+from lightning_tricks._tensors import where_read
 from lightning_tricks._trainer import (
     enabled_scaler,
     logging_step,
@@ -53,14 +54,16 @@ def skipping(optimizer: Any, scaler: Any, skip: Tensor) -> AbstractContextManage
         optimizer: unwrapped; its gradients are ready.
         scaler: the GradScaler of fp16, which has unscaled them, and which skips the step as one that overflowed; None
             without one.
-        skip: 0-dim fp32 tensor on the gradients' device, 0 or 1. It is read on the host only for optimizers that
-            cannot decide on the device: they lose their gradients, and skip parameters that have none. The counts that
-            some keep in their groups stay as they are.
+        skip: 0-dim fp32 tensor on any device, 0 or 1. It is read on the host only for gradients on the host, and for
+            optimizers that cannot decide on the device: they lose their gradients, and skip parameters that have none.
+            The counts that some keep in their groups stay as they are.
     """
     if scaler is not None:
         add_overflow(scaler, optimizer, skip)
     elif skips_on_device(optimizer):
-        return replaced(optimizer, "found_inf", skip)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return replaced(optimizer, "found_inf", where_read(skip, gradients))
     elif bool(skip):
         optimizer.zero_grad(set_to_none=True)
         return _same_counts(optimizer)

@@ -29,7 +29,7 @@ from lightning_tricks.parallel.context import Method, check_method
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.layout import layout_table
 from lightning_tricks.parallel.parallelize import ParallelOptions, check_module, find_blocks, parallelize
-from lightning_tricks.parallel.tensor import refuse_other_losses, refuse_partial_gradients
+from lightning_tricks.parallel.tensor import PartialGradients, refuse_other_losses
 from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
 from lightning_tricks.strategies.fsdp2.manual_optimization import GatherOnCall
 from lightning_tricks.strategies.fsdp2.waiting_gradients import Reduction, WaitingGradients
@@ -132,6 +132,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.init_on_rank_0 = init_on_rank_0
         self.shards_modules = True  # tells a module that would otherwise shard itself
         self._tensor_ranks_unchecked = False
+        self._partial_gradients: PartialGradients | None = None  # of tensor ranks
         self._own_sharding: dict[str, tuple[Any, Any]] | None = None  # of the module that it has sharded
         self._folder_writer = FolderWriter(timedelta(seconds=timeout_seconds))
         self._until_teardown = ExitStack()
@@ -281,6 +282,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             state.scatter(module, self.root_device)
         rank_zero_info(*layout_table(self.dims, made, self.options, module).split("\n"))
         self._tensor_ranks_unchecked = self.dims.tensor > 1
+        self._partial_gradients = PartialGradients(module, self.groups.tensor) if self.dims.tensor > 1 else None
 
     @property
     def options(self) -> ParallelOptions:
@@ -399,9 +401,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         if "_scalars" in vars(module):
             module._scalars.average_gradients(self.root_device, self.groups.loss)
         self._waiting.after_backward(module)
-        if self._tensor_ranks_unchecked and not accumulates:
+        if self._partial_gradients is not None and not accumulates:
             self._tensor_ranks_unchecked = False
-            refuse_partial_gradients(module, self.groups.tensor)
+            self._partial_gradients.refuse()
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -524,6 +526,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     def teardown(self) -> None:
         """Wait for a write in the background, then tear down the rest."""
         self._until_teardown.close()
+        self._partial_gradients = None
         try:
             self.checkpoint_io.teardown()  # Lightning's own teardown does not call it
         finally:

@@ -1,0 +1,72 @@
+"""No derivative of ours is wrong in silence: each `autograd.Function` has a right second one, or an error."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function, grad, gradgradcheck
+from torch.nn import functional as F
+
+import lightning_tricks
+from lightning_tricks._errors import UsageError
+from lightning_tricks.models.attention import OWN_NORM_FROM, RMSNorm, _RMSNormOnCPU
+from lightning_tricks.models.linear_cross_entropy import _LinearCrossEntropy, linear_cross_entropy
+from lightning_tricks.parallel.memory_trace import _FusedRMSNorm
+
+
+def numbers(*shape: int, **options: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, **options).requires_grad_()
+
+
+DOUBLE = {"dtype": torch.float64}
+LABELS = torch.tensor([0, 3, 1])
+# Of each function: a call on tensors that require gradients, and whether it has a second derivative.
+CASES: dict[type[Function], tuple[Callable[..., Tensor], list[Tensor], bool]] = {
+    _RMSNormOnCPU: (
+        lambda x, weight: _RMSNormOnCPU.apply(x, weight, 1e-5)[0], [numbers(3, 4, **DOUBLE), numbers(4, **DOUBLE)], True
+    ),
+    _LinearCrossEntropy: (
+        lambda x, weight: linear_cross_entropy(x, weight, LABELS), [numbers(3, 4), numbers(5, 4)], False
+    ),
+    _FusedRMSNorm: (lambda x, weight: _FusedRMSNorm.apply(x, weight, 1), [numbers(3, 4), numbers(4)], False),
+}  # fmt: skip
+
+
+def functions() -> set[type[Function]]:
+    for module in pkgutil.walk_packages(lightning_tricks.__path__, "lightning_tricks."):
+        if module.name.rpartition(".")[2] not in ("__main__", "harness_model"):  # one needs lm_eval
+            importlib.import_module(module.name)
+
+    def below(cls: type) -> set[type]:
+        return {each for child in cls.__subclasses__() for each in (child, *below(child))}
+
+    return {cls for cls in below(Function) if cls.__module__.startswith("lightning_tricks.")}
+
+
+def test_every_function_is_tried():
+    assert functions() == set(CASES)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=[cls.__name__ for cls in CASES])
+def test_a_second_derivative_is_right_or_an_error(case):
+    function, inputs, has_second = case
+    if has_second:
+        assert gradgradcheck(function, inputs)
+        return
+    with pytest.raises(UsageError, match=r"create_graph=True: .* has no second derivative"):
+        grad(function(*inputs).sum(), inputs, create_graph=True)
+
+
+def test_a_norm_of_any_size_has_the_second_derivative_of_torchs():
+    norm, x = RMSNorm(64, 1e-5), numbers(OWN_NORM_FROM // 64, 64)
+
+    def second(normed: Tensor) -> Tensor:
+        (first,) = grad(normed.pow(3).sum(), x, create_graph=True)
+        return grad(first.square().sum(), x)[0]
+
+    torch.testing.assert_close(second(norm(x)), second(F.rms_norm(x, (64,), norm.weight, 1e-5)), rtol=1e-4, atol=1e-4)
