@@ -3,9 +3,9 @@
 The module owns its optimizer, and a checkpoint never overrides the recipe. Methods stand in the order of their calls.
 """
 
-import faulthandler
 import importlib
 import inspect
+import math
 import os
 import sys
 import warnings
@@ -369,7 +369,6 @@ def main(args: list[str]) -> None:
         RecipeCLI(args=given, change=change)
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            if sys.exc_info()[0] is not None:
-                end_within(30.0)
+            deadline = end_within(30.0 if sys.exc_info()[0] is not None else math.inf)
             torch.distributed.destroy_process_group()
-            faulthandler.cancel_dump_traceback_later()
+            deadline.cancel()
