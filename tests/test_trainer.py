@@ -809,6 +809,20 @@ def test_the_running_hook_is_the_innermost_and_its_owner_is_known(lean):
     assert (found["step"], found["backward"][1], found["outside"]) == ((model, "training_step"), "backward", None)
 
 
+def test_torch_compile_is_seen_at_work_in_a_forward_and_in_a_backward():
+    found = {"before": _trainer.is_compiling([*_trainer.outwards(sys._getframe())])}
+
+    def backend(graph: Any, _: Any) -> Any:
+        found["forward"] = _trainer.is_compiling([*_trainer.outwards(sys._getframe())])
+        return graph
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert found == {"before": False, "forward": True}
+    from torch._inductor.compile_fx import compile_fx_inner  # which the backward of torch's own backend goes through
+
+    assert callable(compile_fx_inner)
+
+
 def test_a_fit_ends_after_this_batch_whatever_its_least_length_and_without_a_validation():
     validated: list[int] = []
     callback = On(

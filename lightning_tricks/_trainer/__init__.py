@@ -73,12 +73,14 @@ from lightning_tricks._trainer.running import RunningCall as RunningCall
 from lightning_tricks._trainer.running import awaited_loader as awaited_loader
 from lightning_tricks._trainer.running import describe_loader as describe_loader
 from lightning_tricks._trainer.running import evaluation_progress as evaluation_progress
+from lightning_tricks._trainer.running import is_compiling as is_compiling
 from lightning_tricks._trainer.running import is_evaluating as is_evaluating
 from lightning_tricks._trainer.running import is_in_batch as is_in_batch
 from lightning_tricks._trainer.running import line_of as line_of
 from lightning_tricks._trainer.running import outwards as outwards
 from lightning_tricks._trainer.running import running_hook as running_hook
 from lightning_tricks._trainer.running import running_part as running_part
+from lightning_tricks._trainer.running import running_place as running_place
 from lightning_tricks._trainer.running import stacks_of_threads as stacks_of_threads
 from lightning_tricks._trainer.savers_and_loggers import choose_version as choose_version
 from lightning_tricks._trainer.savers_and_loggers import chosen_version as chosen_version
