@@ -28,6 +28,7 @@ from lightning_tricks._trainer.loop import rewind_to_step as rewind_to_step
 from lightning_tricks._trainer.loop import set_callback_metrics as set_callback_metrics
 from lightning_tricks._trainer.loop import set_consumed as set_consumed
 from lightning_tricks._trainer.loop import steps_in_epoch as steps_in_epoch
+from lightning_tricks._trainer.loop import take_loops_step as take_loops_step
 from lightning_tricks._trainer.loop import validation_follows as validation_follows
 from lightning_tricks._trainer.loop import within_step as within_step
 from lightning_tricks._trainer.module import compiled_steps as compiled_steps

@@ -27,6 +27,7 @@ from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, choose_onc
 from lightning_tricks.cli.class_names import change_lines, known_names_first, watch_class_changes
 from lightning_tricks.cli.elastic import make_elastic
 from lightning_tricks.cli.error_lines import parse_message, trainer_line, usage_errors, without_advertisements
+from lightning_tricks.cli.evaluated_step import EvaluatedStep
 from lightning_tricks.cli.fit_options import (
     FIT_OPTIONS,
     check_fit_options,
@@ -249,6 +250,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
             callbacks = [TrainingProgressBar(), *callbacks]
         if self.subcommand == "predict" and not has(PredictionWriter, pl.callbacks.BasePredictionWriter):
             callbacks = [*callbacks, PredictionWriter(self.config["predict"]["output"])]
+        if self.subcommand in ("validate", "test", "predict"):
+            callbacks = [EvaluatedStep(), *callbacks]
         if self.subcommand == "fit" and not has(Preemption):
             callbacks = [*callbacks, Preemption()]
         config["callbacks"] = callbacks
