@@ -48,8 +48,7 @@ class History:
 
     def ends_at(self, name: str, step: int) -> bool:
         """Whether a metric's last point is of a step."""
-        steps, _ = self.points.get(name, ((), ()))
-        return len(steps) > 0 and steps[-1] == step
+        return name in self.points and self.points[name][0][-1] == step
 
     def thin_out(self) -> None:
         """Halve each metric that has too many points."""
