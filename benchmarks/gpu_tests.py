@@ -4,7 +4,6 @@ The result is on disk after each test. A test that crashes its process, hangs pa
 state of error ends one pytest, and another one goes on with the tests that are left.
 """
 
-import faulthandler
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stage_file import resume, write
+from lightning_tricks._exit import Deadline
 
 ROOT = Path(__file__).resolve().parents[1]
 # Every file with tests marked `gpu`, those that take least first.
@@ -29,7 +29,6 @@ FILES = (
 DRY_FILES = ("tests/optim/test_clip.py",)  # all are skipped without a GPU; one file shows as much
 TEST_SECONDS = 120.0
 _RESULT = "LIGHTNING_TRICKS_GPU_TESTS"  # environment variable: the file that the plugin goes on with
-_STDERR = os.dup(2)  # before pytest captures it: where the stacks of a test that hangs are written
 
 
 def run_tests(out: Path, dry: bool, seconds: float, files: Sequence[str]) -> None:
@@ -81,6 +80,7 @@ class Progress:
         self.path, self.limit = path, limit
         self.result = json.loads(path.read_text(encoding="utf-8"))
         self.now: dict[str, Any] = {}
+        self.deadline = Deadline()
 
     @pytest.hookimpl(trylast=True)  # when the marks have chosen
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -96,7 +96,7 @@ class Progress:
         self.now = {"outcome": "passed", "seconds": time.monotonic()}
         self.result["running"] = nodeid
         write(self.path, self.result)
-        faulthandler.dump_traceback_later(self.limit, exit=True, file=_STDERR)
+        self.deadline.set(self.limit)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -105,7 +105,7 @@ class Progress:
             self.now["outcome"] = "skipped"
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        faulthandler.cancel_dump_traceback_later()
+        self.deadline.cancel()
         self.now["seconds"] = round(time.monotonic() - self.now["seconds"], 2)
         self.result["tests"][nodeid] = self.now
         self.result["running"] = None

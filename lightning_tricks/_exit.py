@@ -1,10 +1,12 @@
 """End a process that could hang while it exits."""
 
 import faulthandler
+import math
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,10 +15,65 @@ CHILDREN_SECONDS = 5.0  # for the processes of a launcher to end by themselves
 _before_exit: list[Callable[[], None]] = []  # functions that `end_now` calls
 
 
-def end_within(seconds: float) -> None:
-    """End this process after `seconds` if it still runs: a process group may hang at its end when a peer has died."""
+_set: dict["Deadline", float] = {}  # the deadlines that are set, on `time.monotonic`
+_lock = threading.RLock()  # around `_set` and the timer
+
+
+class Deadline:
+    """A time at which this process prints its stacks, and ends if `ends`, also while C code holds Python's lock.
+
+    Owns faulthandler's timer, of which a process has one; the process ends at the nearest of its deadlines, and a
+    farther one holds again when that is cancelled. A deadline that only prints waits for all that end the process: the
+    timer goes off once, and nobody could set it anew while Python's lock is held.
+    """
+
+    def __init__(self, ends: bool = True) -> None:
+        self.ends = ends
+
+    def set(self, seconds: float) -> None:
+        """Move the deadline to `seconds` from now; infinite seconds cancel it."""
+        with _lock:
+            _set[self] = time.monotonic() + seconds
+            _set_timer()
+
+    def cancel(self) -> None:
+        """Take the deadline back. Idempotent."""
+        with _lock:
+            if _set.pop(self, None) is not None:
+                _set_timer()
+
+
+def _set_timer() -> None:
+    """Set faulthandler's timer for the deadline that comes first."""
+    now = time.monotonic()
+    for deadline, at in list(_set.items()):
+        if at == math.inf or (at < now and not deadline.ends):  # that has printed
+            del _set[deadline]
+    nearest = min(_set, key=lambda each: (not each.ends, _set[each]), default=None)
     with suppress(RuntimeError, ValueError, OSError):  # no stderr, or one that is no file
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
+        if nearest is None:
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            seconds = max(_set[nearest] - now, 0.001)
+            faulthandler.dump_traceback_later(seconds, exit=nearest.ends, file=sys.__stderr__ or 2)
+
+
+def _forget_deadlines() -> None:
+    """In a forked process, which has no timer, and whose copy of the lock may be held for ever."""
+    global _lock
+    _lock = threading.RLock()
+    _set.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_deadlines)
+
+
+def end_within(seconds: float) -> Deadline:
+    """End this process after `seconds` if it still runs: a process group may hang at its end when a peer has died."""
+    deadline = Deadline()
+    deadline.set(seconds)
+    return deadline
 
 
 def call_before_exit(function: Callable[[], None]) -> Callable[[], None]:

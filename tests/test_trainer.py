@@ -809,6 +809,44 @@ def test_the_running_hook_is_the_innermost_and_its_owner_is_known(lean):
     assert (found["step"], found["backward"][1], found["outside"]) == ((model, "training_step"), "backward", None)
 
 
+def test_torch_compile_is_seen_at_work_in_a_forward_and_in_a_backward():
+    found = {"before": _trainer.is_compiling([*_trainer.outwards(sys._getframe())])}
+
+    def backend(graph: Any, _: Any) -> Any:
+        found["forward"] = _trainer.is_compiling([*_trainer.outwards(sys._getframe())])
+        return graph
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert found == {"before": False, "forward": True}
+    from torch._inductor.compile_fx import compile_fx_inner  # which the backward of torch's own backend goes through
+
+    assert callable(compile_fx_inner)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_end"])
+def test_an_evaluation_of_a_checkpoint_is_logged_where_the_fit_logged_its_own(tmp_path, hook):
+    """After six steps, the last of them number 5, whether Lightning had counted the batch when it saved or not."""
+    logged: list[int] = []
+
+    class Logger(CSVLogger):
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            logged.extend([step] if "seen" in metrics else [])
+
+    def save(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 6:
+            trainer.save_checkpoint(tmp_path / "six.ckpt")
+
+    model = model_with()
+    model.validation_step = lambda batch, batch_idx: model.log("seen", 1.0, on_epoch=True)
+    options: dict[str, Any] = {"max_epochs": 2, "max_steps": 6, "val_check_interval": 3, "logger": Logger(tmp_path)}
+    trainer_with(On(**{hook: save}), **options).fit(model, data(6), data(1))
+    assert logged == [2, 5]
+    restore = On(on_load_checkpoint=lambda trainer, module, checkpoint: _trainer.take_loops_step(trainer, checkpoint))
+    trainer = trainer_with(restore, **options)
+    trainer.validate(model, data(1), ckpt_path=tmp_path / "six.ckpt", verbose=False)
+    assert (logged, trainer.global_step) == ([2, 5, 5], 6)
+
+
 def test_a_fit_ends_after_this_batch_whatever_its_least_length_and_without_a_validation():
     validated: list[int] = []
     callback = On(

@@ -1,11 +1,13 @@
 """docs/versions.md: its ranges are those of pyproject.toml, its packages are there, and a name goes as it says."""
 
+import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
+from packaging.requirements import Requirement
 
 import lightning_tricks
 from lightning_tricks import _suggest
@@ -34,6 +36,15 @@ def test_the_ranges_are_those_of_the_package():
     lowest, *left_out = requirement("lightning").split(",")
     left_out = " and ".join(version.removeprefix("!=") for version in left_out)
     assert f"`{lowest}`, without {left_out}" == row("Lightning")[1]
+
+
+def test_jsonargparse_has_the_extras_that_lightnings_next_release_asks_for():
+    """Its command line refuses to build a parser without them."""
+    (needed,) = [Requirement(line) for line in PROJECT["dependencies"] if line.startswith("jsonargparse")]
+    assert needed.extras == {"jsonnet", "signatures"}
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    own = {Requirement(line).name for line in importlib.metadata.requires("jsonargparse") if "jsonnet" in line}
+    assert own <= pinned.keys()
 
 
 def test_the_tested_versions_are_those_of_the_constraints():

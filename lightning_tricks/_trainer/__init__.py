@@ -29,6 +29,7 @@ from lightning_tricks._trainer.loop import rewind_to_step as rewind_to_step
 from lightning_tricks._trainer.loop import set_callback_metrics as set_callback_metrics
 from lightning_tricks._trainer.loop import set_consumed as set_consumed
 from lightning_tricks._trainer.loop import steps_in_epoch as steps_in_epoch
+from lightning_tricks._trainer.loop import take_loops_step as take_loops_step
 from lightning_tricks._trainer.loop import validation_follows as validation_follows
 from lightning_tricks._trainer.loop import within_step as within_step
 from lightning_tricks._trainer.module import compiled_steps as compiled_steps
@@ -74,12 +75,14 @@ from lightning_tricks._trainer.running import RunningCall as RunningCall
 from lightning_tricks._trainer.running import awaited_loader as awaited_loader
 from lightning_tricks._trainer.running import describe_loader as describe_loader
 from lightning_tricks._trainer.running import evaluation_progress as evaluation_progress
+from lightning_tricks._trainer.running import is_compiling as is_compiling
 from lightning_tricks._trainer.running import is_evaluating as is_evaluating
 from lightning_tricks._trainer.running import is_in_batch as is_in_batch
 from lightning_tricks._trainer.running import line_of as line_of
 from lightning_tricks._trainer.running import outwards as outwards
 from lightning_tricks._trainer.running import running_hook as running_hook
 from lightning_tricks._trainer.running import running_part as running_part
+from lightning_tricks._trainer.running import running_place as running_place
 from lightning_tricks._trainer.running import stacks_of_threads as stacks_of_threads
 from lightning_tricks._trainer.savers_and_loggers import choose_version as choose_version
 from lightning_tricks._trainer.savers_and_loggers import chosen_version as chosen_version

@@ -1,7 +1,7 @@
 """The training loop: which micro-batch runs, whether it ends a step or an epoch, what comes next."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,6 +38,20 @@ def logging_step(trainer: Any) -> int:
     `_LoggerConnector.log_metrics` (trainer/connectors/logger_connector/logger_connector.py).
     """
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def take_loops_step(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+    """In an evaluation's `on_load_checkpoint`: count as the fit had, so that values are logged at its step and epoch.
+
+    The step is the one at which the fit's own validation after that step was logged: the number of steps less one.
+    Lightning counts the batch after that validation, so a checkpoint may have either. Read from `on_advance_end` of
+    `_TrainingEpochLoop` and `restore_loops` of `_CheckpointConnector`, which restores the evaluation's loop alone.
+    """
+    if state := checkpoint.get("loops", {}).get("fit_loop"):
+        trainer.fit_loop.load_state_dict(state)
+        loop = trainer.fit_loop.epoch_loop
+        if loop._batches_that_stepped == checkpoint.get("global_step"):
+            loop._batches_that_stepped = max(loop._batches_that_stepped - 1, 0)
 
 
 def batch_progress(trainer: Any) -> Any:

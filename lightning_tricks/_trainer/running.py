@@ -21,6 +21,10 @@ _PARTS = (  # part, Lightning's module (any module if empty) and its function; r
     ("optimizer", "core.optimizer", "step"),
     ("validation", "loops.evaluation_loop", "run"),
 )
+_OF_A_BATCH = {  # hooks that do a batch's own work; all others are asked between, and may do anything
+    "training_step", "validation_step", "test_step", "predict_step", "backward", "optimizer_step", "lr_scheduler_step",
+    "optimizer_zero_grad", "configure_gradient_clipping", "batch_to_device", "transfer_batch_to_device",
+}  # fmt: skip
 
 
 class RunningCall:
@@ -121,18 +125,57 @@ def running_hook(stack: Sequence[FrameType]) -> tuple[Any, str] | None:
     Args:
         stack: the innermost frame first.
     """
+    return next(filter(None, map(_hook_of, stack)), None)
+
+
+def _hook_of(frame: FrameType) -> tuple[Any, str] | None:
+    """The hook that a frame of Lightning's calls, as in `running_hook`."""
+    local = frame.f_locals if _is_of(frame, "trainer.call") or _is_of(frame, "guards.lean_loop") else {}
+    if "fn" not in local or "hook_name" not in local:
+        return None
+    owner: Any = local.get("callback", getattr(local["fn"], "__self__", None))
+    name = local["hook_name"]
+    if is_a(owner, "Strategy") and name.endswith("_step"):
+        owner = owner.lightning_module
+    module = local.get("pl_module", local.get("module"))  # whose hook is a function that somebody has put there
+    return module if owner is None else owner, name
+
+
+def running_place(stack: Sequence[FrameType]) -> tuple[str, str]:
+    """The part of a run that a thread is in, as by `running_part`, or "hook"; and which hook, or which checkpoint.
+
+    A hook is one that does no batch's own work, whatever the thread does inside it; of two, the outer one. So is a
+    logger that gets its values and a metric that is computed at the end of an epoch. Read from `log_metrics` of
+    `_LoggerConnector` and `_get_cache` of `_ResultCollection` (trainer/connectors/logger_connector/).
+
+    Args:
+        stack: the innermost frame first.
+    """
+    hook = ""
     for frame in stack:
-        if not frame.f_globals.get("__name__", "").endswith((".trainer.call", ".guards.lean_loop")):
-            continue
-        local = frame.f_locals
-        if "fn" in local and "hook_name" in local:
-            owner: Any = local.get("callback", getattr(local["fn"], "__self__", None))
-            name = local["hook_name"]
-            if is_a(owner, "Strategy") and name.endswith("_step"):
-                owner = owner.lightning_module
-            module = local.get("pl_module", local.get("module"))  # whose hook is a function that somebody has put there
-            return module if owner is None else owner, name
-    return None
+        name = frame.f_code.co_name
+        if name == "save_checkpoint" and _is_of(frame, "trainer.trainer"):
+            return "checkpoint", Path(str(frame.f_locals.get("filepath", ""))).name
+        if (found := _hook_of(frame)) is not None and found[1] not in _OF_A_BATCH:
+            hook = f"{type(found[0]).__name__}.{found[1]}"
+        elif name == "log_metrics" and _is_of(frame, "logger_connector.logger_connector"):
+            hook = f"{type(frame.f_locals.get('logger')).__name__}.log_metrics"
+        elif name == "_get_cache" and _is_of(frame, "logger_connector.result"):
+            metric = frame.f_locals["result_metric"]
+            hook = hook if metric.is_tensor else f"{type(metric.value).__name__}.compute"
+    return ("hook", hook) if hook else (running_part(stack), "")
+
+
+def is_compiling(stack: Sequence[FrameType]) -> bool:
+    """Whether torch.compile is at work in a thread: in a forward, or in the backward, which may be compiled there.
+
+    Read from `torch/_dynamo/convert_frame.py` and `compile_fx_inner` of `torch/_inductor/compile_fx.py`, torch 2.13.
+    """
+    return any(
+        _is_of(frame, "_dynamo.convert_frame")
+        or (frame.f_code.co_name == "compile_fx_inner" and _is_of(frame, "_inductor.compile_fx"))
+        for frame in stack
+    )
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -35,7 +35,7 @@ def check_before_launch(trainer: Any, module: Any, datamodule: Any, command: str
             f"{command}: the recipe has no data, and {type(module).__name__} has no {loader}: add some, such as "
             "`data: TextData`"
         )
-    for part in (trainer.strategy, trainer.precision_plugin, module, datamodule):
+    for part in (trainer.strategy, trainer.precision_plugin, module, datamodule, *trainer.callbacks):
         if hasattr(part, "check_run"):
             part.check_run(trainer, datamodule, command)
     if command == "fit":

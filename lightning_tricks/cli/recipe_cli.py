@@ -3,9 +3,9 @@
 The module owns its optimizer, and a checkpoint never overrides the recipe. Methods stand in the order of their calls.
 """
 
-import faulthandler
 import importlib
 import inspect
+import math
 import os
 import sys
 import warnings
@@ -28,6 +28,7 @@ from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, choose_onc
 from lightning_tricks.cli.class_names import change_lines, known_names_first, watch_class_changes
 from lightning_tricks.cli.elastic import make_elastic
 from lightning_tricks.cli.error_lines import parse_message, trainer_line, usage_errors, without_advertisements
+from lightning_tricks.cli.evaluated_step import EvaluatedStep
 from lightning_tricks.cli.fit_options import (
     FIT_OPTIONS,
     check_fit_options,
@@ -250,6 +251,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
             callbacks = [TrainingProgressBar(), *callbacks]
         if self.subcommand == "predict" and not has(PredictionWriter, pl.callbacks.BasePredictionWriter):
             callbacks = [*callbacks, PredictionWriter(self.config["predict"]["output"])]
+        if self.subcommand in ("validate", "test", "predict"):
+            callbacks = [EvaluatedStep(), *callbacks]
         if self.subcommand == "fit" and not has(Preemption):
             callbacks = [*callbacks, Preemption()]
         config["callbacks"] = callbacks
@@ -370,7 +373,6 @@ def main(args: list[str]) -> None:
         RecipeCLI(args=given, change=change)
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            if sys.exc_info()[0] is not None:
-                end_within(30.0)
+            deadline = end_within(30.0 if sys.exc_info()[0] is not None else math.inf)
             torch.distributed.destroy_process_group()
-            faulthandler.cancel_dump_traceback_later()
+            deadline.cancel()

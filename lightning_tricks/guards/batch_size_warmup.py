@@ -167,6 +167,11 @@ class BatchSizeWarmup(pl.Callback):
         self._trainer: Any = None
         self._loaded: dict[str, int] = {}
 
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse a number of micro-batches that others set, before any process is started."""
+        if stage == "fit":
+            _refuse_others(trainer)
+
     def setup(self, trainer: Any, pl_module: Module, stage: str) -> None:
         """Fix the stages; become the first callback, so that the hooks of others find the step's micro-batches set."""
         if stage != "fit":
@@ -297,6 +302,10 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
             f"BatchSizeWarmup: {type(pl_module).__name__} optimizes manually, so the Trainer does not accumulate: let "
             "the module count its micro-batches"
         )
+    _refuse_others(trainer)
+
+
+def _refuse_others(trainer: Any) -> None:
     if trainer.strategy.handles_gradient_accumulation:
         raise UsageError(
             f"BatchSizeWarmup: {type(trainer.strategy).__name__} has a fixed number of micro-batches in its engine: "

@@ -54,10 +54,14 @@ class InitFrom(pl.Callback):
         except UsageError as error:
             raise _renamed(self.path, error) from None
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Refuse a strategy that has its weights elsewhere by the time they are loaded."""
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse a strategy that has its weights elsewhere when they are loaded, before any process is started."""
         if stage == "fit":  # otherwise nothing is loaded
             refuse("InitFrom", trainer.strategy, f"init_from={self.path}:")
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Refuse such a strategy where no command has."""
+        self.check_run(trainer, None, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Load the weights, unless the run goes on from a checkpoint or has trained already."""

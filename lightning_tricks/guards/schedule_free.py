@@ -53,13 +53,18 @@ class ScheduleFree(pl.Callback):
         self._saves = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Refuse strategies that keep weights in another form, and a second average."""
+        """Refuse what no command has refused; begin anew."""
+        self.check_run(trainer, None, stage)
+        if stage == "fit":
+            self._saves.close()  # of a fit that failed
+            self._parts = []
+
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse strategies that keep weights in another form, and a second average, before any process is started."""
         if stage != "fit":
             return
-        self._saves.close()  # of a fit that failed
-        self._parts = []
         refuse("ScheduleFree", trainer.strategy, "ScheduleFree:")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:
             if isinstance(callback, WeightAverage):
                 raise UsageError(
                     f"{type(callback).__name__}: a schedule-free optimizer averages the weights already: remove "

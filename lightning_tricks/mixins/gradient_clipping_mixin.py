@@ -18,7 +18,7 @@ class GradientClippingMixin(Mixin):
     Put it before the LightningModule in the bases. `trainer.gradient_clip_val` and `gradient_clip_algorithm` keep their
     meaning (0 or none does not clip); in each case the norm is kept, for `GradNormMonitor`. It also clips gradients
     that Lightning or torch refuses to clip: FSDP2's, FSDP1's by norm, sparse ones, and those of fused optimizers under
-    bf16.
+    bf16 (Lightning 2.6).
 
     Attributes:
         grad_norm: L2 norm of all gradients of the last optimizer step before its clip, a 0-dim tensor on their device;

@@ -103,10 +103,14 @@ class GradNormMonitor(pl.Callback):
         self._before_clip: dict[Any, Measured] = {}  # in manual optimization, by optimizer, until its step
         self._largest: Measured = {}  # of the batch
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Refuse `per` where no rank holds a parameter whole; find the buffer."""
-        if self.per:
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse `per` where no rank holds a parameter whole, before any process is started."""
+        if self.per and stage == "fit":
             refuse("GradNormMonitor.per", trainer.strategy, f"GradNormMonitor: per={self.per!r}")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Refuse it where no command has; find the buffer."""
+        self.check_run(trainer, None, "fit")
         self._has_engine = weights_layout(trainer.strategy) == "engine"
         self._clip_val = None
         self._buffer = MetricBuffer.of(trainer)

@@ -212,10 +212,10 @@ class TensorBoardDashboard(pl.Callback):
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         self._clip = trainer.gradient_clip_val if by_norm and found else None
         self._result, self._started, self._laid_out = None, False, False
-        buffer = MetricBuffer.of(trainer)
-        buffer.at_flush(self._clip_line)
+        self._buffer = MetricBuffer.of(trainer)
+        self._buffer.at_flush(self._clip_line)
         if self.train_loss == LOGGED:
-            buffer.step_loss().log()
+            self._buffer.step_loss().log()
         if trainer.is_global_zero and not self._loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             print("TensorBoardDashboard: the Trainer has no TensorBoardLogger, so there is no dashboard")
         for logger in self._loggers:
@@ -229,6 +229,8 @@ class TensorBoardDashboard(pl.Callback):
             self._started, self._first = True, step
             for logger in self._loggers:
                 self._write_cards(logger, trainer, pl_module, step)
+            if self._clip:  # by the buffer, in which the first step may be the last of an interval as well
+                self._buffer.record(CLIP_NORM, float(self._clip))
         elif not self._laid_out and step >= self._first + trainer.log_every_n_steps:  # type: ignore[attr-defined]
             self._write_layout(trainer)
 
@@ -252,8 +254,6 @@ class TensorBoardDashboard(pl.Callback):
         known = flat(recipe[1] if recipe else {"module": type(pl_module).__name__, **hparams})
         for summary in hparams_summaries(known, {RESULT: 0.0})[:2]:  # the third says how it ended
             writer._get_file_writer().add_summary(summary, step)
-        if self._clip:
-            logger.log_metrics({CLIP_NORM: float(self._clip)}, step)
 
     def _write_layout(self, trainer: Any) -> None:
         self._laid_out = True

@@ -9,8 +9,22 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._trainer import data_rank
+from lightning_tricks._trainer import planned_data_ranks
 from lightning_tricks.data.bpe import end_of_text
+
+
+def refuse_shared_rows(trainer: Any, who: str, command: str) -> None:
+    """Refuse ranks that share rows, also of a run that has not begun; the arguments are those of `TextModel.of_run`.
+
+    Raises:
+        UsageError: names the command.
+    """
+    ranks = trainer.num_devices * trainer.num_nodes
+    if planned_data_ranks(trainer.strategy, trainer.num_devices, trainer.num_nodes) < ranks:
+        raise UsageError(
+            f"{who}: tensor and context ranks (mesh) divide the model's rows, whose lengths are fixed: leave "
+            f"the callback out, and take a checkpoint and the command {command}"
+        )
 
 
 @dataclass(frozen=True)
@@ -47,11 +61,7 @@ class TextModel:
         Raises:
             UsageError: no tokenizer; ranks that share rows.
         """
-        if trainer.world_size != data_rank(trainer)[1]:
-            raise UsageError(
-                f"{who}: tensor and context ranks (mesh) divide the model's rows, whose lengths are fixed: leave "
-                f"the callback out, and take a checkpoint and the command {command}"
-            )
+        refuse_shared_rows(trainer, who, command)
         data = getattr(trainer, "datamodule", None)
         tokenizer = next((found for owner in (data, module) if (found := getattr(owner, "tokenizer", None))), None)
         if tokenizer is None:

@@ -12,7 +12,7 @@ from lightning_tricks._quote import printable
 from lightning_tricks._trainer import is_a
 from lightning_tricks.models import Sampling
 from lightning_tricks.models.generate import continue_rows
-from lightning_tricks.outputs._text_model import TextModel
+from lightning_tricks.outputs._text_model import TextModel, refuse_shared_rows
 
 
 class SampleText(pl.Callback):
@@ -54,8 +54,13 @@ class SampleText(pl.Callback):
         self.sampling = Sampling(temperature, top_k, top_p)
         self._texts: list[str] = []
 
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse ranks that share rows, before any process is started."""
+        if stage in ("fit", "validate"):
+            refuse_shared_rows(trainer, "SampleText", "generate")
+
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Refuse settings with which the first validation would fail, and ranks that share rows."""
+        """Refuse settings with which the first validation would fail."""
         self._model_and_prompts(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:

@@ -72,9 +72,9 @@ def _casts_by_fsdp2(module: nn.Module, dtype: torch.dtype) -> bool:
 class BF16Mixed(AutocastPrecision):
     """Autocast to bf16; weights, gradients and optimizer state stay in fp32.
 
-    It does the same as Lightning's `precision: bf16-mixed`, and more: gradients of fused optimizers can be clipped;
-    under FSDP2 the sharding casts (`fsdp2_policy`) in place of autocast: weights are gathered in bf16 and gradients
-    reduced in fp32.
+    It does the same as Lightning's `precision: bf16-mixed`, and more: gradients of fused optimizers can be clipped
+    (as Lightning does after 2.6); under FSDP2 the sharding casts (`fsdp2_policy`) in place of autocast: weights are
+    gathered in bf16 and gradients reduced in fp32.
 
     Attributes:
         fsdp2_policy: for a module that shards itself: `fully_shard(block, mp_policy=plugin.fsdp2_policy)`.

@@ -130,21 +130,19 @@ def fit(stands: Stands, *callbacks: Any, workers: int = 0, manual: bool = False,
 
 
 def hang(how: str, watchdog: HangWatchdog) -> Any:
-    """`wait` in Python; be stopped; be in C with Python's lock, after the watch has seen the place."""
-    if how == "stop":
-        return lambda: os.kill(os.getpid(), signal.SIGSTOP)
-    if how == "lock":
+    """`wait` in Python; be stopped or in C with Python's lock, after the watch has told the others the place."""
 
-        def lock() -> None:
-            watch = watchdog._watch
-            assert watch is not None
-            while watch._place.step != STEP:
-                NEVER.wait(0.05)
-            NEVER.wait(2 * watchdog.limit_seconds / 10)
+    def when_told() -> None:
+        watch = watchdog._watch
+        assert watch is not None
+        while watch._published.step != STEP:
+            NEVER.wait(0.05)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
             ctypes.PyDLL(None).sleep(100_000)
 
-        return lock
-    return NEVER.wait
+    return NEVER.wait if how == "wait" else when_told
 
 
 def main(place: str, how: str, rank: int, devices: int, strategy: str, workers: int) -> None:

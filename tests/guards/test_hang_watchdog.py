@@ -13,17 +13,20 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from harness import processes
 from harness.runs import On
 from hung_run import STEP, Module, Rows, Stands, fit, trainer_with
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_tricks import _exit
 from lightning_tricks._errors import UsageError
 from lightning_tricks._process import Process, start_ticks, this_process
 from lightning_tricks._trainer import describe_loader
 from lightning_tricks.callbacks import HangWatchdog
 from lightning_tricks.guards.watchdog import hang_watchdog
+from lightning_tricks.guards.watchdog.channel import Verdict
 from lightning_tricks.guards.watchdog.hang_watchdog import FAILED, Place, communicates, judge, uneven
 from lightning_tricks.strategies import FSDP2Strategy
 
@@ -61,7 +64,6 @@ def watchdog(limit: float = 0.2, **options) -> HangWatchdog:
 
 PLACES = {
     "training loader": "waiting for the training loader before step 4",
-    "between steps": "between steps, after step 3",
     "forward": "in the forward of step 4",
     "backward": "in the backward of step 4",
     "optimizer": "in the optimizer of step 3",
@@ -138,7 +140,7 @@ def test_a_loader_with_workers_is_named_with_them_and_the_one_that_has_the_next_
     assert "DataLoader (number 1 of 2, from 0) over Waits" in report.splitlines()[0]
 
 
-FIRST, OTHER, SAVE = "first_step_seconds", "limit_seconds", "checkpoint_seconds"
+FIRST, OTHER, SAVE, HOOK = "first_step_seconds", "limit_seconds", "checkpoint_seconds", "hook_seconds"
 
 
 @pytest.mark.parametrize(
@@ -153,10 +155,193 @@ FIRST, OTHER, SAVE = "first_step_seconds", "limit_seconds", "checkpoint_seconds"
         ({"part": "validation", "evaluating": True, "validation_batches": 1, "validations": 1, "step": 6}, OTHER),
         ({"part": "checkpoint", "step": 5}, SAVE),
         ({"part": "checkpoint", "evaluating": True}, SAVE),
+        ({"part": "forward", "step": 6, "compiling": True}, FIRST),
+        ({"part": "hook", "step": 6}, HOOK),
+        ({"part": "hook", "step": 5}, HOOK),
+        ({"part": "hook", "step": 6, "evaluating": True, "validations": 1}, HOOK),
     ],
 )
-def test_the_first_step_the_first_validation_batch_and_a_checkpoint_have_limits_of_their_own(values, limit):
-    assert Place(Process(0, 1, "here", 1), **values).limit(first_step=5) == limit
+def test_the_first_step_the_first_batch_a_hook_and_a_checkpoint_have_limits_of_their_own(values, limit):
+    limits = Place(Process(0, 1, "here", 1), **values).limits(first_step=5)
+    options = HangWatchdog()
+    assert max(limits, key=lambda each: getattr(options, each)) == limit
+    short = HangWatchdog(limit_seconds=10.0)
+    assert (options.hook_seconds, short.hook_seconds) == (3000.0, 100.0)  # ten times that of a batch
+    in_first = Place(Process(0, 1, "here", 1), part="hook", step=5).limits(first_step=5)
+    assert max(getattr(short, each) for each in in_first) == 1800.0
+
+
+class Clock:
+    """A time that the test sets, for the watch."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = 1000.0
+        self.timers: list[tuple[float, bool] | None] = []  # how faulthandler's was set: seconds, whether it ends
+        monkeypatch.setattr(hang_watchdog, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(_exit, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(_exit, "faulthandler", self)
+        monkeypatch.setattr(_exit, "_set", {})
+
+    def dump_traceback_later(self, seconds, exit, file) -> None:
+        self.timers.append((seconds, exit))
+
+    def cancel_dump_traceback_later(self) -> None:
+        self.timers.append(None)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+class Looks:
+    """A watch of the thread that makes it, which looks when it is called, `seconds` later: what has it said then?"""
+
+    def __init__(self, trainer, clock: Clock, reports: Reports, **options) -> None:
+        self.watch = hang_watchdog._Watch(trainer, HangWatchdog(**options), None)
+        self.watch.first_step = 0
+        self.clock, self.reports = clock, reports
+
+    def __call__(self, seconds: float = 0.0) -> list[str]:
+        self.clock.now += seconds
+        self.reports.said.clear()
+        self.watch._look()
+        return [said.splitlines()[0] for said in self.reports.said]
+
+
+class Works(pl.loggers.CSVLogger):
+    """A logger that uploads for long."""
+
+    look = staticmethod(lambda: None)
+
+    def log_metrics(self, metrics, step=None):
+        self.look()
+
+
+class Slow(torchmetrics.MeanMetric):
+    look = staticmethod(lambda: None)
+
+    def compute(self):
+        self.look()
+        return super().compute()
+
+
+HOOKS = {
+    "On.on_train_batch_end": lambda look: [On(on_train_batch_end=look)],
+    "On.on_validation_epoch_end": lambda look: [On(on_validation_epoch_end=look)],
+    "On.on_train_end": lambda look: [On(on_train_end=look)],
+    "On.teardown": lambda look: [On(teardown=lambda *_, **__: look())],
+    "On.on_before_optimizer_step": lambda look: [On(on_before_optimizer_step=look)],
+}
+
+
+@pytest.mark.parametrize("place", [*HOOKS, "Module.on_train_batch_end", "Works.log_metrics", "Slow.compute"])
+def test_a_hook_a_logger_and_a_metric_are_places_of_their_own_for_ten_times_as_long(
+    tmp_path, clock, reports, place, monkeypatch
+):
+    """A batch has 300 s; what works for longer at the end of a validation, as LMEval does, is no hang."""
+    said = []
+
+    def look(*_):
+        if said or trainer.global_step < 2:
+            return
+        looks = Looks(trainer, clock, reports)
+        looks()
+        said.extend([looks(2990.0), looks(11.0)])
+
+    logger = Works(tmp_path)
+    monkeypatch.setattr(Works, "look", staticmethod(look if place == "Works.log_metrics" else lambda: None))
+    monkeypatch.setattr(Slow, "look", staticmethod(look if place == "Slow.compute" else lambda: None))
+    module = Module(Stands(""))
+    module.metric = Slow()
+
+    def validation_step(batch, batch_idx):
+        module.metric.update(batch.sum())
+        module.log("mean", module.metric, on_epoch=True)
+
+    module.validation_step = validation_step
+    if place == "Module.on_train_batch_end":
+        module.on_train_batch_end = look
+    trainer = trainer_with(*HOOKS.get(place, lambda _: [])(look), log_every_n_steps=1, max_steps=3)
+    trainer._loggers = [logger]
+    rows = DataLoader(Rows(Stands(""), ""))
+    trainer.fit(module, rows, rows)
+    before, after = said
+    assert before == []
+    assert after[0].startswith(
+        f"HangWatchdog: rank 0 of 1 on {this_process(0, 1).host} has been in {place}, after step "
+    )
+    assert " for 3001 s (hook_seconds=3000): " in after[0]
+
+
+def test_two_checkpoints_one_after_the_other_are_two_places(tmp_path, clock, reports):
+    """As a ModelCheckpoint with `save_last` writes them, within one hook."""
+    said = []
+
+    def save(trainer, *_):
+        looks = Looks(trainer, clock, reports)
+        module.on_save_checkpoint = lambda _: said.append(looks(1700.0))
+        for name in ("step=1", "last"):
+            said.append(looks(1.0))
+            trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+
+    module = Module(Stands(""))
+    trainer = trainer_with(On(on_train_batch_end=save), max_steps=1, limit_val_batches=0)
+    trainer.fit(module, DataLoader(Rows(Stands(""), "")))
+    assert said == [[]] * 4
+
+
+class Told:
+    """A connection over which the ranks have said how long the one behind may stay where it is."""
+
+    was_open, asked, last_words = True, 0, None
+
+    def __init__(self, clock: Clock, *waits: float) -> None:
+        self.clock, self.waits, self.asked_at = clock, list(waits), []
+
+    def ask_all(self, place, number):
+        self.asked_at.append(self.clock.now)
+        return Verdict(len(self.asked_at), "rank 0 of 2 on here is behind: ...", (), self.waits.pop(0))
+
+    def publish(self, place):
+        return True
+
+
+def test_a_rank_that_waits_for_one_at_work_in_a_hook_asks_again_and_reports_when_that_is_too_long(clock, reports):
+    """Rank 0 evaluates, where a hook has 3,000 s; the others wait in the forward, where they have 300."""
+    said, told = [], Told(clock, 500.0, 200.0, 0.0)
+
+    def step(_):
+        if said:
+            return
+        looks = Looks(trainer, clock, reports)
+        looks.watch._connection = told
+        looks()
+        for seconds in (299.0, 2.0, 298.0, 3.0, 198.0, 3.0):
+            said.append(looks(seconds))
+
+    module = Module(Stands(""))
+    module.register_forward_pre_hook(lambda _, batch: step(batch) if trainer.global_step == 1 else None)
+    trainer = trainer_with(max_steps=2, limit_val_batches=0)
+    trainer.fit(module, DataLoader(Rows(Stands(""), "")))
+    assert said[:5] == [[]] * 5
+    assert [at - 1000.0 for at in told.asked_at] == [301.0, 602.0, 803.0]  # not later than a limit after the last time
+    assert " has been in the forward of step 2 for 803 s (limit_seconds=300): " in said[5][0]
+    assert said[5][1] == "HangWatchdog: rank 0 of 2 on here is behind: ..."
+
+
+def test_a_watch_leaves_a_nearer_deadline_of_the_process_standing(clock, reports):
+    """As one of RankMonitor, which promises to end a process that hangs after a failure."""
+
+    def look(trainer, *_):
+        looks = Looks(trainer, clock, reports)
+        deadline = _exit.end_within(3.0)
+        looks(1.0)
+        deadline.cancel()
+        looks.watch._deadline.cancel()
+
+    fit(Stands(""), On(on_train_batch_end=look), max_steps=1)
+    assert clock.timers == [(3.0, True), (2.0, True), (3006.0, False), None]
 
 
 def test_a_first_step_that_takes_long_is_not_reported(reports):
@@ -238,6 +423,7 @@ def test_only_a_fit_and_a_validation_are_watched(run):
     [
         ({"limit_seconds": 0.0}, "HangWatchdog.limit_seconds=0.0: give more than 0 seconds"),
         ({"checkpoint_seconds": -1}, "HangWatchdog.checkpoint_seconds=-1: give more than 0 seconds"),
+        ({"hook_seconds": 0}, "HangWatchdog.hook_seconds=0: give more than 0 seconds"),
         ({"first_step_seconds": 3.0}, "HangWatchdog.first_step_seconds=3.0: give at least limit_seconds=300.0"),
     ],
 )
@@ -252,7 +438,7 @@ def place(rank: int, **values) -> Place:
 
 def named(*places: Place, silent: tuple[int, ...] = ()) -> str:
     processes = {each.process.rank: each.process for each in places}
-    return judge(processes, {each.process.rank: each.to_dict() for each in places}, silent)
+    return judge(processes, {each.process.rank: each.to_dict() for each in places}, silent)[0]
 
 
 def test_the_rank_that_began_the_fewest_collectives_is_behind():
@@ -297,6 +483,20 @@ def test_at_one_place_the_rank_that_is_not_in_a_collective_is_behind():
 def test_where_all_are_alike_no_rank_is_accused():
     line = "no rank is behind the others: waiting for the training loader before step 8"
     assert named(*(place(rank, part="loader", detail="DataLoader") for rank in range(3))) == line
+
+
+def test_a_rank_in_a_hook_stands_where_the_hook_comes_in_a_step():
+    hook = lambda rank, name, **values: place(rank, part="hook", where=f"On.{name}", **values)  # noqa: E731
+    before = named(place(0, part="forward"), hook(1, "on_train_batch_start"), place(2, part="backward"))
+    assert before == "rank 1 of 3 on node7 is behind: in On.on_train_batch_start, after step 7"
+    assert named(hook(0, "on_train_batch_end"), place(1, part="optimizer")).startswith("rank 1 of 3")
+    assert named(hook(0, "on_before_optimizer_step"), place(1, part="backward")).startswith("rank 1 of 3")
+    validation = {"evaluating": True, "validation_batches": 3}
+    end = hook(0, "on_validation_epoch_end", **validation)
+    assert named(end, place(1, part="validation", **validation)).startswith("rank 1 of 3")
+    saves = place(1, part="checkpoint", validations=1, validation_batches=3)
+    late = replace(end, seconds=290.0)
+    assert named(late, saves) == "rank 0 of 3 on node7 is behind: in On.on_validation_epoch_end, after step 7 for 290 s"
 
 
 def test_a_rank_that_gives_no_answer_is_named_with_the_place_it_told_last():
@@ -355,11 +555,11 @@ def test_what_cannot_be_known_of_a_process_is_left_out(monkeypatch):
 
 def test_many_silent_or_failed_ranks_are_one_short_line():
     processes = {rank: Process(rank, 2000, "node7", rank) for rank in range(2000)}
-    line = judge(processes, {}, set(range(1, 2000)))
+    line, _ = judge(processes, {}, set(range(1, 2000)))
     assert line.count("gives no sign of life") == 8
     assert line.endswith("; and 1991 more ranks")
     failed = {rank: {"part": FAILED, "detail": "ValueError: bad batch"} for rank in range(2000)}
-    assert judge(processes, failed, set()).count("has left its run") == 8
+    assert judge(processes, failed, set())[0].count("has left its run") == 8
 
 
 def test_a_rank_that_has_made_its_report_answers_once_and_says_nothing(reports):
@@ -392,10 +592,10 @@ def test_without_a_verdict_rank_0_is_named_unless_it_has_ended_in_order(reports,
     ask_all = lambda place, number: None  # noqa: E731
     trainer = SimpleNamespace(global_rank=1, world_size=2)
     own = hang_watchdog._Watch(trainer, HangWatchdog(), SimpleNamespace(**defaults | channel, ask_all=ask_all))
-    silent = own._name_the_one_behind()
+    line, silent, wait = own._ask_who_is_behind()
     assert silent == ((rank_0,) if channel == {"last_words": None} else ())
-    assert len(reports.said) == (said is not None)
-    assert all(line.startswith(f"HangWatchdog: {said}") for line in reports.said)
+    assert (line == "") is (said is None)
+    assert (line.startswith(said or ""), wait) == (True, 0.0)
 
 
 def test_a_process_is_killed_only_if_it_is_the_same_on_this_host():
@@ -426,7 +626,7 @@ def ranks(rank: int, folder: Path) -> None:
             time.sleep(0.02)
 
     options = {"devices": 2, "use_distributed_sampler": False}
-    line = "rank 1 of 2 on {} is behind: waiting for the training loader before step 4: DataLoader over Rows"
+    line = "rank 1 of 2 on {} is behind: waiting for the training loader before step 4 for "
     stands = Stands("training loader" if rank else "", lambda: wait_for_both("is behind: waiting for the training"))
     fit(stands, watchdog(1.0), strategy="ddp", **options)
     # under FSDP2 both ranks are in the forward, one of them in a collective of it

@@ -45,7 +45,7 @@ class Ranks:
 
     def __init__(self, world: int) -> None:
         self.hub = Hub(("127.0.0.1",))
-        self.hub.judge = lambda processes, places, silent: json.dumps([places, sorted(silent)])
+        self.hub.judge = lambda processes, places, silent: (json.dumps([places, sorted(silent)]), ())
         self.world = world
         self.hub.start()
         self.connections = [self.joined(rank) for rank in range(world)]
@@ -467,5 +467,22 @@ def test_messages_do_not_grow_with_the_number_of_ranks_and_the_rank_behind_is_na
     assert verdict.line == named
     assert {each.verdict for each in wires.connections} == {verdict}
     assert max(wires.count.values()) <= 4  # asked, its answer, the verdict; of the one that asks, its question
+    for connection in wires.connections:
+        connection._stay_alive()
+
+
+def test_the_verdict_says_how_long_the_rank_behind_may_still_stay_where_it_is(monkeypatch):
+    """Rank 1 works in a hook, which may take 3,000 s, and the others wait for it in the forward, beyond their limit."""
+    now = [0.0]
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    wires = Wires(3)
+    here = {"part": "hook", "where": "LMEval.on_validation_epoch_end", "step": 6, "seconds": 290.0, "left": 2710.0}
+    waits = {"part": "forward", "step": 7, "micro_batches": 8, "left": -1.0}
+    wires.places = [waits, here, waits]
+    verdict = wires.connections[0].ask_all(wires.places[0])
+    line = "rank 1 of 3 on here is behind: in LMEval.on_validation_epoch_end, after step 6 for 290 s"
+    assert (verdict.line, verdict.wait) == (line, 2710.0)
+    here["left"] = -0.5
+    assert wires.connections[0].ask_all(wires.places[0]).wait == 0.0
     for connection in wires.connections:
         connection._stay_alive()

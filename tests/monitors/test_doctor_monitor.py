@@ -3,6 +3,7 @@
 import itertools
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_figures_of_an_interval_are_seen_wherever_their_monitor_stands():
     before, after = DoctorMonitor(), DoctorMonitor()
     for monitor, others in ((before, [before, GoodputMonitor()]), (after, [GoodputMonitor(), after])):
         fit(Small(logs=True), *others, max_steps=60, data=data(60), log_every_n_steps=10)
-        assert len(monitor._history.points["goodput/data"]) == 6
+        assert len(monitor._history.series()["goodput/data"]) == 6
 
 
 # ---- resumes
@@ -180,7 +181,7 @@ def test_a_long_history_is_thinned_out_evenly_and_keeps_what_is_not_finite():
         history.add("a", step, math.nan if step == 777 else 1.0)
         if step % 100 == 99:
             history.thin_out()
-    steps = sorted(history.points["a"])
+    steps = history.series()["a"].steps.tolist()
     assert len(steps) <= MOST_POINTS + 100
     assert 777 in steps
     steps.remove(777)
@@ -191,11 +192,42 @@ def test_a_long_history_is_thinned_out_evenly_and_keeps_what_is_not_finite():
     assert steps[-1] >= 4 * MOST_POINTS - 8
 
 
+@pytest.mark.parametrize("value", [1.0, math.nan])
+def test_a_history_takes_16_bytes_a_point_and_some_4096_points_a_metric(value):
+    history = History()
+    for step in range(40 * MOST_POINTS):
+        history.add("a", step, value)
+        if step % 256 == 255:
+            history.thin_out()
+    (steps, values) = history.points["a"]
+    assert steps.itemsize + values.itemsize == 16
+    assert len(steps) == len(values) <= MOST_POINTS + 256
+    assert (steps[0], steps[-1]) >= (0, 39 * MOST_POINTS)
+
+
+def test_of_two_points_of_a_step_the_later_one_counts_also_where_steps_go_back():
+    history = History()
+    for step, value in ((0, 1.0), (1, 2.0), (1, 3.0), (0, 4.0)):
+        history.add("a", step, value)
+    series = history.series()["a"]
+    assert (series.steps.tolist(), series.values.tolist()) == ([0, 1], [4.0, 3.0])
+
+
+def test_only_rank_0_keeps_metrics():
+    for is_zero in (True, False):
+        monitor = DoctorMonitor()
+        monitor._trainer = SimpleNamespace(is_global_zero=is_zero, callback_metrics={"val/loss": torch.tensor(1.0)})
+        monitor._keep("train/loss", 3, 2.0)
+        assert monitor._note_logged("val_loss", 4) == 1.0  # each rank reads it: that may need all of them
+        monitor._report()
+        assert set(monitor._history.points) == ({"train/loss", "val/loss"} if is_zero else set())
+
+
 # ---- ranks
 
 
 def two_ranks(rank, slow):
-    """What rank 0 finds in a run of two ranks, of which the second waits in its forward pass."""
+    """What a rank finds in a run of two ranks, of which the second waits in its forward pass."""
     import time
 
     def act(module, batch):
@@ -209,7 +241,8 @@ def two_ranks(rank, slow):
     return [each.symptom for each in monitor.found], sorted(run.names())
 
 
-def test_a_slow_rank_is_named_on_every_rank():
-    for found, names in processes.run(two_ranks, True):
-        assert "slow_rank" in found
-        assert {"ranks/0/own_seconds", "ranks/1/own_seconds"} <= set(names) or not names
+def test_a_slow_rank_is_named_by_rank_0():
+    (found, names), (others, _) = processes.run(two_ranks, True)
+    assert "slow_rank" in found
+    assert others == []
+    assert {"ranks/0/own_seconds", "ranks/1/own_seconds"} <= set(names)

@@ -325,6 +325,19 @@ def test_without_lightnings_placeholder_there_is_no_hp_metric(tmp_path):
     assert {name: value.string_value for name, value in hparams(tmp_path).items()}["data.name"] == "text"
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_no_metric_stands_twice_at_a_step(tmp_path, every):
+    options = {"gradient_clip_val": 0.5, "log_every_n_steps": every, "enable_checkpointing": True}
+    train(tmp_path, 6, Record(), save_every(2, tmp_path), model=Scheduled(), **options)
+    train(tmp_path, 9, Record(), model=Scheduled(), ckpt_path=tmp_path / "step=4.ckpt", **options)
+    run = events(tmp_path / "run")
+    clip = [step for step, _ in points(tmp_path / "run", "train/clip_norm")]
+    assert {0, 4, 8} <= set(clip)
+    for name in run.Tags()["scalars"]:
+        steps = [step for step, _ in points(tmp_path / "run", name)]
+        assert len(set(steps)) == len(steps) or name == "epoch", (name, steps)
+
+
 def test_a_clip_by_value_is_no_line_in_the_norms_chart(tmp_path):
     options = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
     train(tmp_path, 3, Record(), **options)

@@ -267,9 +267,12 @@ class WeightAverage(pl.Callback):
 
     # ---- the average along the run
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Refuse strategies and callbacks with which wrong weights would be averaged or validated."""
-        name, callbacks = type(self).__name__, trainer.callbacks  # type: ignore[attr-defined]
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse strategies and callbacks with which wrong weights would be averaged or validated.
+
+        The command line calls it before any process is started.
+        """
+        name, callbacks = type(self).__name__, trainer.callbacks
         refuse("EMA, TailAverage", trainer.strategy, f"{name}:")
         for other in [other for other in callbacks if isinstance(other, WeightAverage) and other is not self]:
             if other.NAME == self.NAME:
@@ -279,6 +282,10 @@ class WeightAverage(pl.Callback):
                     f"{name}: validate=True, and {type(other).__name__} would validate with its average too: set "
                     "validate of one of them to False"
                 )
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Refuse the same where no command has; begin anew."""
+        self.check_run(trainer, None, stage)
         if stage == "fit":
             self._reset()
 

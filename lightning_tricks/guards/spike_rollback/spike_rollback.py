@@ -130,6 +130,11 @@ class SpikeRollback(pl.Callback):
 
     # ---- start
 
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse a run that cannot go back, before any process is started."""
+        if stage == "fit":
+            self._refuse(trainer)
+
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Drop the state of a checkpoint that was validated before this fit."""
         if stage == "fit":
@@ -137,7 +142,7 @@ class SpikeRollback(pl.Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse a run that cannot go back; find the buffer."""
-        self._refuse(trainer)
+        self._refuse(trainer)  # also by an optimizer that only now is there
         self._reset()
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(self._judge)

@@ -166,6 +166,11 @@ class StepGuard(pl.Callback):
         self._micro_batches: list[tuple[Any, int, dict[str, Any]]] = []  # of the step, each with the random state
         self._skipped = SkippedSteps(self.max_skipped_steps)
 
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse a strategy, before any process is started."""
+        if stage == "fit":
+            refuse("StepGuard", trainer.strategy, "StepGuard:")
+
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Drop the state of a checkpoint that was validated before this fit."""
         if stage == "fit":

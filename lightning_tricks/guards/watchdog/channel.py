@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -68,6 +68,7 @@ class Verdict:
     number: int = 0  # of the question
     line: str = ""
     silent: tuple[Process, ...] = ()  # processes of this host that gave no answer
+    wait: float = 0.0  # seconds that the rank behind may still stay where it is: no hang before
 
 
 class Connection(threading.Thread):
@@ -171,7 +172,7 @@ class Connection(threading.Thread):
             self.last_words = message.get("bye", self.last_words)
             if "verdict" in message:
                 silent = tuple(Process(**each) for each in message["silent"])
-                self.verdict = Verdict(message["number"], message["verdict"], silent)
+                self.verdict = Verdict(message["number"], message["verdict"], silent, message["wait"])
             self._news.notify_all()
         for listener in listeners:
             listener(self.failure or "")
@@ -268,18 +269,21 @@ class _Question:
 class Hub(threading.Thread):
     """A thread on rank 0 that serves the connections of all ranks, its own too.
 
-    Where all ranks run on one host, no other host can connect. `judge` makes the verdict: see `hang_watchdog.judge`.
+    Where all ranks run on one host, no other host can connect. `judge` makes the verdict, and says which ranks the
+    others wait for: see `hang_watchdog.judge`.
     """
 
     def __init__(self, hosts: tuple[str, ...], one_host: bool = False, user: str = "RankMonitor") -> None:
         super().__init__(daemon=True, name="watchdog-hub")
         self._server = _open_server(one_host)
         self.address = Address(hosts, self._server.getsockname()[1], secrets.token_hex(16))
-        self.judge: Callable[[dict[int, Process], dict[int, Any], set[int]], str] = lambda *_: ""
+        self.judge: Callable[[dict[int, Process], dict[int, Any], set[int]], tuple[str, Iterable[int]]]
+        self.judge = lambda *_: ("", ())
         self._user = user
         self._peers: dict[socket.socket, _Peer] = {}
         self._processes: dict[int, Process] = {}
         self._places: dict[int, Any] = {}  # as published last
+        self._until: dict[int, float] = {}  # how long each may stay there
         self._left: set[int] = set()
         self._question = _Question()
         self._failure: str | None = None
@@ -298,7 +302,7 @@ class Hub(threading.Thread):
             while self._serve():
                 pass
         finally:  # a goodbye also if this code fails: no rank must take that for a death
-            words = self.judge(self._processes, self._places, set()) if self._left else ""
+            words = self.judge(self._processes, self._places, set())[0] if self._left else ""
             for sock in list(self._peers):
                 send(sock, {"bye": words})
                 self._drop(sock)
@@ -358,6 +362,7 @@ class Hub(threading.Thread):
         rank, question = peer.process.rank, self._question
         if "place" in message:
             self._places[rank] = message["place"]
+            self._until[rank] = time.monotonic() + message["place"].get("left", 0.0)
         if "failed" in message:
             self._fail(message["failed"])
         if message.get("last") or "bye" in message:
@@ -388,14 +393,16 @@ class Hub(threading.Thread):
             return
         self._question = _Question(question.number)
         silent = question.silent | question.waits_for
-        line = self.judge(self._processes, self._places, silent)
+        line, behind = self.judge(self._processes, self._places, silent)
+        now = time.monotonic()
+        wait = max(0.0, min((self._until.get(rank, now) - now for rank in behind), default=0.0))
         by_host: dict[str, list[dict[str, Any]]] = {}
         for rank in silent & self._processes.keys():
             by_host.setdefault(self._processes[rank].host, []).append(asdict(self._processes[rank]))
         for sock, peer in self._peers.items():
             if peer.process is not None:
                 here = by_host.get(peer.process.host, [])
-                send(sock, {"verdict": line, "number": question.number, "silent": here})
+                send(sock, {"verdict": line, "number": question.number, "silent": here, "wait": wait})
 
     def _fail(self, line: str) -> None:
         if self._failure is None:

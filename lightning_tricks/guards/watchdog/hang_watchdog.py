@@ -1,6 +1,5 @@
 """A run that stands still says on every rank where it stands, and names the rank that the others wait for."""
 
-import faulthandler
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._exit import end_now
+from lightning_tricks._exit import Deadline, end_now
 from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._process import Process, this_process
 from lightning_tricks._trainer import (
@@ -26,22 +25,27 @@ from lightning_tricks._trainer import (
     describe_loader,
     dismiss_process_observer,
     evaluation_progress,
+    is_compiling,
     is_evaluating,
     launched_processes,
     line_of,
-    running_part,
+    running_place,
     stacks_of_threads,
 )
-from lightning_tricks.guards.watchdog.channel import Connection, connect, first_line, say
+from lightning_tricks.guards.watchdog.channel import VERDICT_SECONDS, Connection, connect, first_line, say
 
 LOOK_SECONDS = 2.0  # between two looks, at most
 TIMER_SECONDS = 6.0  # beyond the limit: the others have named this rank then
 SILENT_SECONDS = 5.0  # after the answers: for the timer of a rank that gives none
 MISSES = 3  # looks in a row that fail before the watch ends
 SHOWN_RANKS = 8  # in one line
+HOOK_LIMITS = 10.0  # the limit of a hook, in those of a batch
 ENDED, FAILED = "ended", "failed"  # parts of a rank that has left its fit
 _DISPATCHER = ("torch._ops", "torch._library")  # what torch calls a functional collective's kernel through
-_ORDER = ("forward", "backward", "optimizer", "", "checkpoint", "validation", "loader")  # within a micro-batch
+_ORDER = (  # within a micro-batch
+    "batch_start", "forward", "on_before_zero_grad", "on_before_backward", "backward", "on_after_backward",
+    "on_before_optimizer_step", "optimizer", "", "hook", "checkpoint", "validation", "loader",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,9 @@ class Place:
     """The place of a rank in its run.
 
     Attributes:
-        part: one of `running_part`; `ENDED` or `FAILED` for a rank that has left its fit.
+        part: one of `running_place`; `ENDED` or `FAILED` for a rank that has left its fit.
+        where: the hook, such as "LMEval.on_validation_epoch_end", or the checkpoint.
+        compiling: whether it is in torch.compile.
         evaluating: whether it is in a validation.
         step: optimizer steps done.
         micro_batches: training micro-batches fetched.
@@ -59,10 +65,14 @@ class Place:
             share; without groups that do not count.
         detail: the loader that it waits for, its error, or the innermost line of Python outside torch's dispatcher.
         in_collective: whether that line is in torch.distributed.
+        seconds: how long it has been there.
+        left: how many seconds it may still stay there.
     """
 
     process: Process
     part: str = ""
+    where: str = ""
+    compiling: bool = False
     evaluating: bool = False
     step: int = 0
     micro_batches: int = 0
@@ -71,18 +81,30 @@ class Place:
     collectives: dict[str, int] = field(default_factory=dict)
     detail: str = ""
     in_collective: bool = False
+    seconds: float = 0.0
+    left: float = 0.0
 
     @property
     def order(self) -> tuple[int, ...]:
         """How far the rank has come: compared with that of another one."""
         batches = self.validation_batches if self.evaluating else 0
-        part = _ORDER.index(self.part) if self.part in _ORDER else len(_ORDER)
-        return self.micro_batches, self.validations, self.evaluating, batches, part
+        part, hook = self.part, self.where.rpartition(".")[2]
+        if part == "hook":
+            part = "batch_start" if hook.endswith("batch_start") else hook if hook in _ORDER else part
+        late = part not in _ORDER or (self.evaluating and part == "hook")  # also after the last validation batch
+        return (
+            self.micro_batches,
+            self.validations,
+            self.evaluating,
+            batches,
+            len(_ORDER) if late else _ORDER.index(part),
+        )
 
     @property
     def progress(self) -> tuple[Any, ...]:
         """What changes while a run goes on."""
-        return self.part, self.step, self.micro_batches, self.validations, self.validation_batches
+        counts = (self.step, self.micro_batches, self.validations, self.validation_batches)
+        return self.part, self.where, self.compiling, *counts
 
     @property
     def text(self) -> str:
@@ -97,16 +119,22 @@ class Place:
             "optimizer": f"in the optimizer of step {self.step + 1}",
             "checkpoint": f"in the checkpoint {after}",
             "validation": f"in the validation {after}, batch {self.validation_batches}",
+            "hook": f"in {self.where}, {after}",
             ENDED: f"at the end of its run, {after}",
         }.get(self.part, f"between steps, {after}")
 
-    def limit(self, first_step: int) -> str:
-        """The option that says how long a rank may stay here, in a fit that began after `first_step` steps."""
+    def limits(self, first_step: int) -> set[str]:
+        """The options of which the largest says how long a rank may stay here.
+
+        Args:
+            first_step: steps done when the fit began.
+        """
         if self.part == "checkpoint":
-            return "checkpoint_seconds"
+            return {"checkpoint_seconds"}
         first_batch = self.part == "validation" and not self.validations and self.validation_batches <= 1
-        is_first = first_batch if self.evaluating else self.step <= first_step
-        return "first_step_seconds" if is_first else "limit_seconds"
+        is_first = self.compiling or (first_batch if self.evaluating else self.step <= first_step)
+        limit = "hook_seconds" if self.part == "hook" else "limit_seconds"
+        return {limit, "first_step_seconds"} if is_first else {limit}
 
     def to_dict(self) -> dict[str, Any]:
         """In plain types, for another rank; without the process, which it knows."""
@@ -115,11 +143,13 @@ class Place:
 
 def read_place(process: Process, trainer: Any, stack: Sequence[FrameType], validations: int) -> Place:
     """The place of this process, from the stack of the thread that trains, the innermost frame first."""
-    part = running_part(stack)
+    part, where = running_place(stack)
     innermost = next((frame for frame in stack if not _module(frame).startswith(_DISPATCHER)), stack[0])
     return Place(
         process,
         part=part,
+        where=where,
+        compiling=is_compiling(stack),
         evaluating=is_evaluating(stack),
         step=trainer.global_step,
         micro_batches=batch_progress(trainer).total.ready,
@@ -148,45 +178,55 @@ def _collectives() -> dict[str, int]:
     return found
 
 
-def judge(processes: Mapping[int, Process], places: Mapping[int, dict[str, Any]], silent: Collection[int]) -> str:
-    """One line: which rank is behind, and where it is, by the places that the ranks told last; some are silent."""
+def judge(
+    processes: Mapping[int, Process], places: Mapping[int, dict[str, Any]], silent: Collection[int]
+) -> tuple[str, Collection[int]]:
+    """One line: which rank is behind, and where it is, by the places that the ranks told last; some are silent.
+
+    Returns:
+        The line, and the ranks that may still go on by themselves, for which the others wait.
+    """
     known = {rank: Place(processes[rank], **places[rank]) for rank in sorted(places)}
     ranks = [place for rank, place in known.items() if rank not in silent]
     failed = [place for place in ranks if place.part == FAILED][:SHOWN_RANKS]
     if failed:
         lines = [f"{each.process.name} has left its run after step {each.step}: {each.detail}" for each in failed]
-        return "; ".join(lines)
+        return "; ".join(lines), ()
     if silent:
         world = next(process.world for process in processes.values())
         names = {rank: processes[rank].name if rank in processes else f"rank {rank} of {world}" for rank in silent}
         lines = [_silent(names[rank], known.get(rank)) for rank in sorted(silent)[:SHOWN_RANKS]]
-        return "; ".join(lines) + (f"; and {more} more ranks" if (more := len(silent) - SHOWN_RANKS) > 0 else "")
+        more = f"; and {len(silent) - SHOWN_RANKS} more ranks" if len(silent) > SHOWN_RANKS else ""
+        return "; ".join(lines) + more, silent
     ended = [place for place in ranks if place.part == ENDED]
     if ended and len(ended) < ended[0].process.world:
-        return f"{_names(ended)} {ended[0].text}: the others have more steps or batches"
+        return f"{_names(ended)} {ended[0].text}: the others have more steps or batches", ()
     return _uneven_validation(ranks) or _behind(ranks)
 
 
-def _uneven_validation(places: Sequence[Place]) -> str:
-    """The line on a validation that some ranks have ended, of which others run a later batch; empty where not so."""
+def _uneven_validation(places: Sequence[Place]) -> tuple[str, Collection[int]] | None:
+    """The line on a validation that some ranks have ended, of which others run a later batch; None where not so."""
     most = max(place.validations for place in places)
     done = [place for place in places if place.validations == most]
     inside = [place for place in places if place.evaluating and place.validations < most]
     longer = [place for place in inside if place.validation_batches > done[0].validation_batches]
     if not longer:
-        return ""
-    return (
+        return None
+    line = (
         f"uneven validation: {_names(done, '')} had {done[0].validation_batches} batches, {_names(longer)} "
         f"at batch {longer[0].validation_batches}: give every rank the same number, such as by "
         "Trainer.limit_val_batches"
     )
+    return line, [place.process.rank for place in longer]
 
 
-def _behind(places: Sequence[Place]) -> str:
+def _behind(places: Sequence[Place]) -> tuple[str, Collection[int]]:
     last = _last(places)
+    line = f"no rank is behind the others: {places[0].text}" if len(places) > 1 else ""
     if len(last) < len(places):
-        return f"{_names(last)} behind: {': '.join(filter(None, [last[0].text, last[0].detail]))}"
-    return f"no rank is behind the others: {places[0].text}" if len(places) > 1 else ""
+        text = last[0].text + (f" for {_seconds(last[0].seconds)}" if last[0].seconds else "")
+        line = f"{_names(last)} behind: {': '.join(filter(None, [text, last[0].detail]))}"
+    return line, [place.process.rank for place in last]
 
 
 def _last(places: Sequence[Place]) -> Sequence[Place]:
@@ -219,6 +259,10 @@ def _fewest_collectives(places: Sequence[Place]) -> Sequence[Place]:
         if all(count == least[group] for group, count in place.collectives.items())
         and any(count < most[group] for group, count in place.collectives.items())
     ]
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.3g} s" if number < 999.5 else f"{number:.0f} s"
 
 
 def _silent(name: str, place: Place | None) -> str:
@@ -288,9 +332,12 @@ class HangWatchdog(pl.Callback):
         limit_seconds: how long one place may last: a part of a training micro-batch, a validation batch, or all that
             lies between two of them. 300 is half of the 10 minutes after which NCCL gives up, without a stack.
         first_step_seconds: the same until the first step is done, and for the first validation batch, in which a model
-            is compiled.
+            is compiled; also wherever torch.compile is at work later.
         checkpoint_seconds: how long the save of a checkpoint may take.
         abort: end the processes of the run after the report.
+        hook_seconds: how long one hook of a callback, the module, the data module or the strategy may take, a logger
+            or a metric at the end of an epoch; ten times `limit_seconds` if None. `first_step_seconds` if that is more,
+            until the first step is done.
 
     Raises:
         UsageError: a limit is not positive, `first_step_seconds` is below `limit_seconds`; in a fit or a validation:
@@ -303,8 +350,14 @@ class HangWatchdog(pl.Callback):
         first_step_seconds: float = 1800.0,
         checkpoint_seconds: float = 1800.0,
         abort: bool = False,
+        hook_seconds: float | None = None,
     ) -> None:
-        options = {"limit_seconds": limit_seconds, "checkpoint_seconds": checkpoint_seconds}
+        hook_seconds = HOOK_LIMITS * limit_seconds if hook_seconds is None else hook_seconds
+        options = {
+            "limit_seconds": limit_seconds,
+            "checkpoint_seconds": checkpoint_seconds,
+            "hook_seconds": hook_seconds,
+        }
         for name, value in options.items():
             if not value > 0:
                 raise UsageError(f"HangWatchdog.{name}={value}: give more than 0 seconds")
@@ -313,7 +366,7 @@ class HangWatchdog(pl.Callback):
                 f"HangWatchdog.first_step_seconds={first_step_seconds}: give at least limit_seconds={limit_seconds}"
             )
         self.limit_seconds, self.first_step_seconds = limit_seconds, first_step_seconds
-        self.checkpoint_seconds, self.abort = checkpoint_seconds, abort
+        self.checkpoint_seconds, self.hook_seconds, self.abort = checkpoint_seconds, hook_seconds, abort
         self._watch: _Watch | None = None
         self._lengths_agree = False
 
@@ -364,8 +417,8 @@ class HangWatchdog(pl.Callback):
 class _Watch(threading.Thread):
     """Watches the thread that makes it, from `start` to `close`; ends by itself when the Trainer's call is over.
 
-    It sets faulthandler's timer anew in each look, a little beyond the limit: that needs no lock of Python's, and so it
-    also fires where C code holds it and this thread stands still.
+    It moves its deadline in each look, a little beyond the limit: that needs no lock of Python's, and so it also holds
+    where C code holds that lock and this thread stands still.
     """
 
     def __init__(self, trainer: Any, options: HangWatchdog, connection: Connection | None) -> None:
@@ -373,7 +426,9 @@ class _Watch(threading.Thread):
         self._trainer, self._options, self._connection = trainer, options, connection
         self._call, self._closed = RunningCall(), threading.Event()
         self._place = self._published = Place(this_process(trainer.global_rank, trainer.world_size))
+        self._deadline = Deadline(ends=options.abort)
         self._since = time.monotonic()
+        self._waits_until = 0.0  # for a rank that may stay longer where it is
         self._answered = 0  # number of the last question that this rank has answered
         self._reported = False  # this place
         self.validations = 0
@@ -396,7 +451,7 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         """Look at the place at least ten times within the limit."""
-        self._arm(self._options.first_step_seconds)
+        self._deadline.set(self._options.first_step_seconds + TIMER_SECONDS)
         every = pause = min(LOOK_SECONDS, self._options.limit_seconds / 10)
         misses, error = 0, ""
         while misses < MISSES and not self._closed.wait(pause):
@@ -406,7 +461,7 @@ class _Watch(threading.Thread):
             except Exception as raised:
                 left, misses, error = None, misses + 1, first_line(raised)
             pause = every if left is None else max(0.01, min(every, left))
-        faulthandler.cancel_dump_traceback_later()
+        self._deadline.cancel()
         if misses == MISSES:  # another callback's error may have kept `on_exception` from us
             if error:
                 say(f"HangWatchdog: {self._place.process.name} is not watched now: {error}")
@@ -420,10 +475,10 @@ class _Watch(threading.Thread):
         place = read_place(self._place.process, self._trainer, stack, self.validations)
         if place.progress != self._place.progress:
             self._go_on(place)
-        self._place, connection = place, self._connection
-        option = place.limit(self.first_step)
-        limit = getattr(self._options, option)
-        left = self._since + limit - time.monotonic()
+        limit, option = max((getattr(self._options, each), each) for each in place.limits(self.first_step))
+        seconds, connection = time.monotonic() - self._since, self._connection
+        self._place = place = replace(place, seconds=seconds, left=limit - seconds)
+        left = max(place.left, self._waits_until - time.monotonic())
         asked = connection.asked if connection is not None else 0
         if self._reported:
             if connection is not None and asked > self._answered:  # by a rank that has gone on and stands still again
@@ -431,29 +486,33 @@ class _Watch(threading.Thread):
                 connection.answer(place.to_dict(), asked)
             return float(self._options.limit_seconds)
         if left <= 0 or asked > self._answered:
-            faulthandler.cancel_dump_traceback_later()
-            self._report(f"{option}={limit:g}" if left <= 0 else "another rank asks")
+            self._deadline.set(VERDICT_SECONDS + TIMER_SECONDS)
+            line, silent, wait = self._ask_who_is_behind()
+            if wait <= 0:
+                self._report(f"{option}={limit:g}" if place.left <= 0 else "another rank asks", line, silent)
+            self._waits_until = time.monotonic() + min(wait, self._options.limit_seconds)  # then it asks again
         else:
-            self._arm(left)
+            self._deadline.set(left + TIMER_SECONDS)
             if connection is not None and place.progress != self._published.progress:
                 self._published = place if connection.publish(place.to_dict()) else self._published
         return max(left, 0.0)
 
     def _go_on(self, place: Place) -> None:
         if self._reported:
-            say(f"HangWatchdog: {place.process.name} goes on, after {time.monotonic() - self._since:.3g} s")
-        self._since, self._reported = time.monotonic(), False
+            say(f"HangWatchdog: {place.process.name} goes on, after {_seconds(time.monotonic() - self._since)}")
+        self._since, self._waits_until, self._reported = time.monotonic(), 0.0, False
 
-    def _report(self, why: str) -> None:
-        """Say where this rank is, and who is behind; end the process if that is asked for."""
+    def _report(self, why: str, line: str, silent: Sequence[Process]) -> None:
+        """Say where this rank is, and who is behind; end the process if that is asked for, and the silent ones."""
         self._reported = True
-        place, seconds = self._place, time.monotonic() - self._since
-        detail = f": {place.detail}" if place.detail else ""
-        name = place.process.name
-        say(f"HangWatchdog: {name} has been {place.text} for {seconds:.3g} s ({why}){detail}\n{stacks_of_threads()}")
+        place, name = self._place, self._place.process.name
+        self._deadline.cancel()
         if self._options.abort:
             dismiss_process_observer()  # it would kill this process as soon as another one has ended
-        silent = self._name_the_one_behind()
+        detail, stacks = f": {place.detail}" if place.detail else "", stacks_of_threads()
+        say(f"HangWatchdog: {name} has been {place.text} for {_seconds(place.seconds)} ({why}){detail}\n{stacks}")
+        if line:
+            say(f"HangWatchdog: {line}")
         if self._options.abort and not self._closed.is_set():
             say(f"HangWatchdog: {name} is ended, with exit code 1")
             time.sleep(SILENT_SECONDS if silent else 1.0)  # a launcher ends all ranks when one has ended
@@ -461,25 +520,16 @@ class _Watch(threading.Thread):
                 process.kill()
             end_now(1, launched_processes(self._trainer))
 
-    def _name_the_one_behind(self) -> Sequence[Process]:
-        """Say which rank is behind; returns the processes of this host that do not answer."""
+    def _ask_who_is_behind(self) -> tuple[str, Sequence[Process], float]:
+        """The line on the rank behind, this host's silent processes, and how long that rank may stay where it is."""
         connection = self._connection
         if connection is None or not connection.was_open:
-            return ()
+            return "", (), 0.0
         number = connection.asked if connection.asked > self._answered else 0
         verdict = connection.ask_all(self._place.to_dict(), number)
         self._answered = max(self._answered, verdict.number if verdict else connection.asked)
         if verdict is not None:
-            say(f"HangWatchdog: {verdict.line}")
-            return verdict.silent
+            return verdict.line, verdict.silent, verdict.wait
         if connection.last_words is None and not self._closed.is_set():
-            say(f"HangWatchdog: {_silent(connection.rank_0.name, None)}")
-            return (connection.rank_0,)
-        if connection.last_words:
-            say(f"HangWatchdog: {connection.last_words}")
-        return ()
-
-    def _arm(self, left: float) -> None:
-        with suppress(RuntimeError, ValueError, OSError):  # no stderr, or one that is no file
-            seconds, abort = left + TIMER_SECONDS, self._options.abort
-            faulthandler.dump_traceback_later(seconds, exit=abort, file=sys.__stderr__ or 2)
+            return _silent(connection.rank_0.name, None), (connection.rank_0,), 0.0
+        return connection.last_words or "", (), 0.0

@@ -2,9 +2,11 @@
 
 import math
 import time
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,31 +26,53 @@ MOST_RANKS = 64  # whose own seconds are logged one by one
 
 
 class History:
-    """The points of each metric over a whole run, evenly thinned out; a value that is not finite always stays."""
+    """The points of each metric over a whole run, evenly thinned out: 16 bytes a point, some `MOST_POINTS` a metric.
+
+    A value that is not finite stays as long as there are fewer than `MOST_POINTS` of them.
+    """
 
     def __init__(self) -> None:
-        self.points: dict[str, dict[int, float]] = {}
+        self.points: dict[str, tuple[array[int], array[float]]] = {}  # steps and values
         self._strides: dict[str, int] = {}
         self._seen: dict[str, int] = {}
 
     def add(self, name: str, step: int, value: float) -> None:
-        """Add a point, unless it is thinned out."""
+        """Add a point, unless it is thinned out; a second one of a step replaces the first."""
         seen = self._seen[name] = self._seen.get(name, -1) + 1
         if seen % self._strides.get(name, 1) == 0 or not math.isfinite(value):
-            self.points.setdefault(name, {})[step] = value
+            steps, values = self.points.setdefault(name, (array("q"), array("d")))
+            if steps and steps[-1] == step:
+                values[-1] = value
+            else:
+                steps.append(step)
+                values.append(value)
+
+    def ends_at(self, name: str, step: int) -> bool:
+        """Whether a metric's last point is of a step."""
+        return name in self.points and self.points[name][0][-1] == step
 
     def thin_out(self) -> None:
         """Halve each metric that has too many points."""
-        for name, points in self.points.items():
-            if len(points) > MOST_POINTS:
-                kept = list(points.items())
-                self.points[name] = {s: v for i, (s, v) in enumerate(kept) if i % 2 == 0 or not math.isfinite(v)}
+        for name, (steps, values) in self.points.items():
+            if len(steps) > MOST_POINTS:
+                series = Series(np.array(steps), np.array(values))
+                kept = ~np.isfinite(series.values)
+                if kept.sum() > MOST_POINTS:
+                    kept[np.flatnonzero(kept)[1::2]] = False
+                kept[::2] = True
+                self.points[name] = array("q", series.steps[kept].tolist()), array("d", series.values[kept].tolist())
                 self._strides[name] = 2 * self._strides.get(name, 1)
                 self._seen[name] = -1
 
     def series(self) -> dict[str, Series]:
         """All metrics."""
-        return {name: Series.of(points) for name, points in self.points.items()}
+        return {name: _series(steps, values) for name, (steps, values) in self.points.items()}
+
+
+def _series(steps: "array[int]", values: "array[float]") -> Series:
+    series = Series(np.array(steps), np.array(values))
+    in_order = bool((np.diff(series.steps) > 0).all())
+    return series if in_order else Series.of(dict(zip(steps, values, strict=True)))
 
 
 def optimizer_steps(optimizer: Any) -> int | None:
@@ -72,8 +96,9 @@ class DoctorMonitor(pl.Callback):
     remedy; notes are left to the command.
 
     It reads values that are on the host already: each interval's from the MetricBuffer, the loss as `StepLoss` has it,
-    and those of `self.log` after validations, when Lightning reads them too. It logs `train/loss` where the module does
-    not, and records `doctor/findings`, the number of findings
+    and those of `self.log` after validations, when Lightning reads them too. Rank 0 alone keeps them, thinned out to
+    some 4,096 points of 16 bytes a metric, and finds something. It logs `train/loss` where the module does not, and
+    records `doctor/findings`, the number of findings
     above a note; in the first step of a resumed run `doctor/optimizer_step`, the steps that an optimizer of Adam's
     kind has counted; and with 2 to 64 processes `ranks/<n>/own_seconds`, the mean time on the host from the end of the
     batch before to the backward pass. A checkpoint holds the last 20 losses, to see a jump after the restore.
@@ -189,11 +214,12 @@ class DoctorMonitor(pl.Callback):
     def _ask(self, rows: list[Row]) -> Mapping[str, float]:
         sick = False
         for row in rows:
-            for name, value in row.values.items():
-                if name == LOSS and not self._has_own_loss:
-                    name = LOGGED  # also where the module logs another number under this name
+            values = row.values
+            if LOSS in values and not self._has_own_loss:
+                values = {**values, LOGGED: values[LOSS]}  # also where the module records another number under the name
+            for name, value in values.items():
                 if not name.startswith("_"):
-                    self._history.add(name, row.step, value)
+                    self._keep(name, row.step, value)
                     sick |= name in ROLES["loss"] and not math.isfinite(value)
         if self._has_own_loss and not self._buffer.failed and self._buffer.is_log_step():
             sick |= not math.isfinite(self._note_logged("loss", rows[-1].step))
@@ -210,11 +236,15 @@ class DoctorMonitor(pl.Callback):
         logged = self._trainer.callback_metrics
         own = (self.names or {}).get(role)
         name = next((name for name in ([own] if own else ROLES[role]) if name in logged), None)
-        if name is None or step in self._history.points.get(name, {}):
+        if name is None or self._history.ends_at(name, step):
             return 0.0
         value = float(logged[name])
-        self._history.add(name, step, value)
+        self._keep(name, step, value)
         return value
+
+    def _keep(self, name: str, step: int, value: float) -> None:
+        if self._trainer.is_global_zero:  # which alone reports
+            self._history.add(name, step, value)
 
     def _log(self) -> RunLog:
         metrics = self._history.series()
@@ -222,11 +252,14 @@ class DoctorMonitor(pl.Callback):
         log = RunLog(metrics, names, list(self._restarts), {}, self._settings)
         if self._before:  # under the name that the loss has in this fit
             name = log.names.setdefault("loss", ROLES["loss"][0])
-            metrics[name] = Series.of({**self._before, **self._history.points.get(name, {})})
+            own = metrics.get(name, Series.of({}))
+            metrics[name] = Series.of(self._before | dict(zip(own.steps.tolist(), own.values.tolist(), strict=True)))
         return log
 
     def _report(self) -> None:
         """Warn of each symptom that is new."""
+        if not self._trainer.is_global_zero:
+            return
         self.found = [finding for finding in findings(self._log()) if finding.severity != "note"]
         for finding in self.found:
             self._warn_once(finding.symptom, f"DoctorMonitor: {finding.symptom}: {finding.line()}")

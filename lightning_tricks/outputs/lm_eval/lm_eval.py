@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks.outputs._text_model import TextModel
+from lightning_tricks.outputs._text_model import TextModel, refuse_shared_rows
 
 
 def harness() -> ModuleType:
@@ -68,6 +68,11 @@ class LMEval(pl.Callback):
         self.batch_size, self.every_n_validations, self.max_length = batch_size, every_n_validations, max_length
         self._loaded: Any = None
         self._validations = 0
+
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse ranks that share rows, before any process is started."""
+        if stage in ("fit", "validate"):
+            refuse_shared_rows(trainer, "LMEval", "eval")
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Load the tasks, on the first process of each host before the others: it may download their data."""

@@ -88,13 +88,15 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         return False
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
-        """Refuse a run without deepspeed, before any process is started."""
+        """Refuse a run without deepspeed, or with what it does not support, before any process is started."""
         check_installed()
+        settings.refuse_settings(self, trainer)
 
     def setup_environment(self) -> None:
         """Refuse what cannot work, then join the process group."""
         assert self.lightning_module is not None
         settings.refuse_settings(self, self.lightning_module.trainer)
+        settings.refuse_accelerator(self)
         load_deepspeed().utils.logging.logger.setLevel(logging.WARNING)
         super(pl.strategies.DeepSpeedStrategy, self).setup_environment()  # Lightning's own refuses a CPU here
 

@@ -68,7 +68,7 @@ def _shape(value: Any) -> str:
 
 
 def refuse_settings(strategy: Any, trainer: Any) -> None:
-    """Refuse options, a device, a precision, a plugin or a clip that DeepSpeed does not support, or its absence."""
+    """Refuse options, a device, a precision, a plugin or a clip that DeepSpeed does not support."""
     if strategy.stage not in get_args(Stage):
         raise UsageError(f"stage={strategy.stage!r}: give 1, 2 or 3")
     if strategy.offload_parameters and strategy.stage != 3:
@@ -88,6 +88,11 @@ def refuse_settings(strategy: Any, trainer: Any) -> None:
         raise UsageError(
             "gradient_clip_algorithm=value: DeepSpeed clips by norm only; set it to norm, or use FSDP2Strategy"
         )
+
+
+def refuse_accelerator(strategy: Any) -> None:
+    """Refuse a device that is not DeepSpeed's own choice, or its absence."""
+    device = strategy.root_device.type
     chosen = load_deepspeed().accelerator.get_accelerator().device_name()
     if chosen != device:
         raise UsageError(

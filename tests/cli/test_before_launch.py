@@ -1,0 +1,66 @@
+"""A run that cannot start is refused by its parts while there is one process, and no data are prepared."""
+
+from types import SimpleNamespace
+
+import pytest
+from harness.models import Small
+from lightning.pytorch import strategies
+
+from lightning_tricks import FSDP2Strategy
+from lightning_tricks._errors import UsageError
+from lightning_tricks.callbacks import (
+    EMA,
+    BatchSizeWarmup,
+    GradNormMonitor,
+    InitFrom,
+    LMEval,
+    SampleText,
+    ScheduleFree,
+    SpikeRollback,
+    StepGuard,
+    TailAverage,
+)
+from lightning_tricks.cli.before_launch import check_before_launch
+from lightning_tricks.parallel.dims import ParallelDims
+
+
+def trainer_with(strategy, callback):
+    """As far as the checks go: no process of it is started."""
+    return SimpleNamespace(
+        strategy=strategy, callbacks=[callback], num_devices=2, num_nodes=1, precision_plugin=None, accelerator=None,
+        is_global_zero=True, checkpoint_callbacks=[], optimizers=[], log_every_n_steps=50, fast_dev_run=False,
+    )  # fmt: skip
+
+
+def tensor_ranks():
+    return FSDP2Strategy(mesh=ParallelDims(tensor=2))
+
+
+DEEPSPEED = object.__new__(strategies.DeepSpeedStrategy)  # Lightning's own, whose package need not be there
+FLAT = object.__new__(strategies.FSDPStrategy)
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "line"),
+    [
+        (SampleText, tensor_ranks(), "SampleText: tensor and context ranks"),
+        (lambda: LMEval(["arc_easy"]), tensor_ranks(), "LMEval: tensor and context ranks"),
+        (EMA, FLAT, "EMA: FSDPStrategy keeps weights"),
+        (lambda: TailAverage(2), FLAT, "TailAverage: FSDPStrategy keeps weights"),
+        (ScheduleFree, FLAT, "ScheduleFree: FSDPStrategy keeps weights"),
+        (SpikeRollback, FLAT, "SpikeRollback: FSDPStrategy keeps weights"),
+        (StepGuard, DEEPSPEED, "StepGuard: DeepSpeedStrategy leaves clip and step"),
+        (lambda: InitFrom("a.ckpt"), FLAT, "init_from=a.ckpt: FSDPStrategy takes no weights"),
+        (lambda: GradNormMonitor(per="block"), FLAT, "GradNormMonitor: per='block' under FSDPStrategy"),
+        (lambda: BatchSizeWarmup({0: 1}), DEEPSPEED, "BatchSizeWarmup: DeepSpeedStrategy has a fixed number"),
+    ],
+)
+def test_a_callback_that_does_not_work_under_a_strategy_is_refused_before_launch(make, strategy, line):
+    trainer = trainer_with(strategy, make())
+    with pytest.raises(UsageError) as refused:
+        check_before_launch(trainer, Small(), object(), "fit", "cpu")
+    assert str(refused.value).startswith(line)
+    assert "\n" not in str(refused.value)
+    trainer.strategy = strategies.SingleDeviceStrategy()
+    trainer.num_devices = 1
+    check_before_launch(trainer, Small(), object(), "fit", "cpu") if make is not SpikeRollback else None
