@@ -318,7 +318,7 @@ class TextData(ShardData):
             if any(len(stream) != self.meta[split]["tokens"] for split, stream in streams.items()):
                 raise UsageError("shards are missing")
             corrections = ByteCorrections.load(self.folder)
-        except (OSError, ValueError, KeyError, TypeError) as error:  # UsageError is a ValueError
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:  # UsageError is a ValueError
             raise UsageError(f"cache_dir: {self.folder} is damaged ({error}); delete that folder") from error
         self.vocab_size, self.eot_id = self.meta["vocab_size"], end_of_text(tokenizer)
         name = self._tokenizer_name or f"BPE of {self.vocab_size} tokens learned from {self.meta['source']}"

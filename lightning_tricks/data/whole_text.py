@@ -124,7 +124,7 @@ class WholeText(ShardData):
             stream = TokenStream(sorted(self.folder.glob("val_*.bin")))
             self.n_bytes = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))["bytes"]
             corrections = ByteCorrections.load(self.folder)
-        except (OSError, ValueError, KeyError, TypeError) as error:  # UsageError is a ValueError
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:  # UsageError is a ValueError
             raise UsageError(f"cache_dir: {self.folder} is damaged ({error}); delete that folder") from error
         self.use({"val": stream}, self._known, self.folder.name, self._tokenizer_name, byte_corrections=corrections)
         rank_zero_info(self.data_summary())

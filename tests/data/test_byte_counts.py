@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from lightning_tricks._errors import UsageError
 from lightning_tricks.data import TextData, TokenData
 from lightning_tricks.data.bpe import END_OF_TEXT, as_text_only, changes_text, token_texts, train_bpe
 from lightning_tricks.data.text_data import document_hash, validation_threshold
@@ -154,9 +155,20 @@ def written(folder, tokenizer) -> TextData:
 
 def as_shards(data: TextData, folder) -> TokenData:
     tokenizer = str(data.folder / "tokenizer.json")
-    shards = TokenData(str(data.folder / "train_*.bin"), str(data.folder / "val_*.bin"), tokenizer=tokenizer, seq_len=8)
+    shards = TokenData(str(folder / "train_*.bin"), str(folder / "val_*.bin"), tokenizer=tokenizer, seq_len=8)
     shards.setup()
     return shards
+
+
+def test_shards_of_text_data_keep_its_count_of_bytes(tmp_path, caplog):
+    tokenizer = Tokenizer.from_str(LEARNED)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    data = written(tmp_path, tokenizer)
+    assert counted(as_shards(data, data.folder)) == counted(data)
+    assert not caplog.records
+    (data.folder / "val_byte_corrections.npy").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"^val: .*val_byte_corrections\.npy is damaged \(.+\); delete that file$"):
+        as_shards(data, data.folder)
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -168,7 +180,10 @@ def test_shards_alone_have_bytes_only_where_the_tokenizer_changes_no_text_and_a_
         tokenizer.normalizer = normalizers.Lowercase()
     data = written(tmp_path, tokenizer)
     assert not caplog.records
-    shards = as_shards(data, tmp_path)
+    (tmp_path / "moved").mkdir()
+    for shard in data.folder.glob("*.bin"):
+        (tmp_path / "moved" / shard.name).write_bytes(shard.read_bytes())
+    shards = as_shards(data, tmp_path / "moved")
     said = [record.getMessage() for record in caplog.records]
     if changed:
         assert all("n_bytes" not in batch for batch in shards.val_dataloader())
