@@ -505,6 +505,7 @@ def test_a_staging_folder_of_a_live_process_another_host_or_an_unknown_name_stay
         (tmp_path / name).mkdir()
         (tmp_path / name / "train_000000.bin").touch()
         os.utime(tmp_path / name, (long_ago, long_ago))
+    (tmp_path / f".known_content.json.{system}-{dead}-1.abc").touch()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f".link.{system}-{dead}-1.abc").symlink_to(tmp_path / "elsewhere")
     build_once(tmp_path / "set", write_two)
