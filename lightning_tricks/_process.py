@@ -1,6 +1,8 @@
 """The identity of a process, and when it started, as the system tells it."""
 
+import hashlib
 import os
+import re
 import socket
 import time
 from contextlib import suppress
@@ -64,3 +66,41 @@ class Process:
 def this_process(rank: int, world: int) -> Process:
     """The identity of this process."""
     return Process(rank, world, socket.gethostname(), os.getpid(), start_ticks())
+
+
+def process_tag() -> str | None:
+    """This process in a file's name, such as `3f1c2a-171-8812`: the system it runs on, its id and its start.
+
+    None where the system does not tell who it is, as outside Linux.
+    """
+    system = _system()
+    return None if system is None else f"{system}-{os.getpid()}-{start_ticks() or 0}"
+
+
+def has_ended(name: str) -> bool:
+    """Whether a file's name ends in `.<tag>.<anything>` of a process that certainly runs no more.
+
+    Never of one on another host, in another container or before a restart of this host: nothing is known of these.
+    """
+    found = re.search(r"\.([0-9a-f]+)-(\d+)-(\d+)\.\w+$", name)
+    if found is None or found[1] != _system():
+        return False
+    process, started = int(found[2]), int(found[3])
+    try:
+        os.kill(process, 0)  # asks only whether it is there
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False  # of another user, so it is there
+    now = start_ticks(process)
+    return bool(started and now) and started != now  # a later process got its id
+
+
+def _system() -> str | None:
+    """The running kernel and its namespace of process ids, in which an id and a start name one process."""
+    try:
+        kernel = (_PROC / "sys/kernel/random/boot_id").read_text()
+        namespace = os.readlink(_PROC / "self/ns/pid")
+    except OSError:
+        return None
+    return hashlib.sha256(f"{kernel}{namespace}".encode()).hexdigest()[:12]

@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._machine import host_bytes, most_processes
 from lightning_tricks._trainer import data_rank
 from lightning_tricks.data.batches import Batch, TrainBatches, ValidationBatches
-from lightning_tricks.data.bpe import token_texts, vocabulary_size
+from lightning_tricks.data.bpe import changes_text, token_texts, vocabulary_size
 from lightning_tricks.data.order import SkippedSamples, WindowOrder
 from lightning_tricks.data.positions import ENDLESS, BatchHistory, DataPosition, Positions, micro_batch_positions
 from lightning_tricks.data.saved_tokenizer import check_same, find_record, tokenizer_record
@@ -174,6 +175,7 @@ class ShardData(pl.LightningDataModule):
         self.eot_id: int | None = None
         self.streams: dict[str, TokenStream] = {}
         self.token_texts: list[bytes] | None = None
+        self._byte_corrections: NDArray[np.int64] | None = None
         self._tokenizer_record: dict[str, Any] | None = None
         self._guard = IdGuard()
         self.skip_samples = skip_samples
@@ -201,6 +203,7 @@ class ShardData(pl.LightningDataModule):
         fingerprint: str,
         tokenizer_name: str,
         content: str | None = None,
+        byte_corrections: NDArray[np.int64] | None = None,
     ) -> None:
         """Serve the streams `train` and `val`, or one of them; checkpoints record fingerprints and the name.
 
@@ -210,6 +213,8 @@ class ShardData(pl.LightningDataModule):
             fingerprint: of the data's names and settings.
             tokenizer_name: for messages.
             content: fingerprint of the data themselves, where `fingerprint` does not depend on them.
+            byte_corrections: of the stream `val`, see `ValidationBatches`; None: not known, and needless where the
+                tokenizer changes no text.
 
         Raises:
             UsageError: too little text for one row, or ids that the tokenizer does not have.
@@ -222,6 +227,13 @@ class ShardData(pl.LightningDataModule):
             self._check_length(streams["train"])
         if tokenizer is not None:
             self.token_texts = token_texts(tokenizer)
+            self._byte_corrections = byte_corrections
+            if "val" in streams and byte_corrections is None:
+                if (reason := changes_text(tokenizer)) is None:
+                    self._byte_corrections = np.zeros((0, 2), dtype=np.int64)
+                else:
+                    name = tokenizer_name or "of the data"
+                    rank_zero_info(f"No bits per byte: the bytes behind tokens of {name} are not known ({reason})")
             self.check_ids(vocabulary_size(tokenizer), "the tokenizer")
             self._tokenizer_record = tokenizer_record(tokenizer, tokenizer_name, self.eot_id)
 
@@ -278,7 +290,7 @@ class ShardData(pl.LightningDataModule):
         """Batches in which every validation token but the first is a label once; an empty list without validation."""
         if "val" not in self.streams:
             return []
-        texts = self.token_texts
+        texts = None if self._byte_corrections is None else self.token_texts
         rank, world = data_rank(self.trainer)
         batches = ValidationBatches(
             self.streams["val"],
@@ -289,6 +301,7 @@ class ShardData(pl.LightningDataModule):
             with_document_ids=self.document_ids,
             rank=rank,
             world=world,
+            byte_corrections=self._byte_corrections,
         )
         return SizedLoader(batches, lambda: range(len(batches)), self.num_workers, self._guard, self.trainer)
 

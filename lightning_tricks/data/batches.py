@@ -80,7 +80,8 @@ class ValidationBatches(Dataset[Batch]):
 
     Rank r of W gets windows r, r + W, ... All ranks have the same number of batches, of the same shape: missing rows
     are filled with labels of -100. Labels of special tokens are -100 too. `n_bytes` (B,) int64 is the number of UTF-8
-    bytes behind the row's other labels; it needs `token_bytes`.
+    bytes behind the row's other labels; it needs `token_bytes`. Where the tokenizer changed a document, the difference
+    to the bytes of the document itself counts where it ends.
 
     Args:
         stream: the validation tokens.
@@ -91,6 +92,7 @@ class ValidationBatches(Dataset[Batch]):
         with_document_ids: add `document_ids` (B, T) int32; needs `eot_id`.
         rank: this process among those that share the windows.
         world: number of processes that share them.
+        byte_corrections: (n, 2) int64, positions in the stream in their order, and the bytes to add there; None: none.
 
     Source: bits per byte without special tokens as nanochat counts it,
     https://github.com/karpathy/nanochat/blob/master/nanochat/loss_eval.py.
@@ -104,6 +106,7 @@ class ValidationBatches(Dataset[Batch]):
     with_document_ids: bool = False
     rank: int = 0
     world: int = 1
+    byte_corrections: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         windows = -(-max(len(self.stream) - 1, 0) // self.seq_len)
@@ -127,10 +130,20 @@ class ValidationBatches(Dataset[Batch]):
             counted = labels != IGNORED
             lengths = np.zeros(shape, dtype=np.int64)
             lengths[counted] = self.token_bytes[labels[counted]]
-            batch["n_bytes"] = lengths.sum(axis=1)
+            batch["n_bytes"] = lengths.sum(axis=1) + self._corrections(index)
             labels[lengths == 0] = IGNORED
         elif self.eot_id is not None:
             labels[labels == self.eot_id] = IGNORED
         if self.with_document_ids and self.eot_id is not None:
             batch["document_ids"] = document_ids(input_ids, self.eot_id)
         return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def _corrections(self, index: int) -> NDArray[np.int64]:
+        """Bytes to add to the rows of batch `index`, (B,); the labels of a row are one position after its inputs."""
+        starts = self.starts(index)
+        if self.byte_corrections is None:
+            return np.zeros_like(starts)
+        positions, added = self.byte_corrections.T
+        sums = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(added)))
+        first, end = np.searchsorted(positions, np.stack([starts + 1, starts + self.seq_len + 1]))
+        return sums[end] - sums[first]

@@ -149,6 +149,45 @@ def split_pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
     return pattern
 
 
+def changes_text(tokenizer: Tokenizer) -> str | None:
+    """Why the bytes behind the ids of a text may not be its own, such as `it has the normalizer NFC`; None: they are.
+
+    Args:
+        tokenizer: see `as_text_only`.
+    """
+    spec = json.loads(tokenizer.to_str())
+    if token_texts(tokenizer) is None:
+        return "it is not byte-level"
+    if spec["normalizer"] is not None:
+        return f"it has the normalizer {spec['normalizer']['type']}"
+    if reason := not_plain(spec["model"]):
+        return reason
+    first = spec["pre_tokenizer"] or {}
+    steps = first.get("pretokenizers", [first])
+    kinds = [step.get("type") for step in steps]
+    if kinds.count("ByteLevel") != 1:
+        return "its pre-tokenizer does not map bytes once"
+    for step, kind in zip(steps, kinds, strict=True):
+        if step.get("add_prefix_space"):
+            return "it adds a space before a text"
+        if kind not in ("ByteLevel", "Split", "Digits", "Punctuation") or step.get("behavior") == "Removed":
+            return f"its pre-tokenizer has {kind}"
+    vocab, merged = (
+        spec["model"]["vocab"],
+        {"".join(m.split(" ") if isinstance(m, str) else m) for m in spec["model"]["merges"]},
+    )
+    alphabet = byte_alphabet()
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if not token.special and (token.lstrip or token.rstrip):
+            return f"its token {token.content!r} takes the spaces beside it"
+        # one id for two texts: that of the added token, and that of the bytes of the same name
+        own = bytes(alphabet.get(char, 0) for char in token.content) == token.content.encode() and not token.special
+        made = spec["model"].get("ignore_merges") or token.content in merged or len(token.content) == 1
+        if token.content in vocab and made and not own:
+            return f"its token {token.content!r} also stands for bytes"
+    return None
+
+
 def token_texts(tokenizer: Tokenizer) -> list[bytes] | None:
     """The UTF-8 bytes of each token by id, empty for special tokens; None for a tokenizer that is not byte-level."""
     spec = json.loads(tokenizer.to_str())

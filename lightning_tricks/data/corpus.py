@@ -11,19 +11,36 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.data.content import file_hashes, known_revision
 
 # the files of a folder that are read; a glob takes any name
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson", ".parquet")
+# files that are no text of one document after the other, though some of them can be decoded as UTF-8
+_JSON_ENDINGS = "json json5 geojson ipynb"
+_BINARY_ENDINGS = (
+    "7z arrow avro bin bmp bz2 ckpt db doc docx epub exe feather flac gguf gif h5 hdf5 jpeg jpg lz4 mds mkv mov mp3 "
+    "mp4 msgpack npy npz odt ogg onnx orc pdf pickle pkl png ppt pptx pt pth pyc rar safetensors so sqlite tar "
+    "tfrecord tgz tif tiff wav webm webp whl xls xlsx xz zip zst"
+)
+
+
+def _is_gzip(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
 
 
 def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    """The ending that tells the kind, in small letters and without `.gz`; that of .ndjson is .jsonl, its other name."""
+    suffix = (Path(path.stem) if _is_gzip(path) else path).suffix.lower()
+    return ".jsonl" if suffix == ".ndjson" else suffix
 
 
 def is_rows(path: Path) -> bool:
@@ -32,11 +49,18 @@ def is_rows(path: Path) -> bool:
 
 
 def check_readers(paths: list[Path]) -> None:
-    """Refuse files whose library is missing.
+    """Refuse files that are certainly no text, by their ending, and those whose library is missing.
 
     Raises:
         UsageError: see above.
     """
+    for path in paths:
+        suffix = _suffix(path)
+        if suffix[1:] in _JSON_ENDINGS.split():
+            raise UsageError(f"files: {path} is JSON and no text: write it as .jsonl, an object in each line")
+        if suffix[1:] in _BINARY_ENDINGS.split() or (suffix == ".parquet" and _is_gzip(path)):
+            remedy = "unpack it" if suffix == ".parquet" else "leave it out, or write its text as .jsonl or .txt"
+            raise UsageError(f"files: {path} is no text, by the ending of its name: {remedy}")
     parquet = next((path for path in paths if _suffix(path) == ".parquet"), None)
     if parquet is not None and importlib.util.find_spec("pyarrow") is None:
         raise UsageError(f'files: {parquet} needs: pip install "lightning-tricks[parquet]"')
@@ -88,14 +112,17 @@ def _is_visible(name: str) -> bool:
 
 def _lines(path: Path, limit: int = -1) -> Iterator[str]:
     """The lines of a text file, gzipped or not; with `limit`, in parts of at most so many characters."""
-    open_text: Callable[..., TextIO] = gzip.open if path.suffix == ".gz" else Path.open
+    open_text: Callable[..., TextIO] = gzip.open if _is_gzip(path) else Path.open
     try:
-        with open_text(path, "rt", encoding="utf-8", newline="") as file:  # newline="" keeps the line ends
+        # newline="" keeps the line ends; a byte order mark is no text
+        with open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
             while line := file.readline(limit):
+                if "\0" in line:
+                    raise UsageError(f"files: {path} is no UTF-8 text (it has zero bytes); convert it or leave it out")
                 yield line
     except UnicodeDecodeError as error:
         raise UsageError(f"files: {path} is not UTF-8 text ({error.reason}); convert it or leave it out") from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"files: {path} cannot be read ({reason})") from error
 
@@ -134,9 +161,11 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except ValueError as error:
+            row = json.loads(line, parse_int=_number)
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"files: {path}, line {number} is not JSON ({error})") from error
+        if isinstance(row, dict) and text_field in row and row[text_field] is None:
+            continue  # a row without text
         if isinstance(row, dict) and text_field in row and not isinstance(row[text_field], str):
             value = json.dumps(row[text_field])[:40]
             raise UsageError(
@@ -144,10 +173,26 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
                 "or name the key of its text"
             )
         if not isinstance(row, dict) or text_field not in row:
-            keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            keys = _names(row) if isinstance(row, dict) else type(row).__name__
             raise UsageError(f"text_field={text_field!r}: {path}, line {number} has {keys}; name the key of its text")
-        # JSON can contain half a surrogate pair, which is no character
-        yield row[text_field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        yield _characters(row[text_field])
+
+
+def _number(digits: str) -> float:
+    """A whole number of JSON, of any length; Python refuses to make an int of 4,300 digits."""
+    return int(digits) if len(digits) < 20 else float(digits)
+
+
+def _characters(text: str) -> str:
+    """The text without halves of surrogate pairs, which JSON can contain and which are no characters."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _names(names: Iterable[object]) -> str:
+    """The first names of keys or columns, in one line of a readable length."""
+    text = ", ".join(str(name) for name in islice(names, 20))
+    text = "".join(char if char.isprintable() else "?" for char in text)
+    return "no keys" if not text else text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
@@ -157,15 +202,24 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
-            if text_field not in schema.names:
-                raise UsageError(f"text_field={text_field!r}: {path} has {', '.join(schema.names)}")
+            if (columns := schema.names.count(text_field)) != 1:
+                found = f"{columns} columns of that name" if columns else _names(schema.names)
+                remedy = "give them different names" if columns else "name the column of its text"
+                raise UsageError(f"text_field={text_field!r}: {path} has {found}; {remedy}")
             kind = schema.field(text_field).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise UsageError(f"text_field={text_field!r}: {path} holds {kind} there; name the column of its text")
+            value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind  # a column of categories
+            if str(value) not in ("string", "large_string", "string_view", "null"):
+                raise UsageError(
+                    f"text_field={text_field!r}: {path} holds {_names([kind])} there and no text; "
+                    "name the column of its text"
+                )
             for rows in file.iter_batches(columns=[text_field]):
-                yield from (text for text in rows.column(0).to_pylist() if text)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UsageError(f"files: {path} cannot be read as Parquet ({str(error).splitlines()[0]})") from error
+                yield from (text for text in rows.column(text_field).to_pylist() if text)
+    except UsageError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:  # ValueError: strings that are not UTF-8
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UsageError(f"files: {path} cannot be read as Parquet ({reason})") from error
 
 
 Documents = Callable[[], Iterator[str]]
@@ -179,28 +233,35 @@ class Corpus:
 
     Args:
         description: one line for the record in meta.json.
-        fingerprint: changes when the documents may have changed; part of the cache's key.
+        identity: called with the cache's folder, and whether what is recorded there suffices in place of a question to
+            another host. Its answer depends on the content of the documents; part of the cache's key.
         n_bytes: approximate size of the text, for the progress bar; None when unknown.
         documents: called for each pass, yields the non-empty documents in a fixed order.
         located: yields the same documents, each as (file, text); None where they come from no files.
     """
 
     description: str
-    fingerprint: str
+    identity: Callable[[Path, bool], str]
     n_bytes: int | None
     documents: Documents
     located: Located | None = None
 
 
 def _corpus_of_files(description: str, paths: list[Path], setting: str, located: Located) -> Corpus:
-    """A corpus whose fingerprint changes with `setting` and with any file's path, size or time of change."""
-    stats = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
-    fingerprint = hashlib.sha256(repr((stats, (setting,))).encode()).hexdigest()
+    """A corpus whose identity changes with `setting`, and with the content of the files in their order."""
 
     def documents() -> Iterator[str]:
         return (text for _, text in located())
 
-    return Corpus(description, fingerprint, sum(size for _, size, _ in stats), documents, located)
+    size = sum(path.stat().st_size for path in paths)
+    return Corpus(description, partial(_identity_of_files, paths, setting), size, documents, located)
+
+
+def _identity_of_files(paths: list[Path], setting: str, cache_dir: Path, recorded: bool = False) -> str:
+    """Depends on what is read from the files: their content, and the reader that their names choose."""
+    kinds = [(_suffix(path) if is_rows(path) else "plain", _is_gzip(path)) for path in paths]
+    content = list(zip(kinds, file_hashes(paths, cache_dir), strict=True))
+    return hashlib.sha256(repr((setting, content)).encode()).hexdigest()
 
 
 def standard_library() -> Corpus:
@@ -273,30 +334,52 @@ def _piece_size(path: Path) -> int:
 def hugging_face(name: str, text_field: str) -> Corpus:
     """The `train` split of a dataset, streamed: `owner/dataset[:config]` on the Hub, or a local dataset folder.
 
+    A dataset of the Hub is known by its revision, and that revision is read; a folder by the content of its files.
+
     Raises:
         UsageError: `datasets` is not installed, the dataset cannot be read or has no such column.
     """
-    path, _, config = name.partition(":")
     if importlib.util.find_spec("datasets") is None:
         raise UsageError(f'hf_dataset={name!r} needs: pip install "lightning-tricks[datasets]"')
+    dataset = _Dataset(name, text_field)
+    return Corpus(f"Hugging Face dataset {name}", dataset.identity, None, dataset.documents)
 
-    def documents() -> Iterator[str]:
+
+@dataclass
+class _Dataset:
+    """A dataset, by name; `identity` fixes the revision that `documents` reads."""
+
+    name: str
+    text_field: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def identity(self, cache_dir: Path, recorded: bool) -> str:
+        path = self.name.partition(":")[0]
+        if (folder := Path(path)).is_dir():
+            visible = [f for f in sorted(folder.rglob("*")) if all(map(_is_visible, f.relative_to(folder).parts))]
+            files = [file for file in visible if file.is_file()]
+            names = [str(file.relative_to(folder)) for file in files]  # which also tell the split
+            content: object = list(zip(names, file_hashes(files, cache_dir), strict=True))
+        else:
+            self.options["revision"] = content = known_revision(path, cache_dir, recorded)
+        config = self.name.partition(":")[2]
+        return hashlib.sha256(repr((config, self.text_field, content)).encode()).hexdigest()
+
+    def documents(self) -> Iterator[str]:
         import datasets
 
+        path, _, config = self.name.partition(":")
         try:
-            for row in datasets.load_dataset(path, config or None, split="train", streaming=True):
-                text = row.get(text_field)
-                if text is None and text_field in row:
-                    continue  # a row without text, passed over as in a file of Parquet
+            for row in datasets.load_dataset(path, config or None, split="train", streaming=True, **self.options):
+                text = row.get(self.text_field)
+                if text is None and self.text_field in row:
+                    continue  # a row without text
                 if not isinstance(text, str):
-                    raise UsageError(f"text_field={text_field!r}: {name} has the columns {', '.join(row)}")
+                    raise UsageError(f"text_field={self.text_field!r}: {self.name} has the columns {_names(row)}")
                 if text.strip():
-                    yield text
+                    yield _characters(text)
         except UsageError:
             raise
         except Exception as error:  # the Hub, the network and the formats each raise their own
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise UsageError(f"hf_dataset={name!r}: cannot be read ({reason})") from error
-
-    fingerprint = hashlib.sha256(repr((name, text_field)).encode()).hexdigest()
-    return Corpus(f"Hugging Face dataset {name}", fingerprint, None, documents)
+            raise UsageError(f"hf_dataset={self.name!r}: cannot be read ({reason})") from error

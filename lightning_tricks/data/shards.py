@@ -149,6 +149,52 @@ class ShardWriter:
             self._file.close()
 
 
+class ByteCorrections:
+    """Where validation tokens stand for other bytes than those of the text, because the tokenizer changed it.
+
+    They are written beside the shards, for `ValidationBatches`.
+
+    Args:
+        folder: of the shards.
+        token_texts: the bytes of each token; None when not known, and then nothing is written.
+    """
+
+    FILE = "val_byte_corrections.npy"
+
+    def __init__(self, folder: Path, token_texts: Sequence[bytes] | None) -> None:
+        self._folder, self._found = folder, list[tuple[int, int]]()
+        self._known = token_texts is not None
+        self._lengths = np.array([len(text) for text in token_texts or ()], dtype=np.int64)
+
+    def add(self, ids: NDArray[np.integer], n_bytes: int, position: int) -> None:
+        """Compare the ids of a text with the number of its bytes; a difference counts at `position`, its last token."""
+        if not self._known:
+            return
+        lengths = self._lengths[ids]
+        self._known = bool(lengths.all())  # a token without bytes is no label, so the text's bits would be too few
+        if difference := n_bytes - int(lengths.sum()):
+            self._found.append((position, difference))
+
+    def save(self) -> None:
+        """Write the file, if the number of bytes is known."""
+        if self._known:
+            np.save(self._folder / self.FILE, np.array(self._found, dtype=np.int64).reshape(-1, 2))
+
+    @classmethod
+    def load(cls, folder: Path) -> NDArray[np.int64] | None:
+        """(n, 2) int64, positions and differences; None where the number of bytes is not known.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        if not (folder / cls.FILE).is_file():
+            return None
+        found: NDArray[np.int64] = np.load(folder / cls.FILE, allow_pickle=False)
+        if found.dtype != np.int64 or found.shape[1:] != (2,):
+            raise ValueError(f"{cls.FILE} holds something else")
+        return found
+
+
 _CHUNK = 1 << 24  # tokens compared at once in a scan
 
 

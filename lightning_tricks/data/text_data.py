@@ -14,7 +14,6 @@ import platform
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -30,13 +29,12 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._quote import say
 from lightning_tricks._writable import check_folder
 from lightning_tricks.data.base import ShardData
-from lightning_tricks.data.bpe import end_of_text, load_tokenizer, train_bpe, vocabulary_size
+from lightning_tricks.data.bpe import end_of_text, load_tokenizer, token_texts, train_bpe, vocabulary_size
+from lightning_tricks.data.content import remove_unfinished, staging_prefix
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
 from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
-from lightning_tricks.data.shards import ShardWriter, TokenStream, token_dtype
+from lightning_tricks.data.shards import ByteCorrections, ShardWriter, TokenStream, token_dtype
 from lightning_tricks.data.text_encoder import encode_all
-
-_ABANDONED_SECONDS = 24 * 3600
 
 
 def default_cache_dir() -> Path:
@@ -47,15 +45,17 @@ def default_cache_dir() -> Path:
 def build_once(folder: Path, build: Callable[[Path], None]) -> None:
     """Fill `folder` by calling `build` with a temporary folder beside it, unless `folder` exists.
 
+    What killed builds of any folder beside it have left is removed.
+
     Raises:
         UsageError: the parent cannot be written, or the disk is full. No incomplete folder is left.
     """
+    remove_unfinished(folder.parent)
     if folder.exists():
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(folder)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=staging_prefix(folder.name), dir=folder.parent))
         try:
             build(temporary)
             temporary.chmod(0o755)  # mkdtemp's 0o700 would lock others out of a shared cache
@@ -67,14 +67,6 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> None:
             return  # another process was faster, and its folder is as good
         reason = error.strerror or error
         raise UsageError(f"cache_dir: cannot write to {folder.parent} ({reason}); set cache_dir") from error
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove the temporary folders of killed builds of `folder`, once they are too old to be still in use."""
-    for left in folder.parent.glob(f".{folder.name}.*"):
-        newest = max((path.stat().st_mtime for path in (left, *left.glob("*"))), default=0.0)
-        if time.time() - newest > _ABANDONED_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
 
 
 FORMAT_VERSION = 1  # part of the cache key: raise it when the same input gives other files
@@ -174,6 +166,7 @@ def _write_splits(corpus: Corpus, folder: Path, tokenizer: Tokenizer, threshold:
     quiet = not sys.stderr.isatty()
     if quiet:
         _say(f"Tokenizing {corpus.description}")
+    corrections = ByteCorrections(folder, token_texts(tokenizer))
     with ExitStack() as stack:
         writers = {split: stack.enter_context(ShardWriter(folder, split, size)) for split in counts}
         bar = tqdm(desc="Tokenizing", total=corpus.n_bytes, unit="B", unit_scale=True, disable=quiet, leave=False)
@@ -182,10 +175,13 @@ def _write_splits(corpus: Corpus, folder: Path, tokenizer: Tokenizer, threshold:
             raw = document.encode()
             split = "val" if document_hash(document) < threshold else "train"
             writers[split].append(np.append(ids, end))
+            if split == "val":
+                corrections.add(ids, len(raw), writers[split].tokens - 1)
             hashes[split].update(raw)
             counts[split]["documents"] += 1
             counts[split]["bytes"] += len(raw)
             bar.update(len(raw))
+    corrections.save()
     return {s: {**counts[s], "tokens": writers[s].tokens, "sha256": hashes[s].hexdigest()} for s in counts}
 
 
@@ -300,7 +296,10 @@ class TextData(ShardData):
         """The folder for the shards of exactly this text, tokenizer and split; `prepare_data` makes it."""
         given = self._given_tokenizer
         tokenizer = self._vocab_size_to_learn if given is None else tokenizer_sha256(given)
-        key = repr((FORMAT_VERSION, self._corpus.fingerprint, tokenizer, self.val_fraction))
+        # one process of each host has asked for the text's identity in prepare_data
+        recorded = self.trainer is not None and self.trainer.local_rank != 0
+        identity = self._corpus.identity(self.cache_dir, recorded)
+        key = repr((FORMAT_VERSION, identity, tokenizer, self.val_fraction))
         return self.cache_dir / f"text-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
     def prepare_data(self) -> None:
@@ -319,11 +318,12 @@ class TextData(ShardData):
                 raise UsageError("tokenizer.json did not write the shards")
             if any(len(stream) != self.meta[split]["tokens"] for split, stream in streams.items()):
                 raise UsageError("shards are missing")
-        except (OSError, ValueError, KeyError, TypeError) as error:  # UsageError is a ValueError
+            corrections = ByteCorrections.load(self.folder)
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:  # UsageError is a ValueError
             raise UsageError(f"cache_dir: {self.folder} is damaged ({error}); delete that folder") from error
         self.vocab_size, self.eot_id = self.meta["vocab_size"], end_of_text(tokenizer)
         name = self._tokenizer_name or f"BPE of {self.vocab_size} tokens learned from {self.meta['source']}"
-        self.use(streams, tokenizer, self.folder.name, name)
+        self.use(streams, tokenizer, self.folder.name, name, byte_corrections=corrections)
 
     def source_files(self, positions: Sequence[int]) -> list[Path | None]:
         """The text file behind each position of the training stream; reads the text up to the last of them.
@@ -341,7 +341,7 @@ class TextData(ShardData):
         """One line on the training data; after `setup`."""
         train, val = self.meta["train"], self.meta["val"]
         return (
-            f"{self.meta['source']}: {train['documents'] + val['documents']:,} documents, "
+            f"{self._corpus.description}: {train['documents'] + val['documents']:,} documents, "
             f"{(train['bytes'] + val['bytes']) / 1e6:.2f} MB; {train['tokens']:,} training and {val['tokens']:,} "
             f"validation tokens, {train['bytes'] / train['tokens']:.2f} bytes a token; {self.folder}"
         )

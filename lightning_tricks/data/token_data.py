@@ -7,11 +7,14 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_tricks._errors import UsageError
 from lightning_tricks.data.base import ShardData, check_sample
 from lightning_tricks.data.bpe import end_of_text, vocabulary_size
 from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
-from lightning_tricks.data.shards import TokenStream, fingerprint
+from lightning_tricks.data.shards import ByteCorrections, TokenStream, fingerprint
 
 
 class TokenData(ShardData):
@@ -23,8 +26,8 @@ class TokenData(ShardData):
     Args:
         train: training shards: a path or glob, or a list of them, read in sorted order.
         val: validation shards, likewise; None means no validation.
-        tokenizer: the `tokenizers` JSON file that wrote them, or a checkpoint trained on them; with it, validation
-            batches have `n_bytes`, and checkpoints hold the tokenizer.
+        tokenizer: the `tokenizers` JSON file that wrote them, or a checkpoint trained on them; with it,
+            checkpoints hold the tokenizer, and validation batches have `n_bytes` unless it may change a text.
         vocab_size: smallest vocabulary of a model for these shards; None takes the tokenizer's.
         seq_len: tokens in a row.
         micro_batch_size: rows in a batch of one process.
@@ -78,7 +81,8 @@ class TokenData(ShardData):
         files = [(path.name, path.stat().st_size) for stream in streams.values() for path in stream.paths]
         names = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
         content = fingerprint([path for stream in streams.values() for path in stream.paths])
-        self.use(streams, self._given_tokenizer, names, self._tokenizer_name, content)
+        corrections = None if self.val is None else _byte_corrections(streams["val"].paths)
+        self.use(streams, self._given_tokenizer, names, self._tokenizer_name, content, corrections)
         if self.vocab_size is not None:
             self.check_ids(self.vocab_size, "vocab_size")
 
@@ -127,6 +131,17 @@ class TokenData(ShardData):
             raise UsageError(f"{whose} {reason}; repair it or move it away") from error
         if recorded not in ("", tokenizer_sha256(self._given_tokenizer)):
             raise UsageError(f"{whose} it did not write the shards in {folder}; use {folder / 'tokenizer.json'}")
+
+
+def _byte_corrections(paths: list[Path]) -> NDArray[np.int64] | None:
+    """Those beside the shards, where these are the whole validation part of a folder that TextData wrote."""
+    folder = paths[0].parent
+    if not (folder / "meta.json").is_file() or paths != sorted(folder.glob("val_*.bin")):
+        return None
+    try:
+        return ByteCorrections.load(folder)
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"val: {folder / ByteCorrections.FILE} is damaged ({error}); delete that file") from error
 
 
 def _find(option: str, patterns: str | list[str]) -> list[Path]:

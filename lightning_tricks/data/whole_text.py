@@ -15,7 +15,7 @@ from lightning_tricks.data.base import ShardData
 from lightning_tricks.data.bpe import end_of_text, token_texts, vocabulary_size
 from lightning_tricks.data.corpus import Corpus, expand, is_rows, read_pieces, read_rows, text_files
 from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
-from lightning_tricks.data.shards import ShardWriter, TokenStream
+from lightning_tricks.data.shards import ByteCorrections, ShardWriter, TokenStream
 from lightning_tricks.data.text_data import build_once, default_cache_dir
 from lightning_tricks.data.text_encoder import encode_all
 
@@ -76,7 +76,8 @@ class WholeText(ShardData):
     @cached_property
     def folder(self) -> Path:
         """The folder for the shards of exactly this text and tokenizer; `prepare_data` makes it."""
-        key = repr((FORMAT_VERSION, "whole", self._corpus.fingerprint, tokenizer_sha256(self._known)))
+        identity = self._corpus.identity(self.cache_dir, True)
+        key = repr((FORMAT_VERSION, "whole", identity, tokenizer_sha256(self._known)))
         return self.cache_dir / f"text-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
     def prepare_data(self) -> None:
@@ -92,11 +93,14 @@ class WholeText(ShardData):
                 ends.append(end)
                 yield text
 
+        corrections = ByteCorrections(folder, token_texts(self._known))
         with ShardWriter(folder, "val", self.vocab_size) as writer:
             writer.append(np.array([self.eot_id]))
             for text, ids in encode_all(self._known, texts()):
                 writer.append(np.append(ids, self.eot_id) if ends.popleft() else ids)
-                n_bytes += len(text.encode())
+                n_bytes += (size := len(text.encode()))
+                corrections.add(ids, size, max(writer.tokens - 1, 1))  # the first token is no label
+        corrections.save()
         (folder / "meta.json").write_text(json.dumps({"bytes": n_bytes}), encoding="utf-8")
 
     def _pieces(self) -> Iterator[tuple[str, bool]]:
@@ -119,9 +123,10 @@ class WholeText(ShardData):
         try:
             stream = TokenStream(sorted(self.folder.glob("val_*.bin")))
             self.n_bytes = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))["bytes"]
-        except (OSError, ValueError, KeyError, TypeError) as error:  # UsageError is a ValueError
+            corrections = ByteCorrections.load(self.folder)
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:  # UsageError is a ValueError
             raise UsageError(f"cache_dir: {self.folder} is damaged ({error}); delete that folder") from error
-        self.use({"val": stream}, self._known, self.folder.name, self._tokenizer_name)
+        self.use({"val": stream}, self._known, self.folder.name, self._tokenizer_name, byte_corrections=corrections)
         rank_zero_info(self.data_summary())
 
     def data_summary(self) -> str:

@@ -590,11 +590,11 @@ ROWS = [
     option(
         "--data.files n.jsonl",
         "n.jsonl, line 2",
-        "null",
+        "3 there",
         "text_field",
         warm=True,
         lines=3,
-        files={"n.jsonl": '{"text": "a b c"}\n{"text": null}\n'},
+        files={"n.jsonl": '{"text": "a b c"}\n{"text": 3}\n'},
     ),
     option(
         "--data.files k.jsonl",

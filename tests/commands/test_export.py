@@ -120,6 +120,15 @@ def test_the_figures_of_a_tensorboard_log_are_found(tmp_path):
     assert (figures.step, figures.values) == (20, {"val/loss": 6.0})
 
 
+def test_the_name_of_a_special_token_is_one_id_in_transformers_unless_it_is_told_to_split_it(tmp_path):
+    content = checkpoint(CASES["llama tied"])
+    words = transformers.AutoTokenizer.from_pretrained(export(save(content, tmp_path / "a.ckpt"), tmp_path / "out"))
+    here = tokenizer_from_checkpoint(content).encode("a <|endoftext|> b")
+    assert 0 not in here
+    assert words("a <|endoftext|> b")["input_ids"].count(0) == 1
+    assert words("a <|endoftext|> b", split_special_tokens=True)["input_ids"] == here
+
+
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_an_average_is_exported_in_place_of_the_weights(kind, tmp_path):
     content = checkpoint(CASES["qwen3"])

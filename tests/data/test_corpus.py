@@ -3,8 +3,10 @@
 import gzip
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -128,7 +130,7 @@ def test_folders_globs_and_lists_give_each_file_once_in_one_order(tmp_path):
 
 
 def test_a_row_of_jsonl_is_a_document(tmp_path):
-    rows = [{"text": "first\n\nstill first"}, {"text": "é \ud83d half"}, {"text": " "}]
+    rows = [{"text": "first\n\nstill first"}, {"text": "é \ud83d half"}, {"text": " "}, {"text": None}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     assert documents(tmp_path / "a.jsonl") == ["first\n\nstill first", "é \ufffd half"]
 
@@ -219,23 +221,33 @@ def test_a_bad_row_is_named_with_its_line(tmp_path, line, message):
         documents(tmp_path / "a.jsonl")
 
 
-def test_a_fingerprint_changes_with_what_could_change_the_documents(tmp_path):
-    path = tmp_path / "a.txt"
+def test_an_identity_changes_with_the_documents_alone(tmp_path):
+    texts, cache = tmp_path / "texts", tmp_path / "cache"
+    texts.mkdir()
 
-    def fingerprint(text_field="text"):
-        return text_files([str(tmp_path)], text_field).fingerprint
+    def identity(text_field="text", folder=texts):
+        return text_files([str(folder)], text_field).identity(cache, False)
 
-    path.write_text("one")
-    first = fingerprint()
-    assert first == fingerprint()
-    assert first != fingerprint("body")
-    (tmp_path / "b.txt").write_text("two")
-    assert first != (second := fingerprint())
-    path.write_text("ONE and more")
-    assert second != (third := fingerprint())
-    path.write_text("TWO and more")  # no longer than before
-    os.utime(path, (0, 0))
-    assert third != fingerprint()
+    def write(name, text):
+        (texts / name).write_text(text)
+
+    write("a.txt", "one")
+    seen = [identity(), identity("body")]
+    write("b.txt", "two")
+    seen.append(identity())
+    write("a.txt", "ONE and more")
+    seen.append(identity())
+    write("a.txt", "TWO and more")  # no longer than before
+    os.utime(texts / "a.txt", (0, 0))
+    seen.append(identity())
+    texts.joinpath("b.txt").rename(texts / "0.txt")  # the same texts in another order
+    seen.append(identity())
+    assert len(set(seen)) == 6
+    os.utime(texts / "a.txt", (1, 1))
+    texts.joinpath("0.txt").rename(texts / "1.md")
+    assert identity() == identity(folder=shutil.copytree(texts, tmp_path / "copied")) == seen[-1]
+    texts.joinpath("1.md").rename(texts / "1.jsonl")  # the same bytes, read in another way
+    assert identity() not in seen
 
 
 @pytest.mark.parametrize(
@@ -267,9 +279,12 @@ class FakeDatasets:
 
 @pytest.fixture
 def fake_datasets(monkeypatch):
-    def install(rows):
+    def install(rows, sha="c0ffee"):
         fake = FakeDatasets(rows)
         monkeypatch.setitem(sys.modules, "datasets", fake)
+        hub = SimpleNamespace(HfApi=lambda: SimpleNamespace(dataset_info=lambda *args, **options: fake.info(*args)))
+        fake.info = lambda name: SimpleNamespace(sha=sha)
+        monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
         return fake
 
@@ -318,3 +333,202 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_pat
         UsageError, match=r"^files='.*texts': .*secret cannot be read \(Permission denied\); leave it out"
     ):
         expand([str(tmp_path / "texts")])
+
+
+def test_a_dataset_of_the_hub_is_its_revision_and_that_revision_is_read(fake_datasets, tmp_path):
+    def folder(revision, name="owner/name", rows=20):
+        fake = fake_datasets([{"text": f"{revision} {number} " * 9} for number in range(rows)], revision)
+        data = TextData(hf_dataset=name, vocab_size=300, seq_len=8, val_fraction=0.2, cache_dir=str(tmp_path))
+        data.setup()
+        assert revision in data.training_text().decode()
+        if fake.asked is not None:
+            assert fake.asked[1]["revision"] == revision
+        return data.folder, fake.asked is not None
+
+    first, read = folder("aaa")
+    assert read
+    assert folder("aaa") == (first, False)
+    second, read = folder("bbb")
+    assert read
+    assert folder("aaa") == (first, False)
+    assert len({first, second, folder("aaa", "owner/name:config")[0]}) == 3
+
+
+def test_where_the_hub_does_not_answer_the_last_known_revision_is_served_and_a_line_says_so(
+    fake_datasets, tmp_path, capsys
+):
+    def refuse(name):
+        raise ConnectionError("no route\nto host")
+
+    def identity(recorded=False):
+        return hugging_face("owner/name", "text").identity(tmp_path, recorded)
+
+    fake = fake_datasets([])
+    fake.info = refuse
+    with pytest.raises(UsageError, match=r"^hf_dataset='owner/name': cannot be read \(no route\)$"):
+        identity()
+    fake_datasets([])
+    known = identity()
+    assert capsys.readouterr().err == ""
+    fake = fake_datasets([])
+    fake.info = refuse
+    assert identity() == known
+    assert "the Hub does not answer (no route); its last known revision c0ffee is used" in capsys.readouterr().err
+    assert identity(recorded=True) == known  # another process has asked
+    assert capsys.readouterr().err == ""
+
+
+def test_a_local_dataset_folder_is_the_content_of_its_files(fake_datasets, tmp_path):
+    fake = fake_datasets([{"text": "row"}])
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train.csv").write_text("text\nrow\n")
+
+    def identity(place=folder):
+        return hugging_face(str(place), "text").identity(tmp_path / "cache", False)
+
+    first = identity()
+    os.utime(folder / "train.csv", (1, 1))
+    assert identity() == first == identity(shutil.copytree(folder, tmp_path / "copied"))
+    (folder / "train.csv").write_text("text\nROW\n")
+    assert identity() != first
+    corpus = hugging_face(str(folder), "text")
+    corpus.identity(tmp_path / "cache", False)
+    assert list(corpus.documents()) == ["row"]
+    assert fake.asked == ((str(folder), None), {"split": "train", "streaming": True})
+
+
+# -- files of other kinds and names
+
+
+@pytest.mark.parametrize("name", ["a.ndjson", "a.JSONL", "a.NdJson", "a.jsonl.GZ", "a.JSONL.gz", "a.ndjson.gz"])
+def test_rows_of_json_are_read_as_rows_whatever_the_case_and_name_of_their_ending(name, tmp_path):
+    write = gzip.open if name.lower().endswith("gz") else open
+    with write(tmp_path / name, "wt") as file:
+        file.write('{"text": "row"}\n{"text": "another"}\n')
+    assert documents(tmp_path / name) == documents(tmp_path) == documents(tmp_path / "*") == ["row", "another"]
+
+
+def test_parquet_and_plain_files_are_known_whatever_the_case_of_their_ending(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["row"]}), tmp_path / "a.PARQUET")
+    (tmp_path / "b.TXT").write_text("plain")
+    with gzip.open(tmp_path / "c.Txt.GZ", "wt") as file:
+        file.write("packed")
+    assert documents(tmp_path) == ["row", "plain", "packed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("a.json", r"is JSON and no text: write it as \.jsonl, an object in each line"),
+        ("a.JSON.gz", r"is JSON and no text: write it as \.jsonl"),
+        ("a.parquet.gz", "is no text, by the ending of its name: unpack it"),
+        *((f"a{ending}", "is no text, by the ending") for ending in (".npy", ".BIN", ".arrow", ".zip", ".txt.zst")),
+        ("a.tar.gz", "is no text, by the ending"),
+        ("train_000000.bin", "is no text, by the ending"),
+    ],
+)
+def test_a_file_that_is_certainly_no_text_is_refused_where_it_is_named_and_passed_over_in_a_folder(
+    name, remedy, tmp_path
+):
+    (tmp_path / name).write_text('{"text": "decodes as UTF-8"}')
+    (tmp_path / "z.txt").write_text("text")
+    for pattern in (name, "a*"):
+        if list(tmp_path.glob(pattern)):
+            with pytest.raises(UsageError, match=rf"^files: .*{name} {remedy}"):
+                documents(tmp_path / pattern)
+    if "parquet" not in name:  # rows that a folder would give, were they not packed
+        assert documents(tmp_path) == ["text"]
+
+
+def test_columns_of_categories_and_string_views_are_text_and_two_of_one_name_are_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    texts = pyarrow.array(["one", None, "two", "one"])
+    kinds = {
+        "large": texts.cast("large_string"),
+        "categories": texts.dictionary_encode(),
+        "view": texts.cast(pyarrow.string_view()),
+    }
+    for name, column in kinds.items():
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"{name}.parquet")
+        assert documents(tmp_path / f"{name}.parquet") == ["one", "two", "one"], name
+    twice = pyarrow.Table.from_arrays([texts, texts], names=["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(UsageError, match=r"twice\.parquet has 2 columns of that name; give them different names$"):
+        documents(tmp_path / "twice.parquet")
+    for column in ([[1]], [b"x"], [{"text": "x"}], pyarrow.array([1]).dictionary_encode()):
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "other.parquet")
+        with pytest.raises(UsageError, match=r"holds .+ there and no text; name the column of its text$"):
+            documents(tmp_path / "other.parquet")
+    broken = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "broken.parquet")
+    with pytest.raises(UsageError, match=r"broken\.parquet cannot be read as Parquet \(.*can't decode byte 0xff"):
+        documents(tmp_path / "broken.parquet")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
+def test_other_encodings_are_refused_and_a_byte_order_mark_of_utf_8_is_no_text(name, encoding, tmp_path):
+    write = gzip.open if name.endswith("gz") else open
+    text = '{"text": "plain letters"}\n'
+    with write(tmp_path / name, "wb") as file:
+        file.write(text.encode(encoding))
+    with pytest.raises(
+        UsageError, match=rf"^files: .*{name} is (not|no) UTF-8 text \(.+\); convert it or leave it out$"
+    ):
+        documents(tmp_path / name)
+    with write(tmp_path / name, "wb") as file:
+        file.write(text.encode("utf-8-sig"))
+    assert documents(tmp_path / name) == ["plain letters" if "jsonl" in name else text]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["text", "a"]) | st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(
+    st.lists(
+        json_values.map(lambda value: json.dumps(value).encode())
+        | st.fixed_dictionaries({"text": st.text()}).map(lambda value: json.dumps(value).encode())
+        | st.binary(max_size=30)
+        | st.sampled_from(
+            [
+                b'{"text": 1' + b"0" * 5000 + b"}",
+                b"[" * 100_000,
+                b'{"text":"a","text":"b"}',
+                b'\xef\xbb\xbf{"text":"c"}',
+            ]
+        ),
+        max_size=3,
+    )
+)
+def test_whatever_stands_in_a_file_of_rows_is_one_line_or_its_text(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("junk") / "a.jsonl"
+    path.write_bytes(b"\n".join([b'{"text": "first"}', *lines]))
+    try:
+        texts, line = documents(path), ""
+    except UsageError as error:
+        texts, line = ["first"], str(error)
+    assert texts[0] == "first"
+    "".join(texts).encode()  # each is a text
+    assert not line or str(path) in line
+    assert "\n" not in line
+    assert len(line) < len(str(path)) + 400
+
+
+def test_a_line_of_fifty_megabytes_is_cut_into_pieces_and_its_row_is_one_document(tmp_path):
+    words = "word " * 10_000_000
+    (tmp_path / "a.txt").write_text(words)
+    pieces = documents(tmp_path / "a.txt")
+    assert "".join(pieces) == words
+    assert max(map(len, pieces)) <= 3 * (64 << 10)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": words}))
+    assert documents(tmp_path / "b.jsonl") == [words]

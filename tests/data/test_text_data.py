@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._process import process_tag
 from lightning_tricks.data import TextData, TokenData, open_shard
 from lightning_tricks.data.batches import TrainBatches
 from lightning_tricks.data.bpe import END_OF_TEXT, train_bpe
@@ -104,7 +105,7 @@ def test_a_second_run_finds_the_shards(make, capsys):
     data.prepare_data()
     data.setup()
     assert capsys.readouterr().err == ""
-    assert len(list(data.cache_dir.iterdir())) == 1
+    assert names(data.cache_dir) == ["known_content.json", data.folder.name]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_it_tokenizes_the_standard_library_with_no_arguments(tmp_path, monkeypat
     few = [text for _, text in zip(range(40), corpus.documents(), strict=False)]
     monkeypatch.setattr(
         "lightning_tricks.data.text_data.standard_library",
-        lambda: Corpus(corpus.description, corpus.fingerprint, None, lambda: iter(few)),
+        lambda: Corpus(corpus.description, corpus.identity, None, lambda: iter(few)),
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     data = TextData()
@@ -273,7 +274,7 @@ def test_a_full_disk_names_the_folder_and_leaves_nothing(make, monkeypatch):
     data = make()
     with pytest.raises(UsageError, match=r"^cache_dir: cannot write to .*cache \(No space left on device\)"):
         data.prepare_data()
-    assert list(data.cache_dir.iterdir()) == []
+    assert names(data.cache_dir) == ["known_content.json"]
 
 
 def test_a_damaged_cache_is_named_with_the_remedy(make):
@@ -461,28 +462,55 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_build_that_is_killed_leaves_no_set(tmp_path):
+def killed_build(folder: Path) -> Path:
+    """What a build in a process of its own leaves that is killed in the middle of it."""
+    before = set(folder.parent.iterdir())
     if (child := os.fork()) == 0:
-        build_once(tmp_path / "set", lambda folder: (write_two(folder), os.kill(os.getpid(), signal.SIGKILL)))
+        build_once(folder, lambda staging: (write_two(staging), os.kill(os.getpid(), signal.SIGKILL)))
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    (left,) = set(folder.parent.iterdir()) - before
+    return left
+
+
+@pytest.mark.parametrize("later", ["set", "other", "there already"])
+def test_what_a_killed_build_left_is_removed_by_the_next_build_of_any_folder(tmp_path, later):
+    if later == "there already":
+        build_once(tmp_path / later, write_two)
+    left = killed_build(tmp_path / "set")
     assert not (tmp_path / "set").exists()
-    (left,) = tmp_path.iterdir()
-    build_once(tmp_path / "set", write_two)
-    assert names(tmp_path / "set") == ["a", "b"]
-    assert left.exists()  # it could be another process's, still at work
+    assert names(left) == ["a", "b"]
+    build_once(tmp_path / later, write_two)
+    assert names(tmp_path) == [later]
+    assert names(tmp_path / later) == ["a", "b"]
 
 
-def test_old_leftovers_are_swept(tmp_path):
-    left = tmp_path / ".set.abc"
-    left.mkdir()
-    (left / "a").touch()
-    other = tmp_path / ".other.abc"
-    other.mkdir()
-    long_ago = time.time() - 2 * 24 * 3600
-    for path in (left / "a", left, other):
-        os.utime(path, (long_ago, long_ago))
+def test_a_staging_folder_of_a_live_process_another_host_or_an_unknown_name_stays(tmp_path):
+    tag = process_tag()
+    assert tag is not None
+    system, process, started = tag.split("-")
+    dead = killed_build(tmp_path / "set").name.split(".")[2].split("-")[1]
+    kept = [
+        f".set.{tag}.abc",
+        f".set.{'0' * len(system)}-{dead}-1.abc",  # of another host
+        f".set.{system}-{os.getppid()}-0.abc",  # where a system does not tell when processes started
+        f".set.{system}-1-0.abc",
+        ".set.abc",
+        ".set.abc_1234",
+        f"set.{system}-{dead}-1.abc",
+        f".set.{system}-{dead}-1",
+    ]
+    swept = [f".set.{system}-{dead}-1.abc", f".text-12.{system}-{process}-{int(started) + 1}.abc"]
+    long_ago = time.time() - 30 * 24 * 3600
+    for name in kept + swept:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train_000000.bin").touch()
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    (tmp_path / f".known_content.json.{system}-{dead}-1.abc").touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f".link.{system}-{dead}-1.abc").symlink_to(tmp_path / "elsewhere")
     build_once(tmp_path / "set", write_two)
-    assert names(tmp_path) == [".other.abc", "set"]
+    found = [name for name in names(tmp_path) if not name.startswith(".link")]
+    assert found == sorted([*kept, "set", "elsewhere"])
 
 
 def test_of_two_builds_at_once_the_first_to_finish_wins(tmp_path):
@@ -550,3 +578,76 @@ def test_reading_stops_once_both_sides_have_a_document():
 def test_fewer_than_two_documents_cannot_be_split(documents, found):
     with pytest.raises(UsageError, match=f"^files: {found}"):
         validation_threshold(documents, 0.1)
+
+
+# -- a text is its content
+
+
+def test_the_same_bytes_touched_copied_or_renamed_are_the_same_text_and_tokenized_once(make, story, capsys):
+    first = make()
+    first.setup()
+    capsys.readouterr()
+    os.utime(story, (1, 1))
+    copy = story.with_name("copied.md")
+    copy.write_bytes(story.read_bytes())
+    for file in (story, copy):
+        again = make(files=str(file))
+        again.setup()
+        assert again.folder == first.folder
+        assert capsys.readouterr().err == ""
+        assert str(file) in again.data_summary()
+    copy.write_bytes(story.read_bytes() + b"!")
+    assert make(files=str(copy)).folder != first.folder
+
+
+def test_a_file_is_read_for_its_hash_again_only_after_a_change_of_its_times(make, story, monkeypatch):
+    read = []
+    real = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: read.append(file.name) or real(file, name))
+    folders = {make().folder for _ in range(3)}
+    assert read == [str(story)]
+    os.utime(story, (1, 1))
+    folders |= {make().folder for _ in range(3)}
+    assert read == [str(story)] * 2
+    added = story.with_name("added.txt")
+    added.write_text("more")
+    _ = make(files=[str(story), str(added)]).folder
+    assert read[2:] == [str(added)]
+    assert len(folders) == 1
+
+
+@pytest.mark.parametrize(
+    "junk", [b"", b"[", b"[]", b'{"files": 3}', b'{"files": {"%s": [1]}}', b"\xff", b"[" * 100_000]
+)
+def test_a_damaged_record_of_hashes_costs_only_time(make, story, junk):
+    first = make()
+    expected = first.folder
+    (first.cache_dir / "known_content.json").write_bytes(junk.replace(b"%s", str(story).encode()))
+    assert make().folder == expected
+
+
+def test_a_cache_that_cannot_be_written_leaves_no_record_and_the_same_identity(make, monkeypatch):
+    expected = make().folder
+
+    def refuse(*args, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    (expected.parent / "known_content.json").unlink()
+    assert make().folder == expected
+    assert not (expected.parent / "known_content.json").exists()
+
+
+@pytest.mark.filterwarnings("ignore", "error:The checkpoint's batches")
+def test_a_resume_on_touched_text_warns_of_nothing_and_keeps_the_history_of_batches(make, story, tmp_path):
+    loop = trainer_with(max_steps=2)
+    loop.fit(Loss(), make())
+    loop.save_checkpoint(tmp_path / "a.ckpt")
+    os.utime(story, (1, 1))
+    data = make()
+    module = Loss()
+    loop = trainer_with(max_steps=4)
+    loop.fit(module, data, ckpt_path=tmp_path / "a.ckpt")
+    assert module.seen == first_rows(set_up(make()), 4)[2:]
+    (span,) = data.state_dict()["history"]
+    assert (span["step"], span["sample"], span["rows"]) == (0, 0, 8)
