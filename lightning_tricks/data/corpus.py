@@ -13,6 +13,7 @@ import platform
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -175,7 +176,7 @@ _MANY_FILES = 100
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents, and their description before they are read.
+    """Documents, and their description before they are read. It can be pickled, so the data module that holds it can.
 
     Args:
         description: one line for the record in meta.json.
@@ -196,11 +197,11 @@ def _corpus_of_files(description: str, paths: list[Path], setting: str, located:
     """A corpus whose fingerprint changes with `setting` and with any file's path, size or time of change."""
     stats = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
     fingerprint = hashlib.sha256(repr((stats, (setting,))).encode()).hexdigest()
+    return Corpus(description, fingerprint, sum(size for _, size, _ in stats), partial(_texts, located), located)
 
-    def documents() -> Iterator[str]:
-        return (text for _, text in located())
 
-    return Corpus(description, fingerprint, sum(size for _, size, _ in stats), documents, located)
+def _texts(located: Located) -> Iterator[str]:
+    return (text for _, text in located())
 
 
 def standard_library() -> Corpus:
@@ -219,19 +220,20 @@ def standard_library() -> Corpus:
     if not paths:
         raise UsageError(f"files: no standard library sources under {root}; give text files of your own")
 
-    def located() -> Iterator[tuple[Path, str]]:
-        seen = set()
-        for path in paths:
-            try:
-                text = path.read_bytes().decode("utf-8", errors="replace")
-            except OSError as error:
-                raise UsageError(f"files: {path} cannot be read ({error.strerror or error})") from error
-            if text.strip() and text not in seen:
-                seen.add(text)
-                yield path, text
-
     version = platform.python_version()
-    return _corpus_of_files(f"the standard library of Python {version}", paths, version, located)
+    return _corpus_of_files(f"the standard library of Python {version}", paths, version, partial(_sources, paths))
+
+
+def _sources(paths: list[Path]) -> Iterator[tuple[Path, str]]:
+    seen = set()
+    for path in paths:
+        try:
+            text = path.read_bytes().decode("utf-8", errors="replace")
+        except OSError as error:
+            raise UsageError(f"files: {path} cannot be read ({error.strerror or error})") from error
+        if text.strip() and text not in seen:
+            seen.add(text)
+            yield path, text
 
 
 def text_files(patterns: list[str], text_field: str) -> Corpus:
@@ -249,20 +251,21 @@ def text_files(patterns: list[str], text_field: str) -> Corpus:
     check_readers(paths)
     plain = [path for path in paths if not is_rows(path)]
     cuts = len(plain) < _MANY_FILES
-
-    def located() -> Iterator[tuple[Path, str]]:
-        for path in paths:
-            if is_rows(path):
-                texts = read_rows(path, text_field)
-            elif cuts:
-                texts = read_pieces(path, _piece_size(path))
-            else:
-                texts = read_file(path)
-            yield from ((path, text) for text in texts if text.strip())
-
     # several files were once cut by their total size: a cache from then does not hold these documents
     setting = f"{text_field}, cut file by file" if cuts and len(plain) > 1 else text_field
+    located = partial(_documents_of_files, paths, text_field, cuts)
     return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, setting, located)
+
+
+def _documents_of_files(paths: list[Path], text_field: str, cuts: bool) -> Iterator[tuple[Path, str]]:
+    for path in paths:
+        if is_rows(path):
+            texts = read_rows(path, text_field)
+        elif cuts:
+            texts = read_pieces(path, _piece_size(path))
+        else:
+            texts = read_file(path)
+        yield from ((path, text) for text in texts if text.strip())
 
 
 def _piece_size(path: Path) -> int:
@@ -276,27 +279,28 @@ def hugging_face(name: str, text_field: str) -> Corpus:
     Raises:
         UsageError: `datasets` is not installed, the dataset cannot be read or has no such column.
     """
-    path, _, config = name.partition(":")
     if importlib.util.find_spec("datasets") is None:
         raise UsageError(f'hf_dataset={name!r} needs: pip install "lightning-tricks[datasets]"')
 
-    def documents() -> Iterator[str]:
-        import datasets
-
-        try:
-            for row in datasets.load_dataset(path, config or None, split="train", streaming=True):
-                text = row.get(text_field)
-                if text is None and text_field in row:
-                    continue  # a row without text, passed over as in a file of Parquet
-                if not isinstance(text, str):
-                    raise UsageError(f"text_field={text_field!r}: {name} has the columns {', '.join(row)}")
-                if text.strip():
-                    yield text
-        except UsageError:
-            raise
-        except Exception as error:  # the Hub, the network and the formats each raise their own
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise UsageError(f"hf_dataset={name!r}: cannot be read ({reason})") from error
-
     fingerprint = hashlib.sha256(repr((name, text_field)).encode()).hexdigest()
-    return Corpus(f"Hugging Face dataset {name}", fingerprint, None, documents)
+    return Corpus(f"Hugging Face dataset {name}", fingerprint, None, partial(_rows_of_dataset, name, text_field))
+
+
+def _rows_of_dataset(name: str, text_field: str) -> Iterator[str]:
+    import datasets
+
+    path, _, config = name.partition(":")
+    try:
+        for row in datasets.load_dataset(path, config or None, split="train", streaming=True):
+            text = row.get(text_field)
+            if text is None and text_field in row:
+                continue  # a row without text, passed over as in a file of Parquet
+            if not isinstance(text, str):
+                raise UsageError(f"text_field={text_field!r}: {name} has the columns {', '.join(row)}")
+            if text.strip():
+                yield text
+    except UsageError:
+        raise
+    except Exception as error:  # the Hub, the network and the formats each raise their own
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UsageError(f"hf_dataset={name!r}: cannot be read ({reason})") from error
