@@ -422,6 +422,15 @@ def test_a_loggers_version_is_the_folder_that_it_writes_into(tmp_path, logger_cl
     assert _trainer.chosen_version(Memory()) is None
 
 
+@pytest.mark.parametrize("logger", [False, True], ids=["no logger", "csv"])
+def test_the_folder_of_a_run_is_the_one_in_which_lightning_makes_its_checkpoints(logger, tmp_path):
+    logger = CSVLogger(tmp_path, "name") if logger else False
+    saver = ModelCheckpoint()
+    trainer = pl.Trainer(logger=logger, callbacks=saver, accelerator="cpu", default_root_dir=tmp_path)
+    saver.setup(trainer, Small(), "fit")
+    assert Path(saver.dirpath) == Path(_trainer.folder_of_run(trainer), "checkpoints")
+
+
 @pytest.mark.parametrize("default", [True, False])
 def test_shows_hp_metric_where_tensorboard_shows_it(tmp_path, default):
     logger = TensorBoardLogger(tmp_path, default_hp_metric=default)

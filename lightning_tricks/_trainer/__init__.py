@@ -86,6 +86,7 @@ from lightning_tricks._trainer.running import running_place as running_place
 from lightning_tricks._trainer.running import stacks_of_threads as stacks_of_threads
 from lightning_tricks._trainer.savers_and_loggers import choose_version as choose_version
 from lightning_tricks._trainer.savers_and_loggers import chosen_version as chosen_version
+from lightning_tricks._trainer.savers_and_loggers import folder_of_run as folder_of_run
 from lightning_tricks._trainer.savers_and_loggers import has_default_checkpoint_io as has_default_checkpoint_io
 from lightning_tricks._trainer.savers_and_loggers import has_versions as has_versions
 from lightning_tricks._trainer.savers_and_loggers import last_saved_step as last_saved_step

@@ -1,5 +1,6 @@
 """The objects that write files: checkpoint callbacks, the checkpoint plugin, loggers."""
 
+import os
 from typing import Any
 
 
@@ -50,3 +51,17 @@ def next_version(logger: Any) -> int:
 def shows_hp_metric(logger: Any) -> bool:
     """Whether a TensorBoardLogger has written `hp_metric` beside the module's hyper-parameters (`log_hyperparams`)."""
     return bool(getattr(logger, "hparams", None) and getattr(logger, "_default_hp_metric", False))
+
+
+def folder_of_run(trainer: Any) -> str:
+    """The folder of a run, in which ModelCheckpoint makes `checkpoints`, whatever the logger.
+
+    Right on rank 0, where a logger knows its version, and once the Trainer has opened the loggers (before `setup`). It
+    does not communicate. Of loggers other than Lightning's TensorBoardLogger and CSVLogger, `trainer.log_dir` is the
+    folder that all their runs share. Read from `__resolve_ckpt_dir` of callbacks/model_checkpoint.py.
+    """
+    if not trainer.loggers:
+        return str(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)

@@ -7,9 +7,11 @@ from typing import Any
 
 from lightning_tricks._lightning import pl
 from lightning_tricks._quote import printable, shell_line, shell_word
+from lightning_tricks._trainer import folder_of_run
 from lightning_tricks.callbacks import TotalTokens
 from lightning_tricks.checkpoints.find_checkpoint import Candidate
 from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, short
+from lightning_tricks.cli.run_folder import SaveRecipe
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.monitors.tensorboard_dashboard import PAGE
 
@@ -68,10 +70,9 @@ def _options_of_run(trainer: Any, options: Sequence[str], *dropped: str) -> list
     """The options of the run but for `dropped`: as typed, or its saved `config.yaml` where they are many."""
     if not _without(options, "--config", "-c", "--ckpt_path", *_LENGTHS):
         return _without(options, *dropped)
-    logger = trainer.logger  # trainer.log_dir would wait for the other ranks
-    folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or trainer.default_root_dir
-    saved = os.path.join(folder, "config.yaml")
-    return ["--config", short(saved)] if os.path.isfile(saved) else _without(options, *dropped)
+    written = (callback.path for callback in trainer.callbacks if isinstance(callback, SaveRecipe))
+    saved = next(written, None)  # None where a process started by this one has written it
+    return ["--config", short(saved)] if saved and os.path.isfile(saved) else _without(options, *dropped)
 
 
 def go_on(trainer: Any, options: Sequence[str], checkpoint: str) -> str:
@@ -104,7 +105,7 @@ def next_steps(trainer: Any, options: Sequence[str], lr: float | None, resume: s
 
     for logger in trainer.loggers:
         if isinstance(logger, pl.loggers.TensorBoardLogger):
-            page = os.path.join(logger.log_dir, PAGE)
+            page = os.path.join(folder_of_run(trainer), PAGE)
             address = shell_word(short(page)) if os.path.isfile(page) else "http://localhost:6006"
             folder = shell_word(short(logger.root_dir))
             found.append(f"TensorBoard: tensorboard --logdir {folder}   then open {address}")

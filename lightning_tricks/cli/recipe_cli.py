@@ -45,7 +45,7 @@ from lightning_tricks.cli.recipe_parser import (
     join_negative_numbers,
     lightning_cli,
 )
-from lightning_tricks.cli.run_folder import RunFolder, check_folders, expand_save_dirs
+from lightning_tricks.cli.run_folder import RunFolder, SaveRecipe, check_folders, expand_save_dirs
 from lightning_tricks.commands import COMMANDS, FitChange, Needs, Recipe
 from lightning_tricks.data.base import ShardData
 from lightning_tricks.data.whole_text import WholeText
@@ -112,6 +112,9 @@ class RecipeCLI(lightning_cli.LightningCLI):
         kwargs.setdefault("parser_kwargs", {"allow_abbrev": False, "prog": program(), **commands})
         kwargs.setdefault("parser_class", RecipeParser)
         kwargs.setdefault("trainer_class", RecipeTrainer)
+        if "save_config_callback" not in kwargs:
+            kwargs["save_config_callback"] = SaveRecipe
+            kwargs["save_config_kwargs"] = {**kwargs.get("save_config_kwargs", {}), "save_to_log_dir": False}
         kwargs.setdefault("save_config_kwargs", {"overwrite": True, "multifile": False})
         kwargs |= {"subclass_mode_model": True, "subclass_mode_data": True, "auto_configure_optimizers": False}
         self._run_folder = RunFolder()

@@ -7,6 +7,7 @@ that process has seen a batch, and only while nothing lies in it but the files t
 """
 
 import contextlib
+import itertools
 import os
 import re
 import warnings
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import fsspec
 from jsonargparse import Namespace
 
 from lightning_tricks._errors import UsageError
@@ -22,6 +24,7 @@ from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_only
 from lightning_tricks._trainer import (
     choose_version,
     chosen_version,
+    folder_of_run,
     has_versions,
     logging_step,
     next_version,
@@ -30,6 +33,7 @@ from lightning_tricks._trainer import (
 from lightning_tricks._writable import check_folders_of_run
 from lightning_tricks.checkpoints.inside import check_links
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, short
+from lightning_tricks.cli.recipe_parser import lightning_cli
 from lightning_tricks.guards.preemption.preemption import Preempted
 
 _FILES_OF_A_START = ("config.yaml", "hparams.yaml", "metrics.csv")  # of SaveConfigCallback and of Lightning's loggers
@@ -64,6 +68,7 @@ class RunFolder(pl.Callback):
 
     def __init__(self) -> None:
         self._started = False
+        self.checkpoint: str | None = None  # with which the run goes on
         self._writes = True  # whether this process, and not its children, writes what a start writes
         self._filters = contextlib.ExitStack()
         self._made: list[Path] = []
@@ -97,6 +102,7 @@ class RunFolder(pl.Callback):
         elsewhere (`dirpath`); a checkpoint of another recipe starts a new folder. An evaluation writes into a folder of
         its command's name. Loggers that cannot resume get a new number each time, as with Lightning.
         """
+        self.checkpoint = checkpoint
         self._writes = not trains_in_copies(trainer)
         loggers = [one for one in trainer.loggers if has_versions(one) and not is_remote(one.root_dir)]
         free = [logger for logger in loggers if chosen_version(logger) is None]
@@ -158,6 +164,46 @@ class RunFolder(pl.Callback):
         self._started = True
 
     on_predict_batch_start = on_test_batch_start
+
+
+class SaveRecipe(lightning_cli.SaveConfigCallback):
+    """Write `config.yaml` into the run's folder, beside its checkpoints; never over that of another run.
+
+    Where another run has left one (no logger, or a logger with a fixed version), the file is `config-v1.yaml` and so
+    on, as ModelCheckpoint numbers its files there. An evaluation there writes none. A fit that goes on writes over its
+    own.
+    """
+
+    path: str | None = None  # of the file, once it is written
+
+    def save_config(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Write the file; Lightning calls it on rank 0."""
+        folder, fs = folder_of_run(trainer), fsspec.core.url_to_fs(folder_of_run(trainer))[0]
+        text = self.parser.dump(self.config, skip_none=False)
+        stem, suffix = os.path.splitext(os.path.join(folder, self.config_filename))
+        path, numbered = stem + suffix, (f"{stem}-v{number}{suffix}" for number in itertools.count(1))
+        if trainer.state.fn != "fit":
+            if fs.exists(path) and os.path.basename(folder) != trainer.state.fn:
+                return
+        elif not _goes_on(trainer, folder) or fs.exists(f"{stem}-v1{suffix}"):
+            free = (
+                each
+                for each in itertools.chain([path], numbered)
+                if not fs.exists(each) or fs.cat(each) == text.encode()
+            )
+            path = next(free)
+        fs.makedirs(folder, exist_ok=True)
+        with fs.open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        self.path = path
+
+
+def _goes_on(trainer: Any, folder: str) -> bool:
+    """Whether a fit starts from a checkpoint of its own folder."""
+    savers = [getattr(saver, "dirpath", None) for saver in trainer.checkpoint_callbacks]
+    own = {os.path.realpath(place or os.path.join(folder, "checkpoints")) for place in savers}
+    start = next((callback.checkpoint for callback in trainer.callbacks if isinstance(callback, RunFolder)), None)
+    return start is not None and os.path.realpath(os.path.dirname(os.path.abspath(start))) in own
 
 
 def _files(folder: Path) -> dict[Path, bytes | None]:

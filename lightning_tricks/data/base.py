@@ -7,6 +7,7 @@ device-side assert without a reason; here the error names the shard, the positio
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,10 @@ class ShardData(pl.LightningDataModule):
         identity = {"seed": seed, "seq_len": seq_len}
         self._position = DataPosition(micro_batch_size, identity, SkippedSamples(skip_samples))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copies: all but the Trainer, which gives itself at the next start, and has open iterators."""
+        return {**self.__dict__, "trainer": None}
+
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse what this host cannot hold, and in a subclass files and libraries that are not there.
 
@@ -263,13 +268,13 @@ class ShardData(pl.LightningDataModule):
         batches = TrainBatches(self.streams["train"], order, self.micro_batch_size, eot_id)
         if self.trainer is not None:
             self._position.begin(self.trainer)
-
-        def positions() -> Iterable[int]:
-            if self.trainer is None:
-                return micro_batch_positions(0, ENDLESS, 1, self.micro_batch_size)
-            return self._position.positions(self.trainer, order.windows)
-
+        positions = partial(self._positions_from_now, order.windows)
         return Loader(batches, positions, self.num_workers, self._guard, self.trainer)
+
+    def _positions_from_now(self, windows: int) -> Iterable[int]:
+        if self.trainer is None:
+            return micro_batch_positions(0, ENDLESS, 1, self.micro_batch_size)
+        return self._position.positions(self.trainer, windows)
 
     def micro_batches_in_pass(self, trainer: pl.Trainer) -> int:
         """Micro-batches of each process in one pass over the training data, an epoch where `max_epochs` counts."""
@@ -303,7 +308,7 @@ class ShardData(pl.LightningDataModule):
             world=world,
             byte_corrections=self._byte_corrections,
         )
-        return SizedLoader(batches, lambda: range(len(batches)), self.num_workers, self._guard, self.trainer)
+        return SizedLoader(batches, partial(range, len(batches)), self.num_workers, self._guard, self.trainer)
 
     test_dataloader = predict_dataloader = val_dataloader
 

@@ -229,7 +229,7 @@ _MANY_FILES = 100
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents, and their description before they are read.
+    """Documents, and their description before they are read. It can be pickled, so the data module that holds it can.
 
     Args:
         description: one line for the record in meta.json.
@@ -249,12 +249,9 @@ class Corpus:
 
 def _corpus_of_files(description: str, paths: list[Path], setting: str, located: Located) -> Corpus:
     """A corpus whose identity changes with `setting`, and with the content of the files in their order."""
-
-    def documents() -> Iterator[str]:
-        return (text for _, text in located())
-
     size = sum(path.stat().st_size for path in paths)
-    return Corpus(description, partial(_identity_of_files, paths, setting), size, documents, located)
+    identity = partial(_identity_of_files, paths, setting)
+    return Corpus(description, identity, size, partial(_texts, located), located)
 
 
 def _identity_of_files(paths: list[Path], setting: str, cache_dir: Path, recorded: bool = False) -> str:
@@ -262,6 +259,10 @@ def _identity_of_files(paths: list[Path], setting: str, cache_dir: Path, recorde
     kinds = [(_suffix(path) if is_rows(path) else "plain", _is_gzip(path)) for path in paths]
     content = list(zip(kinds, file_hashes(paths, cache_dir), strict=True))
     return hashlib.sha256(repr((setting, content)).encode()).hexdigest()
+
+
+def _texts(located: Located) -> Iterator[str]:
+    return (text for _, text in located())
 
 
 def standard_library() -> Corpus:
@@ -280,19 +281,20 @@ def standard_library() -> Corpus:
     if not paths:
         raise UsageError(f"files: no standard library sources under {root}; give text files of your own")
 
-    def located() -> Iterator[tuple[Path, str]]:
-        seen = set()
-        for path in paths:
-            try:
-                text = path.read_bytes().decode("utf-8", errors="replace")
-            except OSError as error:
-                raise UsageError(f"files: {path} cannot be read ({error.strerror or error})") from error
-            if text.strip() and text not in seen:
-                seen.add(text)
-                yield path, text
-
     version = platform.python_version()
-    return _corpus_of_files(f"the standard library of Python {version}", paths, version, located)
+    return _corpus_of_files(f"the standard library of Python {version}", paths, version, partial(_sources, paths))
+
+
+def _sources(paths: list[Path]) -> Iterator[tuple[Path, str]]:
+    seen = set()
+    for path in paths:
+        try:
+            text = path.read_bytes().decode("utf-8", errors="replace")
+        except OSError as error:
+            raise UsageError(f"files: {path} cannot be read ({error.strerror or error})") from error
+        if text.strip() and text not in seen:
+            seen.add(text)
+            yield path, text
 
 
 def text_files(patterns: list[str], text_field: str) -> Corpus:
@@ -310,20 +312,21 @@ def text_files(patterns: list[str], text_field: str) -> Corpus:
     check_readers(paths)
     plain = [path for path in paths if not is_rows(path)]
     cuts = len(plain) < _MANY_FILES
-
-    def located() -> Iterator[tuple[Path, str]]:
-        for path in paths:
-            if is_rows(path):
-                texts = read_rows(path, text_field)
-            elif cuts:
-                texts = read_pieces(path, _piece_size(path))
-            else:
-                texts = read_file(path)
-            yield from ((path, text) for text in texts if text.strip())
-
     # several files were once cut by their total size: a cache from then does not hold these documents
     setting = f"{text_field}, cut file by file" if cuts and len(plain) > 1 else text_field
+    located = partial(_documents_of_files, paths, text_field, cuts)
     return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, setting, located)
+
+
+def _documents_of_files(paths: list[Path], text_field: str, cuts: bool) -> Iterator[tuple[Path, str]]:
+    for path in paths:
+        if is_rows(path):
+            texts = read_rows(path, text_field)
+        elif cuts:
+            texts = read_pieces(path, _piece_size(path))
+        else:
+            texts = read_file(path)
+        yield from ((path, text) for text in texts if text.strip())
 
 
 def _piece_size(path: Path) -> int:

@@ -17,7 +17,7 @@ from torch.utils.tensorboard.summary import hparams as hparams_summaries
 from lightning_tricks._lightning import BACKEND, Module, Trainer, pl
 from lightning_tricks._quote import html_text, markdown_block, markdown_text, say, shell_word, yaml_text
 from lightning_tricks._tensors import whole_numel
-from lightning_tricks._trainer import is_a, logging_step, run_length, shows_hp_metric
+from lightning_tricks._trainer import folder_of_run, is_a, logging_step, run_length, shows_hp_metric
 from lightning_tricks.loggers.resuming_tensorboard_logger import ResumingTensorBoardLogger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
@@ -187,7 +187,7 @@ class TensorBoardDashboard(pl.Callback):
     - the HParams tab: the hyper-parameters, and `hp/val_loss`, the last validation's loss, also if training fails.
 
     At fit start it prints the command that starts TensorBoard, and the name of a page to open in a browser, which leads
-    to the five charts to watch: `dashboard.html`, written beside the logger's files with the first batch. It records
+    to the five charts to watch: `dashboard.html`, written into the run's folder with the first batch. It records
     nothing else: the curves are those that the monitors and your module log.
 
     Args:
@@ -219,7 +219,7 @@ class TensorBoardDashboard(pl.Callback):
         if trainer.is_global_zero and not self._loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             print("TensorBoardDashboard: the Trainer has no TensorBoardLogger, so there is no dashboard")
         for logger in self._loggers:
-            page = shell_word(os.path.join(logger.log_dir, PAGE))
+            page = shell_word(os.path.join(folder_of_run(trainer), PAGE))
             say(f"TensorBoard: tensorboard --logdir {shell_word(str(logger.root_dir))}   then open {page}")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
@@ -227,6 +227,8 @@ class TensorBoardDashboard(pl.Callback):
         step = logging_step(trainer)
         if not self._started:
             self._started, self._first = True, step
+            if self._loggers:
+                self._write_page(folder_of_run(trainer))
             for logger in self._loggers:
                 self._write_cards(logger, trainer, pl_module, step)
             if self._clip:  # by the buffer, in which the first step may be the last of an interval as well
@@ -234,11 +236,15 @@ class TensorBoardDashboard(pl.Callback):
         elif not self._laid_out and step >= self._first + trainer.log_every_n_steps:  # type: ignore[attr-defined]
             self._write_layout(trainer)
 
+    def _write_page(self, folder: str) -> None:
+        tags = [self.train_loss, self.val_loss, "train/grad_norm", "train/lr", "throughput/tokens_per_second"]
+        fs, path = fsspec.core.url_to_fs(folder)
+        fs.makedirs(path, exist_ok=True)
+        with fs.open(os.path.join(path, PAGE), "w", encoding="utf-8") as file:
+            file.write(redirect_page(pinned_link(tags)))
+
     def _write_cards(self, logger: Any, trainer: Any, pl_module: Any, step: int) -> None:
         writer = logger.experiment
-        tags = [self.train_loss, self.val_loss, "train/grad_norm", "train/lr", "throughput/tokens_per_second"]
-        with fsspec.open(os.path.join(logger.log_dir, PAGE), "w", encoding="utf-8") as file:
-            file.write(redirect_page(pinned_link(tags)))
         recipe, hparams = recipe_of(trainer), dict(getattr(pl_module, "hparams", {}))
         text = [table(facts(trainer, pl_module)), *([table(hparams)] if hparams else [])]
         writer.add_text(

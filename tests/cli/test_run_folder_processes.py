@@ -124,5 +124,5 @@ def test_a_start_that_fails_deletes_no_new_file_of_another_process_in_the_folder
 
     monkeypatch.setattr(Toy, "setup", lambda self, stage: (RUN / "notes.txt").write_text("theirs"))
     assert fit("auto", "on_train_start", *given, devices=1) == "UsageError: refused in on_train_start"
-    assert left() == {"config.yaml", "notes.txt"}
+    assert left() == {"config.yaml", "config-v1.yaml", "notes.txt"}
     assert (RUN / "config.yaml").read_text() == "before"

@@ -15,7 +15,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._random_state import gather
 from lightning_tricks._samples import step_samples
-from lightning_tricks._trainer import is_accumulating, logging_step
+from lightning_tricks._trainer import folder_of_run, is_accumulating, logging_step
 from lightning_tricks._trainer.run_facts import RunFacts, run_facts
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
@@ -126,7 +126,7 @@ class RunLedger(pl.Callback):
     Under FSDP1 and DeepSpeed ZeRO 3, which hold no parameter whole, the lines have no `weights`.
 
     Args:
-        path: of the file. None: `ledger.jsonl` in the folder of the first logger, or in `default_root_dir`.
+        path: of the file. None: `ledger.jsonl` in the run's folder, beside `checkpoints`.
         cover_weights_in_steps: optimizer steps after which every weight has been summed once; a step sums a part of at
             least 8,192 elements. 1 sums all weights at every step, to find the step at which one bit has changed.
             Default: 500, at which the sum costs a few calls and little memory traffic; a fault spreads to all weights
@@ -294,5 +294,5 @@ class RunLedger(pl.Callback):
 
 
 def _place(path: str | None, trainer: Any) -> Path:
-    """Where a ledger is written; every rank must call, as the Trainer broadcasts `log_dir`."""
-    return Path(path or Path(trainer.log_dir or trainer.default_root_dir, NAME))
+    """Where a ledger is written; every rank must call, as the folder is that of rank 0."""
+    return Path(path or Path(trainer.strategy.broadcast(folder_of_run(trainer)), NAME))

@@ -1,0 +1,161 @@
+"""What a recipe names can be pickled before, in and after a fit of the command line, and trains in new processes."""
+
+import multiprocessing
+import pickle
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from harness import processes
+from harness.token_files import write_token_files
+
+import lightning_tricks
+from lightning_tricks.cli import RecipeCLI
+
+MODEL = {
+    "class_path": "LanguageModel",
+    "init_args": {
+        "decoder": {
+            "class_path": "Llama",
+            "init_args": {"vocab_size": 300, "d_model": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 16},
+        },
+        "optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-2}},
+        "schedule": {"class_path": "WarmupLinear", "init_args": {"warmup_steps": 1}},
+    },
+}
+CALLBACKS = [
+    "EMA", "StepGuard", "ExactResume", "GoodputMonitor", "DoctorMonitor", "ActivationMonitor", "UpdateMonitor",
+    "RunLedger", "MemoryMonitor", "CompressionBaseline",
+    {"class_path": "SampleText", "init_args": {"max_new_tokens": 1}},
+]  # fmt: skip
+# Arguments of public classes that need some; the rest is made without.
+EXAMPLES = {
+    "BatchSizeWarmup": {"stages": {0: 1, 2: 2}},
+    "BranchLineage": {"trunk": "step=8.ckpt", "trunk_step": 8, "decay_steps": 4},
+    "CosineRestarts": {"first_cycle_steps": 4},
+    "InitFrom": {"path": "weights.pt"},
+    "LRScalingRule": {"reference_batch_samples": 2},
+    "LMEval": {"tasks": ["arc_easy"]},
+    "ResumingCSVLogger": {"save_dir": "runs"},
+    "ResumingTensorBoardLogger": {"save_dir": "runs"},
+    "TotalTokens": {"total_tokens": 8},
+    "TokenData": {"train": "train.bin", "val": "val.bin"},
+}
+PARTS = (pl.Callback, pl.LightningDataModule, pl.strategies.Strategy, pl.plugins.Precision, pl.loggers.Logger)
+
+
+def recipe(folder, data, **trainer):
+    """A recipe of a small model on these data, in a file."""
+    settings = {
+        "seed_everything": 0,
+        "model": MODEL,
+        "data": data,
+        "trainer": {
+            "accelerator": "cpu", "devices": 1, "max_steps": 2, "log_every_n_steps": 1, "val_check_interval": 2,
+            "limit_val_batches": 1, "enable_progress_bar": False,
+            "logger": {"class_path": "ResumingCSVLogger", "init_args": {"save_dir": "runs", "name": "toy"}},
+            **trainer,
+        },
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    return ["fit", "--config", "recipe.yaml"]
+
+
+@pytest.fixture
+def text_data(tmp_path, text_file, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"vocab_size": 300, "seq_len": 16, "micro_batch_size": 2}
+    return {"class_path": "TextData", "init_args": {"files": str(text_file), "cache_dir": str(tmp_path / "c"), **sizes}}
+
+
+def parts(trainer):
+    """The objects of a fit that are ours, by their class."""
+    found = [trainer.datamodule, trainer.strategy.checkpoint_io, trainer.precision_plugin, *trainer.loggers]
+    found += trainer.callbacks
+    return {type(one).__name__: one for one in found if type(one).__module__.startswith("lightning_tricks")}
+
+
+class PicklesData(pl.Callback):
+    """Pickles the data module in mid-fit, when its loader has an iterator, and reads its tokens."""
+
+    def on_train_batch_end(self, trainer, *_):
+        back = pickle.loads(pickle.dumps(trainer.datamodule))
+        assert back.trainer is None
+        assert torch.equal(back.training_rows()[7]["labels"], trainer.datamodule.training_rows()[7]["labels"])
+        self.pickled = True
+
+    on_validation_end = on_train_batch_end
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_fit_of_the_command_line_has_used_can_be_pickled(tmp_path, text_data, monkeypatch):
+    pickles = PicklesData()
+    build = RecipeCLI.instantiate_trainer
+
+    def with_pickles(self, **options):
+        trainer = build(self, **options)
+        trainer.callbacks.append(pickles)
+        return trainer
+
+    monkeypatch.setattr(RecipeCLI, "instantiate_trainer", with_pickles)
+    trainer = RecipeCLI(args=recipe(tmp_path, text_data, callbacks=CALLBACKS)).trainer
+    assert pickles.pickled
+    used = parts(trainer)
+    assert {"TextData", "AtomicCheckpointIO", "EMA", "RunFolder", "Preemption"} <= set(used)
+    for part in (trainer, trainer.lightning_module, trainer.strategy, *used.values()):
+        assert type(pickle.loads(pickle.dumps(part))) is type(part)
+    again = pickle.loads(pickle.dumps(trainer.datamodule))
+    assert [*again._corpus.documents()] == [*trainer.datamodule._corpus.documents()]
+
+
+OURS = [name for name in lightning_tricks.__all__ if isinstance(cls := getattr(lightning_tricks, name), type)
+        and issubclass(cls, PARTS)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_each_public_part_can_be_pickled_before_a_fit(name, tmp_path, monkeypatch):
+    """After the checks of the command line too, which look at the data."""
+    monkeypatch.chdir(tmp_path)
+    write_token_files(tmp_path)
+    cls = getattr(lightning_tricks, name)
+    part = cls(**EXAMPLES.get(name, {}))
+    if issubclass(cls, pl.LightningDataModule):
+        part.check_run(None, part, "fit")
+    assert type(pickle.loads(pickle.dumps(part))) is cls
+
+
+def started_by(method):
+    """Options of a Trainer that fits in two processes, started in this way."""
+    strategy = {"class_path": "DDPStrategy", "init_args": {"start_method": method, "process_group_backend": "gloo"}}
+    return {"devices": 2, "strategy": strategy, "callbacks": ["StepGuard", "ExactResume", "SafeCheckpoint"]}
+
+
+def trains_and_resumes(arguments):
+    """Two steps and a checkpoint, then two steps more from it, in new processes each time."""
+    RecipeCLI(args=arguments)
+    RecipeCLI(args=[*arguments, "--trainer.max_steps=4", "--ckpt_path=last"])
+    steps = [checkpoint["global_step"] for step in (2, 4) if (checkpoint := torch.load(
+        f"runs/toy/version_0/checkpoints/step={step}.ckpt", weights_only=True))]  # fmt: skip
+    assert steps == [2, 4]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recipe_on_text_trains_and_resumes_in_processes_of_a_forkserver(tmp_path, text_data):
+    multiprocessing.get_context("forkserver").set_forkserver_preload(processes.PRELOADED)
+    trains_and_resumes(recipe(tmp_path, text_data, **started_by("forkserver")))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recipe_on_token_files_trains_and_resumes_in_processes_of_a_forkserver(tmp_path, monkeypatch):
+    multiprocessing.get_context("forkserver").set_forkserver_preload(processes.PRELOADED)
+    monkeypatch.chdir(write_token_files(tmp_path))
+    data = {"class_path": "TokenData", "init_args": {**EXAMPLES["TokenData"], "seq_len": 16, "micro_batch_size": 2}}
+    trains_and_resumes(recipe(tmp_path, data, **started_by("forkserver")))
+
+
+@pytest.mark.outside
+@pytest.mark.filterwarnings("ignore")
+def test_a_recipe_on_text_trains_and_resumes_under_ddp_spawn(tmp_path, text_data):
+    arguments = recipe(tmp_path, text_data, **started_by("spawn"))
+    trains_and_resumes([*arguments, "--trainer.strategy=ddp_spawn"])
