@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -33,12 +33,15 @@ from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.check.checks import Checked, model, run_checks
 from lightning_tricks.commands.plan import run
 from lightning_tricks.commands.plan.changes import changes_that_fit
+from lightning_tricks.commands.plan.memory import DEPTHS, _trace_or_refuse, at_full_depth
 from lightning_tricks.commands.plan.plan import plan_recipe
 from lightning_tricks.commands.plan.report import report
 from lightning_tricks.commands.plan.scaling import Links, step_time
+from lightning_tricks.commands.plan.setup import read_setup
 from lightning_tricks.commands.plan.warnings import published_lr
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.models import Decoder
+from lightning_tricks.parallel.fake_cluster import at_once
 from lightning_tricks.parallel.layout import Traffic
 from lightning_tricks.parallel.memory_trace import FORWARD, LAST, LOSS, STEP, StepMemory
 from lightning_tricks.schedules import WarmupCosine
@@ -220,6 +223,25 @@ def test_offloaded_shards_and_their_optimizer_are_counted_on_the_host():
         assert rest[1] - rest[0] == more
         assert there.instants[name]["weights"] == tables
     assert any(note.startswith("cpu_offload: the time of copies") for note in there.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "words"),
+    [
+        ({"cpu_offload": True}, {}, 64),
+        ({"cpu_offload": True}, {"activation_checkpointing": "full"}, 4096),
+        ({"reshard_after_forward": False}, {}, 4096),
+        ({"reduce_gradients": "step"}, {"activation_checkpointing": "selective"}, 64),
+    ],
+)
+def test_a_deep_model_told_from_two_shallow_ones_is_the_whole_one_to_the_byte(options, settings, words):
+    config = dataclasses.replace(TINY, vocab_size=words, n_layers=7)
+    module = LanguageModel(config, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3), **settings)
+    trainer = {"strategy": FSDP2Strategy(**options), "accumulate_grad_batches": 2}
+    setup = read_setup(module, data(), trainer, nodes=1, devices=2, on_gpu=True)
+    four, five, whole = at_once([partial(_trace_or_refuse, setup, depth) for depth in (*DEPTHS, None)])
+    told = at_full_depth(setup, [four, five])
+    assert (told.instants, told.host) == (whole.instants, whole.host)
 
 
 def test_on_a_cpu_nothing_is_offloaded():
