@@ -1,10 +1,12 @@
-"""Compare plans and their model on paper with published runs of Llama 3 on H100 and H200: sizes in, figures out.
+"""Compare plans and their model on paper with published runs of Llama 3 and MPT on H100 and H200, by their sizes.
 
 Nothing is tuned to these rows: the errors are what they are. `python -m benchmarks.plan_published` traces on this CPU,
 takes a minute or two, and needs no GPU.
 
-Sources, both read: https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md (H100 of
+Sources, all read: https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md (H100 of
 96 GB, 400 Gb/s a GPU) and https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_8b_h200_2025-06_torchtitan.md
+and https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md (H100 of 80 GB, BF16, rows of
+2048 tokens; its network is not stated: 400 Gb/s a GPU are assumed; memory is not published)
 """
 
 import argparse
@@ -20,9 +22,14 @@ import torch
 
 from benchmarks import machine
 from benchmarks.stage_file import write
-from lightning_tricks import BF16Mixed, FSDP2Strategy, LanguageModel, Llama, ParallelDims
+from lightning_tricks import GPT2, BF16Mixed, FSDP2Strategy, LanguageModel, Llama, ParallelDims
 from lightning_tricks.accounting.flops import training_flops_per_token
+from lightning_tricks.accounting.gpus import GPUS, NETWORK_GBITS
+from lightning_tricks.commands.plan.memory import whole_model
 from lightning_tricks.commands.plan.plan import Plan, plan_recipe
+from lightning_tricks.commands.plan.scaling import Links, step_time
+from lightning_tricks.commands.plan.setup import read_setup
+from lightning_tricks.parallel.fake_cluster import at_once
 
 LENGTH, VOCABULARY = 8192, 128256
 SHAPES: dict[str, dict[str, Any]] = {
@@ -79,6 +86,40 @@ ROWS = (
 PAIRS = ((0, 2), (1, 3), (4, 5), (7, 8), (4, 6))  # what is known, and what is foretold from it
 
 
+MPT_LENGTH, MPT_VOCABULARY = 2048, 50368
+MPT_SHAPES: dict[str, dict[str, Any]] = {
+    "1B": {"d_model": 2048, "n_layers": 24, "n_heads": 16},
+    "3B": {"d_model": 2560, "n_layers": 32, "n_heads": 20},
+    "13B": {"d_model": 5120, "n_layers": 40, "n_heads": 40},
+    "30B": {"d_model": 7168, "n_layers": 48, "n_heads": 56},
+    "70B": {"d_model": 8192, "n_layers": 80, "n_heads": 64},
+}
+# model, GPUs of several hosts, rows of a micro-batch, published tokens/s of a GPU and MFU in percent of 8 GPUs from
+# which it is foretold (3B: of rows of 4096 tokens; 70B: of 30B, both with full checkpointing, which MFU leaves out)
+MPT_ROWS = (
+    ("1B", 16, 20, 46037, 41.82), ("1B", 32, 20, 45130, 41.82), ("1B", 64, 20, 44402, 41.82),
+    ("3B", 16, 10, 24142, 42.31), ("3B", 32, 6, 23021, 42.31), ("3B", 64, 6, 22525, 42.31),
+    ("13B", 16, 2, 4767, 39.79), ("13B", 32, 2, 4811, 39.79), ("13B", 64, 2, 4800, 39.79),
+    ("30B", 16, 10, 2263, 38.11), ("30B", 32, 14, 2308, 38.11),
+    ("70B", 32, 2, 882, 38.11), ("70B", 64, 8, 1039, 38.11),
+)  # fmt: skip
+
+
+def mpt_rate(model: str, gpus: int, rows: int, mfu: float) -> float:
+    """Tokens/s of a GPU by the model on paper, whose computation runs at a given MFU."""
+    config = GPT2(**MPT_SHAPES[model], vocab_size=MPT_VOCABULARY, max_seq_len=MPT_LENGTH)
+    data = SimpleNamespace(micro_batch_size=rows, seq_len=MPT_LENGTH)
+    trainer = {"strategy": FSDP2Strategy(), "plugins": [BF16Mixed()]}
+    setup = read_setup(LanguageModel(config), data, trainer, gpus // 8, 8, on_gpu=True)
+    (whole,) = at_once([partial(whole_model, setup)])
+    card = GPUS["h100"]
+    peak, tokens = card.peak("bf16"), rows * MPT_LENGTH
+    assert peak is not None
+    compute = tokens * training_flops_per_token(config, MPT_LENGTH, "full") / (mfu * peak)
+    links = Links(card.link_gb, NETWORK_GBITS / 8, 8)
+    return tokens / step_time(compute, 1, tokens, setup.dims, whole.traffic, links).total
+
+
 def plan_of(row: Published, mfu: float = 0.4, memory: bool = True) -> Plan:
     """Our plan of the same sizes, in bf16: fp8 needs a GPU to be converted for."""
     config = Llama(**SHAPES[row.model], vocab_size=VOCABULARY, max_seq_len=LENGTH)
@@ -130,6 +171,14 @@ def measure() -> dict[str, Any]:
         rate = rate_from(ROWS[a], ROWS[b], plans[a], plans[b])
         names = {"from": ROWS[a].name, "row": ROWS[b].name}
         scaling.append({**names, "published": ROWS[b].rate, "foretold": rate, "error": rate / ROWS[b].rate - 1})
+        print(scaling[-1], flush=True)
+    for model, gpus, rows, published, percent in MPT_ROWS:
+        rate = mpt_rate(model, gpus, rows, percent / 100)
+        names = {
+            "from": "MPT 30B, 8 H100" if model == "70B" else f"MPT {model}, 8 H100",
+            "row": f"MPT {model}, {gpus} H100",
+        }
+        scaling.append({**names, "published": published, "foretold": rate, "error": rate / published - 1})
         print(scaling[-1], flush=True)
     return {"memory": memory, "scaling": scaling}
 

@@ -5,10 +5,11 @@ forward and backward pass, the optimizer. Allocations and releases are recorded,
 needed. `fake_cluster` gives the process group.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
@@ -44,6 +45,13 @@ _aten = torch.ops.aten
 _ONEDNN_LSTM = 14
 
 
+Lines = Mapping[str, int]  # bytes, by the names of `LINES`
+# A part of the step: its instant, and the number of the block, negative where it is counted from the last one as in a
+# list; 0 in an instant that belongs to no block.
+Place = tuple[str, int]
+Moments = Mapping[Place, Mapping[int, Lines]]  # the largest moment within each operation, by its number in its place
+
+
 @dataclass(frozen=True)
 class StepMemory:
     """Bytes of a device at the largest moment of each instant of a step.
@@ -53,12 +61,16 @@ class StepMemory:
         notes: what was counted otherwise than it will be.
         host: bytes of the host's memory at their largest moment, by the same lines, where shards are kept there.
         steps_in_batches: whether the optimizer's temporary memory is that of a batch, as Muon's.
+        moments: of the device, from which `at_depth` tells another depth.
+        host_moments: the same of the host.
     """
 
-    instants: Mapping[str, Mapping[str, int]]
+    instants: Mapping[str, Lines]
     notes: tuple[str, ...] = ()
-    host: Mapping[str, int] = field(default_factory=dict)
+    host: Lines = field(default_factory=dict)
     steps_in_batches: bool = False
+    moments: Moments = field(default_factory=dict, repr=False)
+    host_moments: Moments = field(default_factory=dict, repr=False)
 
     @property
     def largest(self) -> str:
@@ -70,29 +82,72 @@ class StepMemory:
         """Bytes of the largest instant."""
         return sum(self.instants[self.largest].values())
 
-    def at_depth(self, other: "StepMemory", depths: tuple[int, int], depth: int) -> "StepMemory":
-        """The memory of a deeper model: each line grows by the same bytes with each block.
+    def changed(self, change: Callable[[str, Lines], Lines], on_host: bool = False) -> "StepMemory":
+        """The same with other lines: what `change` returns for an instant's name and its lines."""
+
+        def of(moments: Moments) -> Moments:
+            return {
+                place: {number: change(place[0], lines) for number, lines in own.items()}
+                for place, own in moments.items()
+            }
+
+        if on_host:
+            return replace(self, host=change("", self.host), host_moments=of(self.host_moments))
+        instants = {name: change(name, lines) for name, lines in self.instants.items()}
+        return replace(self, instants=instants, moments=of(self.moments))
+
+    def at_depth(self, other: "StepMemory", depths: tuple[int, int], depth: int) -> "StepMemory | None":
+        """The memory of a deeper model: at each place of the step, each line grows by the same bytes with each block.
+
+        The largest moments of the two traces may be different ones, so each moment is compared with the one of the same
+        place. Between the second block and the last but one all grows evenly, so that one of these two takes most.
 
         Args:
-            other: of the same model with `depths[1]` blocks; this one has `depths[0]`, at least 2.
+            other: of the same model with `depths[1]` blocks; this one has `depths[0]`, at least 4.
             depths: see there.
             depth: number of blocks wanted.
+
+        Returns:
+            None where the moments do not fit each other, so that nothing can be said but by tracing the whole.
         """
         steps = (depth - depths[0]) / (depths[1] - depths[0])
+        device = _grown(self.moments, other.moments, steps, self.steps_in_batches)
+        host = _grown(self.host_moments, other.host_moments, steps, self.steps_in_batches)
+        if device is None or host is None:
+            return None
+        return StepMemory(device, self.notes, _largest(host.values()), self.steps_in_batches)
 
-        def grown(lines: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
-            sizes = {
-                line: round(lines.get(line, 0) + steps * (more.get(line, 0) - lines.get(line, 0)))
-                for line in LINES
-                if line in lines or line in more
-            }
-            return {line: size for line, size in sizes.items() if size > 0}
 
-        found = {name: grown(lines, other.instants.get(name, lines)) for name, lines in self.instants.items()}
-        if self.steps_in_batches and STEP in found:
-            both = (self.instants[STEP], other.instants.get(STEP, {}))
-            found[STEP]["working memory"] = max(lines.get("working memory", 0) for lines in both)
-        return StepMemory(found, self.notes, grown(self.host, other.host), self.steps_in_batches)
+def largest_of_each_instant(moments: Moments) -> dict[str, Lines]:
+    """The lines of the largest moment of each instant."""
+    found: dict[str, list[Lines]] = defaultdict(list)
+    for (instant, _), own in moments.items():
+        found[instant].extend(own.values())
+    return {instant: _largest(several) for instant, several in found.items()}
+
+
+def _largest(several: Iterable[Lines]) -> Lines:
+    return max(several, key=lambda lines: sum(lines.values()), default={})
+
+
+def _grown(here: Moments, there: Moments, steps: float, in_batches: bool) -> dict[str, Lines] | None:
+    """The largest lines of each instant, `steps` times as far from `here` as `there` is; None where they do not fit."""
+    found: dict[str, list[Lines]] = defaultdict(list)
+    for place, moments in here.items():
+        others = there.get(place, {})
+        if place[0] == STEP and (in_batches or moments.keys() != others.keys()):
+            # The optimizer takes one weight or one batch after the other, and more of the same where there are more:
+            pair = _largest(moments.values()), _largest(others.values())
+            if len({lines.get("working memory", 0) for lines in pair}) > 1:  # not so
+                return None
+            moments, others = {0: pair[0]}, {0: pair[1]}
+        if moments.keys() != others.keys():
+            return None
+        for number, lines in moments.items():
+            more = others[number]
+            sizes = {line: lines.get(line, 0) + steps * (more.get(line, 0) - lines.get(line, 0)) for line in LINES}
+            found[place[0]].append({line: round(size) for line, size in sizes.items() if round(size) > 0})
+    return {instant: _largest(several) for instant, several in found.items()}
 
 
 @dataclass(frozen=True)
@@ -158,29 +213,35 @@ def trace_step(module: nn.Module, blocks: Mapping[str, nn.Module], options: Trac
                 log.is_last_micro_batch = options.micro_batches == 1 or not options.gradients_wait or number == 1
                 if options.gradients_wait and isinstance(module, FSDPModule):
                     module.set_requires_gradient_sync(log.is_last_micro_batch)
-                log.instant = FORWARD
+                log.enter(FORWARD)
                 with options.context():
                     loss = options.loss(module)
                 log.end_of_forward()
-                log.instant = LOSS_BACKWARD
+                log.enter(LOSS_BACKWARD)
                 loss.backward()
                 del loss
                 log.end_of_backward()
             if optimizer is not None:
                 for part in _parts(optimizer):
                     _as_on_its_device(part, options.on_gpu and not options.offloads)
-                log.instant = _SETUP  # makes the state, where the next step has it already
+                log.enter(_SETUP)  # makes the state, where the next step has it already
                 optimizer.step()
                 log.end_of_step()
-                log.instant = STEP
+                log.enter(STEP)
                 optimizer.step()
                 log.end_of_step()
         if options.offloads:
             _mark_host(module, log)
-        instants = log.largest_of_each_instant()
-        if options.micro_batches == 1:
-            _add_gradients_of_last_step(instants)
-        return StepMemory(instants, tuple(dict.fromkeys(notes)), log.largest_on_host(), _steps_in_batches(optimizer))
+        device, host = log.moments(), log.moments(on_host=True)
+        memory = StepMemory(
+            largest_of_each_instant(device),
+            tuple(dict.fromkeys(notes)),
+            _largest(lines for moments in host.values() for lines in moments.values()),
+            _steps_in_batches(optimizer),
+            device,
+            host,
+        )
+        return _with_gradients_of_last_step(memory) if options.micro_batches == 1 else memory
 
 
 @contextmanager
@@ -194,12 +255,14 @@ def nothing_compiled() -> Iterator[None]:
         yield
 
 
-def _add_gradients_of_last_step(instants: dict[str, dict[str, int]]) -> None:
+def _with_gradients_of_last_step(memory: StepMemory) -> StepMemory:
     """Lightning drops the gradients of a step after the next forward pass, before its backward pass."""
-    gradients = instants.get(STEP, {}).get("gradients", 0)
-    for name in {FORWARD, LOSS} & instants.keys() if gradients else ():
-        lines = {**instants[name], "gradients": gradients}
-        instants[name] = {line: lines[line] for line in LINES if line in lines}
+    gradients = memory.instants.get(STEP, {}).get("gradients", 0)
+
+    def change(instant: str, lines: Lines) -> Lines:
+        return {**lines, "gradients": gradients} if gradients and instant in (FORWARD, LOSS) else lines
+
+    return memory.changed(change)
 
 
 def _add_gradients(module: nn.Module, log: "_AllocationLog") -> None:
@@ -233,7 +296,7 @@ def _mark_host(module: nn.Module, log: "_AllocationLog") -> None:
             if isinstance(tensor, DTensor):
                 for part in _plain_parts(local(tensor)):
                     log.live[part.untyped_storage()._cdata].on_host = True
-    for _, entry, _ in log.events:
+    for _, _, entry, _ in log.events:
         entry.on_host |= entry.line == "optimizer state" or entry.instant == STEP
 
 
@@ -293,24 +356,30 @@ class _AllocationLog:
     """Allocations and releases in their order, each with its instant of the step."""
 
     def __init__(self) -> None:
-        self._instant = _SETUP
+        self._place: Place = (_SETUP, 0)
+        self._operations = Counter[Place]()
         self.is_paused, self.is_last_micro_batch = False, True
         self.live: dict[int, _Storage] = {}
-        self.events: list[tuple[str, _Storage, int]] = []
+        self.events: list[tuple[Place, int, _Storage, int]] = []
 
     @property
     def instant(self) -> str:
         """Instant in which the step is now."""
-        return self._instant
+        return self._place[0]
 
-    @instant.setter
-    def instant(self, name: str) -> None:
-        self._instant = name
-        self._add(_Storage(0, "working memory", name), 0)  # also where nothing will be allocated
+    def enter(self, instant: str, block: int = 0) -> None:
+        """Another place of the step begins."""
+        self._place = (instant, block)
+        self._add(_Storage(0, "working memory", instant), 0)  # also where nothing will be allocated
+
+    def next_operation(self) -> None:
+        """Another operation begins."""
+        self._operations[self._place] += 1
 
     def _add(self, entry: "_Storage", change: int) -> None:
         # instants of the first micro-batch are smaller, and not told apart
-        self.events.append((self._instant if self.is_last_micro_batch else _SETUP, entry, change))
+        place = self._place if self.is_last_micro_batch else (_SETUP, 0)
+        self.events.append((place, self._operations[self._place], entry, change))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -370,37 +439,34 @@ class _AllocationLog:
             if entry.line == "working memory" and entry.instant in (_SETUP, STEP):
                 entry.line = "optimizer state"
 
-    def largest_of_each_instant(self) -> dict[str, dict[str, int]]:
-        """The lines of the device at the largest moment of each instant; the state is there in all of them."""
+    def moments(self, on_host: bool = False) -> dict[Place, dict[int, Lines]]:
+        """The lines at the largest moment of each operation; the state is there in all of them."""
         now: dict[str, int] = defaultdict(int)
-        total, largest, found = 0, dict[str, int](), dict[str, dict[str, int]]()
-        for instant, entry, change in self.events:
-            passing = 0  # a group's reduced gradients, on their way to the host
-            if not entry.on_host:
-                now[entry.line] += change
-                total += change
-            elif entry.line == "gradients" and change > 0 and entry.instant != _SETUP:
-                passing = change
-            if instant != _SETUP and (instant not in found or total + passing > largest[instant]):
-                largest[instant], found[instant] = total + passing, dict(now)
-                found[instant]["working memory"] = now["working memory"] + passing
+        total, found = 0, dict[Place, dict[int, Lines]]()
+        for (place, operation), events in itertools.groupby(self.events, lambda event: event[:2]):
+            largest, lines = -1, dict[str, int]()
+            for _, _, entry, change in events:
+                passing = 0  # a group's reduced gradients, on their way to the host
+                if entry.on_host == on_host:
+                    now[entry.line] += change
+                    total += change
+                elif not on_host and entry.line == "gradients" and change > 0 and place[0] != _SETUP:
+                    passing = change
+                if total + passing > largest:
+                    largest, lines = total + passing, {**now, "working memory": now["working memory"] + passing}
+            if place[0] != _SETUP:
+                found.setdefault(place, {})[operation] = lines
         states = [entry for entry in self.live.values() if entry.line == "optimizer state"]
-        state = sum(entry.size for entry in states if not entry.on_host)
-        for instant, lines in found.items():
-            if state and instant != STEP:
-                lines["optimizer state"] = state
-        return {instant: {line: lines[line] for line in LINES if lines.get(line)} for instant, lines in found.items()}
+        state = sum(entry.size for entry in states if entry.on_host == on_host)
+        return {
+            place: {operation: _in_order(place[0], lines, state) for operation, lines in own.items()}
+            for place, own in found.items()
+        }
 
-    def largest_on_host(self) -> dict[str, int]:
-        """The lines of the host at its largest moment."""
-        now: dict[str, int] = defaultdict(int)
-        found: dict[str, int] = {}
-        for _, entry, change in self.events:
-            if entry.on_host:
-                now[entry.line] += change
-                if sum(now.values()) > sum(found.values()):
-                    found = dict(now)
-        return {line: found[line] for line in LINES if found.get(line)}
+
+def _in_order(instant: str, lines: Lines, state: int) -> Lines:
+    lines = {**lines, "optimizer state": state} if state and instant != STEP else lines
+    return {line: lines[line] for line in LINES if lines.get(line)}
 
 
 class _Allocations(TorchDispatchMode):
@@ -415,6 +481,7 @@ class _Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor, an 8-bit state: it comes again with the tensors of which it is made
+        self.log.next_operation()
         result = self._run(func, args, kwargs or {})
         name = func.name() if callable(func.name) else func.name
         line = "gathered weights" if name.startswith("fsdp::all_gather") else "working memory"
@@ -460,33 +527,34 @@ def _resizes_recorded(log: _AllocationLog) -> Iterator[None]:
 
 @contextmanager
 def _instants_by_hooks(blocks: Mapping[str, nn.Module], log: _AllocationLog) -> Iterator[None]:
-    """Set the instant of the log by hooks on the blocks."""
-    names = list(blocks)
+    """Set the place of the log by hooks on the blocks; those that run again in the backward pass leave it."""
+    last = len(blocks) - 1
     handles = []
 
-    def enter(instant: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            log.instant = instant
+    def on_gradient(output: Any, instant: str, block: int = 0) -> None:
+        for value in tree_leaves(output)[:1]:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(lambda gradient: log.enter(instant, block))
 
-        return hook
+    def hook(number: int, block: nn.Module) -> None:
+        counted = number if 2 * number < last else number - last - 1
 
-    def hooks_of(place: int) -> Callable[[nn.Module, Any, Any], None]:
-        instant = LAST if place == len(names) - 1 else FIRST if place == 0 else BETWEEN
+        def before(block: nn.Module, args: Any) -> None:
+            if log.instant == FORWARD:
+                log.enter(FORWARD, counted)
 
         def after(block: nn.Module, args: Any, output: Any) -> None:
-            for value in tree_leaves(output)[:1]:
-                if isinstance(value, Tensor) and value.requires_grad:
-                    value.register_hook(enter(instant))
-            if place == len(names) - 1:
-                log.instant = LOSS
-            for value in tree_leaves(args)[:1] if place == 0 else ():
-                if isinstance(value, Tensor) and value.requires_grad:
-                    value.register_hook(enter(REST))
+            on_gradient(output, LAST if number == last else FIRST if number == 0 else BETWEEN, counted)
+            if number == 0:
+                on_gradient(args, REST)
+            if number == last and log.instant == FORWARD:
+                log.enter(LOSS)
 
-        return after
+        handles.append(block.register_forward_pre_hook(before, prepend=True))
+        handles.append(block.register_forward_hook(after))
 
-    for place, block in enumerate(blocks.values()):
-        handles.append(block.register_forward_hook(hooks_of(place)))
+    for number, block in enumerate(blocks.values()):
+        hook(number, block)
     try:
         yield
     finally:

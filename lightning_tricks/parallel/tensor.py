@@ -25,6 +25,7 @@ Word = Literal[
     "colwise",
     "colwise_gather_output",
     "rowwise",
+    "rowwise_split_input",
     "embedding_rowwise",
     "embedding_colwise",
     "vocabulary",
@@ -36,7 +37,7 @@ TENSOR_AXIS = "tensor"  # its name in a `Mesh`
 _OTHER_NAMES = {"colwise_rep": "colwise_gather_output"}  # transformers 4
 _OF_SEQUENCES = ("gather_sequence", "sequence_parallel")
 _DIVIDES_ROWS = ("colwise", "colwise_gather_output", "embedding_rowwise", "vocabulary")  # of the weight
-_DIVIDES_COLUMNS = ("rowwise", "embedding_colwise")
+_DIVIDES_COLUMNS = ("rowwise", "rowwise_split_input", "embedding_colwise")
 # the fields by which configurations of transformers, and ours, tell the number of heads
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_heads", "kv_heads")
 
@@ -50,6 +51,7 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     - `colwise`: a linear layer by its outputs, so that the result is this rank's part; `colwise_gather_output` gives
       the whole result.
     - `rowwise`: a linear layer by its inputs, of which this rank has a part; gives the whole result.
+    - `rowwise_split_input`: the same of a whole input, from which each rank takes its part.
     - `embedding_rowwise`: an embedding by its entries; `embedding_colwise` by its width.
     - `vocabulary`: an output head by its outputs that divides its input and gradient itself, as `models.Head` does.
     - `replicated_with_grad_allreduce`: not at all, but it sees only this rank's part of its input (norms of heads).
@@ -217,6 +219,8 @@ def _style(word: str, sequence_parallel: bool) -> ParallelStyle | None:
         return ColwiseParallel(input_layouts=rows, output_layouts=whole)
     if word == "rowwise":
         return RowwiseParallel(output_layouts=rows)
+    if word == "rowwise_split_input":
+        return RowwiseParallel(input_layouts=whole, output_layouts=rows)
     if word == "embedding_rowwise":  # of ids (batch, length) or (length,)
         output = Shard(-2) if sequence_parallel else whole
         return _Embedding(input_layouts=whole, output_layouts=output)
@@ -349,8 +353,8 @@ def activations_sent(module: nn.Module, plan: Mapping[str, str]) -> int:
     for name, (part, word) in layers.items():
         if isinstance(part, nn.Embedding):
             sent += (2 if word == "embedding_rowwise" else 1) * part.embedding_dim
-        elif word == "rowwise":
-            sent += 2 * part.out_features
+        elif word in ("rowwise", "rowwise_split_input"):  # the gradient of a whole input is gathered
+            sent += 2 * part.out_features + (part.in_features if word == "rowwise_split_input" else 0)
         elif word in ("colwise", "colwise_gather_output", "vocabulary"):
             owner = next((other for other in shared if name.startswith(f"{other}.")), name)
             sent += 0 if owner in seen else 2 * part.in_features

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -33,12 +33,15 @@ from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.check.checks import Checked, model, run_checks
 from lightning_tricks.commands.plan import run
 from lightning_tricks.commands.plan.changes import changes_that_fit
+from lightning_tricks.commands.plan.memory import DEPTHS, _trace_or_refuse, at_full_depth
 from lightning_tricks.commands.plan.plan import plan_recipe
 from lightning_tricks.commands.plan.report import report
 from lightning_tricks.commands.plan.scaling import Links, step_time
+from lightning_tricks.commands.plan.setup import read_setup
 from lightning_tricks.commands.plan.warnings import published_lr
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.models import Decoder
+from lightning_tricks.parallel.fake_cluster import at_once
 from lightning_tricks.parallel.layout import Traffic
 from lightning_tricks.parallel.memory_trace import FORWARD, LAST, LOSS, STEP, StepMemory
 from lightning_tricks.schedules import WarmupCosine
@@ -222,6 +225,25 @@ def test_offloaded_shards_and_their_optimizer_are_counted_on_the_host():
     assert any(note.startswith("cpu_offload: the time of copies") for note in there.notes)
 
 
+@pytest.mark.parametrize(
+    ("options", "settings", "words"),
+    [
+        ({"cpu_offload": True}, {}, 64),
+        ({"cpu_offload": True}, {"activation_checkpointing": "full"}, 4096),
+        ({"reshard_after_forward": False}, {}, 4096),
+        ({"reduce_gradients": "step"}, {"activation_checkpointing": "selective"}, 64),
+    ],
+)
+def test_a_deep_model_told_from_two_shallow_ones_is_the_whole_one_to_the_byte(options, settings, words):
+    config = dataclasses.replace(TINY, vocab_size=words, n_layers=7)
+    module = LanguageModel(config, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3), **settings)
+    trainer = {"strategy": FSDP2Strategy(**options), "accumulate_grad_batches": 2}
+    setup = read_setup(module, data(), trainer, nodes=1, devices=2, on_gpu=True)
+    four, five, whole = at_once([partial(_trace_or_refuse, setup, depth) for depth in (*DEPTHS, None)])
+    told = at_full_depth(setup, [four, five])
+    assert (told.instants, told.host) == (whole.instants, whole.host)
+
+
 def test_on_a_cpu_nothing_is_offloaded():
     settings = {"strategy": FSDP2Strategy(cpu_offload=True), "accelerator": "cpu"}
     assert planned(settings=settings, devices=2).memory.host == {}
@@ -352,6 +374,17 @@ def test_a_module_never_seen_before_has_its_figures():
     assert "a run with MFUMonitor counts them" in report(plan)
 
 
+def test_frozen_parameters_are_told_from_trained_ones():
+    module = Foreign()
+    count = sum(parameter.numel() for parameter in module.parameters())
+    module.net.requires_grad_(False)
+    module.net.transformer.ln_f.requires_grad_(True)
+    plan = plan_recipe(module, None, {"max_steps": 10}, gpu="h100")
+    assert dict(plan.parameters) == {"norm": 64, "frozen": count - 64}
+    lines = report(plan)
+    assert f"parameters          {count:,}: frozen {count - 64:,}, norm 64\n  trained             64 of them\n" in lines
+
+
 def test_a_module_that_reads_a_value_gets_a_line_and_the_rest_of_the_plan():
     plan = plan_recipe(Foreign(reads=True), None, {"max_steps": 10}, gpu="h100")
     assert plan.fits is None
@@ -384,15 +417,32 @@ def test_a_step_on_paper_hides_what_shards_send_and_adds_what_tensor_ranks_wait_
     dims = ParallelDims(tensor=2).of_world(16)  # eight shards on two hosts
     links = Links(host_gb=100.0, network_gb=10.0, devices=8)
     sends = [Traffic("shard", 8, gathered=16 * 10**9), Traffic("tensor", 2, per_token=1e6)]
-    shards = 16e9 * 7 / 8 / (0.8 * 10e9)
+    shards = 16e9 * 7 / 8 / (0.8 * 4 * 10e9)  # four of the eight GPUs of a host are in one group of shards
     tensor = 1e6 * 1000 / 2 / (0.8 * 100e9)
     assert links.is_on_network(dims, "shard")
     assert not links.is_on_network(dims, "tensor")
     hidden = step_time(3.0, 4, 1000, dims, sends, links)
     assert hidden.total == pytest.approx(4 * (3.0 + tensor))
-    shown = step_time(1.0, 4, 1000, dims, sends, links)
+    shown = step_time(0.1, 4, 1000, dims, sends, links)
     assert shown.total == pytest.approx(4 * (shards + tensor))
     assert shown.sends == pytest.approx({"shard": 4 * shards, "tensor": 4 * tensor})
+
+
+def test_the_gpus_of_a_host_share_what_a_ring_brings_over_the_network_once():
+    links = Links(host_gb=450.0, network_gb=50.0, devices=8)
+
+    def speed(axis, world, **sizes):
+        return links.speed(ParallelDims(**sizes).of_world(world), axis)
+
+    assert speed("shard", 16) == 8 * 50
+    assert speed("shard", 16, tensor=4) == 2 * 50
+    assert speed("shard", 64, tensor=8) == 50  # one GPU of a host in each group: eight groups share its network
+    assert speed("shard", 16, tensor=4, context=2) == 2 * 50
+    assert speed("replicate", 16, replicate=2) == 50
+    assert speed("replicate", 16, replicate=4) == 2 * 50
+    assert speed("tensor", 16, tensor=16) == 8 * 50
+    assert speed("tensor", 16, tensor=8) == speed("shard", 8) == 450
+    assert dataclasses.replace(links, network_gb=100.0).speed(ParallelDims().of_world(16), "shard") == 450
 
 
 @pytest.mark.usefixtures("untraced")
@@ -450,7 +500,7 @@ def test_the_command_prints_the_plan_writes_json_and_ends_with_1_where_it_does_n
         run(module, data(), settings, **options, json=str(file))
     assert end.value.code == 0
     out = capsys.readouterr().out
-    assert re.search(r"^  shard +16 ranks, between hosts, 50 GB/s", out, re.M)
+    assert re.search(r"^  shard +16 ranks, between hosts, 400 GB/s", out, re.M)
     assert re.search(r"^ +1,024 +[\d,]+ +[\d,]+ +65,536$", out, re.M)
     assert json.loads(file.read_text())["mesh"] == "shard 16"
     monkeypatch.setattr("lightning_tricks.commands.plan.plan.changes_that_fit", None)  # no change makes the room

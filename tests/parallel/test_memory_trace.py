@@ -20,6 +20,7 @@ from lightning_tricks.parallel.memory_trace import (
     StepMemory,
     TraceOptions,
     _AllocationLog,
+    largest_of_each_instant,
     trace_step,
 )
 
@@ -130,30 +131,39 @@ def test_blocks_that_run_again_keep_their_input():
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_two_depths_tell_any_other(mode):
+def test_two_depths_tell_any_other_to_the_byte(mode):
     build = partial(decoder, mode=mode)
     options = {"optimizer": adamw} if mode == "none" else {}  # whose step is the same
-    two, three, six = (traced(build, depth, **options) for depth in (2, 3, 6))
-    told = two.at_depth(three, (2, 3), 6)
-    between = "backward pass of the blocks between"  # two blocks have none
-    assert {name: lines for name, lines in told.instants.items() if name != between} == {
-        name: lines for name, lines in six.instants.items() if name != between
-    }
-    assert told.peak == pytest.approx(six.peak, rel=0.02)
+    four, five, eight = (traced(build, depth, **options) for depth in (4, 5, 8))
+    assert four.at_depth(five, (4, 5), 8).instants == eight.instants
 
 
-def test_muons_batches_are_counted_and_take_no_more_where_there_are_more_blocks(monkeypatch):
+def test_a_batch_that_still_grows_with_the_depth_tells_no_other_depth(monkeypatch):
     def optimizer(module):
         return build_optimizer(module, lambda groups: MuonAdamW(groups, lr=0.1, fused=False))
 
+    def at(*depths):
+        return [traced(decoder, depth, optimizer=optimizer) for depth in depths]
+
     largest = max(p.numel() for p in decoder(1).blocks[0].parameters())  # three of them in a block
-    monkeypatch.setattr(muon, "BATCH_BYTES_ON_CPU", limit := 2 * 8 * largest)  # more than two blocks have
-    two, three, eight = (traced(decoder, depth, optimizer=optimizer) for depth in (2, 3, 8))
-    at_two, at_three, at_eight = (one.instants[STEP]["working memory"] for one in (two, three, eight))
-    assert 4 * limit < at_two < at_three <= at_eight
-    assert at_eight < at_three + (at_three - at_two), "a batch has its bound"
-    told = two.at_depth(three, (2, 3), 8)
-    assert told.instants[STEP] == {**eight.instants[STEP], "working memory": at_three}
+    monkeypatch.setattr(muon, "BATCH_BYTES_ON_CPU", 2 * 6 * largest)  # two blocks fill a batch
+    four, five, eight = at(4, 5, 8)
+    assert four.at_depth(five, (4, 5), 8).instants == eight.instants
+    monkeypatch.setattr(muon, "BATCH_BYTES_ON_CPU", 2 * 18 * largest)  # six do
+    four, five = at(4, 5)
+    assert four.at_depth(five, (4, 5), 8) is None
+
+
+def test_moments_at_different_places_are_not_extended():
+    here = {("a", 0): {1: {"weights": 2}, 2: {"activations": 1}}}
+    there = {("a", 0): {1: {"weights": 3}, 2: {"activations": 4}}}
+
+    def grown(other):
+        return StepMemory({}, moments=here).at_depth(StepMemory({}, moments=other), (4, 5), 8)
+
+    assert grown(there).instants == {"a": {"activations": 1 + 4 * 3}}  # and not from 2 weights to 4 activations
+    assert grown({("a", 0): {1: {"weights": 3}}}) is None
+    assert grown({("b", 0): there["a", 0]}) is None
 
 
 @pytest.mark.parametrize(
@@ -218,7 +228,7 @@ def test_what_torch_leaves_out_without_data_is_counted():
 
 def test_reduced_gradients_of_offloaded_shards_pass_through_the_device():
     log = _AllocationLog()
-    log.instant = LAST
+    log.enter(LAST)
     kept, gradient = torch.zeros(4), torch.zeros(2)
     log.record(kept)
     log.record(gradient)
@@ -226,5 +236,6 @@ def test_reduced_gradients_of_offloaded_shards_pass_through_the_device():
     entry.line, entry.on_host = "gradients", True
     more = torch.zeros(1)
     log.record(more)
-    assert log.largest_of_each_instant() == {LAST: {"working memory": 4 * (4 + 2)}}  # and not with what comes later
-    assert log.largest_on_host() == {"gradients": 4 * 2}
+    lines = {"working memory": 4 * (4 + 2)}  # and not with what comes later
+    assert largest_of_each_instant(log.moments()) == {LAST: lines}
+    assert largest_of_each_instant(log.moments(on_host=True)) == {LAST: {"gradients": 4 * 2}}

@@ -16,7 +16,14 @@ from harness.runs import Memory
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+)
 
 from lightning_tricks import (
     EMA,
@@ -70,6 +77,23 @@ class HuggingFace(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+class SplitsInputs(HuggingFace):
+    """A family of transformers whose plan gathers a fused layer's outputs, and splits the inputs of the next one."""
+
+    def __init__(self, family: type[PreTrainedConfig]) -> None:
+        self.family = family
+        super().__init__()
+
+    def build(self) -> None:
+        self.net = AutoModelForCausalLM.from_config(
+            self.family(
+                vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, use_cache=False,
+                pad_token_id=0,
+            )
+        )  # fmt: skip
 
 
 class BuiltLate(HuggingFace):
@@ -147,6 +171,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "muon": lambda: Ours(LLAMA, lambda groups: MuonAdamW(groups, lr=0.01)),
     "adamw": lambda: Ours(NORMED, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),
     "hugging face": HuggingFace,
+    "phi 3": lambda: SplitsInputs(Phi3Config),
+    "olmo 2": lambda: SplitsInputs(Olmo2Config),
     "built late": BuiltLate,
     "foreign": Foreign,
     "forgets": lambda: Foreign(forgets=True),

@@ -7,6 +7,7 @@ import torch
 from harness.processes import end, run, start
 from mesh_runs import (
     LENGTH,
+    ROWS,
     STEPS,
     Case,
     Found,
@@ -28,6 +29,8 @@ TWO = {
     "tensor and sequence, tied, normed heads": Case("normed", TENSOR, {"activation_checkpointing": "full"}),
     "tensor and sequence, learned positions": Case("gpt2", TENSOR),
     "tensor, Hugging Face": Case("hugging face", TENSOR, guarded=True),
+    "tensor, Phi-3": Case("phi 3", TENSOR),
+    "tensor, OLMo-2": Case("olmo 2", TENSOR),
     "tensor, foreign": Case("foreign", TENSOR),
     "tensor, a plan that forgets": Case(
         "forgets", TENSOR, says="'blocks.0.scale.weight' has another gradient on each tensor rank"
@@ -88,6 +91,9 @@ BOUNDS = {
 MUON = Bounds(5e-6, 4e-4, 0.2)
 # FLOPs of the angles of transformers' rotary embedding: up to version 5.17 a product, which each process computes whole
 ANGLES = 2 * 4 * LENGTH
+# Those of attention where each tensor rank computes it whole: two products of two blocks, forward and twice backward.
+ATTENTION = 3 * 2 * 2 * (2 * ROWS * LENGTH**2 * 32)
+COUNTED_AGAIN = {"hugging face": ANGLES, "built late": ANGLES, "phi 3": ATTENTION, "olmo 2": ATTENTION}
 SAME = ("train/loss", "train/grad_norm", "train/lr", "val/loss", "tokens_per_second", "model_flops_per_second")
 
 
@@ -133,7 +139,7 @@ def test_every_layout_trains_as_one_process_does(cases, world):
             lines.append(f"{name}: {said}")
         else:
             bounds = MUON if case.model == "muon" else BOUNDS[case.precision]
-            flops = (world - 1) * ANGLES if case.model in ("hugging face", "built late") else 0
+            flops = (world - 1) * COUNTED_AGAIN.get(case.model, 0)
             lines += [f"{name}: {line}" for line in differences(said, one[name], bounds, flops)]
             for rank in ranks[1:]:
                 assert all(torch.equal(a, said.moved[key]) for key, a in rank[name].moved.items()), name

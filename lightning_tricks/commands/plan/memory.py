@@ -26,11 +26,11 @@ from lightning_tricks.parallel.compiled_stand_in import load_partitioner
 from lightning_tricks.parallel.dims import Mesh
 from lightning_tricks.parallel.fake_cluster import at_once, fake_world
 from lightning_tricks.parallel.layout import Traffic, traffic
-from lightning_tricks.parallel.memory_trace import LINES, StepMemory, TraceOptions, nothing_compiled, trace_step
+from lightning_tricks.parallel.memory_trace import LINES, Lines, StepMemory, TraceOptions, nothing_compiled, trace_step
 from lightning_tricks.parallel.parallelize import parallelize
 from lightning_tricks.parallel.shard import local_bytes, to_meta
 
-DEPTHS = (2, 3)  # blocks of the models that are traced; each block more adds the same
+DEPTHS = (4, 5)  # blocks of the models that are traced; each block more adds the same
 AVERAGES = ("EMA", "TailAverage")
 UNTRACEABLE = "memory is not known:"  # begins the message for a module whose own code needs values
 
@@ -72,7 +72,7 @@ def _gradients_of_replicas(setup: RunSetup, module: nn.Module) -> tuple[Traffic,
 def traced_memory(setup: RunSetup) -> StepMemory:
     """The memory of a step on rank 0, which has the largest shards.
 
-    A LanguageModel is traced with two and with three blocks, beside each other, and extended to its depth.
+    A LanguageModel is traced with four and with five blocks, beside each other, and extended to its depth.
 
     Raises:
         UsageError: the module's step cannot run without data.
@@ -91,7 +91,10 @@ def traces_of(setup: RunSetup) -> list[Callable[[], StepMemory]]:
 def at_full_depth(setup: RunSetup, traces: Sequence[StepMemory]) -> StepMemory:
     """The memory at the module's own depth."""
     first, *others = traces
-    return first.at_depth(others[0], DEPTHS, setup.module.config.n_layers) if others else first
+    if not others:
+        return first
+    found = first.at_depth(others[0], DEPTHS, setup.module.config.n_layers)
+    return found or at_once([partial(_trace_or_refuse, setup, None)])[0]
 
 
 def _trace_or_refuse(setup: RunSetup, depth: int | None) -> StepMemory:
@@ -275,12 +278,10 @@ def _with_others(setup: RunSetup, memory: StepMemory, module: nn.Module) -> Step
     if not more:
         return memory
 
-    def added(lines: Mapping[str, int]) -> dict[str, int]:
+    def added(_: str, lines: Lines) -> Lines:
         return {line: {**lines, **more}[line] for line in LINES if line in lines or line in more}
 
-    if setup.offloads:  # averages lie where the weights do
-        return replace(memory, host=added(memory.host))
-    return replace(memory, instants={name: added(lines) for name, lines in memory.instants.items()})
+    return memory.changed(added, on_host=setup.offloads)  # averages lie where the weights do
 
 
 def _of_deepspeed(setup: RunSetup, memory: StepMemory, count: int) -> StepMemory:
@@ -297,12 +298,12 @@ def _of_deepspeed(setup: RunSetup, memory: StepMemory, count: int) -> StepMemory
         "gradients": item * count if stage == 1 else 4 * count // world,
         "optimizer state": (state + 4 * count) // world,
     }
-    instants = {
-        name: {line: own.get(line, lines.get(line, 0)) for line in LINES if line in own or line in lines}
-        for name, lines in memory.instants.items()
-    }
+
+    def by_formula(_: str, lines: Lines) -> Lines:
+        return {line: own.get(line, lines.get(line, 0)) for line in LINES if line in own or line in lines}
+
     note = "DeepSpeed's weights, gradients and state are by formula; its buffers are not counted"
-    return replace(memory, instants=instants, notes=(*memory.notes, note))
+    return replace(memory.changed(by_formula), notes=(*memory.notes, note))
 
 
 def closed_form_activations(setup: RunSetup) -> int | None:

@@ -68,7 +68,7 @@ class Plan:
     Attributes:
         setup: the recipe on its devices.
         device: one of them.
-        parameters: elements by role; embeddings and heads that are tied count once.
+        parameters: elements by role, those that are not trained as `frozen`; what is tied counts once.
         active: parameters that each token is multiplied with; None for modules that we do not know.
         memory: of each instant of a step, without the device's overhead; None where it is not known.
         why_no_memory: the reason then.
@@ -296,8 +296,11 @@ def _check_numbers(
 def _whole_and_parameters(setup: RunSetup) -> tuple[WholeModel, dict[str, int]]:
     """The model as a rank has it, and its elements by role. In a forked process: it builds the module."""
     parameters: dict[str, int] = {}
-    for one in param_roles(setup.build()):
+    module = setup.build()
+    for one in param_roles(module):
         parameters[one.role] = parameters.get(one.role, 0) + one.param.numel()
+    if frozen := sum(part.numel() for part in module.parameters() if not part.requires_grad):
+        parameters["frozen"] = frozen
     return whole_model(setup), parameters
 
 

@@ -31,6 +31,8 @@ def _model(plan: Plan) -> Iterator[str]:
     roles = sorted(plan.parameters.items(), key=lambda entry: -entry[1])
     yield "Model"
     yield _row("parameters", f"{total:,}: {', '.join(f'{role} {count:,}' for role, count in roles)}")
+    if frozen := plan.parameters.get("frozen", 0):
+        yield _row("trained", f"{total - frozen:,} of them")
     if plan.active is not None:
         yield _row("multiplied with", f"{plan.active:,} of them by each token")
     if plan.tokens_a_step is not None:
@@ -115,8 +117,8 @@ def _traffic(plan: Plan) -> Iterator[str]:
     tokens = setup.rows * setup.length // setup.dims.context
     yield "Sent in a step, and how long it takes at 80 % of the links' figures"
     for one in plan.whole.traffic:
-        over = plan.links.is_on_network(setup.dims, one.axis)
-        link = f"between hosts, {plan.links.network_gb:g} GB/s" if over else f"in a host, {plan.links.host_gb:g} GB/s"
+        where = "between hosts" if plan.links.is_on_network(setup.dims, one.axis) else "in a host"
+        link = f"{where}, {plan.links.speed(setup.dims, one.axis):g} GB/s"
         if one.axis == "context" and not one.per_token:
             yield _row(one.axis, f"{one.ranks} ranks, {link}: not counted")
             continue

@@ -29,19 +29,36 @@ class Links:
 
     def is_on_network(self, dims: ParallelDims, axis: str) -> bool:
         """Whether the ranks of an axis lie on several hosts. Tensor ranks are neighbours, replicas farthest apart."""
-        inner = {"tensor": 1, "context": dims.tensor, "shard": dims.tensor, "replicate": dims.tensor}
-        spans = {
-            "tensor": dims.tensor,
-            "context": dims.context * dims.tensor,
-            "shard": dims.shard * dims.context * dims.tensor,
-            "replicate": dims.world,
-        }
-        return spans[axis] > self.devices and dims.world > inner[axis]
+        stride, ranks = _stride_and_ranks(dims, axis)
+        return ranks > 1 and stride * ranks > self.devices
+
+    def speed(self, dims: ParallelDims, axis: str) -> float:
+        """GB/s at which a GPU gets what an axis sends.
+
+        A ring passes through all GPUs of a host and crosses its border once. NCCL builds as many rings as the group has
+        GPUs, and so network cards, in a host, each with its part of the bytes: a host gets these bytes once, over all
+        of these cards, and its GPUs pass them on over the links within it. The slower one of both counts.
+
+        Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md (bus bandwidth).
+        """
+        if not self.is_on_network(dims, axis):
+            return self.host_gb
+        stride, _ = _stride_and_ranks(dims, axis)
+        return min(self.host_gb, max(1, self.devices // stride) * self.network_gb)
 
     def seconds(self, dims: ParallelDims, one: Traffic, tokens: int) -> float:
         """Time of what an axis sends in a micro-batch, if nothing else ran."""
-        speed = self.network_gb if self.is_on_network(dims, one.axis) else self.host_gb
-        return one.bytes(tokens) / (EFFICIENCY * speed * 1e9)
+        return one.bytes(tokens) / (EFFICIENCY * self.speed(dims, one.axis) * 1e9)
+
+
+def _stride_and_ranks(dims: ParallelDims, axis: str) -> tuple[int, int]:
+    """How far two neighbours of an axis' group are apart in the world, and the number of its ranks."""
+    return {
+        "tensor": (1, dims.tensor),
+        "context": (dims.tensor, dims.context),
+        "shard": (dims.tensor, dims.shard * dims.context),  # weights are divided over context ranks too
+        "replicate": (dims.tensor * dims.context * dims.shard, dims.replicate),
+    }[axis]
 
 
 @dataclass(frozen=True)
